@@ -37,12 +37,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import arguments, failpoints
-from deadpool_megatron.cluster.failures import (
-    GRACE_SECONDS,
-    ExitStatus,
-    FailureKind,
-    kind_of_end,
-)
+from deadpool_megatron.cluster.failures import GRACE_SECONDS, ExitStatus, FailureKind, kind_of_end
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, Limits
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer

@@ -17,7 +17,7 @@ import itertools
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class Level(StrEnum):
 
     RUN = "run"
     SET = "set"
+    ACCEPTED = "accepted"
     READ = "read"
     UNREAD = "unread"
     REFUSED = "refused"
@@ -74,6 +75,8 @@ class FlagRow:
         match self.level:
             case Level.SET:
                 return f"{self.shown} {self.becomes}: {self.reason}"
+            case Level.ACCEPTED:
+                return f"{self.shown} was reviewed and never run: {self.reason}"
             case Level.READ:
                 return (
                     f"{self.shown} was read and never run: {self.reason}; leave it out, or take it"
@@ -101,6 +104,11 @@ class FlagRow:
         named = not set(words_of(argv)).isdisjoint(self.shown.split(", "))
         more = any(" and " in condition for condition in self.when)
         return (named and not more) or self.applies(said(argv, version))
+
+    def as_given(self, argv: Sequence[str]) -> FlagRow:
+        """Return the row with those of its flags alone that ``argv`` names, if it names any."""
+        named = ", ".join(flag for flag in self.flags if flag in words_of(argv))
+        return replace(self, shown=named) if named else self
 
     def set_in(self, args: argparse.Namespace) -> None:
         """Set what this row sets."""
@@ -138,7 +146,8 @@ def _rows(level: Level) -> tuple[FlagRow, ...]:
 
 #: all rows of each level, in the order in which they are looked at
 REFUSED, READ, SET = _rows(Level.REFUSED), _rows(Level.READ), _rows(Level.SET)
-ROWS = (*REFUSED, *READ, *SET)
+ACCEPTED = _rows(Level.ACCEPTED)
+ROWS = (*REFUSED, *READ, *SET, *ACCEPTED)
 REVIEWED = tuple(FlagFamily(**row) for row in _TABLES["reviewed"])
 UNREVIEWED = tuple(FlagFamily(**row) for row in _TABLES["unreviewed"])
 #: scripts of Megatron-LM that were never run under protection
@@ -170,6 +179,7 @@ def _holds(term: str, args: argparse.Namespace) -> bool:
     name, _, rest = term.partition(" ")
     test, _, text = rest.partition(" ")
     value = getattr(args, name, None)
+    value = getattr(value, "name", value)  # of an enumeration, as users write it
     match test:
         case "":
             return bool(value)

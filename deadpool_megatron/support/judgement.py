@@ -46,12 +46,17 @@ def judge(
     the defaults of that ``version`` of Megatron-LM (empty: the newest).
     """
     read, unread = (_named_behind(flag, command) for flag in (ALLOW, ALLOW_UNREVIEWED))
+    words = command[1:]
+    rows = [
+        row.as_given(words) if row.level is Level.ACCEPTED else row
+        for row in flags.ROWS
+        if (row.is_named_in(words, version) if args is None else row.applies(args))
+    ]
     found = [
         Judged(
             row.level, row.shown, row.line, row.name, row.level is Level.READ and row.name in read
         )
-        for row in flags.ROWS
-        if (row.is_named_in(command[1:], version) if args is None else row.applies(args))
+        for row in rows
     ]
     if args is not None and (line := flags.one_logger_complaint(args)):
         found.append(Judged(Level.REFUSED, "one_logger", line))
@@ -72,16 +77,24 @@ def judge_environment(environment: Mapping[str, str]) -> list[Judged]:
 
 
 def verdict(findings: Iterable[Judged]) -> str:
-    """Return ``supported``, ``allowed`` for what needs an allowance by name, or ``refused``."""
+    """Return ``supported``, ``accepted`` where something of it was never run, ``allowed`` for what
+    needs an allowance by name, or ``refused``."""
     levels = {finding.level for finding in findings}
     if Level.REFUSED in levels:
         return "refused"
-    return "supported" if levels <= {Level.SET} else "allowed"
+    if not levels <= _TAKEN:
+        return "allowed"
+    return "accepted" if Level.ACCEPTED in levels else "supported"
+
+
+def never_run(findings: Iterable[Judged]) -> list[str]:
+    """Return what is accepted of a command line and was never run, as it is given there."""
+    return [each.shown for each in findings if each.level is Level.ACCEPTED]
 
 
 def refusal(findings: Iterable[Judged]) -> str:
     """Return one line about all that keeps a run from its start; empty if nothing does."""
-    stopped = [each for each in findings if each.level is not Level.SET and not each.allowed]
+    stopped = [each for each in findings if each.level not in _TAKEN and not each.allowed]
     if not stopped:
         return ""
     # What is refused comes first: its rows have better advice.
@@ -108,13 +121,15 @@ def notes(findings: Iterable[Judged]) -> list[str]:
     """Return the first lines of a run: what was set for the user, and what was let through."""
     return [
         each.line
-        if each.level is Level.SET
+        if each.level in _TAKEN
         else f"{each.shown} is {_STOPPED[each.level]}, and let through"
         for each in findings
-        if each.level is Level.SET or each.allowed
+        if each.level in _TAKEN or each.allowed
     ]
 
 
+#: what a run begins with, without a word of the user's
+_TAKEN = {Level.SET, Level.ACCEPTED}
 _STOPPED = {
     Level.REFUSED: "refused",
     Level.READ: "read and never run",

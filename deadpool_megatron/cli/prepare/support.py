@@ -1,7 +1,8 @@
 """Judges a command line of Megatron-LM as the start of a run does. Each flag is supported, set by
-deadpool, accepted by name (its source was read, it was never run), not reviewed, or refused. The
-environment variables of this shell are judged as well. Values of flags are checked with --megatron
-only, by its parser. Nothing is started, and no GPU is needed.
+deadpool, accepted and never run (no CPU runs it), accepted by name (its source was read, it was
+never run), not reviewed, or refused. The environment variables of this shell are judged as well.
+Values of flags are checked with --megatron only, by its parser. Nothing is started, and no GPU is
+needed.
 
 examples:
   deadpool support -- pretrain_gpt.py --num-layers 32 --bf16 --tp-comm-overlap
@@ -34,8 +35,10 @@ from deadpool_megatron.support.judgement import Judged
 from deadpool_megatron.support.versions import version_beside
 
 _SECONDS = 300.0
+_VERDICTS = ("supported", "accepted", "allowed", "refused")
 _WORDS = {
     Level.SET: "set for you",
+    Level.ACCEPTED: "never run",
     Level.READ: "to be allowed",
     Level.UNREAD: "not reviewed",
     Level.REFUSED: "refused",
@@ -146,6 +149,7 @@ def _as_object(case: _Case, found: Sequence[Judged]) -> dict[str, Any]:
         "id": case.id,
         "verdict": judgement.verdict(found),
         "without_fork": judgement.verdict(_without_fork(found)),
+        "never_run": judgement.never_run(found),
         "rows": rows,
     }
 
@@ -157,6 +161,8 @@ def _print_one(found: Sequence[Judged]) -> None:
     verdict, owed = judgement.verdict(found), judgement.allowances(found)
     if verdict == "allowed" and owed:
         verdict = f"needs {' '.join(owed)}"
+    if never := judgement.never_run(found):
+        verdict += f"; never run: {', '.join(never)}"
     print(f"verdict: {verdict}")
 
 
@@ -175,7 +181,7 @@ def _print_table(cases: Sequence[_Case], judged: Sequence[Sequence[Judged]]) -> 
     print()
     stock = [judgement.verdict(_without_fork(found)) for found in judged]
     for name, these in (("as they are", verdicts), ("without what only a fork has", stock)):
-        shares = (f"{kind} {these.count(kind)}" for kind in ("supported", "allowed", "refused"))
+        shares = (f"{kind} {these.count(kind)}" for kind in _VERDICTS)
         print(f"{len(these)} configurations {name}: {', '.join(shares)}")
 
 

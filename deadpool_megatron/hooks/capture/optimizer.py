@@ -26,6 +26,7 @@ from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.state.packing import Part, move_into_arenas
+from deadpool_megatron.support import flags
 
 # They keep nothing but tensors for a parameter, and change them in place; nobody has to look after
 # each of their updates.
@@ -83,26 +84,15 @@ def refuse_unknown_state(optimizer: Any, config: Any) -> None:
     ``config`` is the model's. Restoring less than all would train on, with other numbers (A8).
     """
     inner = inner_optimizers(optimizer)
-    if getattr(config, "cuda_graph_impl", "none") not in ("none", None) or any(
-        getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")
-    ):
-        raise UnsupportedOptimizer(
-            "CUDA graphs hold the communicators of the time of their capture"
-        )
-    if getattr(config, "qk_clip", False):
-        raise UnsupportedOptimizer(
-            "QK-clip multiplies weights and their masters apart; weights that a recovery casts"
-            " again from the masters would differ in their last bits"
-        )
-    for reason in (_refused_low_precision(config, inner), *map(_refused_adam, inner)):
+    # What a model has of a configuration it has of the flags, whoever has set it.
+    refused = [row.line for row in flags.REFUSED if row.applies(config)]
+    for reason in (*refused, _refused_low_precision(config, inner), *map(_refused_adam, inner)):
         if reason:
             raise UnsupportedOptimizer(reason)
 
 
 def _refused_low_precision(config: Any, inner: list[Any]) -> str:
     """Return why this FP8 or FP4 cannot be captured; empty when it can (:mod:`.fp8`)."""
-    if getattr(config, "fp4", None):
-        return "fp4: the state that Transformer Engine keeps for it has not been reviewed"
     if not getattr(config, "fp8", None):
         return ""
     recipe = getattr(config, "fp8_recipe", "delayed")

@@ -79,8 +79,8 @@ def test_many_as_a_table(batch: Path, capsys: pytest.CaptureFixture[str]) -> Non
         [case[-1], case[0]] for case in CASES
     ]
     assert "    2  not reviewed (a fork's): --of-tomorrow" in lines
-    assert lines[-2].endswith("as they are: supported 4, allowed 2, refused 2")
-    assert lines[-1].endswith("only a fork has: supported 5, allowed 1, refused 2")
+    assert lines[-2].endswith("as they are: supported 4, accepted 0, allowed 2, refused 2")
+    assert lines[-1].endswith("only a fork has: supported 5, accepted 0, allowed 1, refused 2")
 
 
 @pytest.mark.full

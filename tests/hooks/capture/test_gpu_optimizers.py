@@ -26,6 +26,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
     refuse_unknown_state,
 )
 from deadpool_megatron.state.extras import decode
+from deadpool_megatron.support import flags
 from tests.gpu.digests import state_digests
 from tests.hooks.capture import gpu_rig
 from tests.hooks.capture.fake_te import FusedAdam
@@ -272,6 +273,28 @@ def test_weights_in_fp8_with_masters_of_megatron_are_taken(recipe: str) -> None:
     refuse_unknown_state(optimizer, SimpleNamespace(fp8="e4m3", fp8_recipe=recipe, fp8_param=True))
 
 
+def meeting(condition: str) -> dict[str, Any]:
+    """Arguments that meet a condition of a row."""
+    found: dict[str, Any] = {}
+    for term in condition.split(" and "):
+        name, _, rest = term.partition(" ")
+        test, _, values = rest.partition(" ")
+        number = int(values) + 1 if test == "above" else 0
+        found[name] = number or (values.split()[0] if test in ("is", "has") else True)
+    return found
+
+
+@pytest.mark.parametrize("row", [*flags.ACCEPTED, *flags.READ], ids=lambda row: row.name)
+def test_what_the_table_accepts_is_built(row: flags.FlagRow) -> None:
+    """A model with a flag that support lets pass is refused nowhere later."""
+    inner = distributed_inner(FusedAdam([torch.ones(1)], 0.1))
+    optimizer = SimpleNamespace(chained_optimizers=[inner])
+    for condition in row.when or [flag[2:].replace("-", "_") for flag in row.flags]:
+        config = SimpleNamespace(**meeting(condition))
+        assert row.applies(config) or "is-not" in condition
+        refuse_unknown_state(optimizer, config)
+
+
 AWARE = {
     "use_precision_aware_optimizer": True,
     "use_precision_aware_optimizer_no_fp8_or_ds_fp8": True,
@@ -285,11 +308,10 @@ AWARE = {
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True}, {}, "MXFP8"),
         ({"fp8": "e4m3", "fp8_param": True}, {"plain": True}, "distributed optimizer only"),
         ({"fp8": "e4m3", "fp8_param": True}, {"config": AWARE}, "casts itself"),
-        ({"qk_clip": True}, {}, "QK-clip"),
+        ({"qk_clip": True}, {}, "--qk-clip"),
         ({"fp8": "e4m3", "fp8_param": True}, {"grad_scaler": object()}, "skipped update"),
-        ({"cuda_graph_impl": "local"}, {}, "CUDA graphs"),
-        ({"enable_cuda_graph": True}, {}, "CUDA graphs"),
-        ({"external_cuda_graph": True}, {}, "CUDA graphs"),
+        ({"cuda_graph_impl": "local"}, {}, "--enable-cuda-graph"),
+        ({"enable_cuda_graph": True}, {}, "--enable-cuda-graph"),
     ],
 )
 def test_what_cannot_be_done_right_is_refused(

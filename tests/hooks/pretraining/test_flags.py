@@ -7,16 +7,18 @@ import json
 import tomllib
 from collections import Counter
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from megatron.core.transformer.enums import AttnBackend
 
 from deadpool_megatron import arguments
 from deadpool_megatron.hooks.pretraining import attach
 from deadpool_megatron.settings import ENVIRONMENT_NAME, Settings
 from deadpool_megatron.support import flags as flag_tables
 from deadpool_megatron.support.flags import REVIEWED, ROWS, UNREVIEWED, FlagRow, Level
-from deadpool_megatron.support.judgement import judge, notes, refusal
+from deadpool_megatron.support.judgement import judge, never_run, notes, refusal, verdict
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import TAG, TAGS, TREES, checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Answer, Question, ask, in_checkout
@@ -87,7 +89,8 @@ def test_nothing_is_refused_without_deadpool() -> None:
 
 def test_every_flag_of_every_row_is_tried() -> None:
     tried = EXAMPLES.keys() | BY_HAND.keys()
-    assert {flag for row in ROWS for flag in row.flags} == tried
+    stopping = [row for row in ROWS if row.level is not Level.ACCEPTED]
+    assert {flag for row in stopping for flag in row.flags} == tried
 
 
 @pytest.mark.parametrize("flag", EXAMPLES)
@@ -212,9 +215,35 @@ def test_no_flag_is_judged_twice() -> None:
     assert all(family.reason for family in (*REVIEWED, *UNREVIEWED))
 
 
+def test_what_no_cpu_runs_is_accepted_and_not_called_supported() -> None:
+    """As the reach tests leave it out: nobody has run it, anywhere."""
+    cannot = tomllib.loads((ROOT / "tests" / "reach" / "rules.toml").read_text())["cannot"]
+    patterns = " ".join(cannot.values()).split()
+    options = ("options of what is in a row", "old names")
+    run = [one for one in REVIEWED if one.title not in options]
+    flags = [flag for family in run for flag in family.flags]
+    assert [flag for flag in flags if any(fnmatch(flag, each) for each in patterns)] == []
+
+
+def test_what_was_never_run_is_said_and_stops_nothing() -> None:
+    given = ["--context-parallel-size", "2", "--bf16", "--fp8-format", "hybrid"]
+    found = judge(["pretrain_gpt.py", *given])
+    assert verdict(found) == "accepted"
+    assert never_run(found) == ["--context-parallel-size", "--fp8-format"]
+    assert refusal(found) == ""
+    assert notes(found)[0].startswith("--context-parallel-size was reviewed and never run: ")
+    plain = ["pretrain_gpt.py", "--context-parallel-size", "1", "--attention-backend", "unfused"]
+    assert verdict(judge(plain)) == "supported"
+    args = argparse.Namespace(attention_backend=AttnBackend.flash, context_parallel_size=1)
+    assert never_run(judge(plain[:1], args)) == [flag_tables.ACCEPTED[3].shown]
+
+
 def test_the_documentation_has_the_table() -> None:
     page = (ROOT / "docs" / "megatron-lm.md").read_text()
     for row in ROWS:
+        if row.level is Level.ACCEPTED:
+            assert all(f"`{flag}`" in page for flag in row.flags)
+            continue
         fate = row.becomes if row.level is Level.SET else f"refused: {row.remedy}"
         if row.level is Level.READ:
             fate = f"read: `--deadpool-allow {row.name}`"
