@@ -230,3 +230,19 @@ def test_what_only_a_peer_has_is_zeros() -> None:
     dist.broadcast(own, src=1)
     assert theirs.tolist() == [0, 0, 0]
     assert own.tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("role", [0, 3])
+def test_a_group_that_was_renumbered_answers_by_its_new_rank(
+    communicators: Communicators, role: int
+) -> None:
+    """A spare builds and warms up detached: what it keeps are the slices of the role it takes."""
+    dist.init_process_group("gloo", rank=0, world_size=4)
+    communicators.renumber(role)
+    part, slices = torch.full((1,), -1.0), [torch.full((1,), float(rank)) for rank in range(4)]
+    dist.reduce_scatter(part, slices)
+    assert part.item() == role
+    own, theirs = torch.ones(1), torch.ones(1)
+    dist.broadcast(own, src=role)
+    dist.broadcast(theirs, src=1)
+    assert (own.item(), theirs.item()) == (1.0, 0.0)

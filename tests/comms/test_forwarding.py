@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -215,11 +216,18 @@ def uneven(member: Member) -> bool:
     for peer, slot in enumerate(slots):
         assert torch.equal(slot, torch.full((sizes[peer],), float(peer)))
         assert not slot.requires_grad, "autograd knows nothing of gathers"
-    output = torch.zeros(sizes[rank])
     inputs = [torch.full((n,), float(rank + 1)) for n in sizes]
-    work = dist.reduce_scatter(output, inputs, async_op=True)
-    work.wait()
-    assert torch.equal(output, torch.full((sizes[rank],), float(sum(range(1, size + 1)))))
+    of_all = range(1, size + 1)
+    for operation, wanted in {
+        dist.ReduceOp.SUM: sum(of_all),
+        dist.ReduceOp.MAX: max(of_all),
+        dist.ReduceOp.MIN: min(of_all),
+        dist.ReduceOp.PRODUCT: math.prod(of_all),
+    }.items():
+        output = torch.zeros(sizes[rank])
+        work = dist.reduce_scatter(output, inputs, op=operation, async_op=True)
+        work.wait()
+        assert torch.equal(output, torch.full((sizes[rank],), float(wanted)))
     assert inputs[0][0] == rank + 1
     slots = [torch.full((n,), -1.0) for n in sizes]
     work = dist.all_gather(slots, torch.full((sizes[rank],), float(rank)), async_op=True)

@@ -21,7 +21,7 @@ from deadpool_megatron.comms.in_flight.attached_epoch import (
     Stuck,
 )
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
-from deadpool_megatron.comms.in_flight.works import HostWork
+from deadpool_megatron.comms.in_flight.works import HostWork, StreamWork
 
 from .ranks import Member, run
 
@@ -185,3 +185,44 @@ def test_a_planned_change_ends_the_wait_of_a_thread_whose_operation_failed() -> 
     with pytest.raises(EpochClosed):
         epoch.fault("group", "all_reduce", "reset")
     assert time.monotonic() - began < limits.close_wait_seconds
+
+
+class Failing:
+    """A Work whose connections are gone."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def group_of(epoch: Epoch) -> Any:
+    return SimpleNamespace(epoch=epoch, description="pp", place="pp", size=2)
+
+
+def test_a_receive_that_has_failed_writes_no_more() -> None:
+    """Whoever has lost a peer would be replaced as well, each time."""
+    limits, pool = Limits(60.0, 5.0, 5.0, 5.0), WaiterPool()
+    epoch = Epoch(1, limits, pool, Progress(), lambda *_: epoch.retire())
+    work = HostWork(Failing(), group_of(epoch), "recv", 1, (), True, True, True, None)
+    with pytest.raises(EpochClosed):
+        work.wait()
+    epoch.close()
+    assert work.unfinished_in() is None
+    assert not epoch.may_write()
+    pool.shut_down()
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_what_an_aborted_operation_on_a_device_has_left_is_not_used(is_aborted: bool) -> None:
+    """Its wait may return as if all were well."""
+    epoch = Epoch(1, Limits(60.0, 0.0, 5.0, 5.0), WaiterPool(), Progress(), None)
+    inner = SimpleNamespace(wait=lambda: is_aborted and epoch.close())
+    work = StreamWork(inner, group_of(epoch), "all_reduce", 1)
+    if is_aborted:
+        with pytest.raises(EpochClosed):
+            work.wait()
+    else:
+        assert work.wait()
+    assert epoch.progress.finished == (not is_aborted)

@@ -6,13 +6,15 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from deadpool_megatron.hooks import entry as entry_module
 from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
-from deadpool_megatron.layout.records import Generation, Restore, Source
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Source
 from deadpool_megatron.platform.devices import CopyFailedError, CpuPlatform, Platform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.member import VaultClient
@@ -100,3 +102,63 @@ def device_asserts(member: Member) -> bool:
 @pytest.mark.slow
 def test_a_device_in_error_is_found_before_anything_is_restored() -> None:
     assert run(1, device_asserts, kind=KIND)[0]
+
+
+class FallingBack(EpochEntry):
+    """With everything around the order of its calls taken away: see ``whole``."""
+
+    def __init__(self, whole: MagicMock) -> None:
+        whole.vault.has_segment.return_value = True
+        self._built, self._vault, self._link = whole, whole.vault, whole.link
+        self.reports, self._pristine, self._late = whole.reports, b"", {}
+        self.role = 0
+        self.capture_extras = whole.capture_extras  # type: ignore[method-assign]
+
+
+def test_a_fall_back_to_a_checkpoint_leaves_nothing_of_what_was_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First all is as after the build, then the checkpoint is loaded, then what it has put in the
+    place of packed tensors is moved back, and only then anything is captured."""
+    whole = MagicMock()
+    whole.loop.counters = {"iteration": 6}
+    (tmp_path / "iter_0000006").mkdir()
+    monkeypatch.setattr(entry_module, "extras_codec", whole.codec)
+    monkeypatch.setattr(entry_module, "megatron_extras", whole.extras)
+    restore = Restore("durable", Generation(2, 6), "save", str(tmp_path / "iter_0000006"))
+    record = EpochRecord(2, {}, {}, restore)
+    FallingBack(whole).restore(record, 0)
+    calls = [name for name, *_ in whole.mock_calls]
+    order = [
+        "protection.enter",
+        "cleanup.forget",
+        "extras.restore",
+        "frozen.forget",
+        "loop.load_checkpoint",
+        "shard.readopt",
+        "capture_extras",
+    ]
+    assert [name for name in calls if name in order] == order
+
+
+def test_what_an_update_has_replaced_is_moved_back_before_it_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else of an optimizer that replaces its tensors the ones before the update are sealed."""
+    whole = MagicMock(**{"settings.max_lag": 0, "settings.audit_interval": 0})
+    taken_away = "refuse_unknown_state complete_state identify leave_template make_template"
+    taken_away += " role_meaning role_layout statistics_span_the_world InterruptCleanup"
+    for name in (*taken_away.split(), "model_config", "parallel_state", "dist"):
+        monkeypatch.setattr(entry_module, name, MagicMock())
+    monkeypatch.setattr(entry_module, "extras_room_bytes", lambda *_: 0)
+    monkeypatch.setattr(entry_module, "large_frozen_weights", lambda _: [])
+    monkeypatch.setattr(entry_module, "ShardState", lambda _: whole.shard)
+    monkeypatch.setattr(entry_module, "Protection", lambda **_: whole.protection)
+    monkeypatch.setattr(entry_module, "StepHooks", whole.hooks)
+    EpochEntry._protect(whole, whole.loop)
+    (_, _, before, after, _), _ = whole.hooks.call_args
+    whole.reset_mock()
+    for hook in (*before, *after):
+        hook(0)
+    order = ["protection.using", "shard.updated", "protection.updated"]
+    assert [name for name, *_ in whole.mock_calls] == order

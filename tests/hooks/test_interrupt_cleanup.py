@@ -5,6 +5,7 @@ All of them on real models: capture/test_restore.py.
 
 from __future__ import annotations
 
+import inspect
 import queue
 from enum import Enum
 from types import SimpleNamespace
@@ -323,3 +324,14 @@ def test_captured_graphs_are_dropped(loop: Loop) -> None:
     loop.model_chunks = [Module(), layer]
     interrupt_cleanup.captured_graphs(left)
     assert (layer.cuda_graphs, layer.cuda_graph_manual_hooks, told) == ([], [], ["reset"])
+
+
+def test_each_row_is_in_the_table() -> None:
+    """What is left out stays from the interrupted step."""
+    rows = [
+        function
+        for _, function in inspect.getmembers(interrupt_cleanup, inspect.isfunction)
+        if [*function.__annotations__.values()] == ["InterruptCleanup", "None"]
+    ]
+    assert {*rows} == {*interrupt_cleanup.TABLE}
+    assert len(rows) == len(interrupt_cleanup.TABLE), "each of them once"

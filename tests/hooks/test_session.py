@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -312,3 +313,30 @@ def test_a_state_is_judged_before_it_is_saved() -> None:
         runner.segment(boundary, whole.run)
     order = [name for name, *_ in whole.mock_calls if name in ("run", "entry.judge_state")]
     assert order == ["run", "entry.judge_state", "run"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_is_announced_when_all_roles_have_written_it(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one of them; and the answer is that to this request, not to one before a recovery that
+    was about the same iteration."""
+    whole = MagicMock(**{"entry.boundary": "step", "entry.generation": Generation(2, 7)})
+    whole.entry.program.checkpoint_directory.return_value = tmp_path
+    reports = whole.entry.reports
+    reports.durable_iteration = 7
+
+    def wait_until(ready: Callable[[], bool], _: float) -> bool:
+        assert not ready(), "nobody has answered yet"
+        reports.durable_iteration = 7
+        return ready()
+
+    reports.wait_until = wait_until
+    monkeypatch.setattr(torch.distributed, "barrier", whole.barrier)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    record = EpochRecord(2, {}, {}, Restore("memory", Generation(2, 7)))
+    runner = EpochRunner(record, whole.entry, *(MagicMock() for _ in range(3)))
+    runner.save(whole.loop)
+    order = ["loop.save_checkpoint", "barrier", "entry.reports.say"]
+    called = [name for name, *_ in whole.mock_calls if name in order]
+    assert called == (order if rank == 0 else order[:2])

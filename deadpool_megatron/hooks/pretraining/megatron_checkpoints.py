@@ -173,20 +173,20 @@ class StorageFaults:
 
     @contextlib.contextmanager
     def _noting(self, original: Callable[..., Any], path: str, mode: str) -> Iterator[Any]:
+        # A tracker that could be written in part only would name no checkpoint.
+        written = f"{path}.{secrets.token_hex(4)}" if mode == "w" else path
+        if not self._found:
+            try:
+                file = original(written, mode)
+            except OSError as error:
+                self._note(error)
         if self._found:
             yield io.StringIO()
             return
-        # A tracker that could be written in part only would name no checkpoint.
-        written = f"{path}.{secrets.token_hex(4)}" if mode == "w" else path
-        file = io.StringIO()
-        try:
-            file = original(written, mode)
-        except OSError as error:
-            self._note(error)
         try:
             with file:
                 yield file
-            if mode == "w" and not self._found:
+            if mode == "w":
                 Path(written).replace(path)
         except OSError as error:
             self._note(error)

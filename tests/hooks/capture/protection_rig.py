@@ -155,6 +155,7 @@ class Rig:
         self.warnings: list[str] = []
         self.tensors = [torch.arange(100.0), torch.arange(7.0)]
         parts = [Part(f"shard{i}", [tensor], (0,)) for i, tensor in enumerate(self.tensors)]
+        updates = settings.pop("updates", None)
         quick = {"close_seconds": 0.5, **settings}
         self.settings = dataclasses.replace(Settings(), **quick)
         self.protection = Protection(
@@ -167,6 +168,7 @@ class Rig:
             closed_epoch=lambda: self.closed,
             report_wait=lambda g, seconds, over: self.waits.append((g, over)),
             pinned=PinnedSlots(platform, self.warnings.append),
+            updates=updates,
         )
 
     def start(self, every: int = 1) -> Rig:

@@ -12,7 +12,7 @@ import torch
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks import dimensions
-from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
+from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown, UpdateCapture
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.platform.devices import CopyHandle, CpuPlatform, PinnedSlots
@@ -410,3 +410,49 @@ def test_restored_state_comes_in_by_side_copies_that_a_close_ends(make: Make) ->
     finishing.protection.enter(EPOCH)
     finishing.protection.load(held)
     assert not any(tensor.any() for tensor in rig.tensors)
+
+
+class Recorder(UpdateCapture):
+    """Notes in which order an iteration asks for what."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def capture(self, index: int, writer: Any) -> None:
+        self.calls.append(f"capture {index}")
+
+    def order_copies(self, await_it: Any) -> None:
+        self.calls.append("order")
+
+    def finish(self, *_: Any) -> tuple[dict[str, int], list[CopyHandle]]:
+        self.calls.append("finish")
+        return {}, []
+
+
+def test_copies_of_gradients_are_ordered_before_the_next_iteration_overwrites_them(
+    make: Make,
+) -> None:
+    """In each iteration: the order is all that keeps them as they were."""
+    updates = Recorder()
+    rig = make(updates=updates).start()
+    updates.calls.clear()
+    for iteration in (1, 2):
+        rig.step(iteration)
+    assert updates.calls == ["order", "capture 0", "capture 1", "finish"] * 2
+
+
+@pytest.mark.parametrize("running", [0, 1])
+def test_a_copy_that_still_reads_the_state_is_not_forgotten_for_one_that_has_ended(
+    make: Make, running: int
+) -> None:
+    """Whatever their order: the state would be restored under it."""
+    platform = SlowPlatform()
+    rig = make(platform)
+    rig.protection.enter(EPOCH)
+    rig.protection.announce(generation(1), first=True)
+    for index in range(2):
+        rig.protection.using(index)
+        rig.protection.updated(index)
+    platform.copies[1 - running].ended.set()
+    rig.close()
+    assert not rig.protection.quiesce(0.05)

@@ -12,9 +12,11 @@ import torch
 from deadpool_megatron.hooks.capture import step_keeper as recompute
 from deadpool_megatron.hooks.capture.identity import role_layout
 from deadpool_megatron.hooks.capture.step_keeper import StepKeeper
-from deadpool_megatron.layout.records import UPDATE_PART, Generation, gradients_part
+from deadpool_megatron.layout.records import SUMS_PART, UPDATE_PART, Generation, gradients_part
+from deadpool_megatron.layout.replaying import key, pack_sums
 from deadpool_megatron.platform.devices import CopyHandle, CpuPlatform
 from deadpool_megatron.state.packing import Part
+from deadpool_megatron.vault.shm.segment import checksum
 
 GRADIENTS = gradients_part("shard0")
 
@@ -232,3 +234,31 @@ def test_no_other_scheme_loads_it() -> None:
     )
     assert "deadpool_megatron.hooks.capture.protection" in done.stdout.split()
     assert recompute.__name__ not in done.stdout.split()
+
+
+def test_steps_are_replayed_in_their_order_however_they_are_listed() -> None:
+    """Adam does not commute."""
+    rig, count = Rig(), 9
+    rig.seal(g(0))
+    for iteration in range(1, count + 1):
+        rig.step(iteration)
+    live = [tensor.clone() for tensor in rig.part.tensors]
+    newest = rig.slots[g(count)]
+    sums = {"shard0": (rig.part.nbytes, checksum(newest["shard0"]))}
+    held = {key(g(0), "shard0"): rig.slots[g(0)]["shard0"]}
+    held[key(g(count), SUMS_PART)] = memoryview(pack_sums(sums))
+    for iteration in range(count, 0, -1):
+        for name in (UPDATE_PART, GRADIENTS):
+            held[key(g(iteration), name)] = rig.slots[g(iteration)][name]
+    restored: Any = SimpleNamespace(names=tuple(held), part=held.__getitem__)
+
+    def load(parts: Any) -> None:
+        for part, found in parts:
+            for tensor, view in zip(part.tensors, part.views(found), strict=True):
+                tensor.data.copy_(view)
+
+    protection: Any = SimpleNamespace(load=load, seal_replayed=lambda *_: "")
+    facts = rig.keeper.recompute([rig.part], restored, g(count), protection)
+    assert facts["steps"] == count
+    for found, wanted in zip(rig.part.tensors, live, strict=True):
+        assert torch.equal(found, wanted)

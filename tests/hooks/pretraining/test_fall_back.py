@@ -19,9 +19,10 @@ def decaying(weights_by: float) -> Any:
     return schedule(groups, start_wd=weights_by, end_wd=weights_by)
 
 
+@pytest.mark.parametrize("steps", [0, 9])
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
 def test_a_survivor_has_what_the_checkpoint_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, steps: int
 ) -> None:
     """Megatron's scheduler sets the groups before it takes the weight decay over; and metadata that
     a process has read of a path, and keeps, may be of what stood there before. Whatever the run
@@ -51,7 +52,8 @@ def test_a_survivor_has_what_the_checkpoint_says(
         return 6, 0.0
 
     vars(checkpointing)["load_checkpoint"] = load_checkpoint
-    newcomer = decaying(0.01)
+    survivor = decaying(0.01)
+    survivor.step(steps)  # a load adds to what it finds
     names = "load ckpt_step exit_on_missing_checkpoint pretrained_checkpoint finetune"
     names += " no_load_optim no_load_rng no_save_optim no_save_rng ckpt_format"
     loop = SimpleNamespace(
@@ -59,13 +61,13 @@ def test_a_survivor_has_what_the_checkpoint_says(
         _abandon_saves=lambda: None,
         _places=dict,
         _saves=SimpleNamespace(restore=lambda unfinished: None),
-        scheduler=newcomer,
+        scheduler=survivor,
         counters={},
-        build=SimpleNamespace(objects=([], None, newcomer)),
+        build=SimpleNamespace(objects=([], None, survivor)),
     )
     as_it_is: Any = loop
     PretrainLoop.load_checkpoint(as_it_is, checkpoint)
     assert loop.counters == {"iteration": 6}
-    (wanted,), (found,) = saved.optimizer.param_groups, newcomer.optimizer.param_groups
+    (wanted,), (found,) = saved.optimizer.param_groups, survivor.optimizer.param_groups
     assert (found["lr"], found["weight_decay"]) == (wanted["lr"], wanted["weight_decay"])
-    assert newcomer.num_steps == 6
+    assert survivor.num_steps == 6

@@ -1,0 +1,74 @@
+"""A load of a checkpoint that fails leaves nothing behind: the next one is as the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deadpool_megatron.hooks.checkpoints.loading import exact_load
+from tests.hooks.capture.gpu_rig import plain_inner
+
+
+class Trained:
+    """An optimizer of two parameters after two updates, as Megatron chains it."""
+
+    def __init__(self) -> None:
+        self.parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        self.adam = torch.optim.Adam(self.parameters, lr=0.1)
+        self.chained_optimizers = [plain_inner(self.adam)]
+        for _ in range(2):
+            self.update()
+
+    def update(self) -> None:
+        for number, parameter in enumerate(self.parameters):
+            parameter.grad = torch.full((3,), 1.0 + number)
+        self.adam.step()
+
+    def load_state_dict(self, loaded: dict[str, Any]) -> None:
+        """As Megatron does, with the one step that it writes for all parameters of a group."""
+        (group,) = self.adam.param_groups
+        group["step"] = loaded["step"].clone()
+        for number, parameter in enumerate(self.parameters):
+            self.adam.state[parameter] = {
+                "step": group["step"],
+                **{name: loaded[name][number].clone() for name in ("exp_avg", "exp_avg_sq")},
+            }
+            if len(loaded["exp_avg"]) == number + 1 < len(self.parameters):
+                raise OSError("the rest of the file is missing")
+
+    def state(self) -> list[Any]:
+        """Everything that the next update begins from."""
+        held = [self.adam.state[parameter] for parameter in self.parameters]
+        values = [{name: tensor.tolist() for name, tensor in one.items()} for one in held]
+        return [values, [parameter.tolist() for parameter in self.parameters]]
+
+
+def saved(parts: int = 2) -> dict[str, Any]:
+    moments = [torch.full((3,), 0.5 * (number + 1)) for number in range(parts)]
+    return {"step": torch.tensor(7.0), "exp_avg": moments, "exp_avg_sq": moments}
+
+
+def load(trained: Any, loaded: dict[str, Any]) -> None:
+    with exact_load(trained):
+        trained.load_state_dict({"optimizer": {"state": {}}, **loaded})
+
+
+def test_a_checkpoint_after_one_that_could_not_be_loaded_is_loaded_as_the_first() -> None:
+    at_once, later = Trained(), Trained()
+    before = later.state()
+    kept = [dict(later.adam.state[parameter]) for parameter in later.parameters]
+    with pytest.raises(OSError, match="is missing"):
+        load(later, saved(parts=1))
+    assert later.state() == before
+    for trained in (at_once, later):
+        load(trained, saved())
+    for parameter, tensors in zip(later.parameters, kept, strict=True):
+        found = later.adam.state[parameter]
+        assert all(found[name] is tensor for name, tensor in tensors.items()), "in their place"
+    assert later.state() == at_once.state()
+    for trained in (at_once, later):
+        trained.update()
+    assert later.state() == at_once.state()
+    assert [one["step"] for one in later.state()[0]] == [8.0, 8.0]
