@@ -4,6 +4,8 @@
     .venv/bin/python scripts/mutate.py                     # all but the slow ones
     .venv/bin/python scripts/mutate.py --draw 30 --seed 7
     .venv/bin/python scripts/mutate.py restore7 left5
+    .venv/bin/python scripts/mutate.py --generate 60 --seed 7    # slips that nobody has seen before
+    .venv/bin/python scripts/mutate.py --map                     # after tests were added or moved
 
 A slip is a few words of a file as they are, the same as they could have been by mistake or were
 before a fault was mended, and the tests that have to notice (tests/mutants/*.toml). It is made in a
@@ -13,8 +15,14 @@ torch once. What tests start imports from the copy as well.
 A slip is noticed when one of its tests fails; the first that does ends its run. A test that does
 not end within its time counts as failed, and is shown as "by time": an assertion is better.
 
-Exit status: 0 each slip was noticed; 1 at least one was not; 2 bad arguments, or a slip that could
-not be tried: its text is not in its file exactly once, its tests are not there or were all skipped.
+--generate draws slips from the layout, the vault, the hooks, the cluster, the communicators and the
+exports, and tries each with the tests that enter its function, as --map has recorded them. What no
+test notices is printed as a known slip would be written. The score of record is in
+tests/mutants/generated/score.toml.
+
+Exit status: 0 each slip was noticed; 1 at least one was not, or of generated ones fewer than chance
+explains; 2 bad arguments, or a slip that could not be tried: its text is not in its file exactly
+once, its tests are not there or were all skipped.
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import random
 import re
@@ -35,31 +44,39 @@ import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "bench"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
 
-from common.ending import ending_in_order
-from common.machine import marked_processes
+from common.ending import ending_in_order  # noqa: E402
+from common.machine import marked_processes  # noqa: E402
+from mutating import coverage_map, draw  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 SLIPS = ROOT / "tests" / "mutants"
+# Of generated slips, below the tree's root.
+_GENERATED = Path("tests", "mutants", "generated")
 _MARK = "DEADPOOL_MUTATE"
 # One test, and one test of a slow slip; a run that exceeds this by so much hangs where no test can.
 _TEST_SECONDS = 30
 _SLOW_TEST_SECONDS = 240
 _SPARE_SECONDS = 60
+# No test of a generated slip begins later.
+_GENERATED_SECONDS = 75
 # What the forks have already: nothing of the package, which each of them imports from its copy, nor
 # of Megatron, before which its stand-ins for a CPU have to be there.
 _IMPORTED = ("pytest", "hypothesis.stateful", "torch.distributed.tensor", "wandb")
+_NO_IMPORT = re.compile(r"while importing|loading conftest|during collection")
 _FAILED_TESTS = 1  # pytest's exit status; 2 and above: it could not run them
 
 
 @dataclass(frozen=True)
 class Slip:
     """A slip. ``tests``: files or node ids; one that fails suffices. ``equivalent``: the reason why
-    no test can tell it from the text as it is; such a one is not run."""
+    no test can tell it from the text as it is; such a one is not run. ``budget_seconds``: after
+    which no further test begins; 0: all of them do."""
 
     id: str
     file: str
@@ -69,6 +86,7 @@ class Slip:
     tests: tuple[str, ...] = ()
     slow: bool = False
     equivalent: str = ""
+    budget_seconds: float = 0.0
 
     def applied(self, root: Path = ROOT) -> str:
         """The file's text with the slip in it. Raises ValueError if it cannot be made."""
@@ -105,12 +123,27 @@ def load(directory: Path = SLIPS) -> list[Slip]:
     return list(found.values())
 
 
-def missing_tests(slip: Slip) -> list[str]:
+def generate(count: int, seed: str, root: Path = ROOT) -> list[Slip]:
+    """Slips that are drawn from the core, with the tests that enter their functions."""
+    functions = coverage_map.read(root / _GENERATED / "coverage.json")
+    slips = []
+    for file, change in draw.draw(count, seed, root):
+        old, new = change.texts((root / file).read_text())
+        name = f"{Path(file).parts[1]}-{sha256(f'{file}{old}{new}'.encode()).hexdigest()[:8]}"
+        means = f"{change.kind} in {change.function or 'the module'}"
+        tests = draw.tests_of(file, change.function, functions)
+        slip = Slip(name, file, old, new, means, budget_seconds=_GENERATED_SECONDS, tests=tests)
+        gone = missing_tests(slip, root)
+        slips.append(replace(slip, tests=tuple(test for test in tests if test not in gone)))
+    return slips
+
+
+def missing_tests(slip: Slip, root: Path = ROOT) -> list[str]:
     """Those of a slip's tests whose file does not have them, by their names."""
 
     def there(test: str) -> bool:
         file, *names = test.split("[")[0].split("::")
-        path = ROOT / file
+        path = root / file
         text = path.read_text() if path.is_file() else ""
         return path.exists() and all(
             re.search(rf"^\s*(?:(?:async )?def |class ){n}\b", text, re.MULTILINE) for n in names
@@ -132,10 +165,23 @@ class _NoShrinking:
         settings.load_profile("mutate")
 
 
+class _Budget:
+    """Skips the tests that would begin too late."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end_seconds = time.monotonic() + (seconds or math.inf)
+
+    def pytest_runtest_setup(self) -> None:
+        if time.monotonic() > self._end_seconds:
+            import pytest
+
+            pytest.skip("begins too late")
+
+
 class Copy:
     """A copy of the tree, in which one slip at a time is made and run."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, root: Path = ROOT) -> None:
         self.tree = directory / "tree"
         self._output = directory / "output"
         self._scratch = directory / "t"
@@ -143,17 +189,17 @@ class Copy:
         self._changes = 0
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT,
+            cwd=root,
             capture_output=True,
             text=True,
             check=True,
         ).stdout.splitlines()
         self.tree.mkdir(parents=True)
         for name in {Path(path).parts[0] for path in listed}:
-            if (ROOT / name).is_dir():  # with the compiled modules, which are current
-                shutil.copytree(ROOT / name, self.tree / name, symlinks=True)
-            elif (ROOT / name).is_file():
-                shutil.copy2(ROOT / name, self.tree / name)
+            if (root / name).is_dir():  # with the compiled modules, which are current
+                shutil.copytree(root / name, self.tree / name, symlinks=True)
+            elif (root / name).is_file():
+                shutil.copy2(root / name, self.tree / name)
 
     def start(self, slip: Slip, text: str) -> int:
         """Start a slip's tests; returns the process, which leads a session of its own."""
@@ -186,7 +232,8 @@ class Copy:
             limit = _SLOW_TEST_SECONDS if slip.slow else _TEST_SECONDS
             options = ["-x", "--no-header", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
             options += [f"--timeout={limit}", f"--basetemp={self._scratch}"]
-            status = int(pytest.main([*options, *slip.tests], plugins=[_NoShrinking()]))
+            plugins = [_NoShrinking(), _Budget(slip.budget_seconds)]
+            status = int(pytest.main([*options, *slip.tests], plugins=plugins))
             sys.stdout.flush()
         finally:
             os._exit(status)
@@ -202,6 +249,8 @@ class Copy:
             trial.by = "no test failed, but something was left over"
         elif status < 0:
             trial.outcome, trial.by = "by time", f"the whole run (signal {-status})"
+        elif trial.slip.budget_seconds and _NO_IMPORT.search(text):
+            trial.outcome, trial.by = "noticed", "the import of its tests"
         elif status or not re.search(r"\d passed", text):
             trial.outcome, trial.by = "not tried", text[-2000:]
         shutil.copy2(self._before, self.tree / trial.slip.file)
@@ -215,9 +264,9 @@ class Copy:
                 continue
 
 
-def run(slips: Sequence[Slip], jobs: int, directory: Path) -> Iterator[Trial]:
+def run(slips: Sequence[Slip], jobs: int, directory: Path, root: Path = ROOT) -> Iterator[Trial]:
     """Try slips, so many at a time; yields each when it is over."""
-    idle = [Copy(directory / str(number)) for number in range(min(jobs, len(slips)))]
+    idle = [Copy(directory / str(number), root) for number in range(min(jobs, len(slips)))]
     busy: dict[int, tuple[Copy, Trial]] = {}
     waiting = list(reversed(slips))
     try:
@@ -234,7 +283,8 @@ def run(slips: Sequence[Slip], jobs: int, directory: Path) -> Iterator[Trial]:
                 busy[copy.start(trial.slip, text)] = copy, trial
             for pid, (copy, trial) in list(busy.items()):
                 trial.seconds = time.monotonic() - trial.began_seconds
-                if trial.seconds > (_SLOW_TEST_SECONDS if trial.slip.slow else 0) + _SPARE_SECONDS:
+                limit = _SLOW_TEST_SECONDS if trial.slip.slow else trial.slip.budget_seconds
+                if trial.seconds > limit + _SPARE_SECONDS:
                     copy.end(pid)
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
@@ -250,6 +300,8 @@ def run(slips: Sequence[Slip], jobs: int, directory: Path) -> Iterator[Trial]:
 
 
 def _chosen(arguments: argparse.Namespace) -> list[Slip]:
+    if arguments.generate is not None:
+        return generate(arguments.generate, arguments.seed, arguments.root)
     known = {slip.id: slip for slip in load(arguments.slips)}
     unknown = set(arguments.ids) - set(known)
     if unknown:
@@ -262,21 +314,34 @@ def _chosen(arguments: argparse.Namespace) -> list[Slip]:
     return slips
 
 
-def _status(trials: Sequence[Trial]) -> int:
-    outcomes = {trial.outcome for trial in trials}
-    return 2 if "not tried" in outcomes else 1 if "survived" in outcomes else 0
+def _status(trials: Sequence[Trial], share: float) -> int:
+    """``share``: of the slips that has to be noticed, but for chance; 1: all of them."""
+    outcomes = Counter(trial.outcome for trial in trials)
+    tried = len(trials) - outcomes["not tried"]
+    short = draw.falls_short(tried - outcomes["survived"], tried, share)
+    return 2 if outcomes["not tried"] else 1 if short else 0
 
 
 def _report(trials: Sequence[Trial], seconds: float) -> None:
     """Print what was not noticed."""
     for trial in trials:
-        if trial.outcome in ("survived", "not tried"):
+        if trial.outcome == "survived" and trial.slip.budget_seconds:
+            print(as_known(trial.slip))
+        elif trial.outcome in ("survived", "not tried"):
             print(f"{trial.outcome}  {trial.slip.id}  {trial.slip.file}: {trial.slip.means}")
             for line in trial.by.splitlines() or trial.slip.tests:
                 print(f"    {line}")
     counts = Counter(trial.outcome for trial in trials)
     told = ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
     print(f"{len(trials)} slips in {seconds:.0f} s: {told}")
+
+
+def as_known(slip: Slip) -> str:
+    """Return a slip as a file of tests/mutants has it, but for the tests that notice it."""
+    return (
+        f"[[slip]]\nid = \"{slip.id}\"\nfile = \"{slip.file}\"\nold = '''\n{slip.old}'''\n"
+        f"new = '''\n{slip.new}'''\nmeans = {json.dumps(slip.means)}\ntests = []\n"
+    )
 
 
 @ending_in_order()
@@ -287,6 +352,8 @@ def main() -> int:
     )
     parser.add_argument("ids", nargs="*", metavar="ID", help="only these, slow ones as well")
     parser.add_argument("--draw", type=int, metavar="N", help="only so many, drawn at random")
+    parser.add_argument("--generate", type=int, metavar="N", help="so many fresh ones instead")
+    parser.add_argument("--map", action="store_true", help="record which test enters what")
     parser.add_argument("--seed", default="", metavar="S", help="of the draw (default: empty)")
     parser.add_argument(
         "--slow", action="store_true", help="also those that only slow tests notice"
@@ -295,9 +362,17 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print what became of each as JSON")
     parser.add_argument("--jobs", type=int, default=3, metavar="N", help="at a time (default: 3)")
     parser.add_argument("--slips", type=Path, default=SLIPS, metavar="DIR", help=argparse.SUPPRESS)
+    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    generated = arguments.root / _GENERATED
+    if arguments.map:
+        coverage_map.write(coverage_map.chosen(coverage_map.record()), generated / "coverage.json")
+        return 0
     try:
         slips = _chosen(arguments)
+        share = 1.0
+        if arguments.generate is not None:
+            share = tomllib.loads((generated / "score.toml").read_text())["noticed"]
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if arguments.list:
@@ -310,7 +385,7 @@ def main() -> int:
             importlib.import_module(name)
     trials = []
     with tempfile.TemporaryDirectory(prefix="mutate-") as directory:
-        for trial in run(slips, arguments.jobs, Path(directory)):
+        for trial in run(slips, arguments.jobs, Path(directory), arguments.root):
             trials.append(trial)
             if sys.stderr.isatty():
                 bar = "#" * (40 * len(trials) // len(slips))
@@ -321,7 +396,7 @@ def main() -> int:
         print(json.dumps([asdict(trial) for trial in trials], indent=1))
     else:
         _report(trials, time.monotonic() - began)
-    return _status(trials)
+    return _status(trials, share)
 
 
 if __name__ == "__main__":
