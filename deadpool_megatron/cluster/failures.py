@@ -34,6 +34,7 @@ class ExitStatus(IntEnum):
     UNCLEAN = 73  # a member that cannot show that nothing writes into its memory any more
     SAVED = 75  # what there was is saved: the run can continue later
     EXTRAS_OUTGROWN = 76  # what changes beside the optimizer's state is too large for its room
+    OTHER_PROGRAM = 77  # a member that has loaded another program than its run
     STOPPED = 130  # interrupted, or stopped by its user
     TERMINATED = 143  # an agent that left when it was told to
 
@@ -163,9 +164,10 @@ def kind_of_end(last_line: str) -> FailureKind:
 
 
 def is_broken_for_good(exit_code: int | None, last_line: str) -> bool:
-    """Return whether the end of a process says that its device is of no use before it is repaired,
+    """Return whether the end of a process says that its node is of no use before it is repaired,
     where one device error by itself may have been a stray particle."""
-    return exit_code == ExitStatus.NO_DEVICE or health.quoted(last_line) is True
+    no_use = (ExitStatus.NO_DEVICE, ExitStatus.OTHER_PROGRAM)
+    return exit_code in no_use or health.quoted(last_line) is True
 
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)

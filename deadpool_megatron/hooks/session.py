@@ -39,7 +39,9 @@ import torch.distributed as dist
 from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cluster.failures import GRACE_SECONDS, ExitStatus, FailureKind, kind_of_end
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
+from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, Limits
+from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.dimensions import PeerMismatch
@@ -189,6 +191,7 @@ class Session:
             if not self._is_restarted_in(record):
                 role = entry.program.provisional_role(role)
             entry.build_detached(role, self._world_size)
+            self._compare_program(record)
             entry.warm_up()
             self._communicators.warm()
         reports.section = "parked"
@@ -272,6 +275,8 @@ class Session:
             ("sync", entry.synchronise),
             ("verify", entry.verify),
         ):
+            if phase == "verify":  # of all roles before any of them trains
+                self._compare_program(record)
             self._stage(phase, stage, record, role)
         self._reports.say("restored", generation=entry.generation.to_list())
         checkpoints = self._run_directory / "checkpoints"
@@ -281,6 +286,17 @@ class Session:
         self._reports.section = "finish"
         entry.protection.end()
         self._finish(record, role)
+
+    def _compare_program(self, record: EpochRecord) -> None:
+        """Raises OtherProgram, which ends this process."""
+        try:
+            text = LOADED.agree(self._run_directory, record.history.start)
+        except (OSError, ValueError) as error:
+            text = f"its program was not compared with that of the run: {error}"
+        if text:
+            place = record.epoch, self._link.seat.node
+            data = {"level": "warning", "text": text}
+            self._link.send_event(Event(Kind.LOG, *place, data=data))
 
     def _await_close(self, epoch: int, error: BaseException) -> None:
         """Return when ``epoch`` is closed, having done what leads to it; see the module text.

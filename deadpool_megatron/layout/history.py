@@ -49,6 +49,7 @@ class History:
     ``node`` (or None). ``recoveries`` and
     ``steps_recomputed``: counts that include the recovery which this epoch ends.
     ``protection_told``: the plan that was reported before this epoch, None before the first.
+    ``start``: the newest epoch whose processes had all ended when the run was started again.
     """
 
     kept: Mapping[int, int] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class History:
     recoveries: int = 0
     steps_recomputed: int = 0
     protection_told: ProtectionPlan | None = None
+    start: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the newest part of what would grow without end."""

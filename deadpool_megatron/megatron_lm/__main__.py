@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.megatron_lm.importing import import_megatron
 
 ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     except versions.UntestedMegatron as error:
         return _refuse(str(error))
     sys.argv = list(argv)
+    LOADED.note_source(f"script {script.name}", argv[0])
     runpy.run_path(str(script), run_name="__main__")
     return 0
 

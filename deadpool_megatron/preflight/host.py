@@ -27,6 +27,11 @@ from deadpool_megatron.vault.pace import interface_of
 _SHM = Path("/dev/shm")
 # Distributions that decide what a training process computes; by their names in the package index.
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "numpy")
+# Variables by which the same program computes other numbers.
+_VARIABLES = re.compile(
+    r"NVTE_(?!DEBUG)\w+(?<!_DIR|_LOG)|NCCL_(ALGO|PROTO)|NVIDIA_TF32_OVERRIDE|PYTHONHASHSEED|MKL_CBWR"
+    r"|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|CUDA_DEVICE_MAX_CONNECTIONS|CUBLAS_WORKSPACE_CONFIG"
+)
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _NCCL_FILES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 _IFF_UP = 1
@@ -65,12 +70,13 @@ def read_facts(address: str, command: str = "", limit_seconds: float = 0.0) -> H
 
 
 def versions() -> dict[str, str]:
-    """Returns component -> version of what is installed here."""
+    """Returns component -> version of what is installed here, and variable -> value."""
     found = {
         "python": ".".join(map(str, sys.version_info[:3])),
         "deadpool-megatron": deadpool_megatron.__version__,
     }
     found |= {name: version for name in _PACKAGES if (version := _package_version(name))}
+    found |= {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
     if nccl := _nccl_version():
         found["nccl"] = nccl
     if driver := _driver_version():

@@ -31,7 +31,8 @@ class HostFacts(Coded):
     address: str = ""
     interface: str = ""
     interface_up: bool = True
-    # Component -> version; a component that is not there is not named.
+    # Component -> version, and variables by which it computes other numbers -> value; what is not
+    # there is not named.
     versions: Mapping[str, str] = field(default_factory=dict)
     gpus: int = 0
     shm_bytes: int = 0

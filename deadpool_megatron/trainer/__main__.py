@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
+from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.hooks import Emit, Program, Session
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig, parse_args
 
@@ -39,6 +40,8 @@ class GptProgram(Program):
         """Model, optimizer, scheduler and data."""
         from deadpool_megatron.trainer.training import TrainingLoop
 
+        LOADED.note_arguments(vars(self._config))
+        LOADED.note_data(self._config.data)
         return TrainingLoop(self._config, emit)
 
     def drop_groups(self) -> None:

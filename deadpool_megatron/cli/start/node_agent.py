@@ -55,6 +55,7 @@ from deadpool_megatron.cli.start.restarting import nodes_with_slots, other_slots
 from deadpool_megatron.cli.start.resuming import (
     Others,
     bring_frozen_weights,
+    bring_notes,
     resume_point,
     write_what_is_left,
 )
@@ -323,6 +324,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     checks.read_domains(settings)
     run.make()
     bring_frozen_weights(args.resume, run, info.restore)
+    bring_notes(args.resume, run)
     auth.create_secret(run.path)  # before run.json, which says that everything is there
     run.create(info)
 
@@ -360,7 +362,7 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
     if (
         args.command
         and not info.check_only
-        and scripts.member_command(args.command) != info.command
+        and scripts.expanded(scripts.member_command(args.command)) != info.command
     ):
         raise CommandError(f"the run has another command: {' '.join(info.command)}")
     return info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import socket
 import sys
 import time
@@ -14,9 +15,11 @@ from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.display import Display
+from deadpool_megatron.cli.start.scripts import EMBEDDED_TRAINER
 from deadpool_megatron.cluster.agent.process import dump_orphans, last_history
 from deadpool_megatron.cluster.coordinator.durable import export_directory, remove_unfinished
 from deadpool_megatron.cluster.journal.journal import JournalError
+from deadpool_megatron.cluster.process import program
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -27,6 +30,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_valid,
     valid_in,
 )
+from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.planner import is_thrown_away
 from deadpool_megatron.layout.records import Restore
@@ -35,7 +39,6 @@ from deadpool_megatron.vault.disk.sources import last_boundary, newest_whole
 from deadpool_megatron.vault.errors import SegmentError, VaultError
 
 _PAUSE_SECONDS = 0.2
-_EMBEDDED_TRAINER = ("-m", "deadpool_megatron.trainer")
 
 
 class Others:
@@ -87,7 +90,7 @@ def resume_point(
         whole, why_not = _whole(old, info, history.kept, others)
     durable, lacking = _durable(old, info, history)
     if info.world_size != roles:
-        if tuple(args.command[:2]) == _EMBEDDED_TRAINER:
+        if tuple(args.command[:2]) == EMBEDDED_TRAINER:
             raise CommandError(
                 f"--resume {old.path}: that run has {info.world_size} roles, this one {roles}: the"
                 " embedded trainer needs as many as wrote its checkpoints; give as many nodes as"
@@ -214,6 +217,14 @@ def bring_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[s
     if copied:
         seconds = time.monotonic() - started
         print(f"{copied} bytes of frozen weights copied in {seconds:.1f} s", flush=True)
+
+
+def bring_notes(old: Path | None, run: RunDirectory) -> None:
+    """Bring what the processes of the earlier run have noted for those that come later."""
+    if old is not None:
+        program.bring(old, run.path)
+        with contextlib.suppress(FileNotFoundError):  # it may never have built anything
+            write_text(run.built, RunDirectory(old).built.read_text())
 
 
 def write_what_is_left(old: RunDirectory) -> None:

@@ -38,7 +38,7 @@ from deadpool_megatron.cli.start import checks, deriving, scripts
 from deadpool_megatron.cli.start.checks import decided, gpus_to_share
 from deadpool_megatron.cli.start.launch import Launcher
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
-from deadpool_megatron.cli.start.resuming import bring_frozen_weights, resume_point
+from deadpool_megatron.cli.start.resuming import bring_frozen_weights, bring_notes, resume_point
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
 from deadpool_megatron.cli.watch import Follower
 from deadpool_megatron.cluster.failures import ExitStatus
@@ -153,6 +153,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         display.line("checkpoints in the background are off: a power cut loses the state in memory")
     if restart is None:
         bring_frozen_weights(args.resume, directory, info.restore)
+        bring_notes(args.resume, directory)
     else:
         display.line(begin(directory, restart))
         follower.skip()

@@ -5,6 +5,7 @@ command, and what all training processes need is imported once, in the process t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -18,12 +19,14 @@ from deadpool_megatron.hookpoints import FLAG
 from deadpool_megatron.settings import Settings, flag_name
 from deadpool_megatron.support import environment as nccl_environment
 from deadpool_megatron.support import judgement, versions
+from deadpool_megatron.trainer.config import build_parser
 
 #: runs the script with the hooks in it
 MODULE = "deadpool_megatron.megatron_lm"
 PRELOAD = f"{MODULE}.preload"
 #: names the script to what is preloaded
 VARIABLE = "DEADPOOL_SCRIPT"
+EMBEDDED_TRAINER = ("-m", "deadpool_megatron.trainer")
 NVIDIA_CONTROL_DEVICE = Path("/dev/nvidiactl")
 DEFAULT_PRELOAD = ",".join(
     f"deadpool_megatron.{name}" for name in ("trainer.megatron_api", "trainer.training", "hooks")
@@ -70,8 +73,17 @@ def adopt(args: argparse.Namespace) -> tuple[str, ...]:
         told += [line for _, line in nccl_environment.set_aside(os.environ)]
     for line in told:
         print(f"deadpool: {line}", file=sys.stderr)
-    given, args.command = tuple(args.command), list(command)
+    given, args.command = tuple(args.command), list(expanded(command))
     return given
+
+
+def expanded(command: Sequence[str]) -> tuple[str, ...]:
+    """Return a command of the embedded trainer with what its argument files say now, any other as
+    it is: they may be edited while the run lasts."""
+    with contextlib.suppress(UnicodeDecodeError):  # it complains itself
+        if tuple(command[:2]) == EMBEDDED_TRAINER:
+            return *command[:2], *build_parser()._read_args_from_files([*command[2:]])
+    return tuple(command)
 
 
 def modules(given: str | None, default: str, command: Sequence[str]) -> tuple[str, ...]:

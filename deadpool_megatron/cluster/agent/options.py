@@ -102,4 +102,5 @@ def member_spec(
         environment={**environment, **device_environment(options, slot), **extra},
         log=options.logs / f"{member_log_name(options.node, slot, incarnation)}.log",
         directory=options.directory,
+        ended_epoch=info.ended_epoch,
     )

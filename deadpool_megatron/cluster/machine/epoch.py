@@ -307,6 +307,7 @@ def _history(state: State, restore: Restore) -> History:
         recoveries=state.recoveries.count + (recovery is not None),
         steps_recomputed=state.recoveries.steps_recomputed + again,
         protection_told=state.protection.told,
+        start=state.start,
     )
 
 

@@ -137,7 +137,7 @@ class Machine(Core):
             state.protection = ChosenProtection(last.protection, told=history.protection_told)
         state.doing = TakingOver(self.now + takeover.patience_seconds(config))
         state.seats, state.epoch, state.record = SeatTable(last.seats), last.epoch, last
-        state.restarted = config.restarted
+        state.restarted, state.start = config.restarted, history.start
         fleet = state.fleet
         fleet.removed = {**history.gone, **gone}
         fleet.quarantined = history.wrong | wrong.keys()

@@ -6,7 +6,7 @@ A node has come when it was judged: that is in bootstrap.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +69,11 @@ from deadpool_megatron.layout.words import difference
 # A device that failed once may have been hit by a stray particle, and memory may have been short
 # for a moment; what fails again is broken.
 _HOST_ERRORS = 2
+
+_KINDS: Mapping[int | None, FailureKind] = {
+    ExitStatus.NO_DEVICE: FailureKind.DEVICE_ERROR,
+    ExitStatus.OTHER_PROGRAM: FailureKind.LEFT_OUT,
+}
 
 # Nodes.
 
@@ -232,9 +237,9 @@ def _has_better(core: Core, node: int) -> bool:
     return node not in draining and can_spare(core, draining | {node})
 
 
-def quarantine(core: Core, node: int, cause: str) -> None:
+def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = None) -> None:
     """The node has no role any more, under whatever number it comes back: its host is remembered,
-    unless other nodes continue there, which are as good as any."""
+    unless other nodes continue there, which are as good as any, or its files are to be replaced."""
     fleet = core.state.fleet
     if (known := fleet.nodes.get(node)) is None:
         return
@@ -243,22 +248,23 @@ def quarantine(core: Core, node: int, cause: str) -> None:
         for other, one in fleet.nodes.items()
         if other != node
     )
-    host = "" if is_shared else known.host_name
+    host = "" if is_shared or kind is FailureKind.LEFT_OUT else known.host_name
     fleet.quarantined |= {node}
     fleet.quarantined_hosts |= {host} if host else set()
     core.act(RecordQuarantined(node, host, cause))
 
 
 def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
-    """The device of a process is of no use any more: nothing follows the process there, and the
-    roles of its node move. Without a spare they wait for one: there they would fail again."""
+    """The device of a process is of no use any more, or its files are: nothing follows the process
+    there, and the roles of its node move. Without a spare they wait for one: there they would fail
+    again."""
     node, fleet = event.node, core.state.fleet
     del fleet.members[node, event.slot]
     if node in fleet.quarantined:
         return
     cause = f"node {node} is quarantined for the rest of the run: {failure.cause}"
     fleet.draining |= {node}
-    quarantine(core, node, cause)
+    quarantine(core, node, cause, failure.kind)
     core.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=failure.kind)
 
 
@@ -381,7 +387,9 @@ def lost(core: Core, event: ev.MemberLost) -> None:
         end_as_found(core, LastWords(ExitStatus.BAD_INPUT, event.last_line or cause))
         return
     is_first = status is MemberStatus.STARTING and event.incarnation == 0
-    if event.exit_code == ExitStatus.BAD_INPUT and is_first and state.lineage.ever_ran:
+    is_other = event.exit_code == ExitStatus.OTHER_PROGRAM
+    cannot_begin = event.exit_code == ExitStatus.BAD_INPUT and is_first and state.lineage.ever_ran
+    if cannot_begin or (is_other and not _is_needed(state, event.node)):
         # Elsewhere it runs: this node, which came later, lacks something that it needs.
         text = f"excluded: its program cannot begin there: {event.last_line or cause}"
         signature = ("node", str(event.node))
@@ -450,8 +458,7 @@ def _is_pending(core: Core, event: ev.OfMember) -> bool:
 
 def failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
     """Return what the end of a process means for the epoch in which it plays ``role``."""
-    gone = event.exit_code == ExitStatus.NO_DEVICE
-    kind = FailureKind.DEVICE_ERROR if gone else kind_of_end(event.last_line)
+    kind = _KINDS.get(event.exit_code) or kind_of_end(event.last_line)
     log = member_log_name(event.node, event.slot, event.incarnation)
     who = "" if role is None else f"role {role} on node {event.node}, "
     evidence = f"{who}log logs/{log}.log"

@@ -452,6 +452,7 @@ class State:
     ``seats``: of the last announced record, before that the wished ones. ``epoch``: highest number
     given to a record. ``record``: the last announced. ``restarted``: new agents have come to an
     epoch that was open; ``survived``: so have agents that were there before this coordinator.
+    ``start``: see :class:`History`.
     ``last_words``: the run ends with them when its state is saved. ``early``: how far the program
     has come, where it ended before its last iteration. ``unsaved``: why its last checkpoint is not.
     ``requests``: of users, open or just ended. ``agreed``: what the nodes have in common, None
@@ -470,6 +471,7 @@ class State:
     recoveries: Recoveries = field(default_factory=Recoveries)
     restarted: bool = False
     survived: bool = False
+    start: int = 0
     last_words: LastWords | None = None
     early: str = ""
     unsaved: str = ""

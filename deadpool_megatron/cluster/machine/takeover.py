@@ -103,6 +103,8 @@ def _go_on(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
         state.agreed = judge.agree(known)
     if any(known.returns for known in fleet.nodes.values()):  # so it is with those that are gone
         fleet.returning |= fleet.removed.keys() & record.nodes.keys()
+    if state.restarted and not state.survived:
+        state.start = record.epoch
     refuse_assumed(core, taking_over.requests)
     # The lost node rather than what its peers saw of that first.
     causes = [one for one in (taking_over.missed, _happened(core, record)) if one is not None]

@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, Watch, start_child
 from deadpool_megatron.cluster.process.member_main import MemberSpec, become_member
+from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.process_names import set_process_name
 
 _MODULE = "deadpool_megatron.cluster.process.fork_server"
@@ -170,6 +171,7 @@ def _run_server(connection: socket.socket, modules: Sequence[str], parent: int) 
 
 def _import(modules: Sequence[str]) -> None:
     """Raises BrokenImport."""
+    LOADED.watch_imports()
     for name in modules:
         try:
             with warnings.catch_warnings():

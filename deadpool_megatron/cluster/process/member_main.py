@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import runpy
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.program import LOADED, OtherProgram
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.wire.auth import ENVIRONMENT_NAME as SECRET_VARIABLE
 from deadpool_megatron.wire.forms import Coded
@@ -23,7 +26,9 @@ from deadpool_megatron.wire.forms import Coded
 
 @dataclass(frozen=True)
 class MemberSpec(Coded):
-    """One member to start. ``command``: ``-m MODULE ARGS`` or ``SCRIPT ARGS``."""
+    """One member to start. ``command``: ``-m MODULE ARGS`` or ``SCRIPT ARGS``. ``ended_epoch``: of
+    the starts of the run before this one.
+    """
 
     node: int
     slot: int
@@ -32,6 +37,7 @@ class MemberSpec(Coded):
     environment: Mapping[str, str]
     log: Path
     directory: Path
+    ended_epoch: int = 0
 
 
 def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
@@ -65,7 +71,14 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
             slot=spec.slot,
             incarnation=spec.incarnation,
         )
+        LOADED.note_data(Path(word[1:]) for word in spec.command if word.startswith("@"))
         code = _run(spec.command)
+        if code:
+            with contextlib.suppress(OSError, ValueError):
+                LOADED.check_after_failure(Path(os.environ["DEADPOOL_RUN_DIR"]), spec.ended_epoch)
+    except OtherProgram:
+        traceback.print_exc()
+        code = ExitStatus.OTHER_PROGRAM
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -82,6 +95,7 @@ def _run(command: Sequence[str]) -> int:
         else:
             sys.argv = list(command)
             sys.path.insert(0, str(Path(command[0]).resolve().parent))
+            LOADED.note_source(f"script {Path(command[0]).name}", command[0])
             runpy.run_path(command[0], run_name="__main__")
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):

@@ -5,7 +5,7 @@ Layout (contract between all processes of a run)::
 
     run.json  secret  coordinator.json  journal/  events.jsonl  final.json
     latest.json  nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
-    saves.json  skeletons/  frozen/  launcher.lock
+    saves.json  skeletons/  frozen/  launcher.lock  program/  datasets-ready
 
 ``latest.json`` has the valid checkpoints and dumps, the best first. None of them is decided on
 without a look whether it is still there.
@@ -131,6 +131,8 @@ class RunDirectory:
         # Every checkpoint that this run has given its name, and for whom (see durable.py).
         self.named = path / "named.txt"
         self.launcher_lock = path / "launcher.lock"  # of the one ``deadpool run`` that uses it
+        # Role 0 has made the index files of the data; it has the kinds of parameters of all roles.
+        self.built = path / "datasets-ready"
         # A file for each agent that has written what an earlier run has left on its host.
         self.resuming = path / "resuming"
 

@@ -53,10 +53,6 @@ from deadpool_megatron.hooks.pretraining.training_loop import PretrainLoop
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import flags, judgement
 
-# In the run directory: role 0 has made the index files of the data sets; it has the kinds of
-# parameters of all roles.
-_BUILT = "datasets-ready"
-
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group ``deadpool``, with the settings of the run that this process belongs to.
@@ -217,7 +213,7 @@ class PretrainProgram(Program):
     def make_loop(self, emit: Emit) -> ProtectedLoop:
         """See :class:`Program`: everything up to the call of train()."""
         forget_globals()
-        note, kinds = self._run_directory / _BUILT, []
+        note, kinds = RunDirectory(self._run_directory).built, []
         # Role 0 may not have been built, or with kinds that cannot be written down.
         with contextlib.suppress(OSError, SyntaxError, ValueError):
             kinds = ast.literal_eval(note.read_text())
@@ -300,8 +296,8 @@ class PretrainProgram(Program):
         raise RuntimeError("pretrain() returned without making its groups")
 
     def spares_may_build(self) -> bool:
-        """Not before role 0 has made the index files: a build without peers only reads them."""
-        return (self._run_directory / _BUILT).exists()
+        """Not before role 0 has made the index files, so that nobody makes them twice."""
+        return RunDirectory(self._run_directory).built.exists()
 
 
 def _note_saves(note: Path) -> None:

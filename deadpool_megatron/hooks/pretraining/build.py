@@ -22,14 +22,18 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.hooks.checkpoints.loading import load_exactly
-from deadpool_megatron.hooks.pretraining import stages
+from deadpool_megatron.hooks.pretraining import index_files, stages
 from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 from deadpool_megatron.hooks.pretraining.user_buffers import UserBuffers
 from deadpool_megatron.platform.stand_ins import drawing_apart
+
+# Parsed arguments that differ between processes, or follow from what was saved last.
+_OF_A_PROCESS = ("rank", "local_rank", "deadpool_interface", "iteration")
 
 
 class Reached(BaseException):
@@ -185,9 +189,12 @@ class Build:
         return self.iterators[0]
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        from megatron.training import get_args
+
         self._command_line.parse_for_role()
         original(*args, **kwargs)
         self.detached = is_detached(dist.group.WORLD)
+        LOADED.note_arguments(vars(get_args()), _OF_A_PROCESS)
 
     @contextlib.contextmanager
     def progress_kept(self) -> Iterator[None]:
@@ -269,7 +276,12 @@ class Build:
         return made
 
     def _make_datasets(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        datasets = original(*args, **kwargs)
+        from megatron.training import get_args
+
+        LOADED.note_data(index_files.data_files(vars(get_args())))
+        make = functools.partial(original, *args, **kwargs)
+        with index_files.written_whole():
+            datasets = index_files.made_where_missing(make) if self.detached else make()
         for one in datasets:
             _keep_whole_mask(one)
         self._sources[-1].datasets = datasets

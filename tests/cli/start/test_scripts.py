@@ -138,3 +138,17 @@ def test_looking_for_the_users_module_starts_no_threads(
     command = ("-m", "users_package.train")
     line = complain(subcommand, *which, *size, *where, "--", *command)
     assert line.endswith("(threads: 1)")
+
+
+def test_argument_files_of_the_embedded_trainer_are_read_once(tmp_path: Path) -> None:
+    outer, inner = tmp_path / "outer.args", tmp_path / "inner.args"
+    outer.write_text(f"--lr 1 # a comment\n@{inner}\n")
+    inner.write_text("--seed 7")
+    args = adopted("", f"-m deadpool_megatron.trainer @{outer} --train-iters 3")
+    assert args.command[2:] == ["--lr", "1", "--seed", "7", "--train-iters", "3"]
+
+
+def test_files_that_another_program_reads_are_left_to_it(tmp_path: Path) -> None:
+    (tmp_path / "some.args").write_text("--seed 7")
+    command = f"-m my_trainer @{tmp_path}/some.args"
+    assert adopted("", command).command == command.split()

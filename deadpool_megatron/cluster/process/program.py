@@ -1,0 +1,176 @@
+"""The program of a process: what it has loaded, compared with what the processes of its run have.
+
+A source file is noted at the moment of its import, so that a process that is forked afterwards
+knows what it has, whatever lies on the disk by then. Data is known by size and times, none of it is
+read; packages and variables of the environment are compared when nodes are judged. A fact is a name
+and some words. The facts of one start of a run lie in a folder of its run directory, in numbered
+files: each is written once, by the first process that has loaded something new, and never changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import re
+import socket
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron import file_systems
+
+#: in a run directory: a folder for each start, named by the newest epoch before it
+FOLDER = "program"
+# The start of another run that a run continues.
+_BEFORE = -1
+_SHOWN_CHANGES = 3
+_OF_THE_ENVIRONMENT = re.compile(rf"{sysconfig.get_path('stdlib')}/|.*/(site|dist)-packages/")
+_PLAIN = (bool, int, float, str, Path, type(None))
+Facts = dict[str, list[str]]
+
+
+class OtherProgram(BaseException):
+    """This process has loaded another program than its run; the message is one line. Not an
+    Exception: whoever tries to import something may catch any."""
+
+
+class LoadedProgram:
+    """``facts``: of this process, by name. Imports may come from any thread, calls from one."""
+
+    def __init__(self) -> None:
+        self.facts: Facts = {}
+        self._places: dict[str, str] = {}
+        self._folder: Path | None = None  # None: there is nothing yet to compare with
+        self._known: Facts = {}
+        self._files_read = 0
+
+    def watch_imports(self) -> None:
+        """Note the source files that are imported already, and from now on each at its import."""
+        load: Any = SourceFileLoader.get_code
+        if load.__name__ == "load_noted":
+            return
+        for name, module in list(sys.modules.items()):
+            if name != "__main__":
+                self.note_source(f"module {name}", getattr(module, "__file__", None) or "")
+
+        def load_noted(loader: SourceFileLoader, name: str) -> Any:
+            code = load(loader, name)
+            self.note_source(f"module {name}", loader.path)
+            with contextlib.suppress(OSError, ValueError):
+                self.check()
+            return code
+
+        SourceFileLoader.get_code = load_noted  # type: ignore[method-assign,assignment]
+
+    def note_source(self, name: str, path: str) -> None:
+        """Note a source file that is loaded at this moment."""
+        with contextlib.suppress(OSError):
+            if path.endswith(".py") and not _OF_THE_ENVIRONMENT.match(path):
+                digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+                self.facts[name], self._places[name] = [f"sha256={digest[:16]}"], path
+
+    def note_arguments(self, values: Mapping[str, Any], of_a_process: Iterable[str] = ()) -> None:
+        """Note the plain ones of parsed arguments; those ``of_a_process`` differ between them."""
+        names = sorted(values.keys() - set(of_a_process))
+        self.facts["arguments"] = [
+            f"{name}={values[name]}" for name in names if _is_plain(values[name])
+        ]
+
+    def note_data(self, paths: Iterable[Path]) -> None:
+        """Note which files these are, of a folder those in it; none is read."""
+        inside = (one.iterdir() if one.is_dir() else [one] for one in paths)
+        for path in filter(Path.is_file, itertools.chain(*inside)):
+            found = path.stat()
+            words = [f"size={found.st_size}", f"mtime={found.st_mtime_ns}"]
+            # Hosts may have copies of their own.
+            self.facts[f"file {path}"] = words if file_systems.is_shared(path) else words[:1]
+            self.facts[f"file {path} on {socket.gethostname()}"] = [*words, f"inode={found.st_ino}"]
+
+    def agree(self, run: Path, start: int) -> str:
+        """Compare with the processes of this start of the run in a directory, and add what is new.
+        Return one line on what has changed since the start before, where this process is the first;
+        else an empty one.
+
+        Raises OtherProgram, OSError, and ValueError for a damaged file.
+        """
+        folder = self._enter(run, start)
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            self.check()
+            new = {name: self.facts[name] for name in dict(self.facts).keys() - self._known.keys()}
+            path, content = folder / f"{self._files_read}.json", json.dumps(new).encode()
+            if not new or file_systems.write_once(path, content, file_systems.WRITTEN_MODE):
+                break
+        changes = [] if self._known else [*self._differences(_newest(run, start), "before")]
+        text = "; ".join(changes[:_SHOWN_CHANGES])
+        return f"{len(changes)} changes since the start before: {text}" if changes else ""
+
+    def check(self) -> None:
+        """Compare with what is known of the run by now. Raises as :meth:`agree`."""
+        if self._folder is None:
+            return
+        while (path := self._folder / f"{self._files_read}.json").exists():
+            self._known = {**_read(path), **self._known}
+            self._files_read += 1
+        for line in self._differences(self._known, "in the run"):
+            raise OtherProgram(f"this process has another program than its run: {line}")
+
+    def check_after_failure(self, run: Path, ended_epoch: int) -> None:
+        """Compare with the newest start of a run, where this process may have ended before it has
+        met the others. ``ended_epoch``: of the starts before. Raises as :meth:`agree`."""
+        newest = max(_starts(run), default=_BEFORE)
+        if self._folder is None and newest >= ended_epoch:
+            self._enter(run, newest)
+        self.check()
+
+    def _enter(self, run: Path, start: int) -> Path:
+        if (folder := run / FOLDER / str(start)) != self._folder:
+            self._folder, self._known, self._files_read = folder, {}, 0
+        return folder
+
+    def _differences(self, known: Facts, where: str) -> Iterator[str]:
+        """Yield a line for each fact that is another one here."""
+        for name in sorted(dict(self.facts).keys() & known.keys()):
+            own, others = self.facts[name], known[name]
+            if own != others:
+                only = " ".join(word for word in own if word not in others) or "nothing"
+                missing = " ".join(word for word in others if word not in own) or "nothing"
+                yield f"{self._places.get(name, name)}: {only}, {where} {missing}"
+
+
+def bring(old: Path, new: Path) -> None:
+    """Have the first start of the run in ``new`` compared with the newest one in ``old``."""
+    (new / FOLDER / str(_BEFORE)).mkdir(parents=True, exist_ok=True)
+    file_systems.write_text(new / FOLDER / str(_BEFORE) / "0.json", json.dumps(_newest(old)))
+
+
+def _newest(run: Path, before: float = math.inf) -> Facts:
+    """Return the facts of the newest start before another one."""
+    start = max((number for number in _starts(run) if number < before), default=_BEFORE)
+    found = sorted((run / FOLDER / str(start)).glob("*.json"))
+    return {name: words for path in found for name, words in _read(path).items()}
+
+
+def _starts(run: Path) -> list[int]:
+    return [int(path.name) for path in (run / FOLDER).glob("*")]
+
+
+def _read(path: Path) -> Facts:
+    found: Facts = json.loads(path.read_text())
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
+    )
+
+
+#: that of this process; those that are forked from it begin with the same
+LOADED = LoadedProgram()

@@ -1,0 +1,82 @@
+"""A process whose program is not that of the run has no part in it; nobody else is to blame."""
+
+from __future__ import annotations
+
+from deadpool_megatron.cluster.failures import ExitStatus
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.events import Kind
+from tests.cluster.machine.bootstrapping.test_restart import come_and_close, started_again
+from tests.cluster.machine.bootstrapping.test_takeover import rejoin, successor
+from tests.cluster.machine.epoch.test_kinds import kinds
+from tests.cluster.machine.rig import SIGKILL, Phase, Rig, g, nodes_of
+
+LINE = "train.py: sha256=1, in the run sha256=2"
+
+
+def has_another(rig: Rig, node: int) -> list[act.Action]:
+    incarnation = rig.state.fleet.members[node, 0].incarnation
+    end = {"exit_code": ExitStatus.OTHER_PROGRAM, "last_line": LINE}
+    return rig.feed(ev.MemberLost(node, 0, incarnation, **end))
+
+
+def crashed_and_edited(rig: Rig) -> Rig:
+    """The process of node 1 is killed, and the one that follows reads an edited file."""
+    rig.feed(ev.MemberLost(1, 0, 0, signal=SIGKILL))
+    rig.closed(g(3))
+    rig.journal()
+    has_another(rig, 1)
+    assert not rig.of(act.StartMembers), "another one would read the same"
+    rig.closed(g(3), g(3, 2))
+    return rig
+
+
+def test_its_roles_move_to_a_spare_and_its_memory_stays() -> None:
+    rig = crashed_and_edited(Rig(nodes=2, spares=1).run(3))
+    rig.opened()
+    assert nodes_of(rig.record) == {0: 0, 1: 2}
+    assert kinds(rig, Kind.NODE_ASIDE) == ["left-out"]
+    assert LINE in str(rig.of(act.EmitEvent, rig.log))
+    assert 1 in rig.state.fleet.nodes
+    assert not rig.of(act.Finish, rig.log)
+
+
+def test_without_a_spare_they_wait_and_the_host_may_come_again() -> None:
+    rig = crashed_and_edited(Rig(nodes=2, spares=0).run(3))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    assert not rig.state.fleet.quarantined_hosts
+    assert not rig.of(act.Finish, rig.log)
+
+
+def test_a_spare_with_another_program_is_given_up() -> None:
+    rig = Rig(nodes=2, spares=2).run(3)
+    has_another(rig, 3)
+    (drop,) = rig.of(act.DropNode)
+    assert (drop.node, drop.left_out) == (3, True)
+    assert LINE in drop.cause
+    assert rig.state.phase is Phase.RUNNING
+
+
+def test_before_the_first_iteration_the_run_ends_with_the_line() -> None:
+    rig = Rig(nodes=2, spares=0).opening()
+    has_another(rig, 1)
+    (finish,) = rig.of(act.Finish, rig.log)
+    assert finish.exit_status == ExitStatus.BAD_INPUT
+    assert LINE in finish.reason
+
+
+def test_a_start_after_all_have_ended_may_have_another_program() -> None:
+    rig = Rig(nodes=2, spares=0).run(3)
+    assert rig.record.history.start == 0
+    again = started_again(rig)
+    come_and_close(again, 0, 1, generations=(g(3),))
+    assert again.pending.history.start == rig.record.epoch
+
+
+def test_a_takeover_is_no_start() -> None:
+    rig = Rig(nodes=2, spares=1).run(3)
+    later = successor(rig)
+    rejoin(later, rig, 0, 1, 2)
+    later.feed(ev.NodeLost(1, "gone"))
+    later.closed(g(3))
+    assert later.pending.history.start == 0

@@ -1,0 +1,45 @@
+"""What a run began with is what it continues with, whatever is edited while it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from tests.faults.harness.jobs import (
+    MODEL,
+    Program,
+    assert_unnoticed,
+    run_program,
+    undisturbed,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+ITERATIONS = 40
+
+
+def end_member(directory: Path, node: int) -> None:
+    """SIGKILL to the training processes of a node."""
+    for pid in RunDirectory(directory).node_listings()[node]["members"].values():
+        posix.kill(pid)
+
+
+def test_an_argument_file_is_read_once(tmp_path: Path) -> None:
+    """A process that follows another one clips by the text that the first one had."""
+    file, nested = tmp_path / "model.args", tmp_path / "nested.args"
+    nested.write_text("--clip-grad 0.5")
+    file.write_text(f"# a model\n{MODEL} @{nested}\n")
+    command = ("-m", "deadpool_megatron.trainer", f"@{file}", "--train-iters", str(ITERATIONS))
+    program = Program(command, 2)
+    wanted = undisturbed(program)
+
+    def edit() -> None:
+        nested.write_text("--clip-grad 0.01")
+        file.write_text(file.read_text().replace("cosine", "linear"))
+        end_member(tmp_path / "run", 1)
+
+    outcome = run_program(tmp_path / "run", program, when_stepping=(5, edit))
+    assert_unnoticed(outcome, wanted, [])
+    assert len(outcome.final["recoveries"]) == 1
