@@ -28,7 +28,7 @@ from typing import Any
 from deadpool_megatron import ownership
 
 # Of events.schema.json: goes up with each change of what an event means or may hold.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 # What a generation is judged by: numbers of the step that makes it, and the state that it saves.
 LOSS, GRADIENT_NORM, STATE = "loss", "gradient norm", "optimizer state"
 
@@ -97,6 +97,9 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
     wall_seconds: float = field(default_factory=time.time)
     monotonic_seconds: float = field(default_factory=time.monotonic)
+
+    def __deepcopy__(self, _: object) -> Event:
+        return self  # nobody changes it
 
     def to_dict(self) -> dict[str, Any]:
         """JSON object without empty keys."""

@@ -32,8 +32,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     address_in,
 )
-from deadpool_megatron.observe.headline import UNANSWERED
-from deadpool_megatron.observe.narration import at_risk
+from deadpool_megatron.observe.view import TABLE, State, View
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.preflight import host
 from deadpool_megatron.settings import Settings
@@ -43,6 +42,8 @@ from deadpool_megatron.wire.framing import WireError
 INTERFACE_VARIABLE = "DEADPOOL_INTERFACE_NAME"
 _SIOCGIFADDR = 0x8915
 _ASK_SECONDS = 10.0
+_UNANSWERED = TABLE[State.UNANSWERED]["to_do"]
+_NO_ADDRESS = "has no coordinator yet, or its coordinator.json was removed"
 #: the patience of whoever looks again and again: two addresses are asked within the ten seconds
 #: after which a Prometheus server gives a scrape up
 LOOK_SECONDS = 3.0
@@ -62,6 +63,14 @@ class NotNow(RunNotReachable):
 
 class RequestRefused(CommandError):
     """The coordinator does not take the request; why."""
+
+    prefix = "refused"
+
+
+class DumpFailed(RequestRefused):
+    """The run has ended, and its state is in memory only; why."""
+
+    prefix = "the run has ended"
 
 
 #: of a coordinator that is not there or whose journal fails, and of a run directory that is away
@@ -181,7 +190,7 @@ def ask(
     Raises RunNotReachable when there is none that can take it now, CommandError when it declines.
     """
     info = run.read_run()
-    told, failure = coordinator_address(run), RunNotReachable(f"{run.path} has no coordinator yet")
+    told, failure = coordinator_address(run), RunNotReachable(f"{run.path} {_NO_ADDRESS}")
     if told is not None:
         try:
             return ask_at(told, run, info.run_id, message, limit_seconds)
@@ -213,7 +222,7 @@ def ask_at(
         if run.final.exists():
             raise RunNotReachable(f"the run in {run.path} is over") from error
         left = what_remains(run)
-        advice = f"all its processes ended; {left}" if left else UNANSWERED.format(run=run.path)
+        advice = f"all its processes ended; {left}" if left else _UNANSWERED.format(run=run.path)
         if isinstance(error, auth.AuthenticationError):  # the run may be in the best of health
             advice = f"if one is there, give {auth.ENVIRONMENT_NAME} as the run has it"
         raise RunNotReachable(
@@ -254,9 +263,9 @@ class Asker:
         return status if "roles" in status else None
 
 
-def facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and texts of what is neither of a node nor of a failure, by the status of a run.
-    Raises :data:`events.DAMAGE` for that of another version."""
+def facts(seen: View, status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and texts of what is neither of a node nor of a failure. Raises
+    :data:`events.DAMAGE` for the status of another version."""
     term, rpo, export = (status[name] for name in ("coordinator", "rpo", "export"))
     node = "" if term["node"] is None else f", next to node {term['node']}"
     seconds = rpo["most_lost_seconds"]
@@ -266,8 +275,8 @@ def facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("coordinator", f"term {term['term']} at {term['host']}:{term['port']}{node}"),
         ("protection", f"{status['protection'] or 'not yet decided'}{wanted}"),
     ]
-    if status["epoch"]:
-        found.append(("lost if a node fails now (RPO)", f"{at_risk(status)}{about}"))
+    if status["epoch"] and seen.state is not State.OVER:
+        found.append(("lost if a node fails now (RPO)", f"{seen.at_risk()}{about}"))
     requests = map(Request.from_dict, status["requests"])
     found += [(f"request {one.number}", one.told()) for one in requests]
     if now := export["now"]:
@@ -275,7 +284,7 @@ def facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     if last := export["last"]:
         how = f"failed: {last['error']}" if last["error"] else f"is in {last['path']}"
         found.append(("last checkpoint", f"of iteration {last['iteration']}, {how}"))
-    return found
+    return [*found, *seen.notes()]
 
 
 def parse_address(text: str) -> tuple[str, int]:

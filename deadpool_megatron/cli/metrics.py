@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import math
 import sys
 import threading
 import time
@@ -38,7 +37,9 @@ from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, EventTail, Kind
 from deadpool_megatron.layout.records import NodeUse
-from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Story, decimal
+from deadpool_megatron.observe.steps import decimal
+from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Story
+from deadpool_megatron.observe.view import State, View, shown_view
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -79,7 +80,9 @@ class WatchedMetrics:
         """Yield all metrics as of now."""
         with self._lock:
             self._tail.feed(self._story.take)
-            yield from metrics(self._story, self._about, self._asker.status(), time.time())
+            status = self._asker.status()
+            seen = shown_view(self._story, status, self._run.path, time.time())
+            yield from metrics(seen, self._about)
 
     def is_over(self) -> bool:
         """Return whether the run has its result."""
@@ -133,11 +136,8 @@ def _stay(watched: WatchedMetrics, look: Callable[[], None]) -> None:
         time.sleep(_INTERVAL_SECONDS)
 
 
-def metrics(
-    story: Story, about: Mapping[str, str], status: Mapping[str, Any] | None, now: float
-) -> Iterator[Metric]:
-    """Yield all metrics of a run. ``about``: labels; ``status``: what ``deadpool status --json``
-    says, None if nobody answers; ``now``: wall clock.
+def metrics(seen: View, about: Mapping[str, str]) -> Iterator[Metric]:
+    """Yield all metrics of a run. ``about``: labels.
 
     Names follow Prometheus' conventions: base units, ``_total`` for counters. Labels are few:
     kinds, phases, uses, states, and the node where memory is meant. What is counted is there from
@@ -146,24 +146,33 @@ def metrics(
     run = _core().GaugeMetricFamily("deadpool_run_info", "The run.", labels=list(about))
     run.add_metric(list(about.values()), 1)
     yield run
-    yield _gauge("up", "Whether the coordinator answers.", int(status is not None))
-    # Where nobody answers, nobody knows what nodes do since the newest event.
-    yield from _gauges(story, None if status is None else now)
-    yield from _counters(story)
-    if status is not None:
+    yield _gauge("up", "Whether the coordinator answers.", int(seen.status is not None))
+    states = {str(state): int(state is seen.state) for state in State}
+    yield _by(
+        "Gauge", "state", "1 for the state of the run, as all views show it.", "state", states
+    )
+    yield from _gauges(seen)
+    yield from _counters(seen)
+    if seen.status is not None:
         with contextlib.suppress(*DAMAGE):  # of a coordinator of another version
-            yield from list(_of_status(status))
+            yield from list(_of_status(seen, seen.status))
 
 
-def _gauges(story: Story, now: float | None) -> Iterator[Metric]:
+def _gauges(seen: View) -> Iterator[Metric]:
+    story, ago = seen.story, seen.step_seconds_ago
     newest, saved = story.steps.newest(1), story.kept[Kind.DURABLE]
-    since, at, goodput = story.started_at, story.last_step_at, story.account.goodput(now)
+    since, goodput = story.started_at, story.goodput(seen.until)
+    at = None if ago is None else seen.now + seen.skew - ago  # by the clock of this host
     failures, ended = [one for one in story.failures if not one.planned], story.ended
     text = "Share of the time of nodes with roles that was spent on training."
+    rpo = "Most iterations that a failure would cost; +Inf: perhaps all since the last checkpoint."
+    exposed = None if seen.exposed is None else len(seen.exposed)
     known: list[tuple[str, str, float | None]] = [
         ("coordinator_term", "Term of the coordinator.", story.term),
         ("exit_status", "Exit status of the run that has ended.", story.exit_status),
-        ("iteration", "The newest finished iteration.", story.last_iteration),
+        ("iteration", "The newest finished iteration.", seen.iteration),
+        ("exposed_roles", "Roles with fewer copies than wanted.", exposed),
+        ("rpo_iterations", rpo, seen.most_lost),
         ("epoch", "The newest epoch.", story.epoch),
         (f"start{_AT}", "When the run was started, the last time.", since),
         (f"last_step{_AT}", "When the newest iteration was finished.", at),
@@ -183,7 +192,8 @@ def _gauges(story: Story, now: float | None) -> Iterator[Metric]:
             yield _gauge(name, text, value)
 
 
-def _counters(story: Story) -> Iterator[Metric]:
+def _counters(seen: View) -> Iterator[Metric]:
+    story = seen.story
     text = "From a failure to the next finished iteration."
     seconds = _core().HistogramMetricFamily("deadpool_recovery_seconds", text, labels=["kind"])
     over = [one for one in story.failures if one.is_over]
@@ -196,6 +206,10 @@ def _counters(story: Story) -> Iterator[Metric]:
     for kind, found in sorted(recovered.items()):
         counts = [(str(b), float(sum(s <= b for s in found))) for b in RECOVERY_BUCKETS]
         seconds.add_metric([kind], [*counts, ("+Inf", float(len(found)))], sum(found))
+    kinds = [one.kind for one in story.shown if not one.planned]
+    failed = {kind: float(kinds.count(kind)) for kind in sorted({*recovered, *kinds})}
+    text = "Failures by kind, with those that ended the run."
+    yield _by("Counter", "failures", text, "kind", failed)
     counted = {kind: len(found) for kind, found in sorted(recovered.items())}
     yield _by("Counter", "recoveries", "Recoveries by kind of failure.", "kind", counted)
     yield seconds
@@ -207,12 +221,12 @@ def _counters(story: Story) -> Iterator[Metric]:
     yield _counter("gate_wait_seconds", text, story.gate_seconds)
     shipped = story.bytes_by_kind.get(Kind.COMMITTED, 0)
     yield _counter("shipped_bytes", "Bytes shipped to protect state.", shipped)
-    uses = {use.value: spent for use, spent in story.account.seconds.items()}
+    uses = {use.value: spent for use, spent in story.account.settled(seen.until).items()}
     text = "Seconds of all nodes by what they went into."
     yield _by("Counter", "node_time_seconds", text, "use", uses)
 
 
-def _of_status(status: Mapping[str, Any]) -> Iterator[Metric]:
+def _of_status(seen: View, status: Mapping[str, Any]) -> Iterator[Metric]:
     nodes = status["nodes"]
     names = {str(use): str(use) for use in NodeUse} | {NodeUse.QUARANTINED: "aside"}
     states = dict.fromkeys(names.values(), 0)
@@ -223,12 +237,9 @@ def _of_status(status: Mapping[str, Any]) -> Iterator[Metric]:
     yield _gauge("roles", "Roles, each of one process.", len(status["roles"]))
     yield _by("Gauge", "memory_bytes", "Bytes of generations in shared memory.", "node", memory)
     yield _by("Gauge", "phase", "The state of the run.", "phase", {status["phase"]: 1})
-    text = "Roles with fewer copies than wanted."
-    yield _gauge("exposed_roles", text, len(status["fewer_copies"]))
-    text = "Most iterations that a failure would cost; +Inf: perhaps all since the last checkpoint."
-    lost = status["rpo"]["most_lost"]
-    yield _gauge("rpo_iterations", text, math.inf if lost is None else lost)
-    yield _counter("refusals", "Connections and messages refused.", status["refusals"])
+    text = "Events that cannot be written to the run directory, and wait in memory."
+    yield _gauge("events_waiting", text, seen.events_waiting)
+    yield _counter("refusals", "Connections and messages refused.", seen.refusals)
     yield _gauge("slow_nodes", "Nodes much slower than their peers.", len(status["slow"]))
 
 

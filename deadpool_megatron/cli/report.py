@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import seconds, size, table
-from deadpool_megatron.cli.run_result import (
-    RunResult,
-    failure_to_dict,
-    read_result,
-    read_story,
-)
+from deadpool_megatron.cli.common import Asker, seconds, size, table
+from deadpool_megatron.cli.run_result import failure_to_dict, read_result, read_story
 from deadpool_megatron.cluster.failures import MEANINGS
-from deadpool_megatron.cluster.run_directory.cleanup import is_here, what_remains
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.cleanup import what_remains
+from deadpool_megatron.cluster.run_directory.directory import RUN_FILE, RunDirectory
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import (
@@ -30,17 +25,18 @@ from deadpool_megatron.observe.narration import (
     describe_slowness,
     describe_stack,
     describe_wait,
+    describe_when,
     shown,
     title,
-    to_do,
 )
-from deadpool_megatron.observe.story import PHASES, Interruption, Story, decimal, summary
+from deadpool_megatron.observe.steps import decimal, summary
+from deadpool_megatron.observe.story import PHASES, Interruption, Story
+from deadpool_megatron.observe.view import View, shown_view, view
 
 _SHOWN_STACKS = 3
 # Characters of a name in a table.
 _MOST_CELL = 48
 _COUNTED = {
-    Kind.REFUSED: "refused messages or connections",
     Kind.CORRUPTION: "corrupted copies caught",
     Kind.DECODED: "lost parts computed from parity",
     Kind.STALE_DIVERGENCE: "REPLAYED STEPS WITH OTHER NUMBERS",
@@ -48,35 +44,12 @@ _COUNTED = {
 }
 
 
-def state_of(directory: Path, story: Story, result: RunResult | None) -> str:
-    """One line: how the run ended, or what it is doing."""
-    left = what_remains(RunDirectory(directory))
-    if result is not None:
-        ending = f"ended with exit status {result.exit_status}"
-        ending += f": {result.reason}" if result.reason else ""
-        return f"{ending}; {left}" if left else ending
-    if story.ended is not None:
-        return f"ended with exit status {story.ended.data.get('exit_status', '?')}"
-    if left:
-        return f"all its processes ended, without a result; {left}"
-    failure = story.current
-    state = "running"
-    if failure is not None:
-        doing = "in planned change" if failure.planned else "recovering from failure"
-        state = f"{doing} {failure.number}"
-    state += "" if story.waiting is None else ", waiting for a spare"
-    run = RunDirectory(directory)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        coordinator = read_json(run.coordinator)
-        if not is_here(coordinator):
-            host = coordinator["hostname"]
-            return f"{state}, as far as its events tell: its coordinator was last on host {host}"
-    return state
-
-
-def describe(directory: Path, story: Story, result: RunResult | None) -> list[str]:
+def describe(directory: Path, seen: View) -> list[str]:
     """The whole report as lines."""
-    lines = [f"{directory}: {state_of(directory, story, result)}"]
+    story = seen.story
+    first = f"{directory}: {seen.title}"
+    first += f" ({seen.why})" if seen.why else ""
+    lines = [first, *([f"  to do: {seen.to_do}"] if seen.to_do else [])]
     if story.started is not None:
         facts = story.started.data
         lines.append(
@@ -86,15 +59,16 @@ def describe(directory: Path, story: Story, result: RunResult | None) -> list[st
         )
     lines += _describe_steps(story)
     for failure in story.shown:
-        lines += ["", *describe_failure(failure, story)]
-    if len(timed := [failure for failure in story.shown if failure.phases]) > 1:
+        lines += ["", *describe_failure(failure, seen)]
+    if len(timed := [failure for failure in story.shown if failure.is_over]) > 1:
         lines += ["", "Seconds in each phase", *_phase_table(timed)]
-    lines += ["", *_describe_protection(story), *_describe_time(story)]
+    lines += ["", *_describe_protection(seen), *_describe_time(seen)]
     return lines
 
 
-def describe_failure(failure: Interruption, story: Story) -> list[str]:
+def describe_failure(failure: Interruption, seen: View) -> list[str]:
     """About a dozen lines about one failure."""
+    story = seen.story
     began = story.started.wall_seconds if story.started is not None else failure.began
     meaning = MEANINGS.get(failure.kind)
     # The title has the cause; what is ended on purpose loses nothing.
@@ -103,7 +77,7 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
     facts: list[tuple[str, str]] = [
         (
             "when",
-            f"{date(failure.began)}, {failure.began - began:.1f} s after the start,"
+            f"{describe_when(failure)}, {failure.began - began:.1f} s after the start,"
             f" after iteration {failure.last_iteration}, epoch {failure.closed.epoch}",
         ),
         ("why", "" if meaning is None else f"{meaning.called}: {meaning.noticed}"),
@@ -126,7 +100,7 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
         ]
     else:
         facts.append(("now", _describe_progress(failure, story)))
-    facts.append(("to do", to_do(failure.kind)))
+    facts.append(("to do", seen.advice(failure)))
     lines = [f"  {name:<8} {value}" for name, value in facts if value]
     hangs = [line for event in failure.hangs for line in describe_hang(event)]
     return [title(failure, story.hosts), *lines, *hangs]
@@ -183,36 +157,49 @@ def _describe_steps(story: Story) -> list[str]:
     return lines
 
 
-def _phase_table(failures: list[Interruption]) -> list[str]:
-    """A row per phase; each failure has its own seconds."""
-    known = {name for failure in failures for name in failure.phases}
+def _phase_table(timed: list[Interruption]) -> list[str]:
+    """A row per phase; each failure has its own seconds. Planned changes have columns of their
+    own."""
+    failures = [one for one in timed if not one.planned]
+    header, parts = ["phase"], list[list[Interruption]]()
+    for noun, found in (("failures", failures), ("planned", [o for o in timed if o.planned])):
+        if found:
+            header, parts = [*header, noun, "mean", "longest"], [*parts, found]
+    known = {name for one in timed for name in one.phases}
     names = [name for name in PHASES if name in known] + sorted(known - PHASES.keys())
-    rows = {name: [one.phases[name] for one in failures if name in one.phases] for name in names}
-    rows["to next step"] = [one.seconds for one in failures if one.seconds is not None]
-    cells = [
-        [name, str(len(found)), seconds(statistics.fmean(found)), seconds(max(found))]
-        for name, found in rows.items()
-        if found
-    ]
-    return table(["phase", "failures", "mean", "longest"], cells)
+    rows = [[name, *_spent(name, parts)] for name in names]
+    return table(header, [*rows, ["to next step", *_spent("", parts)]])
 
 
-def _describe_time(story: Story) -> list[str]:
+def _spent(name: str, parts: list[list[Interruption]]) -> list[str]:
+    """Count, mean and longest of the seconds in a phase, or of the whole, for each part."""
+    cells = list[str]()
+    for part in parts:
+        found = [one.phases.get(name) if name else one.seconds for one in part]
+        spent = [one for one in found if one is not None]
+        mean = statistics.fmean(spent) if spent else None
+        cells += [str(len(spent)), seconds(mean), seconds(max(spent, default=None))]
+    return cells
+
+
+def _describe_time(seen: View) -> list[str]:
     """A row per use, in seconds of nodes."""
-    goodput = story.account.goodput()
+    account, goodput = seen.story.account, seen.story.goodput(seen.until)
     if goodput is None:
         return []
-    spent = {use: value for use, value in story.account.uses().items() if value > 0}
+    spent = {use: value for use, value in account.uses(seen.until).items() if value > 0}
     whole = sum(spent.values())
     rows = [[use.value, seconds(value), f"{value / whole:.1%}"] for use, value in spent.items()]
     lines = [
         "",
-        f"Node time by use, until the last event: goodput {goodput:.1%} of those with roles",
+        f"Node time by use, until {'the last event' if seen.until is None else 'now'}:"
+        f" goodput {goodput:.1%} of those with roles",
     ]
     return [*lines, *table(["use", "seconds", "part"], rows)]
 
 
-def _describe_protection(story: Story) -> list[str]:
+def _describe_protection(seen: View) -> list[str]:
+    story = seen.story
     longest, role, iteration = story.longest_wait
     gate = "no role had to wait for its copies"
     if story.gate_waits:
@@ -236,7 +223,14 @@ def _describe_protection(story: Story) -> list[str]:
         half, most = statistics.median(story.audits), max(story.audits)
         spent = f"half of them in {half:.3f} s, the longest {most:.3f} s"
         lines.append(f"audits without a find: {len(story.audits)}, {spent}")
-    lines += [f"{_COUNTED[kind]}: {number}" for kind, number in story.counts.items()]
+    lines += [
+        f"{text}: {story.counts[kind]}" for kind, text in _COUNTED.items() if kind in story.counts
+    ]
+    if story.late:
+        late = count(story.late, "late message")
+        lines.append(f"{late} of closed epochs ignored (normal after a failure)")
+    if seen.refusals:
+        lines.append(f"refused messages or connections: {seen.refusals}")
     if story.refusal is not None:
         refused = story.refusal.data
         lines.append(f"the last one refused: {refused.get('who')}: {refused.get('why')}")
@@ -250,18 +244,22 @@ def _joined(parts: Iterable[str], limit: int = 4) -> str:
     return "; ".join(found[:limit]) + (f"; and {more} more" if more > 0 else "")
 
 
-def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str, Any]:
+def to_dict(directory: Path, seen: View) -> dict[str, Any]:
     """The same facts as JSON values."""
+    story = seen.story
     return {
         "directory": str(directory),
-        "state": state_of(directory, story, result),
-        "exit_status": result.exit_status if result is not None else None,
+        "state": seen.state,
+        "title": seen.title,
+        "reason": seen.why,
+        "to_do": seen.to_do,
+        "exit_status": seen.final.get("exit_status"),
         "started_at": None if story.started is None else date(story.started.wall_seconds),
         "epoch": story.epoch,
         "steps": len(story.steps),
-        "last_iteration": story.last_iteration,
+        "last_iteration": seen.iteration,
         "seconds_per_step": summary(story.step_seconds()),
-        "failures": [failure_to_dict(failure, story) for failure in story.shown],
+        "failures": [failure_to_dict(failure, seen) for failure in story.shown],
         "gate": {
             "waits": len(story.gate_waits),
             "seconds": sum(story.gate_waits.values()),
@@ -270,9 +268,10 @@ def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str
         "seconds_per_audit": summary(story.audits),
         "bytes": {kind.value: total for kind, total in story.bytes_by_kind.items()},
         "counts": {kind.value: number for kind, number in story.counts.items()},
+        "late": story.late,
         "durable": [event.data.get("path") for event in story.kept[Kind.DURABLE]],
-        "node_seconds": {use.value: spent for use, spent in story.account.uses().items()},
-        "goodput": story.account.goodput(),
+        "node_seconds": {use.value: spent for use, spent in story.account.uses(seen.until).items()},
+        "goodput": story.goodput(seen.until),
     }
 
 
@@ -284,11 +283,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``deadpool report``. Raises ResultError when DIR is no run directory."""
-    finished = RunDirectory(args.directory).final.exists()
-    result = read_result(args.directory) if finished else None
+    run = RunDirectory(args.directory)
+    result = read_result(args.directory) if run.final.exists() else None
     story = read_story(args.directory) if result is None else result.story
-    if args.json:
-        print(json.dumps(to_dict(args.directory, story, result), indent=1))
+    left, now = what_remains(run), time.time()
+    if result is not None:
+        seen = view(story, None, run.path, now, left=left, final=run.read_final())
     else:
-        print(shown("\n".join(describe(args.directory, story, result))))
+        status = Asker(run).status() if (run.path / RUN_FILE).exists() else None
+        seen = shown_view(story, status, run.path, now, left)
+    if args.json:
+        print(json.dumps(to_dict(args.directory, seen), indent=1))
+    else:
+        print(shown("\n".join(describe(args.directory, seen))))
     return 0

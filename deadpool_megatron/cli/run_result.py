@@ -16,6 +16,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import DAMAGE, EventTail, complain, date, event_files
 from deadpool_megatron.observe.narration import describe_loss
 from deadpool_megatron.observe.story import RECENT_STEPS, Interruption, Story
+from deadpool_megatron.observe.view import View
 from deadpool_megatron.ownership import OwnershipError
 
 _RECENT_BYTES = 16 << 20
@@ -81,9 +82,9 @@ def read_recent(directory: Path) -> Story:
     return story
 
 
-def failure_to_dict(failure: Interruption, story: Story) -> dict[str, Any]:
+def failure_to_dict(failure: Interruption, seen: View) -> dict[str, Any]:
     """All facts about one failure as JSON values; ``kind`` is its code."""
-    node = failure.best.node
+    node, story = failure.best.node, seen.story
     plain = (
         *("number", "cause", "kind", "planned", "last_iteration", "closes", "generation"),
         *("seconds", "steps_recomputed", "exposed_seconds"),
@@ -92,6 +93,8 @@ def failure_to_dict(failure: Interruption, story: Story) -> dict[str, Any]:
     return {
         **{name: getattr(failure, name) for name in plain},
         "at": date(failure.began),
+        "noticed_at": date(failure.noticed),
+        "to_do": seen.advice(failure),
         "closed_epoch": failure.closed.epoch,
         "node": node,
         "host": None if node is None else story.hosts.get(node),

@@ -22,7 +22,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -42,16 +41,12 @@ from deadpool_megatron.cli.http_server import LimitedServer
 from deadpool_megatron.cli.run_result import failure_to_dict
 from deadpool_megatron.cluster.run_directory.cleanup import what_remains
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import DAMAGE, Event, EventTail
+from deadpool_megatron.events import Event, EventTail
 from deadpool_megatron.layout.records import NodeUse
-from deadpool_megatron.observe.headline import Headline, headline
-from deadpool_megatron.observe.narration import (
-    Narrator,
-    label,
-    node_troubles,
-    to_do,
-)
-from deadpool_megatron.observe.story import PHASES, Interruption, Story, decimal
+from deadpool_megatron.observe.narration import Narrator, label, node_troubles
+from deadpool_megatron.observe.steps import StepTable, decimal
+from deadpool_megatron.observe.story import PHASES, Interruption, Story
+from deadpool_megatron.observe.view import State, View, shown_view
 
 _ROOM = Path(observe.__file__).parent
 _FILES = {
@@ -118,36 +113,32 @@ class WatchedPage:
         """Take in one event; a damaged one raises one of :data:`events.DAMAGE`."""
         for line in self._narrator.take(event):
             if not line.passes:
-                self._lines.append((event.wall_seconds, line.text, line.style))
+                text = line.text.replace("--run-dir DIR", f"--run-dir {self._run}")
+                self._lines.append((event.wall_seconds, text, line.style))
 
     def to_dict(
         self, status: Mapping[str, Any] | None, now: float, left: str = ""
     ) -> dict[str, Any]:
         """Return everything. ``status``: as of ``deadpool status --json``, None if nobody answers;
         ``now``: wall clock in seconds; ``left``: in memory, of a run without a process."""
-        story = self._story
-        # Where nobody answers, nobody knows what nodes do since the newest event.
-        until = None if status is None else now
-        try:
-            seen = _seen(story, status, headline(story, status, left, self._run, now))
-        except DAMAGE:  # a status of another version
-            seen = _seen(story, None, headline(story, None, left, self._run, now))
+        seen = shown_view(self._story, status, self._run, now, left)
+        story, until = seen.story, seen.until
         far = story.progress()
-        if left and story.ended is None:
+        if seen.state is State.GONE:
             far |= dict.fromkeys(("samples_per_second", "tokens_per_second", "seconds_left"))
         uses = {use.value: spent for use, spent in story.account.uses(until).items() if spent > 0}
         return {
             "run": self._run_id,
-            "now": now,
-            **seen,
-            "ended": None if story.ended is None else dict(story.ended.data),
-            "iteration": story.last_iteration,
+            "now": seen.now,
+            **_seen(seen),
+            "ended": dict(seen.final) if seen.state is State.OVER else None,
+            "iteration": seen.iteration,
             "progress": far,
             "step_seconds": story.pace(),
-            "goodput": story.account.goodput(until) if len(story.steps) else None,
+            "goodput": story.goodput(until),
             "node_seconds": uses,
-            "loss": self._losses(),
-            "recoveries": [_failure(one, story) for one in story.shown[-_SHOWN_RECOVERIES:]],
+            "loss": _losses(story.steps),
+            "recoveries": [_failure(one, seen) for one in story.shown[-_SHOWN_RECOVERIES:]],
             "survived": story.survived,
             "lost": [
                 {
@@ -163,42 +154,45 @@ class WatchedPage:
             "lines": [list(line) for line in self._lines],
         }
 
-    def _losses(self) -> list[tuple[int, float | None, float]]:
-        """Iteration, loss, wall clock. None for what is not finite: JSON has no such numbers."""
-        steps, found = self._story.steps, list[tuple[int, float | None, float]]()
-        every = max(1, -(-len(steps) // _POINTS))
-        for at in [*range(0, len(steps), every), *([len(steps) - 1] if len(steps) else [])]:
-            step, loss = steps[at], decimal(steps[at].loss)
-            if loss is not None:
-                known = loss if math.isfinite(loss) else None
-                found.append((step.iteration, known, round(step.wall_seconds, 1)))
-        return found
+
+def _losses(steps: StepTable) -> list[tuple[int, float | None, float]]:
+    """Iteration, loss, wall clock. None for what is not finite: JSON has no such numbers."""
+    found = list[tuple[int, float | None, float]]()
+    every = max(1, -(-len(steps) // _POINTS))
+    for at in [*range(0, len(steps), every), *([len(steps) - 1] if len(steps) else [])]:
+        step, loss = steps[at], decimal(steps[at].loss)
+        if loss is not None:
+            known = loss if math.isfinite(loss) else None
+            found.append((step.iteration, known, step.wall_seconds))
+    return found
 
 
-def _seen(story: Story, status: Mapping[str, Any] | None, first: Headline) -> dict[str, Any]:
+def _seen(seen: View) -> dict[str, Any]:
     """Return what the coordinator's answer says, and the banner: the answer to "is it all right?",
     the newest failure, spares (left, wanted), when the last step was.
     """
+    story, status, ago = seen.story, seen.status, seen.step_seconds_ago
     failures = [one for one in story.shown if not one.planned]
     banner = {
-        **asdict(first),
+        **{name: getattr(seen, name) for name in ("state", "look", "title", "why", "to_do")},
         "spares": None,
-        "last_step_at": story.last_step_at,
-        "failure": _failure(failures[-1], story) if failures else None,
+        "last_step_at": None if ago is None else seen.now - ago,
+        "failure": _failure(failures[-1], seen) if failures else None,
     }
     told = list[tuple[str, str]]()
     if status is not None:
         epoch = f"{status['epoch']} (each change of the nodes makes a new one)"
-        told = [*facts(status), ("epoch", epoch)]
-        if status["epoch"] and story.silence is None:  # else all are still to come
+        told = [*facts(seen, status), ("epoch", epoch)]
+        if seen.exposed is not None:  # else all are still to come
             uses = [status["nodes"][str(node)]["use"] for node in status["spares"]]
             banner["spares"] = uses.count(NodeUse.SPARE), story.wanted[1]
-    return {"banner": banner, "facts": told, "status": _drawn(story, status)}
+    return {"banner": banner, "facts": told, "status": _drawn(seen)}
 
 
-def _drawn(story: Story, status: Mapping[str, Any] | None) -> dict[str, Any]:
+def _drawn(seen: View) -> dict[str, Any]:
     """Return what is drawn of nodes and roles: all nodes that the events know, also while the
     coordinator has not heard of them yet, or is away."""
+    story, status = seen.story, seen.status
     here = {node: host for node, host in story.hosts.items() if node not in story.lost_nodes}
     facts = {"use": "", "spare": True, "restarts": 0, "vault": dict[str, Any]()}
     nodes = {str(node): {**facts, "host": host} for node, host in here.items()}
@@ -208,20 +202,20 @@ def _drawn(story: Story, status: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         "roles": status["roles"],
         "nodes": {**nodes, **status["nodes"]},
-        "fewer_copies": status["fewer_copies"],
+        "fewer_copies": seen.exposed or [],
         "troubles": [*away, *node_troubles(status)],
     }
 
 
-def _failure(failure: Interruption, story: Story) -> dict[str, Any]:
+def _failure(failure: Interruption, seen: View) -> dict[str, Any]:
     """Return all that JSON has of a failure, but for what is long, and what is for the eye."""
-    whole = failure_to_dict(failure, story)
+    whole = failure_to_dict(failure, seen)
     return {
         **{name: value for name, value in whole.items() if name not in _LONG},
         "began": failure.began,
+        "noticed": failure.noticed,
         "is_cut_short": failure.is_cut_short,
-        "text": failure.cause if failure.planned else label(failure, story.hosts),
-        "to_do": "" if failure.is_cut_short else to_do(failure.kind),
+        "text": failure.cause if failure.planned else label(failure, seen.story.hosts),
     }
 
 

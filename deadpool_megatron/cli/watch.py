@@ -7,7 +7,6 @@ exit status: 0 the run is over, 2 no such run, 130 interrupted
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 from collections import deque
 
@@ -17,10 +16,13 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind, date
 from deadpool_megatron.observe.narration import Line, Narrator, describe_progress
 from deadpool_megatron.observe.story import RECENT_STEPS, Story
+from deadpool_megatron.observe.view import shown_view
 
 _LOOK_SECONDS = 0.5
 _LAST_LOOKS = 10
-# Longer than most steps: perhaps the events cannot be written.
+# After so long without an event the coordinator is asked: perhaps events cannot be written. What
+# that says is shown at once if they cannot, else and again after a longer time.
+_ASK_SECONDS = 5.0
 _SILENCE_SECONDS = 60.0
 # Of what is there already so much is read, for its newest lines.
 _RECENT_BYTES = 4 << 20
@@ -55,7 +57,9 @@ class Follower:
         self._run, self._tail, self._display = run, EventTail(run.events), display
         self._story = Story(RECENT_STEPS + 1)
         self._narrator = Narrator(self._story)
-        self._day, self._news_at, self._asker = "", time.monotonic(), Asker(run)
+        self._day, self._asker = "", Asker(run)
+        self._asked_at = self._told_at = time.monotonic()
+        self._is_told = False
 
     def skip(self, all_but_lines: int = 0) -> None:
         """Leave out what has been told so far, but for so many newest lines: it was shown by an
@@ -82,15 +86,24 @@ class Follower:
         for event in events:
             for line in self._lines(event):
                 self._show(event, line)
-        is_silent = not events and time.monotonic() - self._news_at > _SILENCE_SECONDS
-        if is_silent and not self.is_over:
-            asks = f"'deadpool status {self._run.path}' asks the coordinator"
-            with contextlib.suppress(*DAMAGE):
-                asks = (self._asker.status() or {})["events"]["trouble"] or asks
-            self._display.line(f"no event for {_SILENCE_SECONDS:.0f} s: {asks}", "yellow")
-        if events or is_silent:
-            self._news_at = time.monotonic()
+        now = time.monotonic()
+        if events:
+            self._asked_at = self._told_at = now
+            self._is_told = False
+        elif now - self._asked_at > _ASK_SECONDS and not self.is_over:
+            self._asked_at = now
+            self._ask(is_long=now - self._told_at > _SILENCE_SECONDS)
         return bool(events)
+
+    def _ask(self, *, is_long: bool) -> None:
+        """Show what the coordinator says where no events come."""
+        story, status = self._story, self._asker.status()
+        seen = shown_view(story, status, self._run.path, time.time())
+        if is_long or (seen.events_waiting and not self._is_told):
+            self._is_told, self._told_at = True, time.monotonic()
+            at, todo = date(seen.now)[11:19], f". To do: {seen.to_do}" if seen.to_do else ""
+            text = f"{seen.title}; iteration {seen.iteration}{todo}"
+            self._display.line(f"{at}  {text}", "yellow")
 
     def close(self) -> None:
         """Tell the rest."""

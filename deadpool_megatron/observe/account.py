@@ -17,9 +17,6 @@ from enum import StrEnum
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, Kind
 
-# What lies between the close and a decision, and is neither, is a wait where it is longer.
-_LONGEST_DECISION_SECONDS = 1.0
-
 
 class Use(StrEnum):
     """The use that a second of a node went into."""
@@ -88,7 +85,7 @@ class Account:
     now: Use = Use.START
     newest: float = 0.0
     closed_at: float = 0.0
-    waited_seconds: float = 0.0
+    has_waited: bool = False  # for a spare, since the close
     newest_step: int = 0
     is_replaying: bool = False
     # Whether the first step since the opening was new; None before there was one.
@@ -122,8 +119,10 @@ class Account:
             case Kind.EPOCH_CLOSED:
                 self._close(at, str(event.data.get("kind", "")))
             case Kind.EPOCH_DECIDED:
-                if self.closed_at:
-                    self.waited_seconds = at - self.closed_at
+                if self.now is Use.WAITING_FOR_SPARE:
+                    self._settle(at, {self.now: 1.0})
+                    self.has_waited = True
+                    self.closed_at, self.now = at, Use.OTHER_RECOVERY
                 if "forgotten_from" in event.data:
                     kept = int(event.data["forgotten_from"]) - 1
                     self.newest_step = min(self.newest_step, kept)
@@ -131,7 +130,9 @@ class Account:
                 self._open(at, event.data.get("phases", {}))
             case Kind.RECOVERED:
                 self._go_on(at, event)
-            case Kind.WAITING_FOR_SPARE:
+            case Kind.WAITING_FOR_SPARE if self.closed_at:
+                before = self.now is Use.WAITING_FOR_SPARE  # told again by another coordinator
+                self._settle(at, {self.now if before else Use.CLOSE: 1.0})
                 self.now = Use.WAITING_FOR_SPARE
             case Kind.RUN_ENDED:
                 self._settle(at, {self.now if self.closed_at else Use.ENDING: 1.0})
@@ -149,6 +150,15 @@ class Account:
         for stay in [*self.stays.values(), *self.left]:
             found[Use.SPARE if stay.is_spare else self.now] += stay.seconds(until)
         return found
+
+    def settled(self, until: float | None) -> dict[Use, float]:
+        """Return the seconds whose use does not change any more; a wait for a spare has those up to
+        ``until`` (wall clock; None: the newest time that was given). They never become fewer."""
+        self.newest = max(self.newest, until or 0.0)
+        if self.now is not Use.WAITING_FOR_SPARE:
+            return dict(self.seconds)
+        waited = self.uses()[self.now]
+        return {**self.seconds, self.now: waited}
 
     def goodput(self, now: float | None = None) -> float | None:
         """Return the part of the time of nodes with roles in which they trained on; None before
@@ -197,7 +207,7 @@ class Account:
                 stay.since = max(stay.since, stay.again or 0.0)
         self._settle(at, {_BEFORE_CLOSE.get(kind, Use.INTERRUPTED): 1.0})
         self.closed_at, self.now = at, Use.OTHER_RECOVERY
-        self.waited_seconds = 0.0
+        self.has_waited = False
         self.is_replaying = False
 
     def _open(self, at: float, phases: Mapping[str, float]) -> None:
@@ -207,13 +217,10 @@ class Account:
                 self.now = Use.TRAINING
             return  # a coordinator that took over says again which epoch is open
         whole = max(at - self.closed_at, 1e-9)
+        spent = dict(phases) | (dict.fromkeys(("close", "decide"), 0.0) if self.has_waited else {})
         shares = {
-            use: max(0.0, float(phases.get(phase, 0.0))) / whole for phase, use in _OF_PHASE.items()
+            use: max(0.0, float(spent.get(phase, 0.0))) / whole for phase, use in _OF_PHASE.items()
         }
-        told = float(phases.get("close", 0.0)) + float(phases.get("decide", 0.0))
-        waited = self.waited_seconds - told
-        if waited > _LONGEST_DECISION_SECONDS:
-            shares[Use.WAITING_FOR_SPARE] = waited / whole
         total = sum(shares.values())
         if total > 1.0:  # phases of different roles overlap by a little
             shares = {use: share / total for use, share in shares.items()}

@@ -10,8 +10,12 @@ from typing import Any
 from deadpool_megatron.cluster.failures import MEANINGS, FailureKind, in_words, process_name
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.layout.records import NodeUse
-from deadpool_megatron.observe.story import Interruption, Story, decimal
+from deadpool_megatron.layout.words import in_short
+from deadpool_megatron.observe.steps import decimal
+from deadpool_megatron.observe.story import Interruption, Story
 
+# A shorter time between the begin of a failure and its discovery is not shown.
+_NOTICED_SECONDS = 1.0
 # Enough to see which call it is, and who made it.
 _SHOWN_FRAMES = 4
 # Kinds of event that always say the same: the text, of what an event has, and its style.
@@ -35,7 +39,8 @@ _PLAIN = {
     ),
     Kind.STALE_DIVERGENCE: ("A REPLAYED ITERATION GAVE OTHER NUMBERS", "bold red"),
 }
-_LAST_PHASES = ("dumping", "ending", "ended")
+_AGAIN = "if it happens again, "
+_ATTACHES = "--attach"
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Narrator:
         known = len(story.failures)
         story.take(event)
         if event.kind is Kind.EPOCH_OPENED and len(story.failures) > known:  # without a coordinator
-            return [_title_line(story.failures[-1], story), *_advice(story.failures[-1])]
+            return [_title_line(story.failures[-1], story), *self._advice()]
         again |= event.kind is Kind.PROTECTION and len(story.protections) == plans
         if again or (was_over and story.ended is not None):  # agents leave
             return []
@@ -92,7 +97,11 @@ class Narrator:
             case Kind.RECOVERED if story.failures:
                 lines = self._recovered(story.failures[-1])
             case Kind.RUN_ENDED:
-                lines = [_ending(story)]
+                is_cut_short = bool(story.failures) and story.failures[-1].is_cut_short
+                lines = [_ending(story), *(self._advice() if is_cut_short else [])]
+            case Kind.WAITING_FOR_SPARE:
+                attach = "start another node as a spare: deadpool agent --run-dir DIR --attach"
+                lines = [Line(describe_wait(event), "yellow"), Line(f"to do: {attach}")]
             case Kind.EPOCH_OPENED if current is not None:
                 lines = []
             case Kind.NODE_JOINED if not story.epoch:
@@ -123,7 +132,11 @@ class Narrator:
         again = count(failure.steps_recomputed, "iteration")
         text = f"{verb} in {failure.seconds or 0.0:.2f} s{_phases(failure.phases)}"
         lines.append(Line(f"{text}; {again} computed again", style))
-        return lines + _advice(failure)
+        return lines + self._advice()
+
+    def _advice(self) -> list[Line]:
+        text = advice(self.story.failures[-1], self.story)
+        return [Line(f"to do: {text}")] if text else []
 
     def _is_known(self, event: Event, number: int) -> bool:
         """Return whether another one has said the same: a coordinator that took over says again
@@ -162,8 +175,6 @@ def tell(event: Event) -> Line | None:
             return Line(describe_slowness(event), "yellow")
         case Kind.DRAIN:
             return Line(str(data.get("text", f"drain of node {event.node}")))
-        case Kind.WAITING_FOR_SPARE:
-            return Line(describe_wait(event), "yellow")
         case Kind.LOG if data.get("level") != "info":  # those are for the report of the run
             return Line(str(data.get("text")))
         case Kind.PROTECTION:
@@ -184,14 +195,6 @@ def count(number: object, noun: str) -> str:
     """``1 step``, ``2 steps``; a question mark for None."""
     shown = "?" if number is None else number
     return f"{shown} {noun}" if number == 1 else f"{shown} {noun}s"
-
-
-def at_risk(status: Mapping[str, Any]) -> str:
-    """Return what the loss of a node costs, by the status of a run."""
-    lost = status["rpo"]["most_lost"]
-    bound = f"at most {count(lost, 'iteration')}"
-    worst = "perhaps everything since the last checkpoint, or since the start if there is none"
-    return worst if lost is None else bound
 
 
 def shown(text: str) -> str:
@@ -231,15 +234,35 @@ def label(failure: Interruption, hosts: Mapping[int, str]) -> str:
     return f"[{failure.kind or 'unknown'}]{host}: {cause}"
 
 
-def to_do(kind: str) -> str:
-    """Return the advice for a failure of this kind, with where more is said; empty for none."""
-    known = MEANINGS.get(kind)
-    return f"{known.to_do} (deadpool explain {kind})" if known and known.to_do else ""
+def to_do(kind: str, text: str | None = None) -> str:
+    """Return the advice for a failure of this kind, or another one, with where more is said; empty
+    for none."""
+    known = MEANINGS[kind].to_do if text is None and kind in MEANINGS else text
+    return f"{known} (deadpool explain {kind})" if known else ""
 
 
-def _advice(failure: Interruption) -> list[Line]:
-    advice = to_do(failure.kind)
-    return [Line(f"to do: {advice}")] if advice else []
+def advice(failure: Interruption, story: Story) -> str:
+    """Return what to do about a failure, more where it has happened before; nothing is attached to
+    a run that is over."""
+    known = MEANINGS[failure.kind].to_do if failure.kind in MEANINGS else ""
+    node = failure.best.node
+    same = [one for one in story.failures if (one.kind, one.best.node) == (failure.kind, node)]
+    time = same.index(failure) + 1 if failure in same else 1
+    times = f"failure {time} of this kind on node {node}"
+    if known.startswith(_AGAIN) and time > 1:
+        known = f"{times}: {known.removeprefix(_AGAIN)}"
+    until = failure.ended or story.last_wall
+    if any(
+        one.node == node and failure.began <= one.wall_seconds <= until
+        for one in story.kept[Kind.NODE_ASIDE]
+    ):
+        seats = {int(seat[0]) for _, seat in failure.seats_changed.values()}  # type: ignore[index]
+        moved = f", its roles are on node {in_short(sorted(seats))} now" if seats else ""
+        test = "test its host (deadpool gpu-health, dmesg)"
+        known = f"{times}, which is quarantined{moved}: {test}; start another node as a spare:"
+        known += " 'deadpool agent --run-dir DIR --attach'"
+    parts = (one for one in known.split("; ") if story.ended is None or _ATTACHES not in one)
+    return to_do(failure.kind, "; ".join(parts))
 
 
 def _title_line(failure: Interruption, story: Story) -> Line:
@@ -253,7 +276,8 @@ def _ending(story: Story) -> Line:
     if story.ended is None or story.exit_status == 0:
         return Line(f"done: {done}", "bold green")
     why = story.ended.data.get("reason") or "no reason known"
-    return Line(f"ended with status {story.exit_status}: {done}: {why}", "bold red")
+    kind = f" [{story.ended.data['kind']}]" if story.ended.data.get("kind") else ""
+    return Line(f"ended with status {story.exit_status}{kind}: {done}: {why}", "bold red")
 
 
 def describe_stack(event: Event) -> str:
@@ -295,15 +319,11 @@ def describe_protection(event: Event) -> str:
     return f"{data.get('new')} from epoch {event.epoch} on{why}; {rpo}"
 
 
-def describe_state(status: Mapping[str, Any]) -> str:
-    """``running``, ``recovering (closing)``: what a run does, by its status."""
-    phase, failing = str(status["phase"]), status["failing"]
-    if phase == "bootstrapping" and status["epoch"]:
-        return "taking over"
-    if not failing or phase in _LAST_PHASES:
-        return phase
-    doing = "planned change" if failing["kind"] == FailureKind.DRAINED else "recovering"
-    return f"{doing} ({'replay' if phase == 'running' else phase})"
+def describe_when(failure: Interruption) -> str:
+    """Return when a failure began, and when it was noticed if that was later."""
+    late = failure.noticed - failure.began >= _NOTICED_SECONDS
+    noticed = f", noticed {date(failure.noticed)[11:19]}" if late else ""
+    return f"{date(failure.began)[:19].replace('T', ' ')}{noticed}"
 
 
 def describe_wait(event: Event) -> str:
@@ -321,11 +341,11 @@ def describe_seats(changes: Mapping[int, tuple[object, object]]) -> str:
     )
 
 
-def describe_progress(story: Story, now: float) -> str:
+def describe_progress(story: Story, now: float | None) -> str:
     """``of 100, 12.4 samples/s, 793 tokens/s, goodput 97.1 %, 4.2 min left``, as far as it is known
-    at this time (wall clock, seconds)."""
+    at this time (wall clock, seconds; None: that of the newest event)."""
     found = story.progress()
-    goodput = story.account.goodput(now)
+    goodput = story.goodput(now)
     parts = {
         "of {}": found["iterations"],
         "{} samples/s": _short(found["samples_per_second"]),

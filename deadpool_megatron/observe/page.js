@@ -31,11 +31,12 @@ function piece(part, colour, title) {
 }
 
 function drawBanner({ banner, ended, now, run }) {
-  const { look, title, spares, last_step_at: step, failure, to_do: advice } = banner, facts = [];
+  const { look, title, why, spares, last_step_at: step, failure, to_do: advice } = banner, facts = [];
   const fact = (before, text, after, look = "") => facts.push(html("span", { class: look }, before, html("b", {}, text), after));
   if (spares) fact("", `${spares[0]} of ${spares[1]}`, " spares left", spares[1] && !spares[0] ? "bad" : "");
   if (step !== null) fact("last step ", ended ? clock(step) : `${duration(Math.max(0, now - step))} ago`, "");
   const made = [html("h2", {}, title), html("p", {}, ...facts)];
+  if (why) made.push(html("p", {}, html("b", {}, "Why: "), why));
   if (advice) made.push(html("p", {}, html("b", {}, "What to do: "), advice));
   if (failure) {
     const over = failure.seconds === null ? "" : `, over after ${duration(failure.seconds)}`;
@@ -126,7 +127,7 @@ function drawNodes({ status, lost }) {
     const isSmall = isLarge && !troubles.length;
     cards.push(html("div", { class: `node ${facts.spare ? "spare" : ""} ${troubles.length ? "trouble" : ""}`, title: [`node ${node}`, use, small].filter(Boolean).join(", ") },
       isSmall ? node : `node ${node}`, ...isSmall ? [] : [html("small", {}, small)], ...troubles.map((text) => html("em", {}, text)),
-      html("div", { class: "roles" }, ...roles.length ? roles.map(square) : [html("small", {}, use)])));
+      html("div", { class: "roles" }, ...roles.length ? roles.map(square) : [html("small", {}, troubles.includes(use) ? "" : use)])));
   }
   cards.push(...gone(true));
   AT("nodes").classList.toggle("many", isLarge);
@@ -140,6 +141,7 @@ function drawRecoveries(state) {
   const made = [...state.recoveries].reverse().map((one) => {
     const { reprotect: _, ...phases } = one.phases, whole = Object.values(phases).reduce((sum, s) => sum + s, 0) || 1;
     const facts = [`after iteration ${one.last_iteration}, ${clock(one.began)}`];
+    if (one.noticed - one.began >= 1) facts.push(`noticed ${clock(one.noticed)}`);
     facts.push(one.is_cut_short ? "the run ended here" : one.seconds === null ? "not over yet" : `over after ${duration(one.seconds)}`);
     if (one.steps_recomputed) facts.push(`${count(one.steps_recomputed, "iteration")} computed again`);
     if (one.exposed_seconds) facts.push(`${duration(one.exposed_seconds)} without all copies`);

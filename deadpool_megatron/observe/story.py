@@ -7,11 +7,12 @@ first report of it stays, unless a number was not finite and the run threw it aw
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from deadpool_megatron.cluster.failures import FailureKind, rank
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.observe.account import Account
+from deadpool_megatron.observe.steps import StepTable
 
 # The phases of a recovery in the order in which they begin; ``reprotect`` runs beside the later
 # ones. The text says what happens in each, for people.
@@ -49,73 +51,6 @@ _KEPT = (Kind.NODE_ASIDE, Kind.SLOW_NODE, Kind.DURABLE, Kind.COORDINATOR)
 _COUNTED = (Kind.REFUSED, Kind.CORRUPTION, Kind.DECODED, Kind.REPLAYED, Kind.STALE_DIVERGENCE)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One training iteration, and when it was heard of (wall clock, seconds). Numbers are exact, as
-    ``float.hex`` text; None where there is none: ``grad_norm`` of a skipped update.
-    """
-
-    iteration: int
-    wall_seconds: float = field(compare=False)
-    loss: str | None
-    grad_norm: str | None
-    learning_rate: str | None
-    skipped: bool
-    samples: int | None
-
-
-class StepTable:
-    """Steps by ascending iteration; ``most``: no more than twice so many newest ones, None for
-    all."""
-
-    def __init__(self, most: int | None = None) -> None:
-        self._steps, self._most = list[Step](), most
-
-    def add(self, iteration: int, values: Mapping[str, Any], wall_seconds: float) -> None:
-        """Take the data of a STEP event, unless that step is there. Raises ValueError, TypeError or
-        OverflowError for values that are not of a step, and takes none of them then.
-        """
-        at = self._place(iteration)
-        if at < len(self) and self[at].iteration == iteration:
-            return
-        loss, norm, rate = (
-            None if (text := values.get(name)) is None else float.fromhex(text).hex()
-            for name in ("loss", "grad_norm", "learning_rate")
-        )
-        samples = values.get("samples")
-        known = None if samples is None else int(samples)
-        step = Step(iteration, wall_seconds, loss, norm, rate, bool(values.get("skipped")), known)
-        self._steps.insert(at, step)
-        if self._most is not None and len(self) > 2 * self._most:
-            del self._steps[: -self._most]
-
-    def forget_from(self, iteration: int) -> None:
-        """These steps were thrown away."""
-        del self._steps[self._place(iteration) :]
-
-    def after(self, iteration: int) -> Iterator[Step]:
-        """The steps behind an iteration, in order."""
-        return itertools.islice(self._steps, self._place(iteration + 1), None)
-
-    def newest(self, count: int) -> list[Step]:
-        """So many newest ones, in order."""
-        return self._steps[-count:]
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self._steps)
-
-    def __getitem__(self, at: int) -> Step:
-        return self._steps[at]
-
-    def _place(self, iteration: int) -> int:
-        if not self._steps or iteration > self._steps[-1].iteration:
-            return len(self)
-        return bisect_left(self._steps, iteration, key=lambda step: step.iteration)
-
-
 @dataclass(frozen=True)
 class MemberPhase:
     """One member's part of a recovery; wall clock, seconds."""
@@ -137,6 +72,7 @@ class Interruption:
     else failed meanwhile. ``generation``: (lineage, iteration) of the state the run continued from,
     once decided. ``exposed_seconds``: until every state had its copies again, as far as reported.
     ``closed``: the event that told of it; its causes, as known by now, are those of :attr:`best`.
+    ``verdict``: the kind as which the run ended with it, such as ``bug``; empty for none.
     Times are wall clock, seconds; what stands below ``is_over`` is known then. ``is_cut_short``:
     the run ended before it was over. The loss of a coordinator that interrupts nothing is one, too.
     """
@@ -155,6 +91,7 @@ class Interruption:
     exposed_seconds: float = 0.0
     ended: float | None = None
     is_cut_short: bool = False
+    verdict: str = ""
     is_over: bool = False
     phases: Mapping[str, float] = field(default_factory=dict)
     seconds: float | None = None
@@ -169,12 +106,18 @@ class Interruption:
     @property
     def kind(self) -> str:
         """The kind of the likeliest cause."""
-        return str(self.best.data.get("kind", ""))
+        return self.verdict or str(self.best.data.get("kind", ""))
 
     @property
     def cause(self) -> str:
         """The likeliest cause."""
         return str(self.best.data.get("cause", ""))
+
+    @property
+    def noticed(self) -> float:
+        """The time at which the first event of it came."""
+        first = min(one.wall_seconds for one in (self.closed, *self.losses))
+        return self.began if self.closed.kind is Kind.COORDINATOR else max(self.began, first)
 
     @property
     def planned(self) -> bool:
@@ -218,6 +161,7 @@ class Story:
         self.last_iteration = 0  # the newest finished one
         self.last_step_at: float | None = None
         self.last_wall = 0.0
+        self._term_wall = 0.0  # the date of the newest event of the present coordinator
         self.steps, self._most_steps = StepTable(most_steps), most_steps
         self.evaluations: dict[int, str] = {}  # iteration -> loss
         self.hashes: dict[int, dict[int, str]] | None = {} if hashes else None  # role -> sha256
@@ -231,6 +175,7 @@ class Story:
         self.bytes_by_kind: dict[Kind, int] = {}
         self.counts: dict[Kind, int] = {}
         self.refusal: Event | None = None  # the newest
+        self.late = 0  # messages of epochs that were closed already
         self.audits: list[float] = []  # seconds of each that has found nothing
         self.lost_nodes: dict[int, Event] = {}  # those that have not joined again
         self.drained: set[int] = set()
@@ -254,8 +199,13 @@ class Story:
         data = event.data
         self.account.take(event)
         heard, self.last_wall = self.last_wall, max(self.last_wall, event.wall_seconds)
+        if event.kind is not Kind.LOG:  # which may have the date of another clock
+            known = 0.0 if event.kind is Kind.COORDINATOR else self._term_wall
+            self._term_wall = max(known, event.wall_seconds)
         self.epoch = max(self.epoch, event.epoch)
-        if event.kind in _COUNTED:
+        if event.kind is Kind.REFUSED and data.get("late"):
+            self.late += 1
+        elif event.kind in _COUNTED:
             self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
             self.refusal = event if event.kind is Kind.REFUSED else self.refusal
         if event.node is not None and event.kind is Kind.NODE_JOINED:
@@ -273,7 +223,7 @@ class Story:
                 self.started_at = event.wall_seconds
             case Kind.RUN_ENDED:
                 self.ended, self.exit_status = event, int(data.get("exit_status", 0))
-                self._cut_short()
+                self._cut_short(str(data.get("kind") or ""))
             case Kind.NODE_JOINED if self.ended is not None:
                 # The run continues from what it had saved.
                 self.ended = self.exit_status = None
@@ -331,6 +281,17 @@ class Story:
         if self.failures and self.failures[-1].closed.kind is Kind.EPOCH_CLOSED:
             self._recover(event, self.failures[-1])
 
+    def ahead(self, unwritten: Iterable[Event]) -> Story:
+        """Return the story with events that the coordinator cannot write yet, in order. Some may be
+        written by now: dates do not step back within a term."""
+        later = self
+        for event in unwritten:
+            is_term = event.kind is Kind.COORDINATOR and int(event.data["term"]) > later.term
+            if is_term or event.wall_seconds > later._term_wall:
+                later = copy.deepcopy(self) if later is self else later
+                later.take(event)
+        return later
+
     @property
     def current(self) -> Interruption | None:
         """The failure the run is recovering from, if any."""
@@ -374,6 +335,10 @@ class Story:
             if not struck and next_one.iteration == one.iteration + 1:
                 found.append(after - before)
         return found
+
+    def goodput(self, now: float | None) -> float | None:
+        """Return :meth:`Account.goodput`, where a step is there."""
+        return self.account.goodput(now) if len(self.steps) else None
 
     def pace(self) -> float | None:
         """Return the usual seconds of the newest steps; None before there are any."""
@@ -470,9 +435,10 @@ class Story:
         planned = sum(one.planned for one in self.failures)
         return len(self.failures) - planned, planned
 
-    def _cut_short(self) -> None:
+    def _cut_short(self, verdict: str = "") -> None:
         self.waiting = None
         if self.current is not None:
+            self.current.verdict = verdict
             self.current.is_cut_short = True
 
     def _close(self, event: Event) -> None:
@@ -577,24 +543,3 @@ def ordered_phases(phases: Mapping[str, Any]) -> dict[str, float]:
     names += [name for name in phases if name not in PHASES]
     found = {name: float(phases[name]) for name in names}
     return {k: seconds for k, seconds in found.items() if k not in _RARE or seconds > 0}
-
-
-def decimal(text: str | None) -> float | None:
-    """The value of a hexadecimal float."""
-    return None if text is None else float.fromhex(text)
-
-
-def summary(values: Sequence[float]) -> dict[str, float]:
-    """Untrimmed mean, p50, p95, p99, least and most of ``values``; only ``count`` for none.
-
-    Percentiles are the nearest-rank ones: values that did occur.
-    """
-    if not values:
-        return {"count": 0}
-    ranked = sorted(values)
-    percentiles = {
-        f"p{percent}": ranked[max(0, math.ceil(percent / 100 * len(ranked)) - 1)]
-        for percent in (50, 95, 99)
-    }
-    ends = {"min": ranked[0], "max": ranked[-1]}
-    return {"count": len(ranked), "mean": statistics.fmean(ranked), **percentiles, **ends}

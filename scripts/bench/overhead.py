@@ -22,7 +22,7 @@ from common.command import in_turns, parser_of, run_bench
 from common.machine import ROOT
 from common.trainings import WARM_UP, Measured, parameters, run_plain, run_protected
 
-from deadpool_megatron.observe.story import summary
+from deadpool_megatron.observe.steps import summary
 from deadpool_megatron.trainer.config import TrainerConfig, parse_args
 
 CONFIG = ROOT / "configs" / "20m.args"

@@ -32,7 +32,7 @@ from other_systems.environments import PACKAGES, PeerUnavailableError, check, in
 from other_systems.outcomes import Outcome, OutcomeError, first_difference, outcome, ratio_of_means
 from other_systems.sides import NOT_RUN, SIDES, Run, Side, run_side, run_undisturbed
 
-from deadpool_megatron.observe.story import summary
+from deadpool_megatron.observe.steps import summary
 
 _ENVIRONMENTS = Path.home() / ".cache" / "deadpool-megatron" / "peers"
 

@@ -37,7 +37,7 @@ from overhead import ratios_of
 
 from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.run_result import RunResult
-from deadpool_megatron.observe.story import summary
+from deadpool_megatron.observe.steps import summary
 
 SCHEMES: dict[str, list[str]] = {
     "buddy": ["--deadpool-protection", "buddy"],

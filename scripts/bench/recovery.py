@@ -21,7 +21,7 @@ from common.trainings import BenchError
 
 from deadpool_megatron.cli.demo import DemoError, Outcome, judge, kill_in_backward, run_once
 from deadpool_megatron.cli.display import Display
-from deadpool_megatron.observe.story import summary
+from deadpool_megatron.observe.steps import summary
 
 KINDS = {"node killed": "node", "process killed": "self"}
 

@@ -24,7 +24,7 @@ from common.trainings import parameters
 
 from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.run_result import RunResult
-from deadpool_megatron.observe.story import summary
+from deadpool_megatron.observe.steps import summary
 
 STEPS = 6
 # Side -> (flags of deadpool, flags of the trainer).

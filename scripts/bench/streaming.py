@@ -37,7 +37,7 @@ from common.trainings import BenchError
 from deadpool_megatron.cli.run_result import read_story
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import EventTail, Kind
-from deadpool_megatron.observe.story import summary
+from deadpool_megatron.observe.steps import summary
 
 sys.path.insert(0, str(ROOT))  # the hosts are those of the tests
 from tests.netns.lab.cluster import Cluster, Job

@@ -21,22 +21,15 @@ from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.events import Event, Kind, to_line
 from deadpool_megatron.observe.story import Story
+from deadpool_megatron.observe.view import view
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
 from tests.common.ports import free_port
+from tests.common.synthetic_run import status_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 #: the time for a scrape, unless the server is told otherwise
 PROMETHEUS_SECONDS = 10.0
-STATUS: dict[str, Any] = {
-    "phase": "running",
-    "roles": {},
-    "nodes": {},
-    "slow": {},
-    "fewer_copies": [],
-    "rpo": {"most_lost": 1},
-    "refusals": 0,
-}
 
 
 @pytest.mark.skipif(
@@ -56,7 +49,7 @@ def told(
     story = Story()
     for event in events:
         story.take(event)
-    found = metrics(story, {"run": "r", "version": "v"}, status, now)
+    found = metrics(view(story, status, "R", now), {"run": "r", "version": "v"})
     return {metric.name: metric.samples for metric in found}
 
 
@@ -69,8 +62,9 @@ def test_what_the_dashboard_and_the_alerts_ask_for_is_there() -> None:
     moments = told([started, *trained(5), saved, closed, ended])
     for name, seconds in (("checkpoint", 50.0), ("last_failure", 60.0), ("end", 99.0)):
         assert moments[f"deadpool_{name}_timestamp_seconds"][0].value == seconds
-    all_of_them = told([started, *trained(5), saved, ended], STATUS)
-    known = {sample.name for found in all_of_them.values() for sample in found} | set(all_of_them)
+    ways = [told([started, *trained(5), saved, *end], status_of(2, 4)) for end in ([], [ended])]
+    known = {name for way in ways for name in way}
+    known |= {sample.name for way in ways for found in way.values() for sample in found}
     texts = [*CONFIGS.glob("grafana/*.json"), CONFIGS / "prometheus" / "alerts.yml"]
     asked = {name for path in texts for name in re.findall(r"deadpool_\w+", path.read_text())}
     assert {name.removesuffix("_bucket") for name in asked} - known == set()

@@ -10,6 +10,7 @@ import pytest
 from deadpool_megatron.cli import report
 from deadpool_megatron.events import Event, Kind, date, to_line
 from deadpool_megatron.observe.story import Story
+from deadpool_megatron.observe.view import view
 from tests.cli.told import CarryOut
 from tests.common.event_schema import check_event
 from tests.common.synthetic_run import events_of, write_run
@@ -84,11 +85,34 @@ def test_a_hang_is_told_with_who_is_where() -> None:
     for kind in (Kind.EPOCH_CLOSED, Kind.EPOCH_OPENED):
         events = struck_events()
         at = next(n for n, event in enumerate(events) if event.kind is kind)
-        story = story_of([*events[:at], hang, *events[at:]])
-        text = "\n".join(report.describe_failure(story.failures[0], story))
+        seen = view(story_of([*events[:at], hang, *events[at:]]), None, "R", 1100.0)
+        text = "\n".join(report.describe_failure(seen.story.failures[0], seen))
         assert all(part in text for part in ("4-66", "192 more"))
-        facts = report.to_dict(Path(), story, None)["failures"][0]
+        facts = report.to_dict(Path(), seen)["failures"][0]
         assert facts["hangs"] == [hang.data]
+
+
+def test_late_messages_are_no_refusals_and_planned_changes_no_failures() -> None:
+    """The loss of a coordinator, which has no phases, is a failure."""
+    late = Event(Kind.REFUSED, 2, data={"who": "x", "why": "epoch 1 is not open", "late": True})
+    bad = Event(Kind.REFUSED, 2, data={"who": "x", "why": "y"})
+    planned = {"kind": "drained", "cause": "x", "seconds": 3.0, "phases": {"close": 2.0}}
+    events = [*struck_events()[:-1], late, late, bad]
+    for kind, at in ((Kind.EPOCH_CLOSED, 1100.0), (Kind.RECOVERED, 1103.0)):
+        events.append(Event(kind, 2, data=planned, wall_seconds=at))
+    for kind, data, at in (
+        (Kind.COORDINATOR, {"term": 2}, 1110.0),
+        (Kind.EPOCH_OPENED, {"phases": {}}, 1111.0),
+    ):
+        events.append(Event(kind, 2, 1, data=data, wall_seconds=at))
+    seen = view(story_of(events), None, "R", 1112.0)
+    text = report.describe(Path("R"), seen)
+    rows = {line.split()[0]: line.split()[1:] for line in text if line.startswith("  ")}
+    assert "2 late messages of closed epochs ignored (normal after a failure)" in "\n".join(text)
+    assert (rows["refused"][-1], seen.refusals) == ("1", 1)
+    assert rows["phase"] == ["failures", "mean", "longest", "planned", "mean", "longest"]
+    assert rows["close"] == ["1", "0.081", "0.081", "1", "2.000", "2.000"]
+    assert [rows["to"][at] for at in (2, 5)] == ["2", "1"]
 
 
 def test_a_damaged_event_costs_itself_alone(tmp_path: Path, carry_out: CarryOut) -> None:

@@ -26,11 +26,12 @@ import pytest
 
 from deadpool_megatron.cli import serve
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.observe.view import State
 from tests.cli.start.refused import old_run
 from tests.cli.told import CarryOut
 from tests.cluster.running import Run, environment, send
 from tests.common.browser import CHROMIUM, Browser
-from tests.common.synthetic_run import events_of
+from tests.common.synthetic_run import events_of, status_of
 from tests.common.waiting import wait_for
 
 # As random ones may be: nothing that a program could use as a name.
@@ -92,41 +93,6 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
             assert set(found) <= {"http://www.w3.org/2000/svg"}, "a name, never loaded"
 
 
-def status_of(nodes: int, roles: int) -> dict[str, Any]:
-    per_node = roles // nodes
-    seats = {str(r): [r // per_node, r % per_node, 0] for r in range(roles)}
-    return {
-        "phase": "running",
-        "waiting_for": "",
-        "rpo": {"most_lost": 1, "most_lost_seconds": None, "wanted": ""},
-        "export": {"now": {}, "last": {}},
-        "failing": {},
-        "spares": [nodes, nodes + 1],
-        "slow": {},
-        "fewer_copies": [3],
-        "epoch": 1,
-        "protection": "buddy, 1 copy",
-        "coordinator": {"term": 1, "host": "10.0.0.1", "port": 4100, "node": 0},
-        "requests": [{"number": 1, "token": "t", "verb": "drain", "what": {"node": 1}}],
-        "roles": {
-            role: {"seat": seat, "section": "step", "iteration": 7, "waiting": None}
-            for role, seat in seats.items()
-        },
-        "nodes": {
-            str(node): {
-                "host": f"b{node}",
-                "spare": node >= nodes,
-                "use": "spare" if node >= nodes else "training",
-                "standing": "good",
-                "reasons": [],
-                "restarts": 0,
-                "vault": {"bytes": 10**9},
-            }
-            for node in range(nodes + 2)
-        },
-    }
-
-
 def page_of(*losses: str, run: str = "run") -> serve.WatchedPage:
     page = serve.WatchedPage(run, Path("R"), None, None)  # type: ignore[arg-type]
     page.take(Event(Kind.RUN_STARTED, data={"spares": 2}, wall_seconds=0.5))
@@ -139,7 +105,7 @@ def page_of(*losses: str, run: str = "run") -> serve.WatchedPage:
 def test_the_state_of_a_large_run() -> None:
     """Two thousand iterations of 512 roles on 64 nodes; a loss that is no number can be told."""
     page = page_of(*(float(k).hex() for k in range(1, 2000)), "nan")
-    told = json.dumps(page.to_dict(status_of(64, 512), 2001.0), allow_nan=False)
+    told = json.dumps(page.to_dict(status_of(64, 512, 2001.0), 2001.0), allow_nan=False)
     found = json.loads(told)
     assert len(found["loss"]) <= 402
     assert (found["loss"][0], found["loss"][-1]) == ([1, 1.0, 1.0], [2000, None, 2000.0])
@@ -166,7 +132,7 @@ ATTACH, FAILING = "--run-dir R --attach", {"failing": {"kind": "node-lost"}}
         ((), {"spares": []}, 4.0, "wait", (0, 2), ATTACH),
         ((), {}, 99.0, "wait", (2, 2), "status R"),
         ((LOST, CLOSED), {"phase": "closing", **FAILING}, 4.0, "wait", (2, 2), None),
-        ((LOST, CLOSED, WAITS), {"phase": "waiting", **FAILING}, 4.0, "wait", (2, 2), ATTACH),
+        ((LOST, CLOSED, WAITS), {"phase": State.WAITING, **FAILING}, 4.0, "bad", (2, 2), ATTACH),
         ((LOST, CLOSED), FAILING, 4.0, "wait", (2, 2), None),  # replays
         ((LOST, CLOSED, RECOVERED), {}, 4.0, "good", (2, 2), None),
         ((LOST, CLOSED, RECOVERED), None, 4.0, "wait", None, "--run-dir R"),
@@ -188,7 +154,7 @@ def test_the_banner_says_whether_it_is_all_right_and_advises_what_is_to_be_done_
     page = page_of("0x1p+1", "0x1p+1", "0x1p+1")
     for event in told:
         page.take(event)
-    status = None if change is None else {**status_of(2, 4), "fewer_copies": [], **change}
+    status = None if change is None else {**status_of(2, 4, now), "fewer_copies": [], **change}
     found = page.to_dict(status, now)
     banner = found["banner"]
     assert (banner["look"], banner["spares"]) == (look, spares)
@@ -212,7 +178,7 @@ def test_a_takeover_is_shown_with_all_nodes_that_the_events_know() -> None:
     for node in (0, 1):
         page.take(Event(Kind.NODE_JOINED, 1, node, data={"hostname": f"b{node}"}, wall_seconds=0.9))
     page.take(Event(Kind.COORDINATOR, 1, 0, data={"term": 2}, wall_seconds=3.0))
-    status = status_of(1, 2)
+    status = status_of(1, 2, 4.0)
     status |= {"phase": "bootstrapping", "nodes": {"0": status["nodes"]["0"]}}
     found = page.to_dict(status, 4.0)
     assert [(n, one["host"]) for n, one in found["status"]["nodes"].items()] == [
@@ -250,7 +216,7 @@ def states() -> dict[str, dict[str, Any]]:
     long = "no more than three nodes of failure domain rack-07 may be lost at once, " * 3
     found = {"start": page_of().to_dict(None, began)}
     for name, nodes, roles in (("8", 4, 8), ("512", 64, 512)):
-        page, status = page_of(run=f"run-of-{roles}-roles"), status_of(nodes, roles)
+        page, status = page_of(run=f"run-of-{roles}-roles"), status_of(nodes, roles, began + 99)
         told = list(events_of(60, 40, 0.0, began=began))
         for event in told[:-1]:
             page.take(event)
@@ -278,7 +244,7 @@ def test_nothing_sticks_out_at_any_width(tmp_path: Path) -> None:
         for name, state in states().items():
             with served(state) as address:
                 browser.open(f"{address}/?token={TOKEN}")
-                for width, dark in itertools.product((500, 1280, 1920), (False, True)):
+                for width, dark in itertools.product((390, 1280, 1920), (False, True)):
                     browser.look(width, dark=dark)
                     assert browser.sticks_out() == [], (name, width)
                     file = f"{name}-{width}-{'dark' if dark else 'light'}.png"
@@ -316,7 +282,7 @@ def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
     state = page_of("0x1p+1", "0x1p+1", run=bad)
     state.take(Event(Kind.TRAINING, data={"iterations": 100}))
     state.take(Event(Kind.EPOCH_CLOSED, data={"cause": bad, "kind": "node-lost"}))
-    shown = state.to_dict(status_of(2, 4), 1.0)
+    shown = state.to_dict(status_of(2, 4, 1.0), 1.0)
     with Browser(tmp_path / "profile") as browser, served(shown) as address:
         browser.open(f"{address}/?token={TOKEN}")
         assert f"[node-lost]: {bad}" in browser.text()
@@ -349,7 +315,7 @@ def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path) -> None:
             assert browser.value("document.querySelectorAll('.role').length") == 4
             assert browser.sticks_out() == []
             run.finish()
-            wait_for("the end", lambda: "Finished" in browser.text())
+            wait_for("the end", lambda: "exit status 0: finished" in browser.text())
         finally:
             serving.terminate()
             serving.communicate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pty
 import sys
@@ -19,7 +20,9 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.events import Event, Kind, date, to_line
 from deadpool_megatron.settings import Settings
 from tests.cli.told import CarryOut
-from tests.common.synthetic_run import write_run
+from tests.common.synthetic_run import NOTHING_WAITS, status_of, write_run
+
+_FULL = os.strerror(errno.ENOSPC)
 
 
 class Heard(Display):
@@ -134,14 +137,23 @@ def test_a_terminal_has_lines_above_one_status() -> None:
     assert max(map(len, seen)) < 80, "a status is one line, or it could not be taken back"
 
 
-def test_silence_is_told_with_who_knows_more(
+def test_silence_is_told_as_the_coordinator_sees_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The events cannot be written, say."""
-    heard = Heard()
+    """At once, and once, where events cannot be written; else after a minute."""
+    heard, full = Heard(), {**NOTHING_WAITS, "waiting": 3, "trouble": "x", "why": _FULL}
     follower = Follower(RunDirectory(tmp_path), heard)
-    monkeypatch.setattr(watch, "_SILENCE_SECONDS", -1.0)
-    for status, told in ((None, "deadpool status"), ({"events": {"trouble": "full"}}, "full")):
+    monkeypatch.setattr(watch, "_ASK_SECONDS", -1.0)
+    for events, patience, told in (
+        (NOTHING_WAITS, 60.0, []),
+        (full, 60.0, ["is full since"]),
+        (full, 60.0, []),
+        (NOTHING_WAITS, -1.0, ["Running; iteration 7"]),
+    ):
+        monkeypatch.setattr(watch, "_SILENCE_SECONDS", patience)
+        status = {**status_of(2, 4), "events": events, "iteration": 7, "fewer_copies": []}
         monkeypatch.setattr(watch.Asker, "status", Mock(return_value=status))
+        heard.lines.clear()
         assert not follower.look()
-        assert told in heard.days[-1]
+        assert len(heard.lines) == len(told)
+        assert all(part in line for part, line in zip(told, heard.lines, strict=True))

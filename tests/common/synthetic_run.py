@@ -24,6 +24,14 @@ PHASES = {
     "replay": 0.431,
 }
 NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
+NOTHING_WAITS: dict[str, Any] = {
+    "waiting": 0,
+    "dropped": 0,
+    "trouble": "",
+    "why": "",
+    "seconds": 0.0,
+    "unwritten": [],
+}
 MEMBER_PHASES = ("close", "adopt", "rebuild", "restore")
 
 
@@ -148,3 +156,45 @@ def write_run(
     log.close()
     (directory / "final.json").write_text(json.dumps(final))
     return directory
+
+
+def status_of(nodes: int, roles: int, now: float = 0.0) -> dict[str, Any]:
+    """The answer of the coordinator of a run that trains, with two spares, at that time."""
+    per_node = roles // nodes
+    seats = {str(r): [r // per_node, r % per_node, 0] for r in range(roles)}
+    return {
+        "phase": "running",
+        "now": now,
+        "step_seconds_ago": None,
+        "events": dict(NOTHING_WAITS),
+        "iteration": 0,
+        "refusals": 0,
+        "diverged": False,
+        "waiting_for": "",
+        "rpo": {"most_lost": 1, "most_lost_seconds": None, "wanted": ""},
+        "export": {"now": {}, "last": {}},
+        "failing": {},
+        "spares": [nodes, nodes + 1],
+        "slow": {},
+        "fewer_copies": [3],
+        "epoch": 1,
+        "protection": "buddy, 1 copy",
+        "coordinator": {"term": 1, "host": "10.0.0.1", "port": 4100, "node": 0},
+        "requests": [{"number": 1, "token": "t", "verb": "drain", "what": {"node": 1}}],
+        "roles": {
+            role: {"seat": seat, "section": "step", "iteration": 7, "waiting": None}
+            for role, seat in seats.items()
+        },
+        "nodes": {
+            str(node): {
+                "host": f"b{node}",
+                "spare": node >= nodes,
+                "use": "spare" if node >= nodes else "training",
+                "standing": "good",
+                "reasons": [],
+                "restarts": 0,
+                "vault": {"bytes": 10**9},
+            }
+            for node in range(nodes + 2)
+        },
+    }

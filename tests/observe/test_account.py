@@ -13,7 +13,7 @@ PHASES = {"close": 1.0, "decide": 0.5, "rebuild": 2.0, "restore": 1.0, "sync": 0
 KINDS = st.sampled_from(
     [
         *(Kind.STEP, Kind.EPOCH_CLOSED, Kind.EPOCH_DECIDED, Kind.EPOCH_OPENED, Kind.RECOVERED),
-        *(Kind.SEGMENT, Kind.NODE_LOST, Kind.COORDINATOR),
+        *(Kind.SEGMENT, Kind.NODE_LOST, Kind.COORDINATOR, Kind.WAITING_FOR_SPARE),
     ]
 )
 
@@ -122,6 +122,7 @@ def recovery(at: float, again: int, kind: str = "node-lost", wait: float = 0.0) 
     return [
         event(Kind.NODE_LOST, at, node=1),
         event(Kind.EPOCH_CLOSED, at, kind=kind),
+        *([event(Kind.WAITING_FOR_SPARE, at + 1.0)] if wait else []),
         event(Kind.EPOCH_DECIDED, at + 1.5 + wait),
         event(Kind.EPOCH_OPENED, opened, epoch=2, phases=PHASES),
         event(Kind.STEP, opened + 2.0 * (again + 1), iteration=3),
@@ -155,8 +156,15 @@ def test_a_lost_node_costs_a_part_of_a_step_a_recovery_and_what_is_computed_agai
 
 
 def test_a_wait_for_a_spare_is_told_apart_from_the_recovery() -> None:
-    found = account([*started(), *recovery(15.0, again=0, wait=100.0)])
-    assert found.uses()[Use.WAITING_FOR_SPARE] == pytest.approx(100.0)
+    """One node waits, the other one is lost; while it does, the counter grows."""
+    events = recovery(15.0, again=0, wait=100.0)
+    found = account([*started(), *events[:3]])
+    waited = [found.settled(at)[Use.WAITING_FOR_SPARE] for at in (20.0, 60.0, None)]
+    assert waited == [4.0, 44.0, 44.0]
+    for one in events[3:]:
+        found.take(one)
+    assert found.uses()[Use.WAITING_FOR_SPARE] == pytest.approx(100.5)
+    assert found.uses()[Use.CLOSE] == pytest.approx(1.0)
     assert found.uses()[Use.OTHER_RECOVERY] == pytest.approx(0.0)
 
 

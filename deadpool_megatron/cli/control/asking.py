@@ -19,6 +19,7 @@ from typing import Any
 
 from deadpool_megatron.cli.common import (
     CommandError,
+    DumpFailed,
     NotNow,
     RequestRefused,
     RunNotReachable,
@@ -159,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
         print(outcome)
         return 0
     except RequestRefused as error:
-        print(shown(f"deadpool {args.subcommand}: refused: {error}"), file=sys.stderr)
+        print(shown(f"deadpool {args.subcommand}: {error.prefix}: {error}"), file=sys.stderr)
         return EXIT_REFUSED
 
 
@@ -223,6 +224,8 @@ def _request(
         if known is not None:
             if known.stage is Stage.REFUSED:
                 raise RequestRefused(known.why)
+            if known.stage is Stage.FAILED:
+                raise DumpFailed(known.why)
             if not known.is_open and verb is not Verb.STOP:
                 return f"{known.in_words()}: done{f': {known.why}' if known.why else ''}"
             if args.wait is None:

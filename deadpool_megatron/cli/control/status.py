@@ -20,18 +20,19 @@ from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.run_result import failure_to_dict, read_recent
 from deadpool_megatron.cluster.failures import process_name
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import DAMAGE, date
+from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.words import in_short
-from deadpool_megatron.observe.headline import headline
 from deadpool_megatron.observe.narration import (
     Line,
     count,
     describe_progress,
+    describe_when,
     label,
     node_troubles,
 )
-from deadpool_megatron.observe.story import Interruption, Story
+from deadpool_megatron.observe.story import Interruption
+from deadpool_megatron.observe.view import View, view
 
 _SHOWN_FAILURES = 3
 # More kinds of what roles do are not told apart.
@@ -63,22 +64,18 @@ def run(args: argparse.Namespace) -> int:
         print(final_line(directory))
         return int(directory.read_final()["exit_status"])
     try:
-        status = ask(directory, {"command": "status"})["status"]
+        status, final = ask(directory, {"command": "status"})["status"], None
     except RunNotReachable:
         if not directory.final.exists():
             raise
-        final = directory.read_final()
-        status = {"phase": "over", **{k: final[k] for k in ("exit_status", "reason", "iterations")}}
+        status, final = None, directory.read_final()
     story = read_recent(directory.path)
-    # Of all coordinators, where the present one knows of those alone that it has seen.
-    newest = story.shown[-_SHOWN_FAILURES:]
-    if args.json:
-        told = [failure_to_dict(failure, story) for failure in newest]
-        waiting = None if story.waiting is None else dict(story.waiting.data)
-        print(json.dumps({**status, "failures": told, "waiting": waiting}))
-        return 0
     try:
-        lines = _lines(directory, status, story, every=args.all)
+        seen = view(story, status, directory.path, time.time(), final=final)
+        if args.json:
+            print(json.dumps(_to_dict(seen)))
+            return 0
+        lines = _lines(directory, seen, every=args.all)
     except DAMAGE as error:
         raise CommandError(
             f"the coordinator is of another version of deadpool, and its status has another form"
@@ -90,30 +87,44 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lines(run: RunDirectory, status: dict[str, Any], story: Story, *, every: bool) -> list[Line]:
+def _to_dict(seen: View) -> dict[str, Any]:
+    """Return the answer of the coordinator, or the result, with what the events add."""
+    story = seen.story
+    final = {k: seen.final.get(k) for k in ("exit_status", "reason", "iterations")}
+    # Of all coordinators, where the present one knows of those alone that it has seen.
+    told = [failure_to_dict(failure, seen) for failure in story.shown[-_SHOWN_FAILURES:]]
+    waiting = None if story.waiting is None else dict(story.waiting.data)
+    known = {"phase": "over", **final} if seen.status is None else seen.status
+    words = {"state": seen.state, "title": seen.title, "to_do": seen.to_do}
+    return {**known, **words, "failures": told, "waiting": waiting}
+
+
+def _lines(run: RunDirectory, seen: View, *, every: bool) -> list[Line]:
+    story, status = seen.story, seen.status
     failures = [
         Line(
-            f"  {date(failure.began)[:19]} {label(failure, story.hosts)}{_cost(failure)}",
+            f"  {describe_when(failure)} {label(failure, story.hosts)}{_cost(failure)}",
             "" if failure.planned else "red",
         )
         for failure in story.shown[-_SHOWN_FAILURES:]
     ]
     if earlier := len(story.shown) - len(failures):
         failures.insert(0, Line(f"  {earlier} earlier: deadpool report"))
-    if status["phase"] == "over":
-        style = "bold red" if status["exit_status"] else "bold green"
-        return [Line(final_line(run), style), *failures]
-    now = headline(story, status, "", run.path, time.time())
-    done = max(status["iteration"], story.last_iteration)
-    pace = describe_progress(story, time.time())
-    first = f"{now.title}; iteration {done}{pace and f' ({pace})'}; epoch {status['epoch']}"
+    styles = {"good": "bold green", "bad": "bold red"}
+    style = styles.get(seen.look, "bold yellow")
+    advice = [Line(f"  to do: {seen.to_do}", "yellow")] if seen.to_do else []
+    if status is None:
+        return [Line(final_line(run), style), *advice, *failures]
+    pace = describe_progress(story, seen.until)
+    first = f"{seen.title}; iteration {seen.iteration}{pace and f' ({pace})'}"
+    first += f"; epoch {status['epoch']}"
     uses = {int(node): known["use"] for node, known in status["nodes"].items()}
     drained = in_short([node for node, use in uses.items() if use == NodeUse.DRAINED])
     told = [
         f"  {count(len(status['roles']), 'role')} on {count(len(status['nodes']), 'node')};"
         f" spares: {status['spares'] or 'none'}{drained and f' (drained, used last: {drained})'};"
         f" failures survived: {story.survived}",
-        *(f"  {name}: {text}" for name, text in facts(status)),
+        *(f"  {name}: {text}" for name, text in facts(seen, status)),
     ]
     troubles = [f"  node {node}: {why}" for node, why in node_troubles(status)]
     for role, known in status["roles"].items() if every else ():
@@ -126,18 +137,19 @@ def _lines(run: RunDirectory, status: dict[str, Any], story: Story, *, every: bo
             told.append(f"  node {node}: {count(known['restarts'], 'restart')} of its processes")
     events = status["events"]
     if events["trouble"] or events["dropped"]:
-        trouble = events["trouble"] or "events can be written again"
-        troubles.append(f"  {trouble}; {events['waiting']} wait, {events['dropped']} were dropped")
+        wait = f"{count(seen.events_waiting, 'event')} wait in memory"
+        lost = f"{events['dropped']} were dropped" if events["dropped"] else "none is lost"
+        troubles.append(f"  {events['trouble'] or 'events can be written again'}; {wait}, {lost}")
     if status["failing"] and story.current is None:  # not among the failures yet
         troubles.append(f"  recovering: [{status['failing']['kind']}] {status['failing']['cause']}")
-    if status["fewer_copies"]:
-        troubles.append(f"  roles {status['fewer_copies']} have fewer copies than wanted")
+    if seen.exposed:
+        troubles.append(f"  roles {seen.exposed} have fewer copies than wanted")
     if status["diverged"]:
         troubles.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
-    roles = [] if every else _summary_of_roles(status["roles"])
+    # Beats are a moment older than the newest iteration.
+    beats = Line("  roles, by their last heartbeats:")
+    roles = [] if every else [beats, *_summary_of_roles(status["roles"])]
     yellow = (Line(text, "yellow") for text in troubles)
-    style = "bold green" if now.look == "good" else "bold yellow"
-    advice = [Line(f"  to do: {now.to_do}", "yellow")] if now.to_do else []
     return [Line(first, style), *advice, *map(Line, told), *roles, *failures, *yellow]
 
 

@@ -56,6 +56,10 @@ _SYNC_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
 # A write that takes longer is told of, like one that fails.
 _LONG_SECONDS = 5.0
+# Of events that wait the status has so many newest ones, without those of single processes; of
+# steps in a row the last one.
+_SHOWN_EVENTS = 512
+_OF_ONE = (Kind.LOG, Kind.SEALED, Kind.COMMITTED, Kind.GATE_WAIT, Kind.PHASE, Kind.STATE_HASH)
 # Losses that say something about the host; a node that was quarantined, as a slow one, does, too,
 # but for lack of memory: the next run looks how much there is then. A
 # connection that ends does not: that is also what a cancelled job looks like, and then every node
@@ -86,10 +90,21 @@ class RunFiles:
         self._bad_nodes = BadNodes(run, info.run_id, self._warn)
         # Dates that never step back within a term: durations between events are those of one clock.
         self._clock_zero = time.time() - time.monotonic()
+        self._stepped_at: float | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """For the status: ``now`` by the clock of the dates of events, the seconds since the newest
+        step that this coordinator has received, and the events that wait."""
+        now = time.monotonic()
+        ago = None if self._stepped_at is None else now - self._stepped_at
+        known = {"now": self._clock_zero + now, "step_seconds_ago": ago}
+        return {**known, "events": self.writer.describe()}
 
     def write(self, event: Event) -> None:
         """Have an event written with the date of now, or a digest of many in its place."""
-        event = replace(event, wall_seconds=self._clock_zero + time.monotonic())
+        now = time.monotonic()
+        event = replace(event, wall_seconds=self._clock_zero + now)
+        self._stepped_at = now if event.kind is Kind.STEP else self._stepped_at
         if self._is_brief and event.kind in (Kind.SEALED, Kind.COMMITTED):
             digest = self._commits.add(event, time.monotonic())
             self._write_all([] if digest is None else [digest])
@@ -198,6 +213,7 @@ class EventWriter:
         self._most_bytes = most_bytes
         self._changed = threading.Condition()
         self._lines: deque[bytes] = deque()
+        self._recent = deque[Event](maxlen=_SHOWN_EVENTS)
         self._bytes = 0
         self._in_hand = 0
         self._dropped = 0
@@ -212,6 +228,10 @@ class EventWriter:
         """Have an event written, or drop it when too much waits already. Does not block."""
         line = to_line(event)
         with self._changed:
+            if event.kind not in _OF_ONE:
+                if event.kind is Kind.STEP and self._recent and self._recent[-1].kind is Kind.STEP:
+                    self._recent.pop()
+                self._recent.append(event)
             if self._bytes + len(line) > self._most_bytes:
                 self._dropped += 1
                 return
@@ -223,12 +243,19 @@ class EventWriter:
         self._bytes += len(line)
 
     def describe(self) -> dict[str, Any]:
-        """For the status: ``waiting`` and ``dropped`` events, and what is wrong (``trouble``)."""
+        """For the status: ``waiting`` and ``dropped`` events, what is wrong (``trouble``), ``why``
+        and for how many ``seconds``; and then ``unwritten``, the newest that tell the story, of
+        which some may be written by now."""
         with self._changed:
+            now = time.monotonic()
+            trouble = self._trouble(now)
             return {
                 "waiting": len(self._lines) + self._in_hand,
                 "dropped": self._dropped,
-                "trouble": self._trouble(time.monotonic()),
+                "trouble": trouble,
+                "why": self._why or "it does not answer",
+                "seconds": 0.0 if self._since is None else now - self._since,
+                "unwritten": [one.to_dict() for one in self._recent] if trouble else [],
             }
 
     def close(self, limit_seconds: float) -> int:
@@ -296,6 +323,8 @@ class EventWriter:
             why, lost = self._why, self._dropped - self._told
             seconds = 0.0 if self._since is None else time.monotonic() - self._since
             self._in_hand, self._since, self._why, self._told = 0, None, "", self._dropped
+            if not self._lines:
+                self._recent.clear()
             if not why and seconds < _LONG_SECONDS and not lost:
                 return
             why = why or "the file system did not answer"

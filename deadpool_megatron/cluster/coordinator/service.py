@@ -127,7 +127,7 @@ class Coordinator:
             **describe(state, self.peers, self._progress),
             **self._watchdog.describe(state),
             "export": self.checkpoints.status(),
-            "events": self.files.writer.describe(),
+            **self.files.describe(),
             "longest_stand_seconds": self._longest_stand,
         }
 
@@ -299,13 +299,12 @@ class Coordinator:
         if not peer.dropped:
             self.feed(inputs.NodeLost(peer.node, cause))
 
-    def refused(self, who: str, why: str) -> None:
+    def refused(self, who: str, why: str, **more: bool) -> None:
         """Report what was not accepted. A coordinator that has overslept first looks whether it
         still is one: what came while it slept is not its any more.
         """
-        self.spawn(
-            self._tell_awake(Event(Kind.REFUSED, self._epoch, data={"who": who, "why": why}))
-        )
+        data = {"who": who, "why": why, **more}
+        self.spawn(self._tell_awake(Event(Kind.REFUSED, self._epoch, data=data)))
 
     async def _tell_awake(self, event: Event) -> None:
         while not self.sign.is_fresh(time.monotonic()):
@@ -339,7 +338,7 @@ class Coordinator:
         """Refuse what is told of a closed epoch."""
         if is_stale := event.epoch < self._epoch:
             who, why = f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed"
-            self.refused(who, why)
+            self.refused(who, why, late=True)
         return is_stale
 
     # Time and ends.

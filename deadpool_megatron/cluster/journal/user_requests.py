@@ -40,6 +40,7 @@ class Stage(StrEnum):
     UNDER_WAY = "under way"
     DONE = "done"
     REFUSED = "refused"
+    FAILED = "failed"  # the run has ended, its dump could not be written
 
 
 @dataclass(frozen=True)

@@ -51,21 +51,27 @@ class Core:
         """Append a line for people."""
         self.emit(Kind.LOG, node=node, level=level, text=text)
 
-    def refuse(self, who: str, why: str, node: int | None = None) -> None:
+    def refuse(self, who: str, why: str, node: int | None = None, **more: bool) -> None:
         """Report an input that changes nothing, because it is stale or makes no sense."""
-        self.emit(Kind.REFUSED, node=node, who=who, why=why)
+        self.emit(Kind.REFUSED, node=node, who=who, why=why, **more)
 
-    def refuse_of(self, event: OfMember, why: str) -> None:
+    def refuse_of(self, event: OfMember, why: str, **more: bool) -> None:
         """Report an input of a member that changes nothing."""
         process = f"{event.node}.{event.slot}.{event.incarnation}"
-        self.refuse(f"{type(event).__name__} of member {process}", why, event.node)
+        self.refuse(f"{type(event).__name__} of member {process}", why, event.node, **more)
+
+    def not_open(self, epoch: int) -> dict[str, Any]:
+        """Return why an input of that epoch is refused: late, as any after a failure, or wrong."""
+        newest = 0 if self.state.record is None else self.state.record.epoch
+        why = f"epoch {epoch} is not open"
+        return {"why": why, "late": True} if 0 < epoch <= newest else {"why": why}
 
     def is_present(self, event: OfMember) -> bool:
         """Return whether the process is the present one of its slot; refuses the input if it is
         not."""
         member = self.state.fleet.members.get((event.node, event.slot))
         if member is None or member.incarnation != event.incarnation:
-            self.refuse_of(event, "not the present process of its slot")
+            self.refuse_of(event, "not the present process of its slot", late=True)
             return False
         return True
 
@@ -77,7 +83,7 @@ class Core:
         if role is None:
             self.refuse_of(event, "it has no seat")
         elif event.epoch != state.heard_epoch:
-            self.refuse_of(event, f"epoch {event.epoch} is not open")
+            self.refuse_of(event, **self.not_open(event.epoch))
             role = None
         return role
 

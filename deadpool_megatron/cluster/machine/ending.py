@@ -231,7 +231,7 @@ def dump_overdue(core: Core, dumping: Dumping) -> None:
 
 def _dump_failed(core: Core, dumping: Dumping, node: int, why: str) -> None:
     """A node cannot write, or not in time: continue with what the others have."""
-    dumping.failed |= {node}
+    dumping.failed[node] = why
     dumping.awaited.discard(node)
     if dumping.held:
         core.log("error", f"node {node} could not write all it holds: {why}", node)
@@ -242,8 +242,8 @@ def _dump_failed(core: Core, dumping: Dumping, node: int, why: str) -> None:
     dump(core)
 
 
-def _failed(core: Core) -> frozenset[int]:
-    return core.state.doing.failed if isinstance(core.state.doing, Dumping) else frozenset()
+def _failed(core: Core) -> dict[int, str]:
+    return core.state.doing.failed if isinstance(core.state.doing, Dumping) else {}
 
 
 def _generations_held(state: State, nodes: list[int]) -> tuple[Generation, ...]:
@@ -371,12 +371,14 @@ def _finish_held(core: Core, dumping: Dumping) -> None:
 
 def _finish_with_slots(core: Core, words: LastWords, resume: Restore | None) -> None:
     """End the run; what a node could not write stays in memory, where there is nothing else."""
-    failed, reason = sorted(_failed(core)), words.reason
+    failed, reason = _failed(core), words.reason
     if failed:
+        why = "; ".join(dict.fromkeys(failed.values()))
         run = PurePath(core.config.dump_directory).parent
         reason += (
-            f"; nodes {failed} could not write what they hold, it stays in memory there: make room,"
-            f" then 'deadpool run --resume {run} --run-dir NEW' on their hosts writes it first"
+            f"; the dump of nodes {sorted(failed)} could not be written ({why}), the state stays in"
+            f" their memory: make room, then 'deadpool run --resume {run} --run-dir NEW' on their"
+            " hosts writes it first"
         )
     finish(core, replace(words, reason=reason), resume, keeps_slots=bool(failed))
 

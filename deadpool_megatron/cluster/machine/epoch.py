@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import PurePath
 
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import chosen_plan
@@ -136,7 +135,7 @@ def note_inventory(core: Core, event: ev.NodeInventory) -> None:
     state, inventory = core.state, event.inventory
     match state.doing:
         case _ if state.record is None or inventory.epoch != state.record.epoch:
-            core.refuse("inventory", f"of epoch {inventory.epoch}", inventory.node)
+            core.refuse("inventory", node=inventory.node, **core.not_open(inventory.epoch))
         case TakingOver() | Opening() | Running() | Pausing():
             # The order of an earlier coordinator that the agent came to only now.
             cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
@@ -285,8 +284,6 @@ def _wait_for_spare(core: Core, text: str) -> None:
     if not isinstance(core.state.doing, WaitingSpare):
         limit = core.config.settings.spare_timeout_seconds
         core.state.doing = WaitingSpare(core.now + limit)
-        run = PurePath(core.config.dump_directory).parent
-        text += f"; 'deadpool agent --run-dir {run} --attach' on a host adds a node"
         core.emit(Kind.WAITING_FOR_SPARE, text=text, limit_seconds=limit)
 
 
@@ -485,7 +482,7 @@ def step_reported(core: Core, event: ev.StepReported | ev.NotFinite) -> None:
     """Some role has completed an iteration."""
     state, iteration = core.state, event.iteration
     if state.record is None or event.epoch != state.heard_epoch:
-        core.refuse(f"step {iteration}", f"epoch {event.epoch} is not open")
+        core.refuse(f"step {iteration}", **core.not_open(event.epoch))
         return
     state.lineage.report(Generation(event.epoch, iteration))
     is_first = state.recoveries.current is not None

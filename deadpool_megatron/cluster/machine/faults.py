@@ -28,7 +28,7 @@ from deadpool_megatron.layout.schemes import ProtectionPlan, recomputes
 def roles_hung(core: Core, event: ev.RolesHung) -> None:
     """No role makes progress: those that hold the others up are replaced."""
     if event.epoch != core.state.open_epoch:
-        core.refuse("hang verdict", f"epoch {event.epoch} is not open")
+        core.refuse("hang verdict", **core.not_open(event.epoch))
         return
     core.emit(Kind.HANG, roles=list(event.roles), **event.table)
     _close_for(core, event.roles, event.cause, "hang", event.still_seconds)
@@ -187,7 +187,7 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
     facts = {"number": event.number, "value": event.value, "policy": policy}
     core.act(EmitEvent(Kind.NONFINITE, event.epoch, event.node, event.role, k, facts))
     found = f"the {event.number} of iteration {k} is {event.value}"
-    cause = f"{found} (role {event.role}, node {event.node})"
+    cause = f"{found} (seen by role {event.role}; it may come from any of its peers)"
     if again:
         cause += ", and was not finite either when it was computed before"
     if bad is None or policy == "stop":

@@ -95,8 +95,8 @@ def _settle(core: Core, request: Request) -> None:
         unsaved = ""
         if isinstance(doing, LeaveTaking) and request.what.get("dump"):
             unsaved = doing.unsaved
-        done = is_stop and not unsaved
-        _change(core, request.at(Stage.DONE if done else Stage.REFUSED, unsaved or _ENDING))
+        stage = (Stage.FAILED if unsaved else Stage.DONE) if is_stop else Stage.REFUSED
+        _change(core, request.at(stage, unsaved or _ENDING))
     elif isinstance(doing, TakingOver) and request.number in doing.requests:
         return
     elif is_known or (request.verb is Verb.STOP and not request.what["dump"]):
@@ -114,7 +114,8 @@ def _change(core: Core, request: Request) -> None:
     if before.stage is not request.stage:
         why = f": {request.why}" if request.why else ""
         text = f"request {request.number}, {request.in_words()}: {request.stage}{why}"
-        core.log("warning" if request.stage is Stage.REFUSED else "info", text)
+        is_bad = request.stage in (Stage.REFUSED, Stage.FAILED)
+        core.log("warning" if is_bad else "info", text)
 
 
 def refusal(state: State, verb: Verb, what: Mapping[str, Any]) -> str:

@@ -399,9 +399,9 @@ class Dumping:
     ``chains``: generations that are written in part, for roles that recompute their shard parts
     from them. ``held``: all that the nodes hold is written, as no generation is whole, else the one
     of ``restore``; a run continues from ``resume`` then, if there is one. ``failed``: nodes that
-    could not write, now or when another generation was tried before. ``damaged``: a node has found
-    bytes damaged that it was counted on for. ``exporting``: all of it is written, and a checkpoint
-    is being made of it.
+    could not write, and why, now or when another generation was tried before. ``damaged``: a node
+    has found bytes damaged that it was counted on for. ``exporting``: all of it is written, and a
+    checkpoint is being made of it.
     """
 
     phase: ClassVar = Phase.DUMPING
@@ -413,7 +413,7 @@ class Dumping:
     chains: frozenset[Generation] = frozenset()
     held: bool = False
     resume: Restore | None = None
-    failed: frozenset[int] = frozenset()
+    failed: dict[int, str] = field(default_factory=dict)
     damaged: bool = False
     exporting: bool = False
 
@@ -543,7 +543,7 @@ class State:
                 return "nodes and their processes to start"
             case TakingOver():
                 absent = [] if self.record is None else self.fleet.absent(self.record.nodes)
-                return f"the agents of nodes {absent} to come to the new coordinator"
+                return f"nodes {absent} to report to it"
             case Closing(looks=True):
                 return "a look at the checkpoints"
             case Closing(awaited=awaited):

@@ -13,7 +13,7 @@ from common.machine import ROOT
 from common.trainings import WARM_UP, BenchError, Measured
 from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
-from deadpool_megatron.observe.story import Step
+from deadpool_megatron.observe.steps import Step
 from deadpool_megatron.trainer.config import TrainerConfig, parse_args
 
 NODES = 4

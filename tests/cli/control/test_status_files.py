@@ -39,7 +39,7 @@ def test_the_verdict_is_one_line_in_which_no_character_acts(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert carry_out("status", str(run.path))[1].startswith("\x1b[1;31mover")
+    assert carry_out("status", str(run.path))[1].startswith("\x1b[1;33mover")
     monkeypatch.setenv("NO_COLOR", "1")
     assert carry_out("status", str(run.path))[1].startswith("over")
 

@@ -307,7 +307,7 @@ def test_who_alone_has_the_first_iteration_and_cannot_write_it_keeps_it() -> Non
     finish = cluster.world.finished
     assert finish is not None
     assert finish.keeps_slots
-    assert "nothing was saved; nodes [2] could not write what they hold" in finish.reason
+    assert "nothing was saved; the dump of nodes [2] could not be written (" in finish.reason
 
 
 @pytest.mark.parametrize("parity_group", [0, 3])

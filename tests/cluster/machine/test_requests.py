@@ -271,7 +271,7 @@ def test_a_stop_with_a_dump_waits_for_the_agents_after_a_takeover() -> None:
     assert rig.of(act.EndRun, rig.log) == [act.EndRun("enough", 60)]
     rig.feed(ev.DumpRequested("enough", 60))
     rig.feed(ev.UserStop())
-    assert outcome(rig)[0] is Stage.REFUSED, "it ended before there was a dump"
+    assert outcome(rig)[0] is Stage.FAILED, "it ended before there was a dump"
 
 
 @pytest.mark.parametrize("error", ["", "no room"])

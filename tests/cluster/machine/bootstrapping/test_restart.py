@@ -150,7 +150,7 @@ def test_a_node_that_cannot_write_does_not_hold_up_the_end(how: str) -> None:
     assert "wrote what they held" not in rig.one(act.Finish).reason
     kept = how != "lost"  # there is nothing else
     assert rig.one(act.Finish).keeps_slots == kept
-    assert ("nodes [0] could not write" in rig.one(act.Finish).reason) == kept
+    assert ("dump of nodes [0] could not be written" in rig.one(act.Finish).reason) == kept
 
 
 def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
@@ -169,7 +169,7 @@ def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
     assert rig.one(act.Dump).held == (g(7),), "what is left of it, for a later run"
     rig.feed(ev.Dumped(0, g(7)))
     end = rig.one(act.Finish)
-    assert "nodes [1] could not write" in end.reason
+    assert "dump of nodes [1] could not be written" in end.reason
     assert end.keeps_slots
 
 

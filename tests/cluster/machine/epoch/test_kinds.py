@@ -214,7 +214,7 @@ def test_nan_stops_the_run_with_what_is_known_and_the_state_before_it() -> None:
     nan(rig, 5)
     end = rig.saved_end(g(4), g(5))
     assert (end.exit_status, end.kind) == (4, "nonfinite-loss")
-    for part in ("iteration 5 is nan", "role 1", "node 1", "/dump/1-4"):
+    for part in ("iteration 5 is nan", "seen by role 1", "/dump/1-4"):
         assert part in end.reason, part
 
 
@@ -308,6 +308,17 @@ def test_nan_of_what_was_abandoned_or_never_computed_is_refused(epoch: int, iter
     rig.feed(ev.NotFinite(epoch, 1, 1, iteration, "loss", "nan"))
     assert rig.emitted(Kind.REFUSED)
     assert rig.state == before
+
+
+@pytest.mark.parametrize(("epoch", "is_late"), [(1, True), (9, False)])
+def test_what_comes_of_a_closed_epoch_is_late_and_of_none_is_refused(
+    epoch: int, is_late: bool
+) -> None:
+    rig = Rig().run(4)
+    rig.feed(killed(rig, 0))
+    recover(rig, 4)
+    rig.feed(ev.MemberFault(1, 0, 0, epoch, "text"))
+    assert [bool(one.data.get("late")) for one in rig.emitted(Kind.REFUSED)] == [is_late]
 
 
 @pytest.mark.parametrize("until", [Phase.CLOSING, Phase.DECIDING, Phase.OPENING, Phase.RUNNING])

@@ -1,0 +1,270 @@
+"""The one view of a run: state, numbers and advice, from its events and its coordinator. Pure.
+
+Status, page, `run`, `watch`, report and metrics show what stands here; states.toml has the words.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster.failures import FailureKind, in_words
+from deadpool_megatron.events import DAMAGE, Event, Kind, date
+from deadpool_megatron.layout.records import NodeUse
+from deadpool_megatron.layout.words import in_short
+from deadpool_megatron.observe.narration import advice, count, describe_wait, to_do
+from deadpool_megatron.observe.story import Interruption, Story
+
+# A coordinator that does not answer for so long has no successor, and a step that takes longer than
+# this, and than so many others did, is worth a word.
+_SILENT_SECONDS = 30.0
+_LATE_STEPS = 10
+# A larger difference between two clocks is said.
+_CLOCK_SECONDS = 5.0
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+_TABLE = tomllib.loads(Path(__file__).with_name("states.toml").read_text())
+TABLE: Mapping[str, Mapping[str, str]] = _TABLE["states"]
+TROUBLES: Mapping[str, Mapping[str, str]] = _TABLE["troubles"]
+_ENDS: Mapping[str, Mapping[str, str]] = _TABLE["ends"]
+
+
+class State(StrEnum):
+    """The state of a run, by the word that every view shows."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    RECOVERING = "recovering"
+    PLANNED = "planned change"
+    WAITING = "waiting for a spare"
+    TAKEOVER = "taking over"
+    ENDING = "ending"
+    OVER = "over"
+    GONE = "gone"
+    UNANSWERED = "no answer"
+
+
+@dataclass(frozen=True)
+class View:
+    """Facts of a run as people read them. ``story``: with the events that still wait in the
+    coordinator; ``status``: its answer, None without one; ``final``: the result, or what events say
+    of it.
+
+    ``now``: wall clock of the coordinator, by which the dates of events are, seconds; without an
+    answer of whoever looks. ``skew``: seconds by which the latter is ahead. ``why``: of a run that
+    is over, its reason.
+    """
+
+    state: State
+    run: object
+    story: Story
+    status: Mapping[str, Any] | None
+    final: Mapping[str, Any]
+    now: float
+    skew: float
+    look: str = ""
+    title: str = ""
+    to_do: str = ""
+    why: str = ""
+
+    def advice(self, failure: Interruption) -> str:
+        """Return what to do about a failure; empty for nothing."""
+        return advice(failure, self.story).replace("--run-dir DIR", f"--run-dir {self.run}")
+
+    @property
+    def until(self) -> float | None:
+        """The time up to which the use of nodes is known; None for the newest event."""
+        return None if self.status is None else self.now
+
+    @property
+    def iteration(self) -> int:
+        """The newest finished one."""
+        known = self.final if self.status is None else self.status
+        newest = known.get("iterations" if self.status is None else "iteration", 0)
+        return max(int(newest), self.story.last_iteration)
+
+    @property
+    def step_seconds_ago(self) -> float | None:
+        """Seconds since the newest step; None before there was any."""
+        at = self.story.last_step_at
+        if self.status is not None and self.status["step_seconds_ago"] is not None:
+            return float(self.status["step_seconds_ago"])
+        return None if at is None else max(0.0, self.now - at)
+
+    @property
+    def exposed(self) -> list[int] | None:
+        """Roles with fewer copies than wanted; None where that is not known."""
+        if self.status is None or self.state in (State.STARTING, State.TAKEOVER, State.OVER):
+            return None
+        return list(self.status["fewer_copies"])
+
+    @property
+    def most_lost(self) -> float | None:
+        """Iterations that the loss of a node costs at most, infinite where that may be all; None
+        where it is not known."""
+        if self.exposed is None or self.status is None:
+            return None
+        lost = self.status["rpo"]["most_lost"]
+        return math.inf if lost is None else float(lost)
+
+    @property
+    def events_waiting(self) -> int:
+        """Events that cannot be written."""
+        events = {} if self.status is None else self.status["events"]
+        return int(events["waiting"]) if events.get("trouble") else 0
+
+    @property
+    def refusals(self) -> int:
+        """Messages and connections refused, but for late ones of closed epochs."""
+        reported = 0 if self.status is None else int(self.status["refusals"])
+        return max(self.story.counts.get(Kind.REFUSED, 0), reported)
+
+    def at_risk(self) -> str:
+        """Return what the loss of a node costs."""
+        lost = self.most_lost
+        if lost is None:
+            return "not known before all agents have come to the coordinator"
+        if lost < math.inf:
+            return f"at most {count(int(lost), 'iteration')}"
+        saved = self.story.kept[Kind.DURABLE]
+        since = f"iteration {saved[-1].iteration}" if saved else "the start (no checkpoint)"
+        return f"roles {in_short(self.exposed or [])} lack copies: perhaps all since {since}"
+
+    def notes(self) -> list[tuple[str, str]]:
+        """Return names and texts of what is to be known of the view itself."""
+        order = "later" if self.skew > 0 else "earlier"
+        text = (
+            f"this host is {abs(self.skew):.0f} s {order} than the coordinator, whose clock counts"
+        )
+        return [("clock", text)] if abs(self.skew) > _CLOCK_SECONDS else []
+
+
+def view(
+    story: Story,
+    status: Mapping[str, Any] | None,
+    run: object,
+    now: float,
+    *,
+    left: str = "",
+    final: Mapping[str, Any] | None = None,
+) -> View:
+    """Return the view. ``status``: the coordinator's answer, None without one; ``run``: its
+    directory; ``now``: wall clock of whoever looks, seconds; ``left``: in memory, of a run without
+    a process; ``final``: the result. Raises one of :data:`events.DAMAGE` for the status of another
+    version.
+    """
+    if status is not None:
+        story = story.ahead(map(Event.from_dict, status["events"]["unwritten"]))
+    if final is None:
+        final = {} if story.ended is None else story.ended.data
+    clock = now if status is None else float(status["now"])
+    is_over = bool(final) or story.ended is not None
+    state = State.OVER if is_over else State.GONE if left else _state(story, status)
+    seen = View(state, run, story, status, final, clock, now - clock)
+    name = str(run).rpartition("/")[2]
+    words = {"run": run, "name": name, "left": left, **_words(seen)}
+    row, code = TABLE[state], str(final.get("exit_status", 0))
+    troubles = [] if status is None or is_over else [TROUBLES[name] for name in _troubles(seen)]
+    texts = [row["to_do"], *(trouble["to_do"] for trouble in troubles)]
+    why, orders = _reason(seen, left) if is_over else ("", [])
+    to_do = dict.fromkeys(filter(None, [*(text.format(**words) for text in texts), *orders]))
+    look = row["look"]
+    if state is State.OVER and code in _ENDS:
+        look = _ENDS[code]["look"]
+    elif state is State.UNANSWERED and words["silent"] > _SILENT_SECONDS:
+        look = "bad"
+    return replace(
+        seen,
+        look="wait" if look == "good" and troubles else look,
+        title="".join(one["title"].format(**words) for one in (row, *troubles)),
+        to_do="; ".join(to_do),
+        why=why,
+    )
+
+
+def shown_view(
+    story: Story, status: Mapping[str, Any] | None, run: object, now: float, left: str = ""
+) -> View:
+    """Return the view; as if nobody answered where the coordinator is of another version."""
+    try:
+        return view(story, status, run, now, left=left)
+    except DAMAGE:
+        return view(story, None, run, now, left=left)
+
+
+def _state(story: Story, status: Mapping[str, Any] | None) -> State:
+    if status is None:
+        return State.UNANSWERED if len(story.steps) else State.STARTING
+    phase, failing = str(status["phase"]), status["failing"]
+    if not status["epoch"]:
+        return State.STARTING
+    if phase in ("dumping", "ending", "ended"):
+        return State.ENDING
+    if phase in ("bootstrapping", State.WAITING):
+        return State.WAITING if phase == State.WAITING else State.TAKEOVER
+    if not failing:
+        return State.RUNNING
+    return State.PLANNED if failing["kind"] == FailureKind.DRAINED else State.RECOVERING
+
+
+def _words(seen: View) -> dict[str, Any]:
+    """Return what the texts of the tables name."""
+    story, status, final = seen.story, seen.status, seen.final
+    code, waiting = str(final.get("exit_status", 0)), story.waiting
+    how = in_words(str(final.get("kind") or "")) or "failed"
+    words: dict[str, Any] = {
+        "joined": len(story.hosts),
+        "wanted": sum(story.wanted),
+        "silent": max(0.0, seen.now - (story.last_wall or seen.now)),
+        "age": seen.step_seconds_ago,
+        "status": code,
+        "how": _ENDS.get(code, {"how": how})["how"],
+        "wait": "a role has no node" if waiting is None else describe_wait(waiting),
+    }
+    if status is None:
+        return words
+    phase, waits, events = str(status["phase"]), status["waiting_for"], status["events"]
+    why = events["why"]
+    return words | {
+        "phase": "replay" if phase == "running" else phase,
+        "waits": f", waits for {waits}" if waits else "",
+        "node": status["coordinator"]["node"],
+        "full": "is full" if why in _FULL else f"cannot be written ({why})",
+        "since": date(seen.now - events["seconds"])[11:19],
+        "trains": ", training continues" if seen.state is State.RUNNING else "",
+        "fewer": count(len(status["fewer_copies"]), "role"),
+        "slow": count(len(status["slow"]), "slow node"),
+    }
+
+
+def _troubles(seen: View) -> Iterator[str]:
+    """Names of the troubles of a run whose coordinator answers."""
+    story, status, ago = seen.story, seen.status or {}, seen.step_seconds_ago
+    if seen.events_waiting:
+        yield "full"
+    if seen.state is not State.RUNNING:
+        return
+    if ago is not None and ago > max(_SILENT_SECONDS, _LATE_STEPS * (story.pace() or 0.0)):
+        yield "stalled"
+    uses = {status["nodes"][str(node)]["use"] for node in status["spares"]}
+    if story.wanted[1] and NodeUse.SPARE not in uses:
+        yield "drained" if uses else "no spare"
+    yield from ["fewer"] * bool(status["fewer_copies"]) + ["slow"] * bool(status["slow"])
+
+
+def _reason(seen: View, left: str) -> tuple[str, list[str]]:
+    """Return why a run is over, and what to do: the advice for what ended it, the commands among
+    the words of its reason, what is left in memory."""
+    final, last = seen.final, seen.story.failures[-1:]
+    unknown = "no reason known" if final.get("exit_status") else ""
+    parts = str(final.get("reason") or unknown).split("; ")
+    orders = [part for part in parts if "'deadpool run" in part]
+    why = "; ".join(part for part in parts if part not in orders)
+    known = [seen.advice(one) for one in last if one.is_cut_short]
+    return why, [*(known or [to_do(str(final.get("kind") or ""))]), *orders, left]

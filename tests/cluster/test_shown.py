@@ -1,0 +1,169 @@
+"""What people are shown of real runs, while something is wrong: words, numbers, advice."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cli.common import Asker
+from deadpool_megatron.cli.metrics import metrics
+from deadpool_megatron.cli.run_result import read_story
+from deadpool_megatron.events import Kind
+from deadpool_megatron.observe.view import State, View, view
+from tests.cluster.running import Run, deadpool, send, start
+from tests.common.waiting import wait_for
+from tests.vault.conftest import file_system
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+@contextmanager
+def filled(mount: Path) -> Iterator[None]:
+    """No page is left there."""
+    ballast = mount / "ballast"
+    subprocess.run(["dd", "if=/dev/zero", f"of={ballast}", "bs=4k"], capture_output=True)
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+def seen(run: Run, skew: float = 0.0) -> View:
+    """The view of a run as each command has it."""
+    status = wait_for("an answer", Asker(run.run).status)
+    return view(read_story(run.run.path), status, run.run.path, float(status["now"]) + skew)
+
+
+def shown(run: Run) -> dict[str, Any]:
+    """What `deadpool status` prints, and its JSON."""
+    text = deadpool("status", str(run.run.path))
+    assert text.returncode == 0, text.stderr
+    values = json.loads(deadpool("status", "--json", str(run.run.path)).stdout)
+    return {**values, "lines": text.stdout.splitlines()}
+
+
+def samples(found: View) -> dict[str, float]:
+    return {
+        ".".join((sample.name, *sample.labels.values())): sample.value
+        for metric in metrics(found, {})
+        for sample in metric.samples
+    }
+
+
+def test_a_full_run_directory_is_said_everywhere_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Also of a failure meanwhile, which the coordinator alone knows of."""
+    with (
+        file_system(tmp_path / "small", "2m") as mount,
+        Run(mount / "r", "--step-seconds", "0.05") as run,
+    ):
+        run.wait_iteration(10)
+        with filled(mount):
+            wait_for("the view to say so", lambda: seen(run).events_waiting)
+            written = run.newest_iteration()
+            wait_for("iterations", lambda: seen(run).iteration > written + 20)
+            send(run.listing(0)["members"]["0"])
+            wait_for("the recovery", lambda: seen(run).story.survived == 1)
+            wait_for("iterations", lambda: seen(run).state is State.RUNNING)
+            found = seen(run)
+            assert "; r is full since " in found.title
+            assert found.to_do.startswith("make room on its file system")
+            assert found.step_seconds_ago is not None
+            assert found.step_seconds_ago < 30.0
+            assert [one.kind for one in found.story.failures] == ["process-crash"]
+            values = samples(found)
+            assert values["deadpool_events_waiting"] > 20
+            assert values["deadpool_iteration"] > written + 20
+            assert values["deadpool_failures_total.process-crash"] == 1
+            assert values["deadpool_state.running"] == 1
+            told = shown(run)
+            assert " is full since " in told["lines"][0]
+            assert "to do: make room on its file system" in told["lines"][1]
+            assert any("failures survived: 1" in line for line in told["lines"])
+            assert any("[process-crash]" in line for line in told["lines"])
+            report = deadpool("report", str(run.run.path)).stdout
+            assert " is full since " in report.splitlines()[0]
+            assert "failure 1 [process-crash]" in report
+            wait_for("the launcher's line", lambda: " is full since " in run.output.read_text())
+            assert run.newest_iteration() <= written + 20, "none of it is in the files"
+        assert "To do: make room on its file system" in run.output.read_text()
+        wait_for("all of it", lambda: run.events(Kind.RECOVERED))
+        run.finish()  # each step is there, once
+        assert "recovered in" in run.output.read_text()
+        assert seen_after(run) == ["process-crash"]
+
+
+def seen_after(run: Run) -> list[str]:
+    return [one.kind for one in read_story(run.run.path).failures]
+
+
+def test_a_wait_for_a_spare_and_the_clock_of_who_looks(tmp_path: Path) -> None:
+    """The roles lack copies for as long as all views say; the counter of the wait grows."""
+    patient = ("--deadpool-spare-timeout", "120")
+    with Run(tmp_path / "r", "--step-seconds", "0.05", spares=0, options=patient) as run:
+        run.wait_iteration(5)
+        assert [seen(run, skew).title for skew in (7200.0, -7200.0)] == ["Running", "Running"]
+        assert "7200 s later" in dict(seen(run, 7200.0).notes())["clock"]
+        send(run.listing(1)["agent"])
+        wait_for("the wait", lambda: seen(run).state is State.WAITING)
+        found = seen(run)
+        assert (found.look, found.exposed) == ("bad", [0, 1])
+        assert found.to_do.startswith("start another node as a spare: deadpool agent --run-dir")
+        counter = "deadpool_node_time_seconds_total.waiting-for-spare"
+        waited = samples(found)[counter]
+        wait_for("the counter", lambda: samples(seen(run))[counter] > waited)
+        assert "to do: start another node as a spare" in run.output.read_text()
+        told = shown(run)
+        assert told["lines"][0].startswith("Waiting for a spare: training stands still")
+        assert told["state"] == State.WAITING
+        agent = start(tmp_path / "agent.out", "agent", "--run-dir", str(run.run.path), "--attach")
+        try:
+            recovered = run.wait_event(Kind.RECOVERED)
+            wait_for("training", lambda: seen(run).state is State.RUNNING)
+            (failure,) = seen(run).story.failures
+            assert failure.exposed_seconds >= recovered.data["phases"]["wait"]
+            run.finish()
+        finally:
+            agent.kill()
+
+
+def test_a_bug_is_called_so_in_all_views(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", "--iterations", "20", "--misbehave", "fail", spares=0) as run:
+        run.wait_end(1)
+        text = run.output.read_text()
+        assert "to do: fix the program or the data first" in text
+        assert "--attach" not in text.rpartition("ended with status 1")[2]
+        report = deadpool("report", str(run.run.path)).stdout
+        assert re.search(r"^failure \d \[bug\]", report, re.MULTILINE)
+        told = deadpool("status", str(run.run.path)).stdout
+        assert "to do: fix the program or the data first" in told
+        assert "[bug]" in told
+        assert "ended with status 1 [bug]" in text
+
+
+def test_a_takeover_is_no_loss_of_copies(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", "--step-seconds", "0.05", spares=1) as run:
+        run.wait_iteration(5)
+        deadpool("kill", "--coordinator", str(run.run.path))
+        run.wait_event(Kind.COORDINATOR, 2)
+        states = set[State]()
+
+        def is_back() -> bool:
+            found = seen(run)
+            states.add(found.state)
+            if found.state is State.TAKEOVER:
+                assert found.exposed is None
+                assert "not known" in found.at_risk()
+            return found.state is State.RUNNING and found.story.silence is None
+
+        wait_for("all agents", is_back)
+        assert states <= {State.TAKEOVER, State.RUNNING, State.UNANSWERED}
+        assert [one.kind for one in seen(run).story.failures] == ["coordinator"]
+        assert samples(seen(run))["deadpool_failures_total.coordinator"] == 1
+        run.finish()
