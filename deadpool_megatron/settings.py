@@ -64,8 +64,7 @@ class Settings:
         "buddy",
         "buddy: copies on other nodes; parity: erasure-coded blocks for groups of roles; local: on"
         " the own node only (survives no failed node); local-twice: there twice, against damaged"
-        " slots; recompute: occasional whole copies, gradients in between; mixed: copies if they"
-        " fit, else parity",
+        " slots; recompute: occasional whole copies, gradients in between",
     )
     parity_group: int = _setting(4, "parity: up to N roles, on as many nodes, share blocks")
     cadence: str = _setting(
@@ -401,7 +400,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 }
 _PLAYED = r"[\w.]+:\w+"
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "protection": ("buddy", "parity", "local", "local-twice", "recompute", "mixed"),
+    "protection": ("buddy", "parity", "local", "local-twice", "recompute"),
     "check": ("off", "facts"),
     "rebuild": ("auto", "one-by-one", "side-by-side", "split"),
     "start_method": ("auto", "fork", "exec"),

@@ -8,7 +8,7 @@
 #   --fast      checks of the source and the tests that need neither a whole training run, or other
 #               processes for long, nor the source of Megatron-LM
 #   --full      in addition pretrain_gpt.py of Megatron-LM, every layout, the arrays of faults of all
-#               schemes but mixed, and all else that takes minutes
+#               schemes, and all else that takes minutes
 #   --all       in addition every cell of the full fault matrix
 #   --slurm     in addition runs under a real Slurm and over network namespaces (as root; installs
 #               Debian packages). CI runs --full --slurm for 36 minutes

@@ -156,13 +156,13 @@ class EpochEntry:
         """
         self.loop.warm_up()
         self.built.cleanup.forget()
-        self._park(int(os.environ["WORLD_SIZE"]) // _roles_per_node())
+        self._park()
 
-    def _park(self, nodes: int) -> None:
+    def _park(self) -> None:
         """Make slots for a role that is not played yet, and page-lock what is copied into them;
         what the node may have to keep for others comes first."""
         try:
-            self._find_room(nodes, pinned=False)
+            self._find_room(pinned=False)
             self._vault.park(self.protection.layout)
         except NoRoom as error:
             print(f"slots are made when there is a role for them: {error}", flush=True)
@@ -205,7 +205,7 @@ class EpochEntry:
         if restore.kind != "memory" and not self._vault.has_segment(self.role):
             # Before any is taken. A run that continues from memory has its slots, and lives with
             # fewer copies rather than end.
-            for text in self._find_room(len(record.nodes), pinned=self._platform.is_cuda):
+            for text in self._find_room(pinned=self._platform.is_cuda):
                 self._warn(text)
         # First: whether the state in memory is of this model is for the coordinator to judge; the
         # vault may have made slots for that state already, and has none of another layout.
@@ -383,10 +383,10 @@ class EpochEntry:
 
         return wait
 
-    def _find_room(self, nodes: int, *, pinned: bool) -> list[str]:
-        """Look for memory before the first slot is made, in a run of so many nodes; returns
-        warnings, one line each. Raises NoRoom with one line that names needs, limit and remedy."""
-        needs = node_needs(self.protection.layout, _roles_per_node(), self.settings, nodes)
+    def _find_room(self, *, pinned: bool) -> list[str]:
+        """Look for memory before the first slot is made; returns warnings, one line each. Raises
+        NoRoom with one line that names needs, limit and remedy."""
+        needs = node_needs(self.protection.layout, _roles_per_node(), self.settings)
         # Other members of the node may have taken their part of it already.
         rooms = memory.node_rooms(self._vault.directory, self.settings.memory_bytes)
         if trouble := memory.objection(needs, rooms):

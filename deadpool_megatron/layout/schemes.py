@@ -66,10 +66,9 @@ class ProtectionPlan(Coded):
 
 
 def first_plan(settings: Settings) -> ProtectionPlan:
-    """The plan that a run starts with; ``mixed`` takes another one where copies do not fit."""
-    kind = "buddy" if settings.protection == "mixed" else settings.protection
+    """The plan that a run starts with."""
     every = 1 if settings.cadence == "auto" else int(settings.cadence)
-    return plan_of_kind(kind, settings, every, settings.parity_group)
+    return plan_of_kind(settings.protection, settings, every, settings.parity_group)
 
 
 def plan_of_kind(kind: str, settings: Settings, every: int, group: int) -> ProtectionPlan:

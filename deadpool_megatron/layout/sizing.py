@@ -1,14 +1,9 @@
-"""The one reckoning of memory, for the budget, the choice of a scheme and ``deadpool plan``. Pure.
+"""The one reckoning of memory, for the budget, ``deadpool protect`` and ``deadpool plan``. Pure.
 
 From the bottom of the page up: what a segment takes, headers and whole pages included, never less
 than what vault.shm.segment really takes; what a plan asks of each node, reckoned with the code that
 places copies and parity blocks in a run, from the layouts that members have registered; and which
 plans can protect a run. Memory is that of the files in /dev/shm: buffers of processes are left out.
-
-``mixed`` is copies if they fit, else the smallest parity group that does. Copies need most memory
-and are safest; of parity groups the smaller ones are. So the first plan that fits is the one to
-take. ``recompute`` is not among them: its gradients need room in every slot, and slots are laid out
-before anything is chosen.
 """
 
 from __future__ import annotations
@@ -16,8 +11,8 @@ from __future__ import annotations
 import math
 import mmap
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -28,15 +23,11 @@ from deadpool_megatron.layout.schemes import (
     MOST_BLOCKS,
     ProtectionPlan,
     SchemeKind,
-    SchemeNumbers,
     losses_survived,
-    plan_in_words,
     scheme_in_words,
 )
 from deadpool_megatron.settings import LONGEST_CADENCE, Settings
 
-# Sizes of parity groups that are tried: larger ones save little more memory, and cost risk.
-GROUP_SIZES = (2, 3, 4, 6, 8)
 # Of the host; 64 KB on many of aarch64.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
 # Of a slot's header: eight words, and four for each part (vault/shm/segment.py).
@@ -66,40 +57,6 @@ class Lack:
         )
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The plan to take, and why; ``lack``: of the sparest plan, where none fits."""
-
-    plan: ProtectionPlan
-    why: str
-    lack: Lack | None = None
-
-
-def choose(scene: Scene, budgets: Mapping[int, int], every: int = 1) -> Choice:
-    """Return the first plan that fits, copies before parity and small groups before large ones.
-
-    A plan that leaves every node room to take over roles goes before one that does not.
-    ``budgets``: node -> bytes for generations; a node that is not in it has as much as it wants.
-    ``every``: the cadence, which is chosen elsewhere.
-    """
-    roomy = replace(scene, roomy=True)
-    lacks: list[Lack] = []  # of plans that were passed over, copies first
-    tight: ProtectionPlan | None = None
-    plan = ProtectionPlan()
-    for plan in _plans(scene, every):
-        # What lacks memory as it is lacks it with room for more, too.
-        lack = lacking(plan, scene, budgets)
-        if lack is None:
-            tight = tight or plan
-            lack = lacking(plan, roomy, budgets)
-        if lack is None:
-            return Choice(plan, _why(plan, "with room", lacks))
-        lacks.append(lack)
-    if tight is not None:
-        return Choice(tight, _why(tight, "without room", lacks))
-    return Choice(plan, "no scheme fits", lacks[-1])
-
-
 def lacking(plan: ProtectionPlan, scene: Scene, budgets: Mapping[int, int]) -> Lack | None:
     """Return the node that lacks most memory for ``plan``; None where all have enough."""
     if not budgets:
@@ -107,30 +64,6 @@ def lacking(plan: ProtectionPlan, scene: Scene, budgets: Mapping[int, int]) -> L
     needs = memory_needs(plan, scene)
     found = [Lack(n, needs[n], has) for n, has in budgets.items() if needs.get(n, 0) > has]
     return max(found, key=lambda one: (one.needed_bytes - one.has_bytes, -one.node), default=None)
-
-
-def largest_group(nodes: int, survived: int) -> int:
-    """Return the largest parity group that is tried in a run of so many nodes, spares included;
-    0 for none."""
-    return max((size for size in GROUP_SIZES if size + survived <= nodes), default=0)
-
-
-def _plans(scene: Scene, every: int) -> Iterator[ProtectionPlan]:
-    schemes = [SchemeNumbers(SchemeKind.BUDDY)]
-    most = largest_group(len(scene.domains), scene.survived)
-    schemes += [
-        SchemeNumbers(SchemeKind.PARITY, group=size) for size in GROUP_SIZES if size <= most
-    ]
-    for scheme in schemes:
-        yield ProtectionPlan(scheme, every)
-
-
-def _why(plan: ProtectionPlan, room: str, lacks: Sequence[Lack]) -> str:
-    """Return one line: what stands in the way of copies, where they are not taken."""
-    text = f"{plan_in_words(plan)} fits, {room} to take over the roles of another node"
-    if plan.kind is SchemeKind.BUDDY:
-        return text
-    return f"{text}; for copies {lacks[0].in_words()}"
 
 
 def sized(nbytes: int) -> str:
@@ -187,7 +120,6 @@ def refusal(
 class Scene:
     """The seating. ``seats``: role -> node; ``domains``: of each live node, spares too;
     ``survived``: lost nodes that any plan has to bear which does not stay on the own node (r).
-    ``roomy``: memory counts with what a node needs while it takes over the roles of another one.
     """
 
     layouts: Mapping[int, RoleLayout]
@@ -195,7 +127,6 @@ class Scene:
     domains: Mapping[int, str]
     spares: Collection[int]
     survived: int
-    roomy: bool = False
 
 
 def memory_by_use(plan: ProtectionPlan, scene: Scene) -> dict[int, tuple[int, int]]:
@@ -209,23 +140,7 @@ def memory_by_use(plan: ProtectionPlan, scene: Scene) -> dict[int, tuple[int, in
 
 def memory_needs(plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
     """Returns node -> bytes of all slots: own, copies, parity blocks."""
-    sizing = _Sizing(plan, scene)
-    if not scene.roomy:
-        return dict(sizing.memory)
-    return sizing.with_room(_Sizing(plan, _after_a_swap(scene)).most_kept())
-
-
-def _after_a_swap(scene: Scene) -> Scene:
-    """A spare has taken over the roles of a node, if there is one: fewer nodes keep as much."""
-    if not scene.spares or not scene.seats:
-        return scene
-    lost, spare = min(scene.seats.values()), min(scene.spares)
-    return replace(
-        scene,
-        seats={role: spare if node == lost else node for role, node in scene.seats.items()},
-        domains={node: domain for node, domain in scene.domains.items() if node != lost},
-        spares=[node for node in scene.spares if node != spare],
-    )
+    return dict(_Sizing(plan, scene).memory)
 
 
 @dataclass(frozen=True)
@@ -258,13 +173,10 @@ class NodeNeeds:
         )
 
 
-def node_needs(
-    layout: RoleLayout, roles_per_node: int, settings: Settings, nodes: int = 0
-) -> NodeNeeds:
+def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> NodeNeeds:
     """Reckoned before the first slot is made, when the layout of one role is known: all roles are
     cut from one model, so that it stands for the others of its node and for those whose copies
-    come. ``nodes``: of the run, spares included; where the scheme is chosen by what fits, they say
-    how large parity groups may be, and it is the least that any plan needs which counts here."""
+    come."""
     kind, replicas = settings.protection, settings.replicas
     # Bytes that enough peers hold anyway are not copied.
     owed = {
@@ -276,8 +188,6 @@ def node_needs(
     if kind == "parity":
         group = settings.parity_group
         scheme = f"for parity ({replicas} of {group} roles)"
-    elif kind == "mixed" and (group := largest_group(nodes, replicas)):
-        scheme = f"at least, for parity ({replicas} of {group} roles, --deadpool-protection mixed)"
     elif kind == "recompute":
         scheme = f"for {replicas} copies with their steps"
     full_every = settings.full_every if kind == "recompute" else 0
@@ -348,24 +258,6 @@ class _Sizing:
                 slots = max(self._scene.layouts[r].slots for r in group.roles)
                 for holder in group.holders:
                     self.memory[holder] += block_bytes(slots, len(group.roles), longest)
-
-    def most_kept(self) -> int:
-        """Bytes that the fullest training node has beside its own slots."""
-        own = self.own
-        return max((self.memory[node] - own[node] for node in own), default=0)
-
-    def with_room(self, kept: int) -> dict[int, int]:
-        """Return what a spare has kept stays in one generation beside the slots of the roles that
-        it takes over, until that has new places, of which the spare, which keeps as much as
-        ``kept`` bytes then, may be one.
-        """
-        own = self.own
-        slots = max((layout.slots for layout in self._scene.layouts.values()), default=1)
-        most = max(own.values(), default=0)
-        return {
-            node: nbytes if node in own else max(nbytes, most + (nbytes + kept) // slots)
-            for node, nbytes in self.memory.items()
-        }
 
 
 def extras_room_bytes(extras_bytes: int, least_bytes: int = 0) -> int:

@@ -9,13 +9,12 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.schemes import SchemeKind, losses_survived, most_lost
-from deadpool_megatron.layout.sizing import choose, refusal
+from deadpool_megatron.layout.schemes import losses_survived, most_lost
+from deadpool_megatron.layout.sizing import refusal
 from deadpool_megatron.planning import traffic
 from deadpool_megatron.planning.plan_file import Plan, PlanError
 from deadpool_megatron.planning.sizes import (
     protection_plan,
-    scene_of,
     settings_of,
     slots_of,
     step_seconds,
@@ -91,18 +90,9 @@ class Assessment:
 
 
 def assess(plan: Plan) -> Assessment:
-    """Work a plan out; ``mixed`` as the scheme that a run chooses. Raises PlanError, with the
-    number to change, when it cannot hold.
-    """
+    """Work a plan out. Raises PlanError, with the number to change, when it cannot hold."""
     _check_layout(plan)
     _check_scheme(plan)
-    if plan.protection.scheme == "mixed":
-        cluster, scene = plan.cluster, scene_of(plan)
-        free = int((cluster.host_memory_gb - cluster.host_memory_reserved_gb) * GIGA)
-        scheme = choose(scene, dict.fromkeys(scene.domains, free)).plan.scheme
-        changes = {"parity_group": scheme.group} if scheme.kind is SchemeKind.PARITY else {}
-        protection = dataclasses.replace(plan.protection, scheme=str(scheme.kind), **changes)
-        plan = dataclasses.replace(plan, protection=protection)
     placement = traffic.place(plan)
     _check_domains(plan, placement)
     loads = traffic.node_loads(plan, placement)

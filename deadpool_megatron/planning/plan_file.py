@@ -91,7 +91,7 @@ class PlannedProtection:
     scheme: str = _key(
         "--deadpool-protection",
         Settings.protection,
-        choices=("buddy", "parity", "local", "local-twice", "recompute", "mixed"),
+        choices=("buddy", "parity", "local", "local-twice", "recompute"),
     )
     replicas: int = _key(
         "--deadpool-replicas; parity: blocks of a group", Settings.replicas, least=1

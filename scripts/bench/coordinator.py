@@ -93,9 +93,7 @@ class Bench:
         self._size, self._seconds = size, seconds
         spares = max(2, size // _SPARE_SHARE)
         # This process answers for all agents, on cores that both share: give it time.
-        settings = Settings(
-            start_seconds=_LIMIT_SECONDS, connect_seconds=60, rejoin_seconds=120, protection="mixed"
-        )
+        settings = Settings(start_seconds=_LIMIT_SECONDS, connect_seconds=60, rejoin_seconds=120)
         nodes = size - spares
         self._service = Service(directory, nodes, spares, NPROC_PER_NODE, settings)
         secret, run_id = load_secret(directory), self._service.run.read_run().run_id

@@ -50,7 +50,6 @@ SCHEMES = {
     "buddy": Scheme("buddy"),
     "parity": Scheme("parity --deadpool-parity-group 3", 1, "decoded", each=True),
     "recompute": Scheme("recompute --deadpool-set full-every=4", 2, "replayed"),
-    "mixed": Scheme("mixed", 3),
     # They survive whatever happens to processes, not a lost node: that is in schemes/test_local.py.
     "local": Scheme("local", target="members"),
     "local-twice": Scheme("local-twice", 1, target="members"),
@@ -128,13 +127,10 @@ def test_four_roles_every_cell(
     strike(tmp_path, PP2_DP2, part, plan, iterations)
 
 
-# The array of eight roles is one of buddy; mixed is another of these from the start of a run on.
-TWICE = ("buddy", "mixed")
-
-
+# The array of eight roles is one of buddy.
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in TWICE else ()) for n in SCHEMES]
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n == "buddy" else ()) for n in SCHEMES]
 )
 def test_four_roles_covering_array_of_each_scheme(tmp_path: Path, name: str) -> None:
     scheme = SCHEMES[name]

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.schemes import scheme_in_words
 from deadpool_megatron.layout.sizing import node_needs
 from deadpool_megatron.planning.answer import Assessment, assess
 from deadpool_megatron.planning.plan_file import Plan, PlanError
-from deadpool_megatron.planning.sizes import protection_plan
 from deadpool_megatron.planning.traffic import (
     NodeLoad,
     node_loads,
@@ -69,18 +67,6 @@ def test_a_node_of_the_run_asks_for_what_was_planned(scheme: str) -> None:
     assert total(found, "own_slots_bytes") == 8 * needs.own
     # A member rounds the part of a block that falls to one role up.
     assert 0 <= 8 * needs.kept - total(found, "copies_bytes") <= 16
-
-
-def test_mixed_is_copies_then_parity_then_what_is_missing() -> None:
-    def settled(memory_gb: float) -> str:
-        plan = make(protection={"scheme": "mixed"}, cluster={"host_memory_gb": memory_gb})
-        return scheme_in_words(protection_plan(assess(plan).plan).scheme)
-
-    assert settled(5000) == "buddy"
-    needed = worked_out("buddy").busiest("memory_bytes")[1] / 1e9
-    assert settled(needed * 0.99).startswith("parity(")
-    with pytest.raises(PlanError, match=r"^cluster\.host_memory_gb"):
-        settled(30)
 
 
 def test_a_node_by_hand() -> None:

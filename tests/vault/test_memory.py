@@ -185,7 +185,7 @@ def test_memory_is_filled_beside_others_and_counts_from_the_beginning(
     slots=st.integers(2, 4),
     roles=st.integers(1, 8),
     replicas=st.integers(1, 3),
-    scheme=st.sampled_from(["buddy", "parity", "local", "local-twice", "recompute", "mixed"]),
+    scheme=st.sampled_from(["buddy", "parity", "local", "local-twice", "recompute"]),
     room=st.integers(0, 1 << 32),
 )
 def test_needs_and_objection_agree(
@@ -209,18 +209,6 @@ def test_needs_and_objection_agree(
     found = warnings(needs, [Room("it", room, "enlarge it")], 1, pinned=True)
     assert any("lock" in line for line in found)
     assert any("tight" in line for line in found) == (needs.total <= room < needs.peak)
-
-
-def test_what_is_chosen_needs_at_least_the_sparest_plan() -> None:
-    """Of a member that looks for memory, and knows nothing of the others but how many there are."""
-    layout = make_layout(0, nbytes=1 << 20)
-    chosen = Settings(protection="mixed")
-    copies = node_needs(layout, 2, Settings())
-    assert node_needs(layout, 2, chosen, 2) == copies, "two nodes are too few for parity"
-    three, many = (node_needs(layout, 2, chosen, nodes) for nodes in (3, 64))
-    assert copies.kept > three.kept > many.kept
-    assert many.kept == node_needs(layout, 2, Settings(protection="parity", parity_group=8)).kept
-    assert "1 of 8 roles, --deadpool-protection mixed" in many.in_words()
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,7 @@ _PROTECT_DESCRIPTION = """\
 Training pauses after a protected iteration and continues in a new epoch with the new protection;
 nothing is computed again. Options that are not given keep their values. A change that cannot hold
 is refused with the reason; a group larger than the run has roles is reduced to that number.
-'deadpool status' shows the protection, and the cost of a failure (RPO). mixed is a rule for the
-start of a run; here, give buddy, or parity with --group.
+'deadpool status' shows the protection, and the cost of a failure (RPO).
 """
 _PERSIST_DESCRIPTION = """\
 Writes one of the next iterations as a torch_dist checkpoint that Megatron loads with --load.

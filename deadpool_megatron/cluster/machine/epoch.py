@@ -200,12 +200,6 @@ def decide(core: Core) -> None:
         _wait_for_spare(core, f"roles {list(seats.unseated)} wait for a spare node to join")
         return
     nodes = record_nodes(state, seats.seats)
-    if why := chosen_plan.settle(core, seats.seats, nodes, restore):
-        if state.lineage.ever_ran or restore.kind == "memory":
-            _wait_for_spare(core, f"{why}; waits for a node to join")
-        else:
-            finish(core, LastWords(ExitStatus.BAD_INPUT, why))
-        return
     recovery, plan = state.recoveries.current, state.protection.plan
     record = EpochRecord(
         epoch=state.epoch + 1,

@@ -20,7 +20,6 @@ from deadpool_megatron.cluster.failures import (
     same_text,
     signal_name,
 )
-from deadpool_megatron.cluster.machine import chosen_plan
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import DropNode, RecordQuarantined, RecordRemoved
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
@@ -346,9 +345,6 @@ def registered(core: Core, event: ev.MemberRegistered) -> None:
         close(core, Failure(cause, FailureKind.PROCESS_CRASH, ("layout",), node=event.node))
         return
     memory.layouts[role] = layout
-    # Once, with the last one: to reckon what a plan needs takes a second for ten thousand roles.
-    if known is None and (why := chosen_plan.unfit(core)):
-        close(core, Failure(why, FailureKind.DRAINED))
 
 
 def _end_as_other_model(core: Core, known: RoleLayout, layout: RoleLayout) -> None:
