@@ -67,6 +67,10 @@ TOPICS = {
 }
 COMMANDS = {name: module for topic in TOPICS.values() for name, (module, _) in topic.items()}
 # What these write is for the run's user alone, unless the variable says otherwise.
+# Programs that start others, as the first words of a command or behind -m.
+_LAUNCHER = re.compile(
+    r"torchrun|srun|mpirun|accelerate|python[\d.]*|(torch\.distributed|accelerate\.commands)\.\w+"
+)
 _WRITERS = {"run", "demo", "check", "agent", "standby"}
 # On these a run depends, for as long as it lasts. Where the system refuses them something they look
 # at themselves until they have started a process; later a traceback tells more than a line.
@@ -135,6 +139,20 @@ def _open_streams() -> _Output:
     return output
 
 
+def _without_launcher(words: list[str]) -> list[str]:
+    """Return the script, or ``-m MODULE``, of a command that was pasted with a launcher, and what
+    follows it; any other command as it is."""
+    heads = [n for n, word in enumerate(words) if _LAUNCHER.fullmatch(Path(word).name)]
+    if not heads or heads[0] != (words[0] == "-m"):
+        return words
+    begins = [n for n, word in enumerate(words) if word == "-m" or word.endswith(".py")]
+    at = next((n for n in begins if n + 1 not in heads), 0)
+    if at:
+        left = " ".join(words[:at])
+        print(f"deadpool: '{left}' is left out: deadpool starts the processes", file=sys.stderr)
+    return words[at:]
+
+
 def _carry_out(given: list[str]) -> int:
     # Everything behind the first "--" is the user's command and not to be parsed here.
     options, command = given, []
@@ -143,7 +161,7 @@ def _carry_out(given: list[str]) -> int:
         options, command = given[:cut], given[cut + 1 :]
     words = ["--help" if word == "--help-all" else word for word in options]
     args = _parser(options).parse_args(words)
-    args.options, args.command = options, command
+    args.options, args.command = options, _without_launcher(command)
     # Of a part of a run other errors of the system are told with where they happened.
     is_part = args.subcommand in _PARTS_OF_A_RUN
     try:

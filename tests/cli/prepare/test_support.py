@@ -38,6 +38,35 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    "launcher",
+    [
+        "torchrun --nproc_per_node 8 --rdzv_endpoint host:29500",
+        "python -m torch.distributed.run --nnodes 2 --node-rank=0",
+        "-m torch.distributed.launch",
+        "accelerate launch --num_processes 8",
+        "srun -N 2 --ntasks-per-node=1 /usr/bin/python3.11 -u",
+    ],
+)
+@pytest.mark.parametrize("program", ["pretrain_gpt.py --use-sharp", "-m pkg.train --use-sharp"])
+def test_a_launcher_that_was_pasted_is_left_out(
+    launcher: str, program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It judges, and starts, what the launcher would have started."""
+    assert cli.main(["support", "--", *launcher.split(), *program.split()]) == 2
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == "verdict: refused"
+    assert said.out.count("--use-sharp") == len(said.out.splitlines()) - 1 == 1
+    assert said.err == f"deadpool: '{launcher}' is left out: deadpool starts the processes\n"
+
+
+def test_a_command_without_a_launcher_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["support", "--", "pretrain_gpt.py", "--wandb-exp-name", "python", "--bf16"]) == 0
+    )
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
     ("command", "status", "said"),
     [
         ("pretrain_gpt.py --bf16", 0, "supported"),
