@@ -56,7 +56,8 @@ ASSUMED: dict[str, Any] = {
 
 
 def sections_of(words: Sequence[str], nodes: int) -> dict[str, dict[str, Any]]:
-    """Return them, for a cluster of so many nodes that train; of it all else is assumed."""
+    """Return them, for a cluster of so many nodes that train; of it all else is assumed. Raises
+    ValueError for a batch that Megatron-LM does not take there."""
     found = vars(flags.said(words))
     sections = {
         section: {key: found[name] for key, name in names.items() if name in found}
@@ -78,5 +79,9 @@ def sections_of(words: Sequence[str], nodes: int) -> dict[str, dict[str, Any]]:
     replica = tp * pp * parallel.get("cp", 1)
     parallel["dp"] = max(1, nodes * int(ASSUMED["gpus_per_node"]) // replica)
     cluster = {**ASSUMED, "nodes": nodes}
-    cluster["tokens_per_step"] = found.get("global_batch_size", 0) * found.get("seq_length", 0)
+    batch, micro = found.get("global_batch_size", 0), found.get("micro_batch_size", 1)
+    if batch % (part := micro * parallel["dp"]):
+        split = f"micro-batches of {micro} on {parallel['dp']} data-parallel ranks"
+        raise ValueError(f"--global-batch-size {batch} is no multiple of {part}: {split}")
+    cluster["tokens_per_step"] = batch * found.get("seq_length", 0)
     return {**sections, "cluster": cluster}

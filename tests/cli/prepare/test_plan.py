@@ -30,6 +30,14 @@ def values(carry_out: CarryOut, *arguments: str) -> dict[str, Any]:
     return found
 
 
+def test_a_batch_that_megatron_does_not_take_is_refused(carry_out: CarryOut) -> None:
+    given = ("plan", "--args", "configs/megatron-lm/gpt-7b.args", "--nodes")
+    assert carry_out(*given, "4")[0] == 0
+    status, _, errors = carry_out(*given, "3")
+    assert (status, len(errors.splitlines())) == (2, 1)
+    assert "--global-batch-size 2048 is no multiple of 12" in errors
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_shipped_plans_hold(name: str, carry_out: CarryOut) -> None:
     status, text, errors = carry_out("plan", name)
