@@ -27,6 +27,7 @@ from deadpool_megatron.observe.story import Story
 # How many differences are listed; a run that went astray differs everywhere afterwards.
 _SHOWN = 12
 _LISTED = 1000
+_UNSEEDED = "a program that never seeds 'random' and 'numpy' has other states of them in each run"
 _COMPARED = ("roles", "steps", "evaluations", "hashes")
 _STEP_FIELDS = ("loss", "grad_norm", "learning_rate", "skipped", "samples")
 
@@ -194,6 +195,8 @@ def describe(comparison: Comparison) -> list[str]:
         lines.append(f"  then {entry}" if number else f"first difference: {entry}")
     if more := max(0, len(comparison.differences) - _SHOWN) + comparison.more:
         lines.append(f"  and {more} more")
+    if {entry.what for entry in comparison.differences} == {"state"}:
+        lines.append(f"  all else is equal: {_UNSEEDED}")
     return lines
 
 

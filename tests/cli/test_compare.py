@@ -69,6 +69,13 @@ def test_each_kind_of_difference_is_found(
         assert (found.first, found.second) == ("present", "missing")
 
 
+def test_generators_that_nobody_seeded_are_named_where_all_else_is_equal(tmp_path: Path) -> None:
+    states = compared(tmp_path / "a", put("b" * 64, "roles", "3", "sha256"))
+    assert "'random' and 'numpy'" in compare.describe(states)[-1]
+    more = compared(tmp_path / "b", put((1.0).hex(), "numbers", "step", 4, "loss"))
+    assert "'random'" not in "".join(compare.describe(more))
+
+
 def test_a_run_that_went_astray_is_listed_in_part(tmp_path: Path) -> None:
     comparison = compared(tmp_path, lambda final: None, iterations=1500, strike=4, shift=1e-9)
     assert len(comparison.differences) == 1000
