@@ -145,8 +145,7 @@ def _rows(level: Level) -> tuple[FlagRow, ...]:
 
 
 #: all rows of each level, in the order in which they are looked at
-REFUSED, READ, SET = _rows(Level.REFUSED), _rows(Level.READ), _rows(Level.SET)
-ACCEPTED = _rows(Level.ACCEPTED)
+REFUSED, READ, SET, ACCEPTED = map(_rows, (Level.REFUSED, Level.READ, Level.SET, Level.ACCEPTED))
 ROWS = (*REFUSED, *READ, *SET, *ACCEPTED)
 REVIEWED = tuple(FlagFamily(**row) for row in _TABLES["reviewed"])
 UNREVIEWED = tuple(FlagFamily(**row) for row in _TABLES["unreviewed"])

@@ -230,8 +230,7 @@ def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -
         if before is not facts.health:
             judged = Judgement(Standing.WEAK, (f"its health command says: {text}",))
             _emit(core, node, judged, facts, core.state.fleet.nodes[node].domain)
-        is_known = facts.health is not Health.UNKNOWN
-        if not is_known or not can_spare(core, not_moved_to(core.state) | {node}):
+        if facts.health is Health.UNKNOWN or not can_spare(core, not_moved_to(core.state) | {node}):
             return
     core.state.fleet.drains |= {node}
     consider_pause(core)
