@@ -3,10 +3,10 @@
 
     .venv/bin/python scripts/bench/recovery.py [--rounds N] [--out FILE]
 
-Eight roles on four nodes (the demo's run). The two kinds of failure take turns, A/B/A/B: a whole
-node is killed (the spare takes over), one process is killed (it is started again in place). Each
-struck run is compared with one undisturbed run; a difference is reported and makes the exit
-status 1. No value is left out of the means.
+Eight roles on four nodes (the demo's run). The kinds of failure take turns: a whole node is killed
+(the spare takes over), one process is killed (it is started again in place), one raises an
+exception (it ends, and is started again). Each struck run is compared with one undisturbed run; a
+difference is reported and makes the exit status 1. No value is left out of the means.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from deadpool_megatron.cli.demo import DemoError, Outcome, judge, kill_in_backwa
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.observe.steps import summary
 
-KINDS = {"node killed": "node", "process killed": "self"}
+KINDS = {
+    "node killed": {"target": "node"},
+    "process killed": {"target": "self"},
+    "process raises": {"target": "self", "action": "raise"},
+}
 
 
 def measure(repeats: int, iterations: int, base: Path) -> dict[str, Any]:
@@ -32,14 +36,14 @@ def measure(repeats: int, iterations: int, base: Path) -> dict[str, Any]:
     display.line("undisturbed run")
     undisturbed = run_once(display, base, "undisturbed", iterations)
 
-    def struck(target: str, repeat: int) -> Outcome:
+    def struck(how: dict[str, str], repeat: int) -> Outcome:
         # Another iteration each time, so that no phase of a cycle is favoured.
         strike = 4 + repeat % (iterations - 5)
-        fault = kill_in_backward(strike, target)
-        run = run_once(display, base, f"{target}-{repeat}", iterations, fault)
+        fault = kill_in_backward(strike, how["target"]) | how
+        run = run_once(display, base, f"{'-'.join(how.values())}-{repeat}", iterations, fault)
         return judge(undisturbed, run, strike)
 
-    sides = {kind: partial(struck, target) for kind, target in KINDS.items()}
+    sides = {kind: partial(struck, how) for kind, how in KINDS.items()}
     outcomes = in_turns("recovery", repeats, sides)
     return {kind: facts_of(found) for kind, found in outcomes.items()}
 
