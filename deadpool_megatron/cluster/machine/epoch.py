@@ -291,7 +291,7 @@ def _history(state: State, restore: Restore) -> History:
         gone=dict(sorted(state.fleet.removed.items())),
         wrong=state.fleet.quarantined,
         wrong_hosts=state.fleet.quarantined_hosts,
-        distrusted=state.fleet.distrusted,
+        distrusted=state.fleet.distrusted - state.fleet.removed.keys(),
         nonfinite=state.blame.nonfinite,
         struck=state.lineage.struck,
         failures=tuple(failure.to_record(k) for k, failure in state.blame.failures),
