@@ -349,6 +349,24 @@ def test_a_run_with_a_loss_in_each_phase_goes_on_to_the_end(parity_group: int) -
     assert world.state.phase is Phase.RUNNING
 
 
+def test_no_plan_moves_a_role_to_a_quarantined_node() -> None:
+    """Each epoch is held against it by the world; a failure may."""
+    world = World(nodes=2, spares=1, nproc=1, replicas=1)
+    world.settle()
+    for node in (1, 0):
+        world.feed(ev.DrainRequested(node))
+        for _ in range(4):
+            world.train()
+            world.settle()
+    seats = world.state.record.seats if world.state.record else {}
+    assert {seat.node for seat in seats.values()} == {0, 2}
+    world.lose(0)
+    for _ in range(4):
+        world.settle()
+        world.train()
+    assert world.state.seats.nodes == {1, 2}
+
+
 @pytest.mark.parametrize("lost", [None, 0, 2])
 def test_a_run_without_spares_exports_what_it_has_dumped(lost: int | None) -> None:
     """One more node may be lost while the checkpoint is made; the end comes with its end."""
