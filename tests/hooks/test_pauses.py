@@ -18,6 +18,7 @@ from deadpool_megatron.hooks.epoch_runner import EpochRunner
 from deadpool_megatron.hooks.reports import RoleReports
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.vault.disk import extras_file
+from tests.common.waiting import wait_for
 from tests.hooks.session_rig import ELSEWHERE, QUICK, SECONDS, Rig
 
 # The planned pause.
@@ -38,7 +39,7 @@ def test_goes_on_when_another_role_was_past_the_boundary(rig: Rig) -> None:
     rig.entry.loop.acts[1] = lambda: rig.session._on_pause(1)
     rig.record(1)
     assert rig.expect("paused")["iteration"] == 1
-    rig.order("pause", iteration=3)
+    rig.order("pause", epoch=1, iteration=3)
     assert rig.expect("paused")["iteration"] == 3
     rig.close(1)
     rig.expect("drained")
@@ -49,7 +50,7 @@ def test_refuses_at_once_when_the_next_iteration_has_begun(rig: Rig) -> None:
     """It cannot end that iteration: the others stand still before it."""
 
     def step() -> None:
-        rig.order("pause", iteration=1)
+        rig.order("pause", epoch=1, iteration=1)
         rig.communicators.collective()
 
     rig.entry.loop.acts[2] = step
@@ -67,9 +68,16 @@ def test_an_order_of_another_epoch_stops_nobody(rig: Rig) -> None:
     """A spare hears of the pause that ends in its taking the seat of the drained node."""
     rig.record(1, ELSEWHERE)
     rig.expect("warm")
-    rig.order("pause", iteration=2)
+    rig.order("pause", epoch=1, iteration=2)
     rig.close(1)
     rig.expect("drained")
+
+    def late() -> None:
+        rig.order("pause", epoch=1, iteration=3)
+        rig.order("durable-done", iteration=99)  # what comes after it has arrived
+        wait_for("both orders", lambda: rig.entry.reports.durable_iteration == 99)
+
+    rig.entry.loop.acts[3] = late
     rig.record(2, generation=Generation(1, 2), boundary="evaluation")
     rig.ends_well()
     assert rig.said("paused") == rig.said("pause-refused") == []

@@ -212,6 +212,16 @@ def test_a_save_that_is_asked_for_again_is_made_valid_once(tmp_path: Path) -> No
     assert world.done == [3, 3], "who asks later has not heard the answer"
 
 
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_a_save_of_another_epoch_does_not_count(tmp_path: Path, epoch: int) -> None:
+    world = World(tmp_path)
+    saved = tmp_path / "saves" / "iter_0000003"
+    saved.mkdir(parents=True)
+    place = {"temporary": str(saved), "final": str(saved)}
+    asyncio.run(world.exports.save({"epoch": epoch, "iteration": 3, **place}))
+    assert (world.done, world.fed) == ([], [])
+
+
 def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

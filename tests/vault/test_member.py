@@ -247,3 +247,24 @@ def test_a_vault_that_cannot_use_the_slots_ends_the_wait(vault: Vault) -> None:
     vault.start()
     with pytest.raises(VaultError, match="segment of role 0"):
         wait(client, 200)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["bad", "committed"])
+def test_what_a_vault_says_counts_in_its_epoch(
+    vault: Vault, kind: str, epoch: int, times: int
+) -> None:
+    client = vault.client()
+    about = {"generation": FIRST.to_list(), "part": "shard", "boundary": "step"}
+    for _ in range(times):
+        vault.links[-1].send({"t": kind, "epoch": epoch, **about})
+    if epoch != 1:
+        with pytest.raises(StillWaiting):
+            wait(client)
+    elif kind == "bad":
+        with pytest.raises(VaultError, match="was damaged"):
+            wait(client)
+    else:
+        wait(client)
+        assert client.newest_committed == (FIRST, "step")

@@ -222,7 +222,9 @@ class MemberLink:
                 os.eventfd_write(self.interrupt_fd, 1)
                 self._state.notify_all()
         elif kind == "pause":
-            self._handlers.on_pause(int(message["iteration"]))
+            record = self._record
+            if record and self._closed_epoch < record.epoch == message["epoch"]:
+                self._handlers.on_pause(int(message["iteration"]))
         elif kind == "durable-done":
             self._handlers.on_durable(int(message["iteration"]))
 

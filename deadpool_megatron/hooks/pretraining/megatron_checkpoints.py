@@ -175,11 +175,10 @@ class StorageFaults:
     def _noting(self, original: Callable[..., Any], path: str, mode: str) -> Iterator[Any]:
         # A tracker that could be written in part only would name no checkpoint.
         written = f"{path}.{secrets.token_hex(4)}" if mode == "w" else path
-        if not self._found:
-            try:
-                file = original(written, mode)
-            except OSError as error:
-                self._note(error)
+        try:
+            file: Any = None if self._found else original(written, mode)
+        except OSError as error:
+            self._note(error)
         if self._found:
             yield io.StringIO()
             return

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deadpool_megatron.cluster.agent.agent import Agent
-from deadpool_megatron.cluster.agent.members import NodeMembers
+from deadpool_megatron.cluster.agent.members import Member, NodeMembers
 from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
+from deadpool_megatron.cluster.process.fork_server import StartedMember
+from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import (
@@ -24,7 +28,9 @@ from deadpool_megatron.layout.records import (
     Restore,
     Seat,
 )
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
+from deadpool_megatron.wire import framing
 from tests.cluster.agent.test_children import SECONDS, info, keeper, note_starts, options_of
 from tests.common.waiting import until
 
@@ -206,3 +212,22 @@ async def test_a_vault_that_is_started_again_is_where_the_one_before_was(
     await keeper._ready.wait()
     supervising.cancel()
     assert vault.orders == orders
+
+
+async def test_who_left_an_older_epoch_is_waited_for(tmp_path: Path) -> None:
+    """What a member has said of that, late or twice, says nothing of the one that is closed now."""
+    ours, theirs = socket.socketpair()
+    watch: Any = SimpleNamespace(pid=os.getpid(), then=lambda _: None)
+    reports: Any = SimpleNamespace(member_reported=lambda member, message: told.append(message))
+    told: list[Any] = []
+    spec = MemberSpec(0, 0, 0, ("x",), {}, tmp_path / "log", tmp_path)
+    member = Member(spec, StartedMember(watch, ours), Settings(), reports)
+    assert member.drained(1) is None
+    for count, clean in enumerate((True, True, False), 1):
+        framing.send(theirs, {"t": "drained", "epoch": 2, "clean": clean})
+        await until(lambda count=count: len(told) == count)  # type: ignore[misc]
+        assert [member.drained(epoch) for epoch in (1, 2, 3)] == [clean, clean, None]
+        assert member.reports_since(2) == []
+    asyncio.get_running_loop().remove_reader(ours.fileno())
+    ours.close()
+    theirs.close()

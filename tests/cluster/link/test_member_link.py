@@ -116,11 +116,33 @@ def test_stop_ends_a_wait_and_interrupts(agent: Agent) -> None:
     assert agent.link.stopped
 
 
-def test_pause_and_durable_reach_their_handlers(agent: Agent) -> None:
+OPENS, CLOSES = (
+    {epoch: {"t": "record", "record": record(epoch)} for epoch in (1, 2)},
+    {epoch: {"t": "close", "epoch": epoch, "cause": "gone"} for epoch in (1, 2)},
+)
+PAUSES = {"t": "pause", "iteration": 12, "epoch": 1}
+
+
+@pytest.mark.parametrize(
+    ("orders", "calls"),
+    [
+        ([OPENS[1], PAUSES], [("pause", 12)]),
+        ([PAUSES, OPENS[1]], []),
+        ([OPENS[1], CLOSES[1], PAUSES, OPENS[2]], [("close", 1, "gone")]),
+        ([OPENS[1], CLOSES[1], OPENS[2], PAUSES], [("close", 1, "gone")]),
+        ([OPENS[1], CLOSES[1], CLOSES[1]], [("close", 1, "gone")]),
+        ([OPENS[2], CLOSES[2], CLOSES[1]], [("close", 2, "gone")]),
+    ],
+    ids=["in-time", "early", "closed", "late", "close-twice", "late-close"],
+)
+def test_orders_reach_their_handlers_in_their_epoch(
+    agent: Agent, orders: list[dict[str, Any]], calls: list[tuple[Any, ...]]
+) -> None:
     agent.start()
-    agent.order({"t": "pause", "iteration": 12, "epoch": 1})
+    for order in orders:
+        framing.send(agent.socket, order)
     agent.order({"t": "durable-done", "iteration": 10})
-    assert agent.calls == [("pause", 12), ("durable", 10)]
+    assert agent.calls == [*calls, ("durable", 10)]
 
 
 def test_broken_status_is_reported_once_and_beats_go_on(agent: Agent) -> None:

@@ -1,0 +1,87 @@
+"""Each kind of message that carries an epoch is delivered late, early and twice to who receives it.
+
+The tests are those of the rooms. Here is the table of them, which a new kind has to be in.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator.orders import _NAMES
+from deadpool_megatron.cluster.link.protocol import _OF_AGENTS, _OF_MEMBERS
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "deadpool_megatron"
+_MACHINE = "tests/cluster/machine/stale.py::feed_stale", "tests/cluster/machine/world.py::feed"
+_SAVES = (
+    "tests/persist/test_coordination.py::test_a_save_of_another_epoch_does_not_count",
+    "tests/persist/test_coordination.py::test_a_save_that_is_asked_for_again_is_made_valid_once",
+)
+_AGENT = "tests/cluster/agent/test_epochs.py::test_an_order_counts_in_its_epoch"
+_LINK = "tests/cluster/link/test_member_link.py::test_orders_reach_their_handlers_in_their_epoch"
+_STORE = "tests/cluster/link/test_store.py::test_nothing_of_another_epoch_gets_through"
+_VAULT = (
+    "tests/vault/test_epochs.py::test_a_message_of_another_epoch_changes_nothing",
+    "tests/vault/test_epochs.py::test_a_message_that_comes_twice_counts_once",
+)
+_MEMBER = "tests/vault/test_member.py::test_what_a_vault_says_counts_in_its_epoch"
+_JOIN = "tests/cluster/machine/bootstrapping/test_takeover.py"
+TESTS: dict[str, tuple[str, ...]] = {
+    # To the coordinator.
+    **dict.fromkeys(
+        ("audit-failed", "done", "fault", "inventory", "not-finite", "paused", "pause-refused"),
+        _MACHINE,
+    ),
+    **dict.fromkeys(("phase", "restored", "restore-failed"), _MACHINE),
+    "durable-request": _SAVES,
+    "join": (
+        f"{_JOIN}::test_an_epoch_that_an_agent_has_closed_is_not_open",
+        f"{_JOIN}::test_dead_between_journal_and_announcement",
+    ),
+    # To agents, from there to members, and from members to their agent.
+    "close": (_AGENT, _LINK),
+    "record": (_AGENT, _LINK),
+    "pause": (_LINK,),
+    "store": (_STORE,),
+    "drained": ("tests/cluster/agent/test_epochs.py::test_who_left_an_older_epoch_is_waited_for",),
+    # Between a vault, its member and other vaults.
+    **dict.fromkeys(("ended", "fetch", "put", "restore", "waiting"), _VAULT),
+    **dict.fromkeys(("bad", "committed"), (_MEMBER,)),
+}
+
+
+def kinds_in_source() -> Iterator[str]:
+    """Of messages that are written out in the package with an epoch in them, or a record."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Dict):
+                pairs = zip(node.keys, node.values, strict=True)
+                values = {key.value: value for key, value in pairs if isinstance(key, ast.Constant)}
+                kind = values.get("t")
+                if {"epoch", "record"} & values.keys() and isinstance(kind, ast.Constant):
+                    yield str(kind.value)
+        if path.is_relative_to(PACKAGE / "hooks"):  # RoleReports.say() adds the present epoch
+            yield from re.findall(r"\.say\(\s*\"([a-z-]+)\"", path.read_text())
+
+
+def kinds_in_tables() -> Iterator[str]:
+    """Of orders and reports that are written and read by their dataclass."""
+    for name, kind in {**{n: k for k, n in _NAMES.items()}, **_OF_AGENTS, **_OF_MEMBERS}.items():
+        if "epoch" in {field.name for field in fields(kind)}:
+            yield name
+
+
+def test_each_kind_that_carries_an_epoch_has_its_row() -> None:
+    assert {*kinds_in_source(), *kinds_in_tables()} == TESTS.keys() - {"committed"}
+
+
+@pytest.mark.parametrize("test", sorted({test for row in TESTS.values() for test in row}))
+def test_each_row_names_what_there_is(test: str) -> None:
+    file, name = test.split("::")
+    assert re.search(rf"def {name}\b", (ROOT / file).read_text())
