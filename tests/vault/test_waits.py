@@ -41,7 +41,7 @@ def clock() -> Clock:
     return Clock()
 
 
-class Refused(Sender):
+class RefusedSender(Sender):
     """Brings nothing there, so many times; then all of it."""
 
     times = 0
@@ -65,7 +65,7 @@ def test_what_a_node_refuses_is_offered_again_within_a_second(
     state.adopt(record_of())
     state.pause = lambda epoch, seconds: clock.wait(seconds)  # type: ignore[method-assign]
     assert state.ledger is not None
-    sender = Refused(state, make_layout(0), Target(1), state.ledger.scheme)
+    sender = RefusedSender(state, make_layout(0), Target(1), state.ledger.scheme)
     sender.times = times
     sender.run()
     assert len(clock.waits) == times
