@@ -17,6 +17,7 @@ from deadpool_megatron.layout.placement import (
     missing_copies,
     parse_domains,
 )
+from deadpool_megatron.layout.records import NodeAddress, Seat, nodes_of
 
 
 def own_domains(nodes: range | list[int]) -> dict[int, str]:
@@ -58,6 +59,15 @@ def test_covered_counts_domains_not_roles() -> None:
     assert not is_covered((0, 1, 2), 0, seats, {0: "a", 1: "a", 2: "b"}, 1)
     assert not is_covered((0, 2), 0, seats, {0: "a", 2: "b"}, 1)  # node 1 is dead
     assert not is_covered((0,), 0, seats, own_domains(range(3)), 1)
+
+
+def test_spares_of_a_record_hold_copies() -> None:
+    """Nodes without a role that are no spares do not: they are about to leave."""
+    seats = {0: Seat(0, 0, 0), 1: Seat(0, 1, 0)}
+    nodes = {node: NodeAddress(f"host{node}", 1, f"host{node}", node == 2) for node in range(3)}
+    placement = CopyPlacement(*nodes_of(seats, nodes), 2)
+    assert placement.buddies(0, (0, 1)) == (2,)
+    assert nodes_of(seats, nodes) == ({0: 0, 1: 0}, {n: f"host{n}" for n in nodes}, [2])
 
 
 @st.composite

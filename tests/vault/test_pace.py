@@ -514,3 +514,18 @@ def test_counters_that_stand_still_tell_nothing() -> None:
     readings = [((k + _TICKS) * _TICK_SECONDS, 10**9, own[k]) for k in range(_TICKS)]
     with pytest.raises(ValueError, match="do not move"):
         assert [link.reads(*reading) for reading in readings]
+
+
+def test_time_at_a_gate_is_counted_once_and_is_no_time_that_training_needs() -> None:
+    """A second commit, of a generation that is not waited for, adds nothing."""
+    pace = Pace()
+    now = run(pace, [10.0] * 6)
+    assert pace.seconds() == 10.0
+    held = Generation(1, 6)
+    for _ in range(6):
+        pace.waits(held, now + 10)
+        pace.committed(held, now + 15)
+        pace.committed(held, now + 19)
+        now, held = now + 15, Generation(1, held.iteration + 1)
+        pace.sealed(held, now)
+    assert pace.seconds() == 10.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -15,6 +15,7 @@ from deadpool_megatron.cluster.machine.machine import _TOPICS
 from deadpool_megatron.cluster.machine.state import LineageProgress
 from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from tests.cluster.machine.rig import Phase, Rig, g
 from tests.cluster.machine.stale import NOT_OF_EPOCH, OF_EPOCH
 
@@ -114,3 +115,49 @@ def test_what_grows_with_the_run_is_cut() -> None:
     assert max(found.kept) == 5001
     assert max(found.nonfinite) == 99_999
     assert set(found.gone) == set(history.gone), "none of them may come back"
+
+
+def test_a_successor_knows_all_that_its_record_says() -> None:
+    rig = Rig(nodes=2, spares=1).run(7)
+    plan = ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=4), every=3)
+    failure = {"kind": "hang", "cause": "no step", "iteration": 6, "node": 1, "signature": "s"}
+    history = History(
+        kept={1: 5, 2: NO_LIMIT},
+        gone={9: "its connection closed"},
+        wrong=frozenset({1}),
+        wrong_hosts=frozenset({"host8"}),
+        nonfinite={4: 1},
+        struck=frozenset({"/struck"}),
+        failures=(failure,),
+        recoveries=3,
+        steps_recomputed=11,
+        protection_told=ProtectionPlan(),
+    )
+    restore = replace(rig.record.restore, kind="memory", generation=g(5))
+    record = replace(rig.record, restore=restore, history=history, emitted_up_to=7, protection=plan)
+    newest, older, struck, thrown_away = (
+        Restore("durable", generation, path=path)
+        for generation, path in ((g(3), "/a"), (g(2), "/b"), (g(1), "/struck"), (g(4), "/nan"))
+    )
+    state = rig.take_over(
+        record,
+        [thrown_away, newest, older, struck],
+        gone={5: "its power was lost"},
+        wrong={7: "host7", 6: ""},
+    )
+    assert (state.record, state.epoch, dict(state.seats)) == (record, record.epoch, record.seats)
+    assert (state.protection.plan, state.protection.told) == (plan, ProtectionPlan())
+    assert state.fleet.removed == {9: "its connection closed", 5: "its power was lost"}
+    assert state.fleet.quarantined == {1, 6, 7}
+    assert state.fleet.quarantined_hosts == {"host7", "host8"}
+    assert state.fleet.draining == {1}, "it has a role"
+    line = state.lineage
+    assert (line.kept, line.struck, line.newest) == (history.kept, history.struck, 7)
+    assert line.ever_ran
+    assert line.valid == (newest, older), "neither struck off nor of an iteration thrown away"
+    ((iteration, known),) = state.blame.failures
+    assert (iteration, known.kind, known.signature) == (6, "hang", ("s",))
+    assert state.blame.nonfinite == {4: 1}
+    assert (state.recoveries.count, state.recoveries.steps_recomputed) == (3, 11)
+    initial = replace(record, restore=replace(restore, kind="initial"))
+    assert not rig.take_over(initial).lineage.ever_ran

@@ -35,6 +35,18 @@ from tests.cluster.machine.agents import Agents
 from tests.common.event_schema import check_event
 
 
+def knowledge(state: State) -> dict[str, object]:
+    """Return what a successor knows of the run at once, from its newest record."""
+    line, blame, fleet = state.lineage, state.blame, state.fleet
+    return {
+        "epoch": (state.record, state.epoch),
+        "line": (line.kept, line.struck),
+        "blame": (blame.failures, blame.nonfinite),
+        "nodes": (fleet.removed.keys(), fleet.quarantined, fleet.quarantined_hosts),
+        "protection": state.protection.plan,
+    }
+
+
 class World(Agents):
     """Everything outside the machine, and the machine."""
 
@@ -294,8 +306,10 @@ class World(Agents):
         to_pause = any(member.pause_at is not None for member in members)  # ordered earlier
         if self.state.phase is not Phase.RUNNING or self.state.blame.suspicion or to_pause:
             return
-        epoch = self.state.epoch
+        epoch, known = self.state.epoch, knowledge(self.state)
         self.restart_coordinator(landed=True)
+        differences = {k: (v, known[k]) for k, v in knowledge(self.state).items() if v != known[k]}
+        assert not differences, differences
         self.train()
         self.settle()
         if self.state.phase is Phase.BOOTSTRAPPING:  # for a spare that was lost before

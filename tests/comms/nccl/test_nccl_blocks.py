@@ -225,3 +225,5 @@ def test_a_thread_that_is_in_a_group_already_begins_nothing() -> None:
     blocks = Blocks(lambda: True)
     assert "left it open" in blocks.begin("send")
     assert "left it open" in blocks.ruin()
+    blocks.lose("another")
+    assert "something unknown" in blocks.ruin(), "the first reason is the cause of the others"
