@@ -43,6 +43,8 @@ _CONTAINER_CALLS = {
     "setdefault",
     "remove",
 }
+# What the state machine orders is done after it has answered: only the order of two orders matters.
+_ORDERS = {"act", "emit"}
 # A longer time or a larger block is no mistake: numbers are changed where they count something.
 _MEASURE = re.compile(r"(seconds|bytes|timeout)$", re.IGNORECASE)
 _LARGEST_COUNT = 64
@@ -190,9 +192,11 @@ def _has_effect(line: cst.SimpleStatementLine) -> bool:
             return True
         case cst.Raise(exc=cst.Call(func=cst.Name(value="AssertionError"))):
             return False
+        case cst.Del(target=target):
+            return isinstance(target, cst.Subscript)  # the rest is freed a little later
         case cst.Return(value=None | cst.Name(value="None" | "True" | "False")):
             return True
-    return isinstance(line.body[0], cst.AugAssign | cst.Raise | cst.Continue | cst.Break | cst.Del)
+    return isinstance(line.body[0], cst.AugAssign | cst.Raise | cst.Continue | cst.Break)
 
 
 def _return_at_the_end(function: cst.FunctionDef) -> cst.CSTNode | None:
@@ -207,11 +211,12 @@ def _return_at_the_end(function: cst.FunctionDef) -> cst.CSTNode | None:
 
 def _is_order(first: cst.CSTNode, second: cst.CSTNode, text: str) -> bool:
     """Whether it can matter which of two statements is first, and both can be."""
-    calls = []
+    calls, orders = [], 0
     for line in (first, second):
         match line:
             case cst.SimpleStatementLine(body=[cst.Expr() as statement]) if _has_effect(line):
-                calls.append(_called(statement) not in _CONTAINER_CALLS)
+                calls.append(_called(statement) not in _CONTAINER_CALLS | _ORDERS)
+                orders += _called(statement) in _ORDERS
             case cst.SimpleStatementLine(body=[cst.Assign(targets=[target], value=value)]):
                 name = target.target.value if isinstance(target.target, cst.Name) else None
                 if name and (not _called(value) or re.search(rf"\b{name}\b", text)):
@@ -219,4 +224,4 @@ def _is_order(first: cst.CSTNode, second: cst.CSTNode, text: str) -> bool:
                 calls.append(False)
             case _:
                 return False
-    return any(calls)
+    return orders == 2 if orders else any(calls)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron.hooks import entry as entry_module
-from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Source
+from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat, Source
 from deadpool_megatron.platform.devices import CopyFailedError, CpuPlatform, Platform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.member import VaultClient
@@ -63,6 +63,90 @@ def test_bytes_that_were_damaged_before_they_were_sealed_are_named_by_their_part
     with pytest.raises(RestoreFailed, match="not encoded extras") as failed:
         Entry(node, restore, vault)._restore_from_vault(record)
     assert failed.value.part == "extras@step"
+
+
+class Recorder:
+    """A stand-in for what an entry uses: notes the calls, and answers with what is given."""
+
+    def __init__(self, calls: list[str], name: str = "", **known: Any) -> None:
+        self._calls, self._name, self._known = calls, name, known
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known:
+            return self._known[name]
+        return Recorder(self._calls, f"{self._name}.{name}".lstrip("."))
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        self._calls.append(self._name)
+        return self
+
+
+class Restoring(EpochEntry):
+    """An entry all of whose parts are recorders."""
+
+    def __init__(self, calls: list[str]) -> None:
+        shard = Recorder(calls, "shard")
+        protection = Recorder(calls, "protection", layout=make_layout(0))
+        loop = Recorder(calls, "loop", counters={"iteration": 6})
+        known = {"shard": shard, "protection": protection, "loop": loop}
+        self._built: Any = Recorder(calls, "built", **known)
+        self._vault: Any = Recorder(calls, "vault", has_segment=lambda _: False)
+        self._link: Any = Recorder(calls, "link")
+        self._platform: Any = Recorder(calls, "platform", is_cuda=False)
+        self.reports: Any = Recorder(calls, "reports")
+        self.role, self._pristine = 0, b""
+        for name in ("_load", "capture_extras", "_restore_from_vault"):
+            setattr(self, name, Recorder(calls, name))
+        self._find_room = lambda *_, **__: calls.append("_find_room") or []
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [
+        (
+            "durable",
+            "_find_room link.send protection.enter built.cleanup.forget decode restore"
+            " restore_last built.frozen.forget _load shard.readopt capture_extras decode",
+        ),
+        ("initial", "_find_room link.send protection.enter built.cleanup.forget"),
+        (
+            "memory",
+            "link.send protection.enter built.cleanup.forget _restore_from_vault protection.owe",
+        ),
+        (
+            "dump",
+            "_find_room link.send protection.enter built.cleanup.forget _restore_from_vault"
+            " protection.owe",
+        ),
+    ],
+)
+def test_each_kind_of_restore_takes_its_steps_in_order(
+    kind: str, calls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint comes over what was there after the build, the slots after the room for them."""
+    noted: list[str] = []
+    monkeypatch.setattr(entry_module, "megatron_extras", Recorder(noted))
+    monkeypatch.setattr(entry_module, "extras_codec", Recorder(noted))
+    monkeypatch.setattr(entry_module, "dump_differs", lambda *_: "")
+    seats = {0: Seat(0, 0, 0)}
+    record = EpochRecord(3, seats, {}, Restore(kind, Generation(2, 5), "save", "/a"))
+    restoring = Restoring(noted)
+    restoring.restore(record, 0)
+    assert noted == calls.split()
+    from_slots = kind in ("memory", "dump")
+    assert restoring.generation == (Generation(2, 5) if from_slots else Generation(3, 6))
+    assert restoring.boundary == "save"
+
+
+def test_a_dump_of_another_model_is_refused_before_anything_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(entry_module, "dump_differs", lambda *_: "other parts")
+    noted: list[str] = []
+    record = EpochRecord(3, {}, {}, Restore("dump", Generation(2, 5), "save", "/a"))
+    with pytest.raises(OtherModel, match="other parts"):
+        Restoring(noted).restore(record, 0)
+    assert noted == []
 
 
 class Quiet(EpochEntry):

@@ -217,9 +217,11 @@ def test_a_late_worker_of_a_closed_epoch_leaves_the_save_of_the_open_one_alone(
     run, folder = RunDirectory(tmp_path), tmp_path / "checkpoints"
     interrupted, _, _ = unfinished_save(folder, 4, epoch=1)
     late, under_way = unfinished_save(folder, 8, epoch=2), unfinished_save(folder, 12, epoch=3)
+    beside, _, _ = unfinished_save(folder, 10, epoch=2)
     NewCheckpoint(*late, run, "run").make_valid()
     assert not interrupted.exists()
     assert (under_way[0] / "rank0").exists()
+    assert (beside / "rank0").exists(), "a save of the same epoch may be under way as well"
     NewCheckpoint(*under_way, run, "run").make_valid()
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000008", "iter_0000012"]
 

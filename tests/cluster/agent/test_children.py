@@ -136,6 +136,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vault_keeper, name, 0.001)
 
 
+def test_before_its_first_start_the_vault_has_no_process(keeper: VaultKeeper) -> None:
+    assert keeper.living_pid is None
+
+
 def test_a_moment_without_processes_is_sat_out(
     keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:

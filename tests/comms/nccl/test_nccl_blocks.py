@@ -225,5 +225,12 @@ def test_a_thread_that_is_in_a_group_already_begins_nothing() -> None:
     blocks = Blocks(lambda: True)
     assert "left it open" in blocks.begin("send")
     assert "left it open" in blocks.ruin()
-    blocks.lose("another")
-    assert "something unknown" in blocks.ruin(), "the first reason is the cause of the others"
+
+
+def test_the_first_group_that_stays_open_is_the_reason() -> None:
+    blocks = Blocks(lambda: False)
+    assert blocks.begin("send") == blocks.ruin() == ""
+    blocks.lose("send")
+    blocks.lose("recv")
+    assert blocks.begin("recv").startswith("send failed")
+    assert blocks.ruin().startswith("send failed")

@@ -142,6 +142,20 @@ def test_what_train_writes_first_is_not_repeated(book: Book, megatron: Any) -> N
     assert book.writer.lines == ["log 1"]
 
 
+def test_writers_are_back_after_a_silence(book: Book, megatron: Any) -> None:
+    megatron._GLOBAL_WANDB_WRITER = wandb = object()
+
+    def writers() -> tuple[object, object]:
+        return megatron._GLOBAL_TENSORBOARD_WRITER, megatron._GLOBAL_WANDB_WRITER
+
+    with book.silence():
+        assert writers() == (None, None)
+    assert writers() == (book.writer, wandb)
+    with pytest.raises(EpochClosed), book.silence():
+        closed_epoch()
+    assert writers() == (book.writer, wandb)
+
+
 def test_what_a_closed_epoch_has_computed_is_not_written(
     book: Book, megatron: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

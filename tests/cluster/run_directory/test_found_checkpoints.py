@@ -1,0 +1,61 @@
+"""Checkpoints of Megatron's that nobody has announced: complete, and written in this run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.run_directory.directory import found_in, write_json
+from deadpool_megatron.layout.records import Generation, Restore
+
+BEGIN_SECONDS = 1_000_000
+
+
+def checkpoint(folder: Path, iteration: int, data: int, index: int) -> Path:
+    """Written at these times after the begin of the run, in seconds."""
+    path = folder / f"iter_{iteration:07d}"
+    path.mkdir()
+    for name, seconds in (("a.distcp", data - 1), ("b.distcp", data), (".metadata", index)):
+        (path / name).touch()
+        os.utime(path / name, times=(BEGIN_SECONDS + seconds,) * 2)
+    (path / "metadata.json").touch()
+    return path
+
+
+@pytest.fixture
+def saves(tmp_path: Path) -> Path:
+    note = tmp_path / "saves.json"
+    write_json(note, {"directory": str(tmp_path)})
+    os.utime(note, times=(BEGIN_SECONDS,) * 2)
+    return note
+
+
+def test_the_newest_complete_one_is_first(saves: Path, tmp_path: Path) -> None:
+    """Their lineage is not known. One is complete with files as old as the run, or as its index."""
+    paths = [checkpoint(tmp_path, 4, 0, 0), checkpoint(tmp_path, 12, 7, 9)]
+    assert found_in(saves) == [
+        Restore("durable", Generation(0, 12), "save", str(paths[1])),
+        Restore("durable", Generation(0, 4), "save", str(paths[0])),
+    ]
+
+
+def test_what_is_incomplete_or_of_an_earlier_run_is_none(saves: Path, tmp_path: Path) -> None:
+    checkpoint(tmp_path, 1, -1, 5)
+    checkpoint(tmp_path, 2, 5, 4)
+    (checkpoint(tmp_path, 3, 5, 5) / ".metadata").unlink()
+    (checkpoint(tmp_path, 4, 5, 5) / "metadata.json").unlink()
+    assert found_in(saves) == []
+
+
+def test_a_directory_that_cannot_be_read_costs_what_is_found_after_it(
+    saves: Path, tmp_path: Path
+) -> None:
+    whole = checkpoint(tmp_path, 4, 5, 5)
+    (tmp_path / "iter_0000008").mkdir()
+    (tmp_path / "iter_0000008" / "metadata.json").touch()
+    assert [one.path for one in found_in(saves)] == [str(whole)]
+    saves.write_text("{")
+    assert found_in(saves) == []
+    saves.unlink()
