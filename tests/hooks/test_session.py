@@ -8,16 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, Mock
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
 
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
+from deadpool_megatron.hooks import epoch_runner
 from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.epoch_runner import EpochRunner
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.wire.framing import readable
 from tests.hooks.session_rig import (
     ELSEWHERE,
@@ -305,14 +307,84 @@ def test_who_is_to_blame_for_a_checkpoint_that_is_not_loaded(
         assert raised in str(told.value)
 
 
-def test_a_state_is_judged_before_it_is_saved() -> None:
-    whole = MagicMock(**{"entry.boundary": "step"})
-    record = EpochRecord(2, {}, {}, Restore("memory", Generation(1, 0)))
-    runner = EpochRunner(record, whole.entry, *(MagicMock() for _ in range(3)))
-    for boundary in ("evaluation", "save"):
+def calls(whole: MagicMock) -> list[str]:
+    return [name.removeprefix("entry.") for name, *_ in whole.mock_calls if "__" not in name]
+
+
+def runner_of(whole: MagicMock) -> EpochRunner:
+    """From iteration 1 of epoch 1 on; the first of epoch 2 is 2."""
+    whole.entry.generation, whole.entry.boundary = Generation(1, 1), "step"
+    whole.entry.reports.role = 0
+    whole.entry.settings.hash_interval = 2
+    whole.pause.may_start.return_value = True
+    restore = Restore("memory", Generation(1, 1))
+    record = EpochRecord(2, {}, {}, restore, protection=ProtectionPlan(every=3))
+    runner = EpochRunner(record, whole.entry, whole.pause, whole.own_time, Path("saves"))
+    whole.reset_mock()
+    return runner
+
+
+def test_a_segment_takes_its_steps_in_order() -> None:
+    """A state is judged before it is saved, and counts as protected when all is over."""
+    whole = MagicMock()
+    runner = runner_of(whole)
+    for boundary in ("evaluation", "save", "evaluation"):  # the last one is behind
         runner.segment(boundary, whole.run)
-    order = [name for name, *_ in whole.mock_calls if name in ("run", "entry.judge_state")]
-    assert order == ["run", "entry.judge_state", "run"]
+    around = ("communicators.finish_iteration", "reports.check", "reports.send_event")
+    kept = ("protection.holds", "capture_extras", "protection.append")
+    assert calls(whole) == [
+        *("communicators.be_patient", "run", *around, *kept),
+        *("communicators.be_patient", "judge_state", "run", *around, *kept),
+    ]
+    assert whole.entry.communicators.be_patient.call_args_list == [call(True)] * 2
+    segments = [one.args[2]["boundary"] for one in whole.entry.reports.send_event.mock_calls]
+    assert segments == ["evaluation", "save"]
+    appended = [one.args[:2] for one in whole.entry.protection.append.mock_calls]
+    assert appended == [(Generation(1, 1), "evaluation"), (Generation(1, 1), "save")]
+    assert whole.entry.reports.iteration == 1
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_iteration_takes_its_steps_in_order(
+    gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one of an epoch may take long, and its time is not that of others."""
+    whole = MagicMock()
+    monkeypatch.setattr(epoch_runner, "dist", whole.dist)
+    monkeypatch.setattr(epoch_runner, "current_device", lambda: torch.device("cpu"))
+    whole.entry.protection.is_gated = gated
+    runner = runner_of(whole)
+    gate = [] if gated else ["protection.gate", "dist.all_reduce"]
+    for iteration, is_first in ((2, True), (3, False)):
+        assert runner.step(iteration, whole.run) is whole.run.return_value
+        assert calls(whole) == [
+            *("pause.may_start", "communicators.be_patient", "protection.announce"),
+            *("built.audit.announce", "own_time.begin", "run", *gate),
+            *("communicators.finish_iteration", "reports.check"),
+            *([] if is_first else ["own_time.end"]),
+            *("capture_extras", "protection.complete"),
+            *(["loop.state_hash", "reports.check", "reports.send_event"] if is_first else []),
+        ], "of every second iteration the state is hashed"
+        assert whole.entry.communicators.be_patient.call_args == call(is_first)
+        assert whole.entry.protection.announce.call_args == call(Generation(2, iteration))
+        before = Generation(1, 1) if is_first else Generation(2, 2)
+        assert whole.entry.built.audit.announce.call_args == call(iteration, before, 3)
+        assert whole.entry.reports.section == ("first-step" if is_first else "step")
+        assert (whole.entry.reports.iteration, whole.entry.reports.told) == (iteration, [])
+        assert runner.generation == Generation(2, iteration)
+        whole.reset_mock()
+
+
+def test_who_is_asked_to_pause_settles_what_is_protected_first() -> None:
+    whole = MagicMock()
+    runner = runner_of(whole)
+    whole.pause.may_start.return_value = False
+    runner._stand_still_if_asked(2)
+    assert calls(whole) == [
+        *("pause.may_start", "protection.settle", "reports.say", "reports.wait_until"),
+    ]
+    assert whole.entry.reports.say.call_args == call("paused", iteration=1)
+    assert whole.entry.reports.section == "paused"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -18,8 +18,8 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     gradients_part,
 )
-from deadpool_megatron.vault.disk.dump import generation_name
-from deadpool_megatron.vault.disk.sources import newest_whole, snapshot_of_dump
+from deadpool_megatron.vault.disk.dump import dump_files, generation_name
+from deadpool_megatron.vault.disk.sources import newest_whole, slots_of, snapshot_of_dump
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import Segment, checksum, dump_name
 
@@ -107,3 +107,11 @@ def test_what_is_there_as_gradients_only_has_no_bytes(tmp_path: Path) -> None:
         snapshot_of_dump(tmp_path, 0, G(1, 4), "step")
     with pytest.raises(VaultError, match="nothing of role 1"):
         snapshot_of_dump(tmp_path, 1, G(1, 4), "step")
+
+
+def test_slots_of_another_iteration_are_none_of_the_generation(tmp_path: Path) -> None:
+    """Those of the iterations before are, in the lineage of the generation."""
+    write(tmp_path, 0, {5: set(PARTS), 6: set(PARTS)})
+    (dumped,) = dump_files(tmp_path)
+    assert list(slots_of(dumped, G(3, 6))) == [(0, G(3, 6)), (1, G(3, 5))]
+    assert list(slots_of(dumped, G(3, 5))) == []
