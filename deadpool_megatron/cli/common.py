@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -27,12 +28,15 @@ from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.run_directory.cleanup import what_remains
 from deadpool_megatron.cluster.run_directory.directory import (
+    RUN_FILE,
     RunDirectory,
     RunDirectoryError,
     RunInfo,
     address_in,
 )
-from deadpool_megatron.observe.view import TABLE, State, View
+from deadpool_megatron.events import DAMAGE
+from deadpool_megatron.observe.story import Story
+from deadpool_megatron.observe.view import TABLE, State, View, view
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.preflight import host
 from deadpool_megatron.settings import Settings
@@ -249,7 +253,7 @@ class Asker:
         """Return what ``deadpool status --json`` says; None where nobody answers, and once the run
         has its result. Why the coordinator cannot be asked at all is said once, on standard error.
         """
-        if self.run.final.exists():
+        if self.run.final.exists() or not (self.run.path / RUN_FILE).exists():
             return None
         try:
             status: dict[str, Any] = ask(self.run, {"command": "status"}, LOOK_SECONDS)["status"]
@@ -261,6 +265,20 @@ class Asker:
                 print(f"the coordinator cannot be asked: {error}", file=sys.stderr, flush=True)
             return None
         return status if "roles" in status else None
+
+    def view(self, story: Story) -> View:
+        """Return what is to be shown of the run now; as if nobody answered where the coordinator is
+        of another version."""
+        final, left = None, ""
+        with suppress(RunDirectoryError):
+            final = self.run.read_final() if self.run.has_final() else None
+        if (status := self.status()) is None:
+            left = what_remains(self.run)
+        now, run = time.time(), self.run.path
+        try:
+            return view(story, status, run, now, left=left, final=final)
+        except DAMAGE:
+            return view(story, None, run, now, left=left, final=final)
 
 
 def facts(seen: View, status: Mapping[str, Any]) -> list[tuple[str, str]]:

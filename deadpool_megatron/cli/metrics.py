@@ -39,7 +39,7 @@ from deadpool_megatron.events import DAMAGE, EventTail, Kind
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.observe.steps import decimal
 from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Story
-from deadpool_megatron.observe.view import State, View, shown_view
+from deadpool_megatron.observe.view import State, View
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -80,9 +80,7 @@ class WatchedMetrics:
         """Yield all metrics as of now."""
         with self._lock:
             self._tail.feed(self._story.take)
-            status = self._asker.status()
-            seen = shown_view(self._story, status, self._run.path, time.time())
-            yield from metrics(seen, self._about)
+            yield from metrics(self._asker.view(self._story), self._about)
 
     def is_over(self) -> bool:
         """Return whether the run has its result."""

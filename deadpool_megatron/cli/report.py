@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from typing import Any
 from deadpool_megatron.cli.common import Asker, seconds, size, table
 from deadpool_megatron.cli.run_result import failure_to_dict, read_result, read_story
 from deadpool_megatron.cluster.failures import MEANINGS
-from deadpool_megatron.cluster.run_directory.cleanup import what_remains
-from deadpool_megatron.cluster.run_directory.directory import RUN_FILE, RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import (
@@ -24,14 +22,13 @@ from deadpool_megatron.observe.narration import (
     describe_seats,
     describe_slowness,
     describe_stack,
-    describe_wait,
     describe_when,
     shown,
     title,
 )
 from deadpool_megatron.observe.steps import decimal, summary
 from deadpool_megatron.observe.story import PHASES, Interruption, Story
-from deadpool_megatron.observe.view import View, shown_view, view
+from deadpool_megatron.observe.view import View
 
 _SHOWN_STACKS = 3
 # Characters of a name in a table.
@@ -99,20 +96,13 @@ def describe_failure(failure: Interruption, seen: View) -> list[str]:
             ("cost", f"{cost}, {failure.exposed_seconds:.3f} s without all copies in memory"),
         ]
     else:
-        facts.append(("now", _describe_progress(failure, story)))
+        told = [part.phase for part in failure.parts if part.phase in PHASES]
+        at = f"{seen.title}; last phase reported: {(told or ['close'])[-1]}"
+        facts.append(("now", "the run ended here" if failure.is_cut_short else at))
     facts.append(("to do", seen.advice(failure)))
     lines = [f"  {name:<8} {value}" for name, value in facts if value]
     hangs = [line for event in failure.hangs for line in describe_hang(event)]
     return [title(failure, story.hosts), *lines, *hangs]
-
-
-def _describe_progress(failure: Interruption, story: Story) -> str:
-    if failure.is_cut_short:
-        return "the run ended here"
-    if story.waiting is not None:
-        return describe_wait(story.waiting)
-    told = [part.phase for part in failure.parts if part.phase in PHASES]
-    return f"recovering since {date(failure.began)}, last phase reported: {(told or ['close'])[-1]}"
 
 
 def describe_hang(event: Event) -> list[str]:
@@ -286,12 +276,7 @@ def run(args: argparse.Namespace) -> int:
     run = RunDirectory(args.directory)
     result = read_result(args.directory) if run.final.exists() else None
     story = read_story(args.directory) if result is None else result.story
-    left, now = what_remains(run), time.time()
-    if result is not None:
-        seen = view(story, None, run.path, now, left=left, final=run.read_final())
-    else:
-        status = Asker(run).status() if (run.path / RUN_FILE).exists() else None
-        seen = shown_view(story, status, run.path, now, left)
+    seen = Asker(run).view(story)
     if args.json:
         print(json.dumps(to_dict(args.directory, seen), indent=1))
     else:

@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -39,14 +38,13 @@ from deadpool_megatron.cli.common import (
 )
 from deadpool_megatron.cli.http_server import LimitedServer
 from deadpool_megatron.cli.run_result import failure_to_dict
-from deadpool_megatron.cluster.run_directory.cleanup import what_remains
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, EventTail
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.observe.narration import Narrator, label, node_troubles
 from deadpool_megatron.observe.steps import StepTable, decimal
 from deadpool_megatron.observe.story import PHASES, Interruption, Story
-from deadpool_megatron.observe.view import State, View, shown_view
+from deadpool_megatron.observe.view import State, View
 
 _ROOM = Path(observe.__file__).parent
 _FILES = {
@@ -90,8 +88,8 @@ class WatchedPage:
 
     def __init__(self, run_id: str, run: Path, asker: Asker, tail: EventTail) -> None:
         self._run_id, self._run, self._asker, self._tail = run_id, run, asker, tail
-        self._story = Story()
-        self._narrator = Narrator(self._story)
+        self.story = Story()
+        self._narrator = Narrator(self.story)
         self._lines: deque[tuple[float, str, str]] = deque(maxlen=_SHOWN_LINES)
         self._lock = threading.Lock()
         self._made = b""
@@ -102,9 +100,7 @@ class WatchedPage:
         with self._lock:
             if time.monotonic() >= self._good_until:
                 self._tail.feed(self.take)
-                status = self._asker.status()
-                left = what_remains(self._asker.run) if status is None else ""
-                found = self.to_dict(status, time.time(), left)
+                found = self.to_dict(self._asker.view(self.story))
                 self._made = json.dumps(found, allow_nan=False).encode()
                 self._good_until = time.monotonic() + _LOOK_SECONDS
             return self._made
@@ -116,12 +112,8 @@ class WatchedPage:
                 text = line.text.replace("--run-dir DIR", f"--run-dir {self._run}")
                 self._lines.append((event.wall_seconds, text, line.style))
 
-    def to_dict(
-        self, status: Mapping[str, Any] | None, now: float, left: str = ""
-    ) -> dict[str, Any]:
-        """Return everything. ``status``: as of ``deadpool status --json``, None if nobody answers;
-        ``now``: wall clock in seconds; ``left``: in memory, of a run without a process."""
-        seen = shown_view(self._story, status, self._run, now, left)
+    def to_dict(self, seen: View) -> dict[str, Any]:
+        """Return everything."""
         story, until = seen.story, seen.until
         far = story.progress()
         if seen.state is State.GONE:

@@ -16,7 +16,6 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind, date
 from deadpool_megatron.observe.narration import Line, Narrator, describe_progress
 from deadpool_megatron.observe.story import RECENT_STEPS, Story
-from deadpool_megatron.observe.view import shown_view
 
 _LOOK_SECONDS = 0.5
 _LAST_LOOKS = 10
@@ -97,8 +96,7 @@ class Follower:
 
     def _ask(self, *, is_long: bool) -> None:
         """Show what the coordinator says where no events come."""
-        story, status = self._story, self._asker.status()
-        seen = shown_view(story, status, self._run.path, time.time())
+        seen = self._asker.view(self._story)
         if is_long or (seen.events_waiting and not self._is_told):
             self._is_told, self._told_at = True, time.monotonic()
             at, todo = date(seen.now)[11:19], f". To do: {seen.to_do}" if seen.to_do else ""

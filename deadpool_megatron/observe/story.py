@@ -476,6 +476,9 @@ class Story:
         match event.kind:
             case Kind.EPOCH_DECIDED:
                 failure.generation = _generation(data)
+                if any(loss.kind is Kind.NODE_LOST for loss in failure.losses):
+                    # Copies are made again from then on, also where no vault says how long it took.
+                    failure.exposed_seconds = event.wall_seconds - failure.began
             case Kind.EPOCH_OPENED:
                 failure.opened = failure.opened or event  # a coordinator that took over repeats it
             case Kind.PHASE:

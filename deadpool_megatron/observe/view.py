@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind, in_words
-from deadpool_megatron.events import DAMAGE, Event, Kind, date
+from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import advice, count, describe_wait, to_do
@@ -186,16 +186,6 @@ def view(
         to_do="; ".join(to_do),
         why=why,
     )
-
-
-def shown_view(
-    story: Story, status: Mapping[str, Any] | None, run: object, now: float, left: str = ""
-) -> View:
-    """Return the view; as if nobody answered where the coordinator is of another version."""
-    try:
-        return view(story, status, run, now, left=left)
-    except DAMAGE:
-        return view(story, None, run, now, left=left)
 
 
 def _state(story: Story, status: Mapping[str, Any] | None) -> State:

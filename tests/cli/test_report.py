@@ -62,10 +62,6 @@ def test_a_run_in_the_middle_of_a_recovery(tmp_path: Path, carry_out: CarryOut) 
     assert "last phase reported: rebuild" in text
     (failure,) = json.loads(carry_out("report", tmp_path, "--json")[1])["failures"]
     assert not failure["recovered"]
-    waits = Event(Kind.WAITING_FOR_SPARE, 1, data={"text": "roles [0]", "limit_seconds": 9.0})
-    lines = b"".join(map(to_line, [*events[:restoring], waits]))
-    (tmp_path / "events.jsonl").write_bytes(lines)
-    assert "  now      roles [0]" in carry_out("report", tmp_path)[1]
 
 
 def test_a_hang_is_told_with_who_is_where() -> None:

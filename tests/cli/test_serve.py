@@ -26,7 +26,7 @@ import pytest
 
 from deadpool_megatron.cli import serve
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.observe.view import State
+from deadpool_megatron.observe.view import State, view
 from tests.cli.start.refused import old_run
 from tests.cli.told import CarryOut
 from tests.cluster.running import Run, environment, send
@@ -93,6 +93,12 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
             assert set(found) <= {"http://www.w3.org/2000/svg"}, "a name, never loaded"
 
 
+def drawn(
+    page: serve.WatchedPage, status: dict[str, Any] | None, now: float, left: str = ""
+) -> dict[str, Any]:
+    return page.to_dict(view(page.story, status, "R", now, left=left))
+
+
 def page_of(*losses: str, run: str = "run") -> serve.WatchedPage:
     page = serve.WatchedPage(run, Path("R"), None, None)  # type: ignore[arg-type]
     page.take(Event(Kind.RUN_STARTED, data={"spares": 2}, wall_seconds=0.5))
@@ -105,7 +111,7 @@ def page_of(*losses: str, run: str = "run") -> serve.WatchedPage:
 def test_the_state_of_a_large_run() -> None:
     """Two thousand iterations of 512 roles on 64 nodes; a loss that is no number can be told."""
     page = page_of(*(float(k).hex() for k in range(1, 2000)), "nan")
-    told = json.dumps(page.to_dict(status_of(64, 512, 2001.0), 2001.0), allow_nan=False)
+    told = json.dumps(drawn(page, status_of(64, 512, 2001.0), 2001.0), allow_nan=False)
     found = json.loads(told)
     assert len(found["loss"]) <= 402
     assert (found["loss"][0], found["loss"][-1]) == ([1, 1.0, 1.0], [2000, None, 2000.0])
@@ -137,7 +143,6 @@ ATTACH, FAILING = "--run-dir R --attach", {"failing": {"kind": "node-lost"}}
         ((LOST, CLOSED, RECOVERED), {}, 4.0, "good", (2, 2), None),
         ((LOST, CLOSED, RECOVERED), None, 4.0, "wait", None, "--run-dir R"),
         ((), None, 99.0, "bad", None, "--run-dir R"),
-        ((), {"coordinator": None}, 99.0, "bad", None, "--run-dir R"),  # of another version
         ((Event(Kind.RUN_ENDED, data={"exit_status": 0}),), None, 4.0, "good", None, None),
         ((Event(Kind.RUN_ENDED, data={"exit_status": 75}),), None, 4.0, "wait", None, None),
         ((Event(Kind.RUN_ENDED, data={"exit_status": 1}),), None, 4.0, "bad", None, None),
@@ -155,7 +160,7 @@ def test_the_banner_says_whether_it_is_all_right_and_advises_what_is_to_be_done_
     for event in told:
         page.take(event)
     status = None if change is None else {**status_of(2, 4, now), "fewer_copies": [], **change}
-    found = page.to_dict(status, now)
+    found = drawn(page, status, now)
     banner = found["banner"]
     assert (banner["look"], banner["spares"]) == (look, spares)
     assert bool(banner["to_do"]) == (advice is not None)
@@ -167,8 +172,8 @@ def test_the_banner_says_whether_it_is_all_right_and_advises_what_is_to_be_done_
 def test_a_run_without_a_process_has_no_pace_and_says_what_is_left() -> None:
     page = page_of("0x1p+1", "0x1p+1")
     page.take(Event(Kind.TRAINING, data={"iterations": 100}))
-    assert page.to_dict(None, 3.0)["progress"]["seconds_left"] == 98.0
-    found = page.to_dict(None, 3.0, "64 MiB")
+    assert drawn(page, None, 3.0)["progress"]["seconds_left"] == 98.0
+    found = drawn(page, None, 3.0, "64 MiB")
     assert (found["banner"]["look"], found["banner"]["to_do"]) == ("bad", "64 MiB")
     assert (found["progress"]["seconds_left"], found["progress"]["iterations"]) == (None, 100)
 
@@ -180,7 +185,7 @@ def test_a_takeover_is_shown_with_all_nodes_that_the_events_know() -> None:
     page.take(Event(Kind.COORDINATOR, 1, 0, data={"term": 2}, wall_seconds=3.0))
     status = status_of(1, 2, 4.0)
     status |= {"phase": "bootstrapping", "nodes": {"0": status["nodes"]["0"]}}
-    found = page.to_dict(status, 4.0)
+    found = drawn(page, status, 4.0)
     assert [(n, one["host"]) for n, one in found["status"]["nodes"].items()] == [
         ("0", "b0"),
         ("1", "b1"),
@@ -197,7 +202,7 @@ def test_a_drained_node_has_left_unless_its_roles_failed_with_it() -> None:
         page = page_of("0x1p+1")
         for event in told:
             page.take(event)
-        assert [one["planned"] for one in page.to_dict(None, 9.0)["lost"]] == [planned]
+        assert [one["planned"] for one in drawn(page, None, 9.0)["lost"]] == [planned]
 
 
 def test_a_node_that_is_back_is_not_lost_and_one_that_leaves_after_the_end_did_not_fail() -> None:
@@ -205,7 +210,7 @@ def test_a_node_that_is_back_is_not_lost_and_one_that_leaves_after_the_end_did_n
     joined = Event(Kind.NODE_JOINED, 1, 9, data={"spare": True}, wall_seconds=5.0)
     for event in (LOST, joined, Event(Kind.RUN_ENDED, data={"exit_status": 0}), LOST):
         page.take(event)
-    found = page.to_dict(None, 9.0)
+    found = drawn(page, None, 9.0)
     assert found["lost"] == []
     assert [style for _, _, style in found["lines"]] == ["", "bold green"]
 
@@ -214,7 +219,7 @@ def states() -> dict[str, dict[str, Any]]:
     """States of small and large runs, from the start to the end, with all that can be shown."""
     began = time.time() - 100.0
     long = "no more than three nodes of failure domain rack-07 may be lost at once, " * 3
-    found = {"start": page_of().to_dict(None, began)}
+    found = {"start": drawn(page_of(), None, began)}
     for name, nodes, roles in (("8", 4, 8), ("512", 64, 512)):
         page, status = page_of(run=f"run-of-{roles}-roles"), status_of(nodes, roles, began + 99)
         told = list(events_of(60, 40, 0.0, began=began))
@@ -227,12 +232,12 @@ def states() -> dict[str, dict[str, Any]]:
         status |= {"slow": {"1": {"seconds": 0.31, "peer_seconds": 0.1}}}
         status["nodes"]["2"] |= {"standing": "weak", "reasons": [long]}
         status["roles"]["2"]["waiting"], status["roles"]["4"]["section"] = [1, 2, 3], "save"
-        found[f"running-{name}"] = page.to_dict(status, began + 99)
+        found[f"running-{name}"] = drawn(page, status, began + 99)
         page.take(replace(CLOSED, data={**CLOSED.data, "cause": long}, wall_seconds=began + 61))
         status |= {"phase": "closing", "failing": {"kind": "node-lost", "cause": long}}
-        found[f"recovering-{name}"] = page.to_dict(status, began + 99)
+        found[f"recovering-{name}"] = drawn(page, status, began + 99)
         page.take(told[-1])
-        found[f"over-{name}"] = page.to_dict(None, began + 99)
+        found[f"over-{name}"] = drawn(page, None, began + 99)
     return found
 
 
@@ -282,7 +287,7 @@ def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
     state = page_of("0x1p+1", "0x1p+1", run=bad)
     state.take(Event(Kind.TRAINING, data={"iterations": 100}))
     state.take(Event(Kind.EPOCH_CLOSED, data={"cause": bad, "kind": "node-lost"}))
-    shown = state.to_dict(status_of(2, 4, 1.0), 1.0)
+    shown = drawn(state, status_of(2, 4, 1.0), 1.0)
     with Browser(tmp_path / "profile") as browser, served(shown) as address:
         browser.open(f"{address}/?token={TOKEN}")
         assert f"[node-lost]: {bad}" in browser.text()

@@ -186,3 +186,12 @@ def test_files_longer_than_a_piece_are_followed_one_after_the_other(
         assert tail.poll() == []
         file.write(to_line(step(101))[-9:])
     assert [event.iteration for event in tail.poll()] == [101]
+
+
+def test_a_lost_node_is_an_exposure_at_least_until_the_decision() -> None:
+    """Also where no vault reports one: a wait for a spare is a part of it."""
+    found = [e for e in struck_events() if e.kind is not Kind.EXPOSED]
+    decided = at(found, Kind.EPOCH_DECIDED)
+    late = [replace(e, wall_seconds=e.wall_seconds + 26.0) for e in found[decided:]]
+    (failure,) = story_of(*found[:decided], *late).failures
+    assert failure.exposed_seconds == pytest.approx(26.0, abs=0.2)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.cli import report, serve
+from deadpool_megatron.cli.common import Asker
 from deadpool_megatron.cli.control import status as status_command
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.metrics import metrics
@@ -119,7 +120,7 @@ class Synthetic:
         left = [] if self.written is None else self.events[self.written :]
         events = {**NOTHING_WAITS, "waiting": len(left), "seconds": 9.0 if left else 0.0}
         if left:
-            unwritten = [event.to_dict() for event in self.events[self.written - 1 :]]  # type: ignore[operator]
+            unwritten = [event.to_dict() for event in self.events[max(0, self.written - 9) :]]  # type: ignore[operator]
             events |= {"trouble": "x", "why": FULL, "unwritten": unwritten}
         return {**self.status, "now": self.now + 1.0, "step_seconds_ago": None, "events": events}
 
@@ -138,7 +139,7 @@ def shown(run: Synthetic, skew: float = 0.0) -> tuple[View, dict[str, dict[str, 
     status, now = run.answer(), run.now + 1.0 + skew
     seen = view(story, status, RUN, now)
     found: dict[str, dict[str, Any]] = {}
-    drawn = page.to_dict(status, now)
+    drawn = page.to_dict(seen)
     banner = drawn["banner"]
     failures = [one for one in drawn["recoveries"] if not one["planned"]]
     found["page"] = {
@@ -200,9 +201,10 @@ def watched(status: Mapping[str, Any], story: Story, now: float) -> dict[str, An
     """What `deadpool run` and `deadpool watch` say where no events come."""
     said = list[str]()
     follower = Follower(RunDirectory(RUN), Mock(spec=Display, line=lambda t, s: said.append(t)))
-    follower._story, follower._asker = story, Mock(status=lambda: status)
+    follower._story = story
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deadpool_megatron.cli.watch.time.time", lambda: now)
+        patch.setattr("deadpool_megatron.cli.common.time.time", lambda: now)
+        patch.setattr(Asker, "status", lambda _: status)
         follower._ask(is_long=True)
     (line,) = said
     first, _, to_do = line.split("  ", 1)[1].partition(". To do: ")
@@ -286,13 +288,13 @@ def test_each_state_has_its_row(acts: tuple[str, ...], state: State, look: str) 
 def test_a_full_run_directory_is_said_first_with_what_to_do() -> None:
     run = Synthetic()
     run.open()
-    for act in ("step", "fill_disk", "step", "crash", "recover"):
+    for act in ("step", "crash", "recover", "fill_disk", "step", "crash", "recover"):
         run.do(act)
     seen = hold(run)
     assert seen.title.startswith("Running; first is full since ")
     assert seen.title.endswith(": lines and page stand still, training continues")
     assert seen.to_do == f"make room on its file system ({RUN})"
-    assert (seen.iteration, seen.story.survived, seen.events_waiting) == (3, 1, 7)
+    assert (seen.iteration, seen.story.survived, seen.events_waiting) == (4, 2, 7)
 
 
 def test_a_bug_is_called_so_and_nothing_is_attached_to_a_run_that_is_over() -> None:
@@ -311,6 +313,13 @@ def test_a_bug_is_called_so_and_nothing_is_attached_to_a_run_that_is_over() -> N
         lines += narrator.take(event)
     assert "ended with status 1 [bug]" in lines[-2].text
     assert lines[-1].text.startswith("to do: fix the program or the data first")
+
+
+def test_the_answer_of_another_version_is_none(tmp_path: Path) -> None:
+    asker = Asker(RunDirectory(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Asker, "status", lambda _: {**status_of(2, 4), "coordinator": None})
+        assert asker.view(Story()).status is None
 
 
 def test_advice_grows_with_the_number_of_failures() -> None:

@@ -53,7 +53,6 @@ _ASK_SECONDS = 5.0
 _PAUSE_SECONDS = 0.5
 # A write under way cannot be called back, only followed by another one.
 _UNLESS = " (unless another coordinator takes over before the journal works again)"
-_SHOWN_FAILURES = 5
 # Describing a run may take this part of the coordinator's time, however many people watch it.
 _SHARE_OF_TIME = 0.1
 
@@ -396,8 +395,8 @@ class PacedStatus:
 
 
 def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str, Any]:
-    """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, recoveries, failures (the
-    last ones), failing (the one that is being recovered from), aside, refusals, and more.
+    """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, failing (the failure that
+    is being recovered from), refusals, and more. Events have what is over.
     """
     record = state.record
     beats = role_beats(state, peers)
@@ -429,7 +428,6 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
         "epoch": 0 if record is None else record.epoch,
         "phase": str(state.phase),
         "waiting_for": state.waiting_for(),
-        "cause": "" if record is None else record.cause,
         "iteration": progress.last_iteration,
         "roles": roles,
         "nodes": nodes,
@@ -440,19 +438,12 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
             f"{node}.{slot}.{member.incarnation}": str(member.status)
             for (node, slot), member in sorted(state.fleet.members.items())
         },
-        "recoveries": state.recoveries.count,
-        "steps_recomputed": state.recoveries.steps_recomputed,
-        "failures": [
-            {"epoch": report.epoch, "kind": report.kind, "cause": report.cause}
-            for report in state.recoveries.finished[-_SHOWN_FAILURES:]
-        ],
         "failing": {}
         if state.recoveries.current is None
         else {
             "kind": state.recoveries.current.kind,
             "cause": "; then ".join(state.recoveries.current.causes),
         },
-        "aside": sorted(state.fleet.aside & set(state.fleet.nodes)),
         "protection": "" if record is None else in_words(record.protection, record.replicas),
         "requests": [request.to_dict() for request in state.requests],
         "fewer_copies": sorted(exposed_roles(state)),

@@ -104,7 +104,6 @@ class Coordinator:
             on_trouble=self.warn,
         )
         self._garbage = GarbageSearch(now)
-        self._longest_stand = 0.0  # of the loop, in which nobody was answered
         self._exit_status: int | None = None
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[object]] = set()
@@ -128,7 +127,6 @@ class Coordinator:
             **self._watchdog.describe(state),
             "export": self.checkpoints.status(),
             **self.files.describe(),
-            "longest_stand_seconds": self._longest_stand,
         }
 
     async def run(self) -> int:
@@ -349,7 +347,6 @@ class Coordinator:
         while True:
             await asyncio.sleep(interval)
             now = time.monotonic()
-            self._longest_stand = max(self._longest_stand, now - last - interval)
             if now - last > 3 * interval:
                 self.peers.forgive(now)
             last = now
