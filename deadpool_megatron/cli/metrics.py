@@ -167,7 +167,7 @@ def _gauges(seen: View) -> Iterator[Metric]:
     exposed = None if seen.exposed is None else len(seen.exposed)
     known: list[tuple[str, str, float | None]] = [
         ("coordinator_term", "Term of the coordinator.", story.term),
-        ("exit_status", "Exit status of the run that has ended.", story.exit_status),
+        ("exit_status", "Exit status of the run that has ended.", seen.final.get("exit_status")),
         ("iteration", "The newest finished iteration.", seen.iteration),
         ("exposed_roles", "Roles with fewer copies than wanted.", exposed),
         ("rpo_iterations", rpo, seen.most_lost),

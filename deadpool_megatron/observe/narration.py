@@ -21,7 +21,10 @@ _SHOWN_FRAMES = 4
 # Kinds of event that always say the same: the text, of what an event has, and its style.
 _PLAIN = {
     Kind.NODE_JOINED: ("node {node} joined", ""),
-    Kind.VAULT_LOST: ("vault of node {node} lost: {cause}", "red"),
+    Kind.VAULT_LOST: (
+        "vault of node {node} lost: {cause}; it is started again on its slots",
+        "yellow",
+    ),
     Kind.EPOCH_OPENED: ("epoch {epoch} open", "green"),
     Kind.NODE_ASIDE: ("{cause}", "bold red"),
     Kind.NONFINITE: ("the {number} of iteration {iteration} is {value}: {policy}", "bold red"),

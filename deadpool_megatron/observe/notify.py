@@ -120,7 +120,7 @@ def notice_text(event: Event) -> str:
         case Kind.NODE_ASIDE:
             return str(data.get("cause"))
         case Kind.WAITING_FOR_SPARE:
-            return f"waits for a node: {describe_wait(event)}"
+            return f"waits for a node (deadpool agent --attach): {describe_wait(event)}"
         case Kind.RUN_ENDED:
             why = f": {data['reason']}" if data.get("reason") else ""
             return f"ended with status {data.get('exit_status')}{why}"

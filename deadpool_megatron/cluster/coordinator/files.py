@@ -59,7 +59,10 @@ _LONG_SECONDS = 5.0
 # Of events that wait the status has so many newest ones, without those of single processes; of
 # steps in a row the last one.
 _SHOWN_EVENTS = 512
-_OF_ONE = (Kind.LOG, Kind.SEALED, Kind.COMMITTED, Kind.GATE_WAIT, Kind.PHASE, Kind.STATE_HASH)
+_OF_ONE = (
+    *(Kind.LOG, Kind.SEALED, Kind.COMMITTED, Kind.GATE_WAIT, Kind.PHASE, Kind.STATE_HASH),
+    *(Kind.STACK, Kind.MEMBER_STARTED, Kind.MEMBER_WARM, Kind.MEMBER_DONE, Kind.VAULT_STARTED),
+)
 # Losses that say something about the host; a node that was quarantined, as a slow one, does, too,
 # but for lack of memory: the next run looks how much there is then. A
 # connection that ends does not: that is also what a cancelled job looks like, and then every node

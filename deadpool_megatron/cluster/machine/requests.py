@@ -174,7 +174,7 @@ def _protect(core: Core, request: Request) -> Request:
         return request.at(Stage.UNDER_WAY, "comes with the next protected iteration")
     if state.protection.plan != plan:
         return request.at(
-            Stage.REFUSED, f"{plan_in_words(state.protection.plan)} was chosen after it"
+            Stage.REFUSED, f"replaced by a later one: {plan_in_words(state.protection.plan)}"
         )
     return request
 
