@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pytest
 from deadpool_megatron.cli.common import Asker
 from deadpool_megatron.cli.metrics import metrics
 from deadpool_megatron.cli.run_result import read_story
+from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from deadpool_megatron.observe.view import State, View, view
 from tests.cluster.running import Run, deadpool, send, start
@@ -58,7 +60,7 @@ def samples(found: View) -> dict[str, float]:
 
 
 def test_a_full_run_directory_is_said_everywhere_and_nothing_is_lost(tmp_path: Path) -> None:
-    """Also of a failure meanwhile, which the coordinator alone knows of."""
+    """A recovery waits for the journal, which is there, too: that is said as well."""
     with (
         file_system(tmp_path / "small", "2m") as mount,
         Run(mount / "r", "--step-seconds", "0.05") as run,
@@ -68,35 +70,57 @@ def test_a_full_run_directory_is_said_everywhere_and_nothing_is_lost(tmp_path: P
             wait_for("the view to say so", lambda: seen(run).events_waiting)
             written = run.newest_iteration()
             wait_for("iterations", lambda: seen(run).iteration > written + 20)
-            send(run.listing(0)["members"]["0"])
-            wait_for("the recovery", lambda: seen(run).story.survived == 1)
-            wait_for("iterations", lambda: seen(run).state is State.RUNNING)
             found = seen(run)
-            assert "; r is full since " in found.title
-            assert found.to_do.startswith("make room on its file system")
+            assert found.title.startswith("Running; r is full since ")
+            assert found.to_do == f"make room on its file system ({run.run.path})"
             assert found.step_seconds_ago is not None
             assert found.step_seconds_ago < 30.0
-            assert [one.kind for one in found.story.failures] == ["process-crash"]
             values = samples(found)
             assert values["deadpool_events_waiting"] > 20
             assert values["deadpool_iteration"] > written + 20
-            assert values["deadpool_failures_total.process-crash"] == 1
             assert values["deadpool_state.running"] == 1
             told = shown(run)
-            assert " is full since " in told["lines"][0]
+            assert told["lines"][0].startswith("Running; r is full since ")
             assert "to do: make room on its file system" in told["lines"][1]
-            assert any("failures survived: 1" in line for line in told["lines"])
-            assert any("[process-crash]" in line for line in told["lines"])
-            report = deadpool("report", str(run.run.path)).stdout
-            assert " is full since " in report.splitlines()[0]
-            assert "failure 1 [process-crash]" in report
-            wait_for("the launcher's line", lambda: " is full since " in run.output.read_text())
+            report = deadpool("report", str(run.run.path)).stdout.splitlines()
+            assert ": Running; r is full since " in report[0]
+            wait_for("the launcher's line", lambda: " r is full since " in run.output.read_text())
             assert run.newest_iteration() <= written + 20, "none of it is in the files"
-        assert "To do: make room on its file system" in run.output.read_text()
-        wait_for("all of it", lambda: run.events(Kind.RECOVERED))
+            assert "To do: make room on its file system" in run.output.read_text()
+            send(run.listing(0)["members"]["0"])
+            wait_for("the failure", lambda: seen(run).state is State.RECOVERING)
+            found = seen(run)
+            assert "waits for the journal of epoch 2; r is full since " in found.title
+            assert [one.kind for one in found.story.failures] == ["process-crash"]
+        wait_for("the recovery", lambda: run.events(Kind.RECOVERED))
         run.finish()  # each step is there, once
         assert "recovered in" in run.output.read_text()
         assert seen_after(run) == ["process-crash"]
+
+
+def test_a_failure_that_cannot_be_written_is_shown(tmp_path: Path) -> None:
+    """Only the events have no room, so that the run recovers."""
+    with Run(tmp_path / "r", "--step-seconds", "0.05") as run:
+        run.wait_iteration(60)  # more bytes than a record has
+        coordinator = read_json(run.run.coordinator)["pid"]
+        _, hard = resource.prlimit(coordinator, resource.RLIMIT_FSIZE)
+        size = run.run.events.stat().st_size
+        resource.prlimit(coordinator, resource.RLIMIT_FSIZE, (size, hard))
+        wait_for("the view to say so", lambda: seen(run).events_waiting)
+        send(run.listing(0)["members"]["0"])
+        wait_for("the recovery", lambda: seen(run).story.survived)
+        wait_for("training", lambda: seen(run).state is State.RUNNING)
+        told = shown(run)
+        assert "r cannot be written (File too large) since " in told["lines"][0]
+        assert any("failures survived: 1" in line for line in told["lines"])
+        assert any("[process-crash]" in line for line in told["lines"])
+        assert samples(seen(run))["deadpool_recoveries_total.process-crash"] == 1
+        assert run.events(Kind.EPOCH_CLOSED) == []
+        resource.prlimit(coordinator, resource.RLIMIT_FSIZE, (hard, hard))
+        run.wait_event(Kind.RECOVERED)
+        wait_for("all of it", lambda: not seen(run).events_waiting)
+        assert seen(run).story.survived == 1, "once"
+        run.finish()
 
 
 def seen_after(run: Run) -> list[str]:
@@ -110,7 +134,9 @@ def test_a_wait_for_a_spare_and_the_clock_of_who_looks(tmp_path: Path) -> None:
         run.wait_iteration(5)
         assert [seen(run, skew).title for skew in (7200.0, -7200.0)] == ["Running", "Running"]
         assert "7200 s later" in dict(seen(run, 7200.0).notes())["clock"]
-        send(run.listing(1)["agent"])
+        coordinator = json.loads(deadpool("status", "--json", str(run.run.path)).stdout)
+        node = 1 - coordinator["coordinator"]["node"]
+        send(run.listing(node)["agent"])
         wait_for("the wait", lambda: seen(run).state is State.WAITING)
         found = seen(run)
         assert (found.look, found.exposed) == ("bad", [0, 1])
@@ -118,7 +144,8 @@ def test_a_wait_for_a_spare_and_the_clock_of_who_looks(tmp_path: Path) -> None:
         counter = "deadpool_node_time_seconds_total.waiting-for-spare"
         waited = samples(found)[counter]
         wait_for("the counter", lambda: samples(seen(run))[counter] > waited)
-        assert "to do: start another node as a spare" in run.output.read_text()
+        line = "to do: start another node as a spare"
+        wait_for("the line", lambda: line in run.output.read_text())
         told = shown(run)
         assert told["lines"][0].startswith("Waiting for a spare: training stands still")
         assert told["state"] == State.WAITING

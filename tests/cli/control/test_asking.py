@@ -100,6 +100,15 @@ def test_what_is_refused_at_once(command: Any, wait: tuple[str, ...]) -> None:
     assert (status, said) == (1, "deadpool drain: refused: node 1 is not connected\n")
 
 
+def test_a_dump_that_could_not_be_written_is_no_refusal(command: Any) -> None:
+    coordinator = Coordinator(UNDER_WAY, (Stage.FAILED, "the state stays in memory"))
+    status, said = command(coordinator, "stop", "--dump", "--wait")
+    assert (status, said.splitlines()[-1]) == (
+        1,
+        "deadpool stop: the run has ended: the state stays in memory",
+    )
+
+
 def test_a_journal_that_does_not_work_is_waited_for(command: Any) -> None:
     trouble = NotNow("the journal cannot be read: nothing was taken on, ask again")
     coordinator = Coordinator(trouble, UNDER_WAY, trouble, (Stage.DONE, ""))
