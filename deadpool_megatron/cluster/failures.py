@@ -55,7 +55,7 @@ class FailureKind(StrEnum):
     NONFINITE_LOSS = "nonfinite-loss"  # the loss, or what else is judged, is NaN or infinite
     SLOW_NODE = "slow-node"  # much slower than its peers
     SILENT_CORRUPTION = "silent-corruption"  # it computed, or held, other numbers than its peers
-    OTHER_PROGRAM = "other-program"  # the state is laid out for another model, or other flags
+    OTHER_PROGRAM = "other-program"  # of a process, or of the state that is to be continued from
     CORRUPT_STATE = "corrupt-state"  # a state did not restore, or not the same on all peers
     BUG = "bug"  # the same failure again at the same step: the program's own
     # Planned: a node was asked to leave, copies are moved, protection changes, the run is to end.

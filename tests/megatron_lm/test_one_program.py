@@ -108,7 +108,8 @@ def test_without_a_spare_the_run_waits_and_another_run_may_have_the_edited_scrip
     settings = "--deadpool-spare-timeout-seconds 3"
     outcome = struck(tmp_path, program, edit, settings=settings)
     assert outcome.status == 75, outcome.story()
-    assert f"{script}: sha256=" in outcome.final["reason"], outcome.story()
+    assert f"{script}: sha256=" in causes(outcome), outcome.story()
+    assert not (tmp_path / "bad-nodes.json").exists()
     resumed = run_program(
         tmp_path / "resumed", program, arguments=["--resume", str(outcome.directory)]
     )

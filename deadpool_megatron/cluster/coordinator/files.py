@@ -342,7 +342,7 @@ def is_bad(event: Event) -> bool:
         return False
     kind = event.data.get("kind")
     if event.kind is Kind.NODE_ASIDE:
-        return kind != FailureKind.NO_ROOM
+        return kind not in (FailureKind.NO_ROOM, FailureKind.OTHER_PROGRAM)
     return event.kind is Kind.NODE_LOST and kind in _HOST_IS_TO_BLAME
 
 

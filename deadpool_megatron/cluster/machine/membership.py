@@ -71,7 +71,7 @@ _HOST_ERRORS = 2
 
 _KINDS: Mapping[int | None, FailureKind] = {
     ExitStatus.NO_DEVICE: FailureKind.DEVICE_ERROR,
-    ExitStatus.OTHER_PROGRAM: FailureKind.LEFT_OUT,
+    ExitStatus.OTHER_PROGRAM: FailureKind.OTHER_PROGRAM,
 }
 
 # Nodes.
@@ -122,7 +122,7 @@ def give_up(core: Core, node: int, cause: str, kind: FailureKind) -> None:
 def drop_node(core: Core, node: int, failure: Failure) -> None:
     """Put a node aside that may be connected."""
     if node in core.state.fleet.nodes:
-        left_out = failure.kind is FailureKind.LEFT_OUT
+        left_out = failure.kind in (FailureKind.LEFT_OUT, FailureKind.OTHER_PROGRAM)
         core.act(DropNode(node, failure.cause, left_out=left_out))
         lose_node(core, node, failure)
 
@@ -247,7 +247,7 @@ def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = Non
         for other, one in fleet.nodes.items()
         if other != node
     )
-    host = "" if is_shared or kind is FailureKind.LEFT_OUT else known.host_name
+    host = "" if is_shared or kind is FailureKind.OTHER_PROGRAM else known.host_name
     fleet.quarantined |= {node}
     fleet.quarantined_hosts |= {host} if host else set()
     core.act(RecordQuarantined(node, host, cause))
@@ -388,8 +388,8 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     if cannot_begin or (is_other and not _is_needed(state, event.node)):
         # Elsewhere it runs: this node, which came later, lacks something that it needs.
         text = f"excluded: its program cannot begin there: {event.last_line or cause}"
-        signature = ("node", str(event.node))
-        drop_node(core, event.node, Failure(text, FailureKind.LEFT_OUT, signature, node=event.node))
+        kind = FailureKind.OTHER_PROGRAM if is_other else FailureKind.LEFT_OUT
+        drop_node(core, event.node, Failure(text, kind, ("node", str(event.node)), node=event.node))
         return
     device_is_lost = _is_broken(event) and not on_purpose
     if device_is_lost:

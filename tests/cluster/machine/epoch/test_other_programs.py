@@ -35,7 +35,7 @@ def test_its_roles_move_to_a_spare_and_its_memory_stays() -> None:
     rig = crashed_and_edited(Rig(nodes=2, spares=1).run(3))
     rig.opened()
     assert nodes_of(rig.record) == {0: 0, 1: 2}
-    assert kinds(rig, Kind.NODE_ASIDE) == ["left-out"]
+    assert kinds(rig, Kind.NODE_ASIDE) == ["other-program"]
     assert LINE in str(rig.of(act.EmitEvent, rig.log))
     assert 1 in rig.state.fleet.nodes
     assert not rig.of(act.Finish, rig.log)
