@@ -194,6 +194,8 @@ class EventLog:
         cache). Raises OSError; the file is opened again at the next call then.
         """
         try:
+            if self._file >= 0 and not os.fstat(self._file).st_nlink:
+                self.close()  # it was removed
             if self._file < 0:
                 self._open()
             elif self._at_end_of_line and os.fstat(self._file).st_size >= self._part_bytes:
@@ -318,6 +320,8 @@ class EventTail:
     def _added(self, path: Path, most: int) -> bytes:
         offset = self._offsets.get(path, 0)
         with os.fdopen(ownership.open_regular(path), "rb") as file:
+            if os.fstat(file.fileno()).st_size < offset:
+                offset = 0  # another file: that one was removed
             file.seek(offset)
             found = file.read(most)
         self._offsets[path] = offset + found.rfind(b"\n") + 1

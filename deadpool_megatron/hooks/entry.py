@@ -265,6 +265,11 @@ class EpochEntry:
             # from here, when this generation is restored.
             self.protection.complete(self.capture_extras(), self.boundary)
             self.protection.owe(self.generation, self.boundary)
+        if record.restore.kind == "initial" and role == 0:
+            k = self.generation.iteration
+            if (path := self.program.loaded_checkpoint(k)) is not None:
+                where = {"temporary": str(path), "final": str(path), "loaded": True}
+                self.reports.say("durable-request", iteration=k, **where)
 
     # Parts of the stages.
 

@@ -268,6 +268,12 @@ class Program(ABC):
         """Return where durable checkpoints go; None for the run directory's own place."""
         return None
 
+    def loaded_checkpoint(self, iteration: int) -> Path | None:
+        """Return the checkpoint that the loop has begun with, after ``iteration``, if a run can
+        fall back to it."""
+        del iteration
+        return None
+
     def spares_may_build(self) -> bool:
         """False while the active roles still make files that a build without peers needs."""
         return True

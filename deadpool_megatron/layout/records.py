@@ -276,6 +276,7 @@ class Restore(Coded):
     checkpoint at ``path``), ``dump`` (slot files that vaults wrote to directory ``path``).
     ``generation`` is what the roles have afterwards and ``boundary`` the last moment after that
     iteration which all roles had reached. ``recipes``: for roles of which no whole copy is left.
+    ``identity``: what ``path`` held when it was noted; empty where nobody has looked.
     """
 
     kind: str
@@ -284,6 +285,7 @@ class Restore(Coded):
     path: str = ""
     sources: Mapping[int, Mapping[str, tuple[Source, ...]]] = field(default_factory=dict)
     recipes: Mapping[int, Recipe] = field(default_factory=dict)
+    identity: str = field(default="", compare=False)
 
     def of_roles(self, roles: Collection[int]) -> Restore:
         """The same with the sources and recipes of these roles only: nobody reads those of

@@ -70,12 +70,13 @@ def load_secret(run_directory: Path) -> bytes:
         ) from error
 
 
-def create_secret(run_directory: Path) -> None:
-    """Write a fresh secret, mode 0600, unless one exists already; nobody ever reads half of it.
+def create_secret(run_directory: Path, secret: bytes = b"") -> None:
+    """Write the secret, or a fresh one, mode 0600, unless there is one; nobody ever reads half.
     Where the environment has the run's secret there is none to write: another one would be wrong.
     """
     if not os.environ.get(ENVIRONMENT_NAME):
-        write_once(run_directory / "secret", secrets.token_hex(32).encode(), 0o600)
+        secret = secret or secrets.token_hex(32).encode()
+        write_once(run_directory / "secret", secret, 0o600)
 
 
 def _checked(secret: bytes, place: str) -> bytes:

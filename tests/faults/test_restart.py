@@ -15,7 +15,12 @@ import pytest
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.cleanup import end_processes
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    fingerprint,
+    read_json,
+    segment_root,
+)
 from tests.faults.harness import layouts
 from tests.faults.harness.jobs import (
     assert_unnoticed,
@@ -85,7 +90,8 @@ def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path: Path) -> N
         listing = run.node_listings()[0]
         for pid in listing["members"].values():
             os.kill(pid, signal.SIGSTOP)
-        for shard in (saves / "iter_0000015").glob("*.distcp"):
+        # Where nobody looks who only asks whether it is the one that was saved.
+        for shard in sorted((saves / "iter_0000015").glob("*.distcp"))[4:]:
             os.truncate(shard, 1000)
         shutil.rmtree(saves / "iter_0000010")
         end_processes([*map(int, listing["started"])])
@@ -113,6 +119,40 @@ def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path: Path) -> N
         len({shard.stat().st_size > 1000 for shard in (saves / "iter_0000015").glob("*.distcp")})
         == 1
     )
+
+
+def test_another_checkpoint_has_the_name_of_the_newest(tmp_path: Path) -> None:
+    """As of another job with the same --save. It is left out, and then set aside."""
+    run, saves = RunDirectory(tmp_path / "run"), tmp_path / "saves"
+
+    def strike() -> None:
+        """Nothing moves while it is replaced; then the node is lost."""
+        listing = run.node_listings()[0]
+        for pid in listing["members"].values():
+            os.kill(pid, signal.SIGSTOP)
+        (saves / "iter_0000010").rename(saves / "own")
+        (saves / "iter_0000005").rename(saves / "iter_0000010")
+        shutil.copytree(saves / "iter_0000010", saves / "iter_0000005")
+        end_processes([*map(int, listing["started"])])
+
+    outcome = run_job(
+        run.path,
+        WHOLE_NODES,
+        DOUBTED_ITERATIONS,
+        flags=f"--save {saves} --save-interval 5",
+        settings="--deadpool-protection local",
+        spares=1,
+        when_stepping=(11, strike),
+    )
+    assert_unnoticed(outcome, reference(WHOLE_NODES, DOUBTED_ITERATIONS), [])
+    assert restart_kinds(outcome) == ["initial", "durable"], outcome.story()
+    restored = [event.data["generation"][1] for event in outcome.of_kind("epoch-decided")]
+    assert restored == [0, 5]
+    told = " ".join(str(event.data["text"]) for event in outcome.of_kind("log"))
+    assert "iter_0000010 does not exist any more, or is not what was saved" in told
+    # What was saved again has the name.
+    assert fingerprint(saves / "iter_0000010") == fingerprint(saves / "own")
+    assert len(list(saves.glob("iter_0000010.before-*"))) == 1
 
 
 def test_a_plan_changes_and_nodes_die_and_the_coordinator_with_them(tmp_path: Path) -> None:

@@ -97,6 +97,19 @@ def test_saved_beside_training_and_loaded_by_another_run(tmp_path: Path) -> None
     assert [step["iteration"] for step in loaded.final["steps"]] == list(range(7, 13))
 
 
+def test_a_run_falls_back_to_what_its_program_has_loaded(tmp_path: Path) -> None:
+    """Before its first save no copy is left of what a lost node had."""
+    saves = tmp_path / "run" / "saves"
+    first = run_program(tmp_path / "run", gpt(**{**BASE, "exit_interval": 3}))
+    assert (saves / "iter_0000003" / ".metadata").is_file(), first.story()
+    program = gpt(**{**BASE, "save": None, "load": saves})
+    lost = [dies("lost", "optimizer.inside", 2, 5)]
+    local = {"settings": "--deadpool-protection local"}
+    wanted = undisturbed(gpt(**BASE))
+    loaded = strike(tmp_path / "loaded", program, lost, wanted, after=3, **local)
+    assert restart_kinds(loaded) == ["initial", "durable"]
+
+
 def test_a_start_from_a_checkpoint_is_no_failure(tmp_path: Path) -> None:
     """Nothing fails: the epoch that has loaded is the only one, however long its first seal takes,
     as that of a large model does."""

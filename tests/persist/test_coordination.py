@@ -17,6 +17,7 @@ from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     read_json,
+    read_valid,
     unfinished_export,
     write_json,
 )
@@ -43,7 +44,7 @@ def test_an_export_goes_through_its_steps(tmp_path: Path) -> None:
     assert not place.exists()
     assert world.fed == [DurableValid(4, str(final))]
     assert [event.kind for event in world.events] == [Kind.DURABLE]
-    assert read_json(world.run.exported)["paths"] == [str(final)]
+    assert read_json(world.run.exported)["paths"] == [str(final.relative_to(world.run.path))]
     world.exports.tick()
     assert world.orders() == [], "the next one is due behind iteration 4"
     world.state.reached = 5
@@ -166,7 +167,9 @@ def test_a_recovery_loads_from_an_export_that_nobody_prunes_meanwhile(tmp_path: 
     world = World(tmp_path, persist_interval=4, persist_keep=1)
     found = published_during_a_recovery(world, {1: 1 << 62})
     assert [path.name for path in found] == ["iter_0000004", "iter_0000008"]
-    assert read_json(world.run.exported)["paths"] == [str(path) for path in found]
+    assert read_json(world.run.exported)["paths"] == [
+        str(path.relative_to(world.run.path)) for path in found
+    ]
 
 
 def test_a_line_left_while_an_export_is_published_takes_it_along(tmp_path: Path) -> None:
@@ -190,7 +193,24 @@ def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path)
     asyncio.run(world.exports.save({"epoch": 1, "iteration": 3, **place}))
     assert world.done == [3]
     assert world.fed == [DurableValid(4, exported.path), DurableValid(3, str(saved))]
-    assert read_json(world.run.latest)["path"] == exported.path
+    assert read_valid(world.run.latest)[0].path == exported.path
+
+
+def test_what_the_program_has_loaded_can_be_fallen_back_to_and_stays_whose_it_is(
+    tmp_path: Path,
+) -> None:
+    """It is told while the epoch is opened."""
+    world = World(tmp_path, persist_interval=4)
+    loaded = tmp_path / "others" / "iter_0000003"
+    loaded.mkdir(parents=True)
+    (loaded / "data").touch(0o400)
+    place = {"temporary": str(loaded), "final": str(loaded), "loaded": True}
+    asyncio.run(world.exports.save({"epoch": 1, "iteration": 3, **place}))
+    assert world.fed == [DurableValid(3, str(loaded))]
+    (noted,) = read_valid(world.run.latest)
+    assert (noted.path, noted.identity) == (str(loaded), world.fed[0].identity)
+    assert noted.identity
+    assert not world.run.named.exists()
 
 
 def test_a_save_that_is_asked_for_again_is_made_valid_once(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ class Launcher:
     trouble: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
+        self.directory.run_id = self.info.run_id
         self._agents: dict[int, int] = {}  # node -> pid
         self._lines: dict[int, int] = {}  # node -> our end of the pipe to its agent
         self._server: ForkServer | None = None
@@ -97,6 +98,7 @@ class Launcher:
         self._ending = False
         self._fallen: dict[int, float] = {}  # node -> when its agent had ended, not long ago
         self._shortage = ""
+        self._replaced = ""  # why its directory is not that of the run any more
         self._status: int = ExitStatus.FAILED
 
     def run(self) -> int:
@@ -205,6 +207,7 @@ class Launcher:
                 if orphans is not None:
                     orphans.reap()
                 self.look()
+                self._look_for_directory()
                 coordinators = coordinator_processes(self.directory)
                 if not coordinators and self.directory.has_final():
                     return
@@ -215,6 +218,18 @@ class Launcher:
                 self.say("the run does not end: killing it")
                 return
             self._wait()
+
+    def _look_for_directory(self) -> None:
+        """Say once that the directory is another run's. One that is removed is made again."""
+        try:
+            self.directory.check_own()
+        except OSError as error:
+            if str(error) != self._replaced:
+                self._replaced = str(error)
+                self.say(
+                    f"{error.filename}: {error.strerror}. The run trains, but nobody can steer it:"
+                    " put its directory back; Ctrl-C ends it and keeps its state in memory"
+                )
 
     def _wait(self) -> None:
         """A line whose other end is gone says so at once."""
@@ -303,7 +318,7 @@ class Launcher:
     def _newest_epoch(self) -> int | None:
         """0 where none was decided, None when the journal does not say."""
         try:
-            journal = Journal(self.directory.journal)
+            journal = Journal(self.directory.journal, self.directory.check_own)
             return max(journal.numbers("epoch"), default=0)
         except JournalError:
             return None

@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
         status = serve(options, port, args.rejoin)
     finally:
         os.close(held)
-    if info.check_only and run.final.exists():
+    if info.check_only and run.has_final():
         term = newest_term(Journal(run.journal))
         if term is not None and options.node == term.node:  # it speaks for all
             _show_check(run, info, args)
@@ -205,6 +205,7 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
     elif args.resume is not None:
         write_what_is_left(RunDirectory(args.resume))
     info = _run_of(run, args)
+    run.run_id = info.run_id
     if args.attach and info.directory:  # files of the command are named as seen from there
         try:
             os.chdir(info.directory)

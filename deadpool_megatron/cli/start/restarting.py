@@ -24,9 +24,11 @@ from deadpool_megatron.cluster.run_directory.cleanup import (
     is_here,
     node_directories,
     run_processes,
+    runs_in_memory,
     vault_processes,
 )
 from deadpool_megatron.cluster.run_directory.directory import (
+    RUN_FILE,
     RunDirectory,
     RunDirectoryError,
     RunInfo,
@@ -77,6 +79,13 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
     try:
         old = run.read_run()
     except (RunDirectoryError, NotADirectoryError):
+        left = [one for one, path in runs_in_memory().items() if path == run.path]
+        left = [one for one in left if any(d for d in node_directories(one) if [*d.glob("*.seg")])]
+        if left and not args.from_scratch and not (run.path / RUN_FILE).exists():
+            raise CommandError(
+                f"run {left[0]} has its state in memory, and its directory {run.path} was removed:"
+                " put it back, or give the state up ('deadpool clean', or --from-scratch)"
+            ) from None
         return None
     if run.launcher_lock.exists():
         os.close(hold(run))  # whose launcher lives is not to be waited for

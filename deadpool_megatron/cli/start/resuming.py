@@ -26,6 +26,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     as_dict,
     found_in,
+    identified,
     is_there,
     read_valid,
     valid_in,
@@ -113,7 +114,7 @@ def resume_point(
         print(
             f"continues from generation {_named(whole)} in the dump {whole.path}{newer}", flush=True
         )
-        return as_dict([whole, *durable])
+        return as_dict([identified(whole), *durable])
     kind = "dump" if durable[0].kind == "dump" else "checkpoint"
     reasons = f": {'; '.join(why_not[:3])}" if why_not else ""
     at = durable[0].generation.iteration
@@ -171,7 +172,7 @@ def _durable(
             lacking.append(why)
         else:
             good.append(one)
-    return [one for one in good if one.kind != "initial"] or good[:1], lacking
+    return [identified(one) for one in good if one.kind != "initial"] or good[:1], lacking
 
 
 def _objection(restore: Restore, world_size: int, history: History | None) -> str:
@@ -179,7 +180,7 @@ def _objection(restore: Restore, world_size: int, history: History | None) -> st
     if restore.kind == "initial":
         return ""
     if not is_there(restore):
-        return f"{restore.path} does not exist any more, or has no index"
+        return f"{restore.path} does not exist any more, or is not what was saved"
     if restore.kind == "dump":
         boundary, lacking = last_boundary(Path(restore.path), restore.generation, world_size)
         return f"{restore.path} lacks {lacking}" if boundary is None else ""

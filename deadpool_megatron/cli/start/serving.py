@@ -110,9 +110,10 @@ def run(args: argparse.Namespace) -> int:
     set_process_name(f"dp-standby{args.node_id}")
     run = RunDirectory(args.run_dir)
     info = run.read_run()
+    run.run_id = info.run_id
     failpoints.load()
     failpoints.set_context(run_dir=str(run.path), node=args.node_id, process="standby")
-    journal = Journal(run.journal)
+    journal = Journal(run.journal, run.check_own)
     options = StandbyOptions(
         run=run,
         info=info,

@@ -158,8 +158,9 @@ def _frozen(folder: Path, progress: Progress) -> Iterator[Finding]:
 def _latest(path: Path, _: Progress) -> Iterator[Finding]:
     reason = _trouble_with(path, "kind", "")
     newest = {} if reason else read_json(path)
-    if newest.get("kind") in ("durable", "dump") and not Path(str(newest.get("path"))).is_dir():
-        reason = f"names {newest.get('path')}, which is not there"
+    place = path.parent / str(newest.get("path"))
+    if newest.get("kind") in ("durable", "dump") and not place.is_dir():
+        reason = f"names {place}, which is not there"
     verdict = Verdict.BAD if reason else Verdict.GOOD
     yield Finding(path, "what --resume continues from", 0, verdict, reason)
 
@@ -182,7 +183,7 @@ def _durable(run: RunDirectory) -> Iterator[Path]:
     with contextlib.suppress(OSError, ValueError, KeyError, RecursionError):  # said of the file
         newest = read_json(run.latest)
         if newest.get("kind") == "durable":
-            yield Path(str(newest["path"]))
+            yield run.path / str(newest["path"])
 
 
 def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:

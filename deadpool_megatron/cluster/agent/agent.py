@@ -83,7 +83,8 @@ class Agent:
         self._drained = asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
         self._logs = LocalLogs(self._options.logs)
-        self._files = Files(self._options.logs, self._options.run.logs)
+        run = self._options.run
+        self._files = Files(self._options.logs, run.logs, run.check_own)
         if self._options.standby:
             self._standby = StandbyKeeper(
                 self._options.standby,
@@ -122,7 +123,7 @@ class Agent:
         self._examiner = Examiner(self._options, self._link.send, lambda: self._shown)
         vault, send = self._vault, self._link.send
         self._exports = NodeExports(self._options, vault.take, self._logs, send)
-        run, run_id = self._options.run, self._options.info.run_id
+        run_id = self._options.info.run_id
         self._names = held_names(run, run_id, self._node, self._segments)
         self._looked, self._began, self._said = 0.0, time.monotonic(), ""
         self._leaving = Departure(self._options, partial(self._end, "agent got SIGTERM", True))

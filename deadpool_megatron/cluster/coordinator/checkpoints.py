@@ -545,8 +545,9 @@ class Checkpoints:
 
     async def _make_valid(self, m: Mapping[str, Any], epoch: int, iteration: int) -> None:
         coordinator = self._coordinator
-        while coordinator.state.phase is Phase.BOOTSTRAPPING:
-            # After a takeover it is not known yet whether the epoch stays open; that phase ends.
+        while coordinator.state.phase in (Phase.BOOTSTRAPPING, Phase.OPENING):
+            # After a takeover it is not known yet whether the epoch stays open; and what was loaded
+            # is told before all roles have. Either phase ends.
             await asyncio.sleep(self._settings.beat_interval_seconds)
         if epoch != coordinator.state.standing_epoch:
             coordinator.peers.refuse("durable-request", f"of epoch {epoch}, which is not open")
@@ -560,7 +561,8 @@ class Checkpoints:
             return coordinator.state.standing_epoch == epoch
 
         new = self._new_checkpoint(Path(str(m["temporary"])), restore, counts)
-        if error := await self._valid(new.make_valid, restore):
+        make = new.remember if m.get("loaded") else new.make_valid
+        if error := await self._valid(make, restore):
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
             coordinator.files.write(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
             return
@@ -574,10 +576,10 @@ class Checkpoints:
         place, struck = (self._run, self._run_id), self._coordinator.state.lineage.struck
         return NewCheckpoint(temporary, Path(restore.path), restore, *place, counts, struck)
 
-    async def _valid(self, make: Callable[[], None], restore: Restore, **data: Any) -> str:
+    async def _valid(self, make: Callable[[], Restore], restore: Restore, **data: Any) -> str:
         """Have it made valid in a thread, and tell of it; return why it is not, empty if it is."""
         try:
-            await asyncio.to_thread(make)
+            restore = await asyncio.to_thread(make)
         except DurableError as error:
             return str(error)
         now = time.monotonic()
@@ -585,5 +587,6 @@ class Checkpoints:
         self._due = now + max(_USUAL_SECONDS, _LEAST_PAUSE * (now - began))
         (epoch, iteration), data["path"] = restore.generation.to_list(), restore.path
         self._coordinator.files.write(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
-        self._coordinator.feed(inputs.DurableValid(iteration, restore.path, restore.boundary))
+        how = (restore.boundary, restore.identity)
+        self._coordinator.feed(inputs.DurableValid(iteration, restore.path, *how))
         return ""

@@ -30,7 +30,10 @@ from deadpool_megatron.cluster.run_directory.directory import (
     OutsideError,
     RunDirectory,
     check_save,
+    fingerprint,
+    identified,
     is_checkpoint,
+    noted,
     point_at,
     read_json,
     still_valid,
@@ -140,7 +143,7 @@ class NewCheckpoint:
     counts: Callable[[], bool] = lambda: True
     struck: Collection[str] = ()
 
-    def make_valid(self) -> None:
+    def make_valid(self) -> Restore:
         """Sync the files, rename the directory, then enter it into ``latest.json``, behind what is
         newer there: an export may have overtaken a save that was asynchronous.
 
@@ -169,7 +172,13 @@ class NewCheckpoint:
                 # under way: it may have been closed meanwhile.
                 if _epoch_of(leftover) < self.restore.generation.lineage:
                     shutil.rmtree(leftover, ignore_errors=True)
-            self._point_at(replaces_equal=True)
+            return self._point_at(replaces_equal=True)
+
+    def remember(self) -> Restore:
+        """Enter one that the program has loaded into ``latest.json``. It stays whose it is. Raises
+        DurableError."""
+        with _in_a_line(self.final):
+            return self._point_at(replaces_equal=False)
 
     def _give_name(self) -> None:
         temporary, final = self.temporary, self.final
@@ -188,7 +197,7 @@ class NewCheckpoint:
             if not self._has_named():
                 raise
 
-    def publish(self, *, may_be_pruned: bool = True) -> None:
+    def publish(self, *, may_be_pruned: bool = True) -> Restore:
         """Give an exported checkpoint its name, and enter it into ``latest.json``.
 
         ``may_be_pruned``: it is entered into the run's list, before it gets its name: one that is
@@ -203,7 +212,7 @@ class NewCheckpoint:
             _take(temporary)
             if not self.counts():
                 raise DurableError("training has continued from an earlier state")
-            if str(final) in self.struck and self._has_named():
+            if str(final) in self.struck and final.exists():
                 self._set_aside()
             if not final.exists():
                 self._note(_EXPORTED)
@@ -223,12 +232,14 @@ class NewCheckpoint:
             tracker = final.parent / _TRACKER
             if _newest_by(tracker) < iteration:
                 write_text(tracker, str(iteration), lasting=True)
-            self._point_at(replaces_equal=False)
             remove_unfinished(final.parent, self.run_id)
+            return self._point_at(replaces_equal=False)
 
     def _note(self, who: str) -> None:
         """One line more, on the disk before anything gets the name."""
-        line = f"{who} {self.final}"
+        self.run.check_own()
+        written = self.temporary if self.temporary.is_dir() else self.final
+        line = f"{who} {noted(self.final, self.run.path)} {fingerprint(written)}"
         if line in _named(self.run):
             return
         how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -241,8 +252,9 @@ class NewCheckpoint:
             os.close(handle)
 
     def _is_named(self) -> bool:
-        """Return whether this run has given the name, for whomever."""
-        ours = {f"{_SAVED} {self.final}", f"{_EXPORTED} {self.final}"}
+        """Return whether what is there got its name from this run, for whomever."""
+        name = f"{noted(self.final, self.run.path)} {fingerprint(self.final)}"
+        ours = {f"{_SAVED} {name}", f"{_EXPORTED} {name}"}
         return not _named(self.run).isdisjoint(ours)
 
     def _has_named(self) -> bool:
@@ -256,15 +268,17 @@ class NewCheckpoint:
             aside = aside.with_name(f"{aside.name}-{secrets.token_hex(4)}")
         self.final.rename(aside)
 
-    def _point_at(self, *, replaces_equal: bool) -> None:
-        """Have the next start continue from it, unless from something newer."""
-        restore, latest = self.restore, self.run.latest
+    def _point_at(self, *, replaces_equal: bool) -> Restore:
+        """Have the next start continue from it, unless from something newer; return it as noted."""
+        self.run.check_own()
+        restore, latest = identified(self.restore), self.run.latest
         iteration = restore.generation.iteration
         least = iteration + 1 if replaces_equal else iteration
         with _pointing:
             left = [one for one in still_valid(latest, restore) if one.path not in self.struck]
             newer = [one for one in left if one.generation.iteration >= least]
             point_at(latest, [*newer, restore, *(one for one in left if one not in newer)])
+        return restore
 
     def _require(self) -> None:
         if not self.counts():
@@ -299,7 +313,8 @@ def remember_and_prune(
         named = _named(run)
         listed = [*_listed(run, final), str(final)]
         # What the program itself saved under such a name is its own.
-        listed = [path for path in listed if f"{_SAVED} {path}" not in named]
+        saved = "\n".join(one for one in named if one.startswith(_SAVED))
+        listed = [one for one in listed if f"{_SAVED} {noted(one, run.path)}" not in saved]
         gone = to_prune(listed, keep, {*needed, *_tracked(listed)})
         for path in map(Path, gone):
             # Its name goes first: nobody must begin to load half of it.
@@ -313,7 +328,7 @@ def remember_and_prune(
 def _listed(run: RunDirectory, final: Path) -> list[str]:
     """The exports that may be pruned, without ``final`` and what is not there (any more)."""
     try:
-        listed = [str(path) for path in read_json(run.exported)["paths"]]
+        listed = [str(run.path / path) for path in read_json(run.exported)["paths"]]
         return [path for path in listed if path != str(final) and Path(path).is_dir()]
     except FileNotFoundError:
         return []
@@ -322,7 +337,7 @@ def _listed(run: RunDirectory, final: Path) -> list[str]:
 
 
 def _list(run: RunDirectory, paths: Sequence[str]) -> None:
-    write_json(run.exported, {"paths": list(paths)}, lasting=True)
+    write_json(run.exported, {"paths": [noted(one, run.path) for one in paths]}, lasting=True)
 
 
 def _named(run: RunDirectory) -> frozenset[str]:

@@ -16,11 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state import State
 from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, why_left_out
@@ -141,6 +141,7 @@ class RunFiles:
         A checkpoint with the update of a loss that was not finite is not named any more: no record
         follows that would say so to the next run.
         """
+        self._run.check_own()
         if end.resume is not None:
             left = state.blame.trusted(still_valid(self._run.latest, end.resume))
             point_at(self._run.latest, [end.resume, *left])
@@ -162,18 +163,26 @@ class RunFiles:
             except OSError:
                 await asyncio.sleep(_PAUSE_SECONDS)  # the event writer tells what is wrong
 
-    async def keep_name(self) -> None:
+    async def keep_name(self, write_again: Callable[[], None]) -> None:
         """Whoever asks for the run looks for its ``run.json``: written again where somebody else
-        has removed it."""
-        name = HeldName(self._run.path / RUN_FILE, partial(self._run.create, self._info))
+        has removed it, be it with the whole directory; ``write_again()`` writes what else the run
+        is found and continued by."""
+
+        def make() -> None:
+            self._run.check_own()
+            self._run.create(self._info)
+            write_again()
+
+        name = HeldName(self._run.path / RUN_FILE, make)
         while True:
             await asyncio.sleep(_PAUSE_SECONDS)
             try:
                 if await asyncio.to_thread(name.look):
                     self._warn(
-                        f"{RUN_FILE} was removed, by a cleaner of files, it seems: created again"
+                        f"{self._run.path / RUN_FILE} was removed under the run, or its directory:"
+                        " created again; training continues, what else was there is lost"
                     )
-            except (OSError, OwnershipError):
+            except (OSError, OwnershipError, JournalError):
                 pass  # away with its directory, or full; the event writer tells what is wrong
 
     def _write_all(self, events: list[Event]) -> None:

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
@@ -53,12 +54,18 @@ from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import INITIAL, Config
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory.directory import paths_gone, valid_in
+from deadpool_megatron.cluster.run_directory.directory import (
+    paths_gone,
+    point_at,
+    valid_in,
+    write_json,
+)
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
 from deadpool_megatron.file_systems import run_to_end
 from deadpool_megatron.layout.planner import is_kept, is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.process_names import set_process_name, show_thread_names
+from deadpool_megatron.wire import auth
 from deadpool_megatron.wire.listener import Listener
 
 # The loop lets go of the interpreter with each frame that it reads, checks or sends, and the thread
@@ -153,7 +160,7 @@ class Coordinator:
         process = {"pid": pid, "hostname": hostname, "started": started}
         address = {"host": self.options.host, "port": port}
         self.spawn(self.files.show_address({**address, **process}))
-        self.spawn(self.files.keep_name())
+        self.spawn(self.files.keep_name(partial(self._write_again, {**address, **process})))
         if self.state.record is None:
             info = options.info
             facts = {"roles": info.world_size, "nodes": info.nodes, "spares": info.spares}
@@ -185,6 +192,18 @@ class Coordinator:
             self.files.close(self._settings.close_seconds)
         assert self._exit_status is not None
         return self._exit_status
+
+    def _write_again(self, address: Mapping[str, Any]) -> None:
+        """Of a directory that was removed: what a successor, a user and another start look for.
+        Raises OSError or JournalError."""
+        run, options, state = self._run, self.options, self.state
+        auth.create_secret(run.path, options.secret)
+        self._journal.write("term", options.term.number, options.term.to_dict())
+        if (record := state.record) is not None:
+            self._journal.write("epoch", record.epoch, record.to_dict())
+        if state.lineage.valid and not run.latest.exists():
+            point_at(run.latest, state.lineage.valid)
+        write_json(run.coordinator, address)
 
     # The machine.
 
@@ -413,7 +432,7 @@ class Coordinator:
             known = one.path in {other.path for other in line.valid} | line.struck
             bad = is_thrown_away(one.generation, nonfinite)
             if one.kind == "durable" and not known and not bad:
-                where = (one.generation.iteration, one.path, one.boundary)
+                where = (one.generation.iteration, one.path, one.boundary, one.identity)
                 self.feed(inputs.DurableValid(*where))
 
     def spawn(self, coroutine: Coroutine[Any, Any, object], who: str = "") -> None:

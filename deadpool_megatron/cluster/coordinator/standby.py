@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
@@ -85,7 +84,7 @@ class Standby:
         )
         self._place = claim_order(None, info.nodes, info.spares, options.node)
         # The run directory may hang, while the journal is somewhere else.
-        self._result = TimedRead(partial(_read_result, options.run.final))
+        self._result = TimedRead(partial(_read_result, options.run))
         self._durable = TimedRead(partial(valid_checkpoints, options.run))
         self.recovered = RecoveredState()  # what was read just before the term was claimed
         self._term: Term | None = None
@@ -207,10 +206,10 @@ class Standby:
             pass  # the agent is gone; standard input says so next
 
 
-def _read_result(final: Path) -> Mapping[str, Any] | None:
+def _read_result(run: RunDirectory) -> Mapping[str, Any] | None:
     """The result of the run; None while there is none that can be read."""
     # Gone with its directory, or half written by a host that died.
     with contextlib.suppress(OSError, ValueError):
-        if final.exists():
-            return read_json(final)
+        if run.has_final():
+            return read_json(run.final)
     return None

@@ -67,13 +67,23 @@ class Journal:
     asked).
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Raises JournalError when the directory cannot be made."""
-        self._directory = directory
+    def __init__(self, directory: Path, check_own: Callable[[], None] = lambda: None) -> None:
+        """``check_own()``: raises OSError where it is another run's by now. Raises JournalError
+        when the directory cannot be made; that of the run must be there.
+        """
+        self._place, self._check_own = directory, check_own
         try:
-            directory.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+            directory.mkdir(DIRECTORY_MODE, exist_ok=True)
         except OSError as error:
             raise JournalError(f"cannot make {directory}: {error.strerror}") from error
+
+    @property
+    def _directory(self) -> Path:
+        try:
+            self._check_own()
+        except OSError as error:
+            raise JournalError(f"{error.filename}: {error.strerror}") from error
+        return self._place
 
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
         """Make the entry durable. Raises LostRace when another one has that name already, and

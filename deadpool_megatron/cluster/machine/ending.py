@@ -75,7 +75,8 @@ def must_look(core: Core) -> bool:
 def durable_valid(core: Core, event: ev.DurableValid) -> None:
     """A checkpoint became valid."""
     generation = Generation(0, event.iteration)
-    core.state.lineage.add_valid(Restore("durable", generation, event.boundary, event.path))
+    where = (event.boundary, event.path)
+    core.state.lineage.add_valid(Restore("durable", generation, *where, identity=event.identity))
 
 
 def with_struck(core: Core, reason: str) -> str:

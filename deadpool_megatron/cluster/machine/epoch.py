@@ -124,7 +124,7 @@ def checkpoints_seen(core: Core, event: ev.CheckpointsFound) -> None:
     """The checkpoints were looked at: those that are gone are not decided on."""
     line = core.state.lineage
     for path in sorted(event.gone & {one.path for one in line.valid}):
-        core.log("warning", f"checkpoint {path} does not exist any more, or has no index")
+        core.log("warning", f"checkpoint {path} does not exist any more, or is not what was saved")
     line.remove(event.gone)
     line.seen = True
     check_closed(core)

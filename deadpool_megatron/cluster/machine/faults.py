@@ -159,8 +159,14 @@ def note_stack(core: Core, event: ev.StackReported) -> None:
 
 
 def diverged(core: Core, event: ev.Diverged) -> None:
-    """Training has no one result any more."""
-    save_and_end(core, LastWords(ExitStatus.DIVERGENCE, event.text))
+    """Training has no one result any more; what it was computed from on the disk is suspect."""
+    state, text = core.state, event.text
+    if state.record is not None and (path := state.record.restore.path):
+        k = state.record.restore.generation.iteration
+        older = [one.path for one in state.lineage.valid if one.generation.iteration < k]
+        before = older[0] if older else "there is none"
+        text += f"; this state is suspect, it came from {path} (the one before: {before})"
+    save_and_end(core, LastWords(ExitStatus.DIVERGENCE, text))
 
 
 def not_finite(core: Core, event: ev.NotFinite) -> None:

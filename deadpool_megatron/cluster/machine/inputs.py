@@ -236,11 +236,13 @@ class StackReported(Input):
 
 @dataclass(frozen=True)
 class DurableValid(Input):
-    """A checkpoint became valid; ``boundary``: the last moment after the iteration it includes."""
+    """A checkpoint became valid; ``boundary``: the last moment after the iteration it includes;
+    ``identity``: see :class:`Restore`."""
 
     iteration: int
     path: str
     boundary: str = "save"
+    identity: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

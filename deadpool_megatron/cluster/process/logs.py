@@ -214,8 +214,11 @@ class Files:
     in between. What fails is said on standard error. For one loop.
     """
 
-    def __init__(self, logs: Path, target: Path) -> None:
-        self._copier = LogCopier(logs, target)
+    def __init__(
+        self, logs: Path, target: Path, check_own: Callable[[], None] = lambda: None
+    ) -> None:
+        """``check_own()``: raises OSError where others' files are in their place by now."""
+        self._copier, self._check_own = LogCopier(logs, target), check_own
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._texts: dict[Path, str | None] = {}  # of several for one path the newest counts
         threading.Thread(target=self._serve, name="dp-files", daemon=True).start()
@@ -265,6 +268,7 @@ class Files:
 
     def _write(self) -> None:
         while self._texts:
+            self._check_own()
             path, text = self._texts.popitem()
             if text is None:
                 path.unlink(missing_ok=True)

@@ -153,16 +153,17 @@ def vault_processes(run: RunDirectory, run_id: str) -> list[int]:
 
 def coordinator_processes(run: RunDirectory) -> list[int]:
     """The process that says it coordinates, if it lives, on this host."""
-    return _listed_in(run.coordinator)
+    return _listed_in(run, run.coordinator)
 
 
 def node_processes(run: RunDirectory, node: int) -> list[int]:
     """Live processes of one node, from its listing."""
-    return _listed_in(run.node(node))
+    return _listed_in(run, run.node(node))
 
 
-def _listed_in(path: Path) -> list[int]:
+def _listed_in(run: RunDirectory, path: Path) -> list[int]:
     try:
+        run.check_own()
         return _listed(read_json(path))
     except (OSError, ValueError, TypeError, AttributeError):
         return []  # there is none, or another version has written it
@@ -204,6 +205,7 @@ def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = 
     end_processes(pids)
     _copy_logs(run, run.segments(run_id, node))
     nbytes, directories = _remove([] if keep_slots else [run.segments(run_id, node)])
+    run.check_own()
     run.node(node).unlink(missing_ok=True)
     return Cleaned(tuple(pids), nbytes, directories)
 
@@ -251,10 +253,14 @@ def kept_memory(run: RunDirectory, run_id: str) -> str:
     held = [directory for directory in node_directories(run_id) if any(directory.glob("*.seg"))]
     if not held or (run.final.exists() and not slots_are_kept(run)):
         return ""
-    size = f"{sum(map(_bytes_in, held)) / 2**20:.1f} MiB"
+    size, place = f"{sum(map(_bytes_in, held)) / 2**20:.1f} MiB", str(run.path)
+    try:
+        run.check_own()
+    except OSError:
+        place = "WHERE ITS DIRECTORY IS NOW"
     return (
         f"run {run_id} holds {size} in memory: the same command"
-        f" (--run-dir {run.path}) continues from it, 'deadpool clean {run.path}' removes it"
+        f" (--run-dir {place}) continues from it, 'deadpool clean {place}' removes it"
     )
 
 

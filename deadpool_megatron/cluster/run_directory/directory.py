@@ -17,19 +17,23 @@ the run directory, and what is removed elsewhere has a name that only this run g
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import json
 import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import deadpool_megatron
 from deadpool_megatron import UserError, ownership
 from deadpool_megatron.events import DAMAGE
-from deadpool_megatron.file_systems import WRITTEN_MODE, write_once, write_text
+from deadpool_megatron.file_systems import WRITTEN_MODE, identity, write_once, write_text
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import FIELDS, Settings, SettingsError
 from deadpool_megatron.vault.disk import extras_file
@@ -55,6 +59,8 @@ _RUN_MODE = 0o600
 # So many are remembered: what was saved long before is found by who looks for it.
 _MOST_VALID = 16
 _INDEX = ".metadata"
+# What is looked at to tell a checkpoint from another: a recovery waits for it.
+_SHARDS, _SAMPLES, _SAMPLE_BYTES = 2, 8, 4096
 _EXPORT_NAME = re.compile(r"\d{1,9}(\.[0-9a-f]{8})?\.\d{1,9}")
 _GENERATION = re.compile(r"\d+-\d+")
 _CHECKPOINT = re.compile(r"iter_\d+")
@@ -108,10 +114,15 @@ def member_log_name(node: int, slot: int, incarnation: int) -> str:
 
 
 class RunDirectory:
-    """Paths and small files of one run. Holds no state besides the path; thread-safe."""
+    """Paths and small files of one run; thread-safe. The path is real: a link that leads elsewhere
+    later does not lead this process to another run. ``run_id``: the run that this process belongs
+    to, set by its own processes; what another run has put in the place of its directory does not
+    count."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path = path.absolute()
+        self.path = path = Path(os.path.realpath(path))
+        self.run_id = ""
+        self._known: tuple[int, int] | None = None
         self.events = path / "events.jsonl"  # the coordinator is the only writer
         self.final = path / "final.json"  # written once, when the run is over
         self.journal = path / "journal"
@@ -194,9 +205,22 @@ class RunDirectory:
         except (*DAMAGE, SettingsError) as error:
             raise RunDirectoryError(f"{self.path / 'run.json'} is damaged: {error}") from error
 
+    def check_own(self) -> None:
+        """Raise OSError where another run has taken the place of the run of this process."""
+        if not self.run_id or (found := identity(self.path)) == self._known:
+            return
+        try:
+            owner = str(read_json(self.path / RUN_FILE).get("run_id"))
+        except (OSError, ValueError):
+            return  # removed, or away for a moment
+        if owner != self.run_id:
+            raise OSError(errno.ESTALE, f"it is the directory of run {owner} now", str(self.path))
+        self._known = found
+
     def has_final(self) -> bool:
         """Return whether there is a result; not while the directory is away for a moment."""
         try:
+            self.check_own()
             return self.final.exists()
         except OSError:
             return False
@@ -206,6 +230,7 @@ class RunDirectory:
         ``iterations``. Raises RunDirectoryError when that cannot be read.
         """
         try:
+            self.check_own()
             values = read_json(self.final)
             for name, kind in (("exit_status", int), ("reason", str), ("iterations", int)):
                 if not isinstance(values[name], kind):
@@ -221,6 +246,7 @@ class RunDirectory:
         found = {}
         for path in sorted((self.path / "nodes").glob("*.json")):
             try:
+                self.check_own()
                 found[int(path.stem)] = _listing(path)
             except (OSError, *DAMAGE):
                 continue  # being replaced, or of a node that was killed before its first write
@@ -307,10 +333,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def noted(path: str | Path, run: Path) -> str:
+    """Return a path as the files of a run have it: what lies in the run directory as seen from
+    there, so that it moves with the run, and is never looked for in another one."""
+    real = Path(os.path.realpath(path))
+    return str(real.relative_to(run) if real.is_relative_to(run) else path)
+
+
 def read_valid(latest: Path) -> tuple[Restore, ...]:
     """Return what is noted. Raises OSError, and ValueError when the file is damaged."""
     try:
-        return valid_in(read_json(latest))
+        found = valid_in(read_json(latest))
+        return tuple(replace(one, path=one.path and str(latest.parent / one.path)) for one in found)
     except DAMAGE as error:
         raise ValueError(f"{latest} is damaged: {error!r}") from error
 
@@ -330,7 +364,9 @@ def as_dict(valid: Sequence[Restore]) -> dict[str, Any]:
 
 def point_at(latest: Path, valid: Sequence[Restore]) -> None:
     """Have the next start continue from the first of these that it can use. Raises OSError."""
-    write_json(latest, as_dict(valid[:_MOST_VALID]), lasting=True)
+    paths = [one.path and noted(one.path, latest.parent) for one in valid[:_MOST_VALID]]
+    found = [replace(one, path=path) for one, path in zip(valid, paths, strict=False)]
+    write_json(latest, as_dict(found), lasting=True)
 
 
 def still_valid(latest: Path, without: Restore) -> list[Restore]:
@@ -352,7 +388,45 @@ def is_there(restore: Restore) -> bool:
         return True
     # Other formats than torch_dist, of a loop of one's own, have an index of another name or none.
     has_shards = any(name.endswith(".distcp") for name in names)
-    return restore.kind == "dump" or _INDEX in names or (bool(names) and not has_shards)
+    if restore.kind != "dump" and _INDEX not in names and (not names or has_shards):
+        return False
+    try:
+        return restore.identity in ("", _found_at(restore))
+    except (OSError, ValueError):
+        return True
+
+
+def identified(restore: Restore) -> Restore:
+    """Return it with what tells what is at its path now from what may be there later, if that can
+    be read."""
+    if not restore.identity and restore.kind != "initial":
+        with contextlib.suppress(OSError, ValueError):
+            return replace(restore, identity=_found_at(restore))
+    return restore
+
+
+def _found_at(restore: Restore) -> str:
+    """Return whose dump it is, or which checkpoint. Raises OSError or ValueError."""
+    path = Path(restore.path)
+    if restore.kind != "dump":
+        return fingerprint(path)
+    above = path.parent if path.name == "dump" else path.parent.parent
+    return str(read_json(above / RUN_FILE).get("run_id"))
+
+
+def fingerprint(path: Path) -> str:
+    """Return a digest of bytes here and there in the first files of a checkpoint, which a copy of
+    it has as well. Raises OSError."""
+    digest = hashlib.sha256()
+    shards = sorted(path.glob("*.distcp")) or sorted(filter(Path.is_file, path.rglob("*")))
+    for shard in shards[:_SHARDS]:
+        with open(shard, "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            digest.update(f"{shard.name} {nbytes} ".encode())
+            for at in range(0, nbytes, max(_SAMPLE_BYTES, nbytes // _SAMPLES)):
+                file.seek(at)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def found_in(saves: Path) -> list[Restore]:
@@ -363,7 +437,7 @@ def found_in(saves: Path) -> list[Restore]:
     found = list[Restore]()
     try:
         since = saves.stat().st_mtime
-        for path in Path(read_json(saves)["directory"]).glob("iter_[0-9]*"):
+        for path in (saves.parent / read_json(saves)["directory"]).glob("iter_[0-9]*"):
             times = [one.stat().st_mtime for one in path.glob("*.distcp")]
             is_whole = (path / _INDEX).exists() and (path / "metadata.json").exists()
             is_whole = is_whole and not extras_file.lacks_some(path)
@@ -377,7 +451,9 @@ def found_in(saves: Path) -> list[Restore]:
 
 def paths_gone(valid: Sequence[Restore]) -> frozenset[str]:
     """The paths of those that are not there any more. May take as long as a file system does."""
-    return frozenset(one.path for one in valid if not is_there(one))
+    with ThreadPoolExecutor(_MOST_VALID) as threads:
+        found = list(threads.map(is_there, valid))
+    return frozenset(one.path for one, there in zip(valid, found, strict=True) if not there)
 
 
 class OutsideError(ValueError):

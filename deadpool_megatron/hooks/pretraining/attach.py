@@ -32,7 +32,7 @@ from megatron.core import parallel_state
 from deadpool_megatron import arguments
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, noted, write_json
 from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.hookpoints import FLAG, POINTS, Handler
 from deadpool_megatron.hooks import Session
@@ -235,6 +235,15 @@ class PretrainProgram(Program):
             _note_saves(RunDirectory(self._run_directory).saves)
         return PretrainLoop(build, self._pretrain, self._run_directory, emit)
 
+    def loaded_checkpoint(self, iteration: int) -> Path | None:
+        """See :class:`Program`: one of which all was loaded."""
+        from megatron.training import get_args
+
+        args = get_args()
+        path = Path(args.load or "").absolute() / f"iter_{iteration:07d}"
+        is_part = args.finetune or args.no_load_optim or args.no_load_rng
+        return path if iteration and not is_part and (path / "metadata.json").exists() else None
+
     def serves(self, loop: ProtectedLoop, role: int) -> bool:
         """See :class:`Program`: whether the two roles are of one stage class."""
         assert isinstance(loop, PretrainLoop)
@@ -306,7 +315,7 @@ def _note_saves(note: Path) -> None:
 
     args = get_args()
     if args.save and not lacking(args) and not note.exists():
-        write_json(note, {"directory": str(Path(args.save).absolute())})
+        write_json(note, {"directory": noted(Path(args.save).absolute(), note.parent)})
 
 
 def _reached(*_args: Any, **_kwargs: Any) -> None:

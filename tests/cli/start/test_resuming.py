@@ -136,7 +136,7 @@ def test_another_number_of_roles_goes_on_from_a_checkpoint(
     dump = Restore("dump", Generation(1, 9), path=str(tmp_path))
     monkeypatch.setattr(resuming, "last_boundary", lambda *_: ("step", ""))
     write_json(host.old.latest, as_dict([dump, saved]))
-    assert resume_point(host.old, fewer) == saved.to_dict()
+    assert Restore.from_dict(resume_point(host.old, fewer)) == saved
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"continues with 1 roles instead of 2 from the checkpoint {tmp_path} of")
     assert line.endswith("its dump of iteration 9 is for 2 roles only")
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_was_taken_back_is_not_gone_on_from(
     host = Host(tmp_path, monkeypatch)
     taken_back = Restore("durable", Generation(1, 9), path=str(tmp_path))
     write_json(host.old.latest, taken_back.to_dict())
-    assert resume_point(host.old, ARGS) == taken_back.to_dict()
+    assert Restore.from_dict(resume_point(host.old, ARGS)) == taken_back
     history = History({1: 7, 2: NO_LIMIT}, nonfinite={8: 1})
     monkeypatch.setattr(resuming, "last_history", lambda *_: history)
     with pytest.raises(CommandError, match="numbers that were not finite") as told:

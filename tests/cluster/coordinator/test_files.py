@@ -32,7 +32,7 @@ async def test_a_cleaner_that_takes_the_run_file_does_not_hide_the_run(
     whole = replace(info(), run_id="0123abcd")
     run.create(whole)
     files = RunFiles(run, whole, 1, ReportedProgress())
-    keeping = asyncio.create_task(files.keep_name())
+    keeping = asyncio.create_task(files.keep_name(lambda: None))
     async with asyncio.timeout(20):
         await asyncio.sleep(0.05)
         (run.path / "run.json").unlink()

@@ -224,6 +224,7 @@ def main() -> None:
     what, directory = sys.argv[1], Path(sys.argv[2])
 
     def opened(name: str) -> Journal:
+        (directory / "journals").mkdir(exist_ok=True)
         return Journal(directory / "journals" / name)
 
     found = step_journal(opened) if what == "journal" else step_coordinator(opened, directory)

@@ -271,3 +271,12 @@ def test_a_host_on_which_others_go_on_is_not_left_out() -> None:
     go_on(rig)
     rig.join(7, hosts=["big"])
     assert not rig.dropped()
+
+
+def test_numbers_that_differ_are_of_a_state_that_is_suspect() -> None:
+    rig = fallen_back(10, 20)
+    rig.opened()
+    rig.feed(ev.Diverged("role 0, iteration 21: other loss"))
+    assert rig.state.last_words is not None
+    reason = rig.state.last_words.reason
+    assert "this state is suspect, it came from /ck/20 (the one before: /ck/10)" in reason

@@ -1,0 +1,107 @@
+"""Files of a run name what is its own, wherever its directory is; another's is told apart."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.journal.journal import Journal, JournalError
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    found_in,
+    identified,
+    is_there,
+    point_at,
+    read_valid,
+    write_json,
+)
+from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.settings import Settings
+
+
+def made(path: Path, run_id: str) -> RunDirectory:
+    run = RunDirectory(path)
+    run.create(RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings()))
+    return run
+
+
+def checkpoint(path: Path, content: bytes) -> Restore:
+    path.mkdir(parents=True)
+    for name in ("__0_0.distcp", ".metadata", "metadata.json"):
+        (path / name).write_bytes(content if name.endswith(".distcp") else b"{}")
+    iteration = int(path.name.removeprefix("iter_"))
+    return Restore("durable", Generation(0, iteration), "save", str(path))
+
+
+def test_a_run_that_was_moved_has_its_own_checkpoints(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", "00000001")
+    saved = checkpoint(run.path / "saves" / "iter_0000004", b"own")
+    elsewhere = checkpoint(tmp_path / "saves" / "iter_0000003", b"own")
+    write_json(run.saves, {"directory": "saves"})
+    os.utime(run.saves, (1, 1))
+    point_at(run.latest, [saved, elsewhere])
+    moved = RunDirectory(run.path.rename(tmp_path / "moved"))
+    other = made(tmp_path / "run", "00000002")
+    checkpoint(other.path / "saves" / "iter_0000004", b"another's")
+    own = str(moved.path / "saves" / "iter_0000004")
+    assert [one.path for one in read_valid(moved.latest)] == [own, elsewhere.path]
+    assert [one.path for one in found_in(moved.saves)] == [own]
+
+
+@pytest.mark.parametrize("nbytes", [3, 5_000_000])
+def test_another_checkpoint_of_the_same_name_is_not_the_one_that_was_saved(
+    tmp_path: Path, nbytes: int
+) -> None:
+    """A copy is, whenever it was made."""
+    saved = identified(checkpoint(tmp_path / "iter_0000004", os.urandom(nbytes)))
+    kept = Path(saved.path).rename(tmp_path / "kept")
+    assert not is_there(saved)
+    checkpoint(Path(saved.path), os.urandom(nbytes))
+    assert not is_there(saved)
+    shutil.rmtree(saved.path)
+    shutil.copytree(kept, saved.path, copy_function=shutil.copyfile)
+    assert is_there(saved)
+
+
+def test_the_dump_of_another_run_is_not_the_one_that_was_meant(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", "00000001")
+    dump = run.dump / "1-7"
+    dump.mkdir()
+    meant = identified(Restore("dump", Generation(1, 7), path=str(dump)))
+    assert is_there(meant)
+    run.path.rename(tmp_path / "moved")
+    (made(tmp_path / "run", "00000002").dump / "1-7").mkdir()
+    assert not is_there(meant)
+
+
+def test_what_another_run_has_in_the_place_of_a_run_does_not_count(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", "00000001")
+    run.run_id = "00000001"
+    journal = Journal(run.journal, run.check_own)
+    journal.write("epoch", 1, {"of": "this"})
+    run.path.rename(tmp_path / "moved")
+    assert not run.has_final()
+    with pytest.raises(JournalError, match="cannot read"):
+        journal.numbers("epoch")
+    other = made(tmp_path / "run", "00000002")
+    write_json(other.final, {"exit_status": 0})
+    assert other.has_final()
+    assert not run.has_final()
+    for ask in (journal.last_beat, lambda: journal.beat("1 1"), lambda: journal.numbers("epoch")):
+        with pytest.raises(JournalError, match="it is the directory of run 00000002 now"):
+            ask()
+    assert not list(other.journal.iterdir())
+    shutil.rmtree(other.path)
+    shutil.copytree(tmp_path / "moved", run.path)
+    assert journal.numbers("epoch") == [1], "put back it is the run's, as another inode"
+
+
+def test_a_look_at_the_journal_does_not_make_a_run(tmp_path: Path) -> None:
+    """Where nothing could be read, a run that ends has begun, and keeps its memory."""
+    with pytest.raises(JournalError, match="cannot make"):
+        Journal(tmp_path / "removed" / "journal")
+    assert not (tmp_path / "removed").exists()

@@ -1,0 +1,107 @@
+"""A run is its id: what has its directory's name, and is another run's, is not believed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    read_json,
+    write_json,
+)
+from deadpool_megatron.events import Kind
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire import auth
+from tests.cluster.running import Run, deadpool, send
+from tests.common.waiting import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.slow
+ENDLESS = ("--step-seconds", "0.02")
+OTHER = "0123abcd"
+
+
+def finished_run(path: Path) -> RunDirectory:
+    """Another run, which is over."""
+    run = RunDirectory(path)
+    run.create(RunInfo(OTHER, 2, 2, 0, 1, ("x.py",), Settings()))
+    auth.create_secret(path)
+    write_json(run.final, {"exit_status": 0, "reason": "done", "iterations": 20, "run_id": OTHER})
+    return run
+
+
+def contents(run: RunDirectory) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+def test_a_link_that_leads_elsewhere_later_leads_no_run_to_the_end_of_another(
+    tmp_path: Path,
+) -> None:
+    other, link = finished_run(tmp_path / "other"), tmp_path / "link"
+    (tmp_path / "own").mkdir(mode=0o700)
+    link.symlink_to(tmp_path / "own")
+    with Run(link, *ENDLESS, nodes=2, spares=0) as run:
+        run.wait_iteration(5)
+        before = contents(other)
+        link.unlink()
+        link.symlink_to(other.path)
+        send(read_json(tmp_path / "own" / "coordinator.json")["pid"])
+        run.wait_event(Kind.COORDINATOR, 2)
+        run.finish()
+    assert contents(other) == before
+
+
+def test_another_run_in_the_place_of_its_directory_is_left_alone(tmp_path: Path) -> None:
+    """The run that was there is continued under its directory's new name."""
+    place, moved = tmp_path / "place", tmp_path / "moved"
+    with Run(place, *ENDLESS, nodes=2, spares=0) as run:
+        run.wait_iteration(5)
+        first = run.newest_iteration()
+        place.rename(moved)
+        other = finished_run(place)
+        before = contents(other)
+        run.wait_for("the line", lambda: f"directory of run {OTHER} now" in run.output.read_text())
+        run.launcher.send_signal(signal.SIGINT)
+        assert run.launcher.wait(PATIENCE_SECONDS) == 130
+        after = contents(other)
+        assert {path: after.get(path) for path in before} == before
+        assert {path.parent.name for path in after.keys() - before.keys()} <= {"logs"}
+        with Run(moved, *ENDLESS, nodes=2, spares=0) as again:
+            again.wait_event(Kind.RECOVERED)
+            final = again.finish()
+        assert final["iterations"] > first
+        shutil.rmtree(place)
+
+
+def test_a_directory_removed_under_a_run_is_made_again(tmp_path: Path) -> None:
+    """It is said, the run can be asked and steered, and what it computed is not lost."""
+    place = tmp_path / "run"
+    with Run(place, *ENDLESS, nodes=2, spares=0) as run:
+        run.wait_iteration(5)
+        known = run.run.read_run()
+        shutil.rmtree(place, ignore_errors=True)  # as rm -rf: something is written meanwhile
+        run.wait_for("the line", lambda: "removed under the run" in run.output.read_text())
+        status = deadpool("status", "--json", str(place))
+        assert status.returncode == 0, status.stderr
+        os.kill(run.launcher.pid, signal.SIGINT)
+        assert run.launcher.wait(PATIENCE_SECONDS) == 130
+        assert "MiB in memory" in run.output.read_text().splitlines()[-1]
+        with Run(place, *ENDLESS, nodes=2, spares=0) as again:
+            again.wait_event(Kind.RECOVERED)
+            assert again.run.read_run() == replace(
+                known, **{name: getattr(again.run.read_run(), name) for name in RESTARTED}
+            )
+            again.run.path.joinpath("finish").touch()
+            again.wait_over()
+    assert "restarted: continues from generation 1:" in "".join(
+        str(event.data.get("text")) for event in again.events(Kind.LOG)
+    )
+
+
+RESTARTED = ("ended_term", "ended_epoch", "finished")
