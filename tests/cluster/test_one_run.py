@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
-from tests.cluster.running import Run, deadpool, send
+from tests.cluster.running import MEMBER, Run, deadpool, send
 from tests.common.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -105,3 +105,19 @@ def test_a_directory_removed_under_a_run_is_made_again(tmp_path: Path) -> None:
 
 
 RESTARTED = ("ended_term", "ended_epoch", "finished")
+
+
+def test_a_run_that_is_training_is_not_resumed(tmp_path: Path) -> None:
+    """Nor where its coordinator has just died."""
+    with Run(tmp_path / "old", *ENDLESS, nodes=2, spares=0) as run:
+        run.wait_iteration(5)
+        command = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "", "--", MEMBER)
+        asked = deadpool("run", "--resume", str(tmp_path / "old"), *command)
+        assert asked.returncode == 2
+        assert "that run is still training, at iteration" in asked.stderr
+        send(read_json(run.run.coordinator)["pid"])
+        asked = deadpool("run", "--resume", str(tmp_path / "old"), *command)
+        assert asked.returncode == 2
+        assert "that run is still training" in asked.stderr
+        run.wait_event(Kind.COORDINATOR, 2)
+        run.finish()

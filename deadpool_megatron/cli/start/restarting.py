@@ -18,6 +18,7 @@ from typing import Any
 
 from deadpool_megatron import file_systems
 from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.start.resuming import refuse_while_training
 from deadpool_megatron.cluster.journal.journal import GONE, WRONG, Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import (
@@ -97,6 +98,7 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
             " another directory"
         )
     _await_end(run, old)
+    refuse_while_training(run, old, "--run-dir")
     if _is_over(run):
         return None  # it came to its end without its launcher
     for flag, given, known in (

@@ -13,16 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.common import Asker, CommandError
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.start.scripts import EMBEDDED_TRAINER
 from deadpool_megatron.cluster.agent.process import dump_orphans, last_history
 from deadpool_megatron.cluster.coordinator.durable import export_directory, remove_unfinished
 from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.process import program
-from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
+from deadpool_megatron.cluster.run_directory.cleanup import (
+    may_be_alive,
+    run_processes,
+    vault_processes,
+)
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
+    RunDirectoryError,
     RunInfo,
     as_dict,
     found_in,
@@ -79,6 +84,7 @@ def resume_point(
     in a line. Raises CommandError when there is none.
     """
     info = old.read_run()
+    refuse_while_training(old, info, "--resume")
     roles = args.nodes * args.nproc_per_node
     history: History | None = None
     whole, why_not = None, list[str]()
@@ -99,13 +105,12 @@ def resume_point(
             )
         return as_dict(_for_other_roles(old, info.world_size, roles, whole, durable))
     if whole is None and not durable:
-        if run_processes(old, info.run_id):
-            raise CommandError(
-                f"--resume {old.path}: that run is alive: 'deadpool stop --dump {old.path}' ends it"
-                " and saves its state"
-            )
         told = f": {'; '.join([*lacking, *why_not[:3]])}" if lacking or why_not else ""
-        raise CommandError(f"--resume {old.path}: that run has no durable state{told}")
+        what = "has no durable state"
+        with contextlib.suppress(RunDirectoryError):
+            if (end := old.read_final())["exit_status"] == 0:
+                what = f"is complete ({end['iterations']} iterations), and {what}"
+        raise CommandError(f"--resume {old.path}: that run {what}{told}")
     why_not += lacking
     if whole is not None and (
         not durable or whole.generation.iteration > durable[0].generation.iteration
@@ -117,9 +122,31 @@ def resume_point(
         return as_dict([identified(whole), *durable])
     kind = "dump" if durable[0].kind == "dump" else "checkpoint"
     reasons = f": {'; '.join(why_not[:3])}" if why_not else ""
-    at = durable[0].generation.iteration
-    print(f"continues from the {kind} {durable[0].path} of iteration {at}{reasons}", flush=True)
+    text = f"continues from the {kind} {durable[0].path} of iteration"
+    if durable[0].kind == "initial":
+        text = "that run had computed nothing: begins at iteration"
+    print(f"{text} {durable[0].generation.iteration}{reasons}", flush=True)
     return as_dict(durable)
+
+
+def refuse_while_training(run: RunDirectory, info: RunInfo, flag: str) -> None:
+    """Two runs of one training are a mistake. A coordinator of this run that answers proves that it
+    lives; where an agent may, one that follows another has its time to come. Raises CommandError.
+    """
+    asker, settings = Asker(run), info.settings
+    limit = time.monotonic() + 2 * settings.takeover_seconds + settings.fence_seconds
+    while not run.has_final():
+        status, is_late = asker.status(), time.monotonic() > limit
+        here = set(run_processes(run, info.run_id)) - set(vault_processes(run, info.run_id))
+        if status is not None or (is_late and here):
+            at = "" if status is None else f", at iteration {status['iteration']}"
+            raise CommandError(
+                f"{flag} {run.path}: that run is still training{at}:"
+                f" 'deadpool stop --dump {run.path}' ends it and saves its state"
+            )
+        if is_late or not run.node_listings() or not may_be_alive(run):
+            return
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _for_other_roles(

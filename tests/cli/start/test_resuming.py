@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,29 @@ class Host:
         """Node 1 has written its half."""
         self.pauses += 1
         Others(self.new, 2, 1, 60.0).done()
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(0, "is complete (20 iterations), and has no durable state"), (1, "run has no durable state")],
+)
+def test_a_run_that_has_left_nothing_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, said: str
+) -> None:
+    host = Host(tmp_path, monkeypatch)
+    host.old.latest.unlink()
+    write_json(host.old.final, {"exit_status": status, "reason": "", "iterations": 20})
+    with pytest.raises(CommandError, match=re.escape(said)):
+        resume_point(host.old, ARGS)
+
+
+def test_a_run_that_had_computed_nothing_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = Host(tmp_path, monkeypatch)
+    write_json(host.old.latest, Restore("initial", Generation(0, 0)).to_dict())
+    resume_point(host.old, ARGS)
+    assert "that run had computed nothing: begins at iteration 0" in capsys.readouterr().out
 
 
 def test_what_another_host_writes_is_waited_for(
