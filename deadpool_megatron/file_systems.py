@@ -44,20 +44,19 @@ class HeldName:
 
     def __init__(self, path: Path, make: Callable[[], object]) -> None:
         self._path, self._make = path, make
-        self._known = identity(path)
+        self._known = _identity(path)
 
     def look(self) -> bool:
         """Make it again unless it leads where it did; whether that was so. Raises OSError, and what
         ``make`` raises."""
-        if identity(self._path) == self._known:
+        if _identity(self._path) == self._known:
             return False
         self._make()
-        self._known = identity(self._path)
+        self._known = _identity(self._path)
         return True
 
 
-def identity(path: Path) -> tuple[int, int] | None:
-    """Return what a name leads to, as device and inode; None for nothing. Raises OSError."""
+def _identity(path: Path) -> tuple[int, int] | None:
     try:
         found = path.stat()
     except FileNotFoundError:

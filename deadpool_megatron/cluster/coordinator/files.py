@@ -169,8 +169,8 @@ class RunFiles:
         is found and continued by."""
 
         def make() -> None:
-            self._run.check_own()
             self._run.create(self._info)
+            self._run.check_own()
             write_again()
 
         name = HeldName(self._run.path / RUN_FILE, make)

@@ -33,7 +33,7 @@ from typing import Any
 import deadpool_megatron
 from deadpool_megatron import UserError, ownership
 from deadpool_megatron.events import DAMAGE
-from deadpool_megatron.file_systems import WRITTEN_MODE, identity, write_once, write_text
+from deadpool_megatron.file_systems import WRITTEN_MODE, write_once, write_text
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import FIELDS, Settings, SettingsError
 from deadpool_megatron.vault.disk import extras_file
@@ -122,7 +122,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path = Path(os.path.realpath(path))
         self.run_id = ""
-        self._known: tuple[int, int] | None = None
+        self._known: tuple[int, ...] = ()
         self.events = path / "events.jsonl"  # the coordinator is the only writer
         self.final = path / "final.json"  # written once, when the run is over
         self.journal = path / "journal"
@@ -207,9 +207,17 @@ class RunDirectory:
 
     def check_own(self) -> None:
         """Raise OSError where another run has taken the place of the run of this process."""
-        if not self.run_id or (found := identity(self.path)) == self._known:
+        if not self.run_id:
             return
         try:
+            facts = (self.path / RUN_FILE).stat()
+            found = (
+                facts.st_dev,
+                facts.st_ino,
+                facts.st_mtime_ns,
+            )  # a new file may have an old inode
+            if found == self._known:
+                return
             owner = str(read_json(self.path / RUN_FILE).get("run_id"))
         except (OSError, ValueError):
             return  # removed, or away for a moment

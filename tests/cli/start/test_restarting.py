@@ -106,6 +106,18 @@ def test_a_run_started_again_on_its_slots_keeps_what_they_were_made_with(
     assert left.read_run().settings == Settings(close_seconds=0.2)
 
 
+def test_a_run_whose_directory_was_removed_is_not_begun_anew_without_a_word(
+    left: RunDirectory, complain: Complain
+) -> None:
+    shutil.rmtree(left.path)
+    line = complain(*run_arguments(left.path))
+    assert (
+        f"run {RUN_ID} has its state in memory, and its directory {left.path} was removed" in line
+    )
+    with pytest.raises(AssertionError, match="the launcher was reached"):
+        cli.main(run_arguments(left.path, "--from-scratch"))
+
+
 def test_what_a_run_can_go_on_from_is_not_removed_without_a_word(
     left: RunDirectory, complain: Complain, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:

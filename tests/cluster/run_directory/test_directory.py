@@ -98,6 +98,10 @@ def test_what_another_run_has_in_the_place_of_a_run_does_not_count(tmp_path: Pat
     shutil.rmtree(other.path)
     shutil.copytree(tmp_path / "moved", run.path)
     assert journal.numbers("epoch") == [1], "put back it is the run's, as another inode"
+    (run.path / "run.json").unlink()
+    made(run.path, "00000003")
+    with pytest.raises(JournalError, match="it is the directory of run 00000003 now"):
+        journal.numbers("epoch")
 
 
 def test_a_look_at_the_journal_does_not_make_a_run(tmp_path: Path) -> None:
