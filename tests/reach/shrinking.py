@@ -53,7 +53,7 @@ def shrink(name: str, script: str, given: Mapping[str, Any], known: Mapping[str,
         without |= dict.fromkeys(missing)
         if values is not None:
             kept[_RULES["instead"].get(flag, flag)] = values
-    _complete(kept)
+    complete(kept)
     layers = 4 if _STAGES in kept else 2
     if "M" in pattern:
         without["state spaces"] = None
@@ -107,7 +107,7 @@ def _is_in(rows: Iterable[str], flag: str, values: Sequence[str]) -> bool:
     return any(fnmatch(name, row) for name in names for row in " ".join(rows).split())
 
 
-def _complete(kept: Flags) -> None:
+def complete(kept: Flags) -> None:
     """Add what the flags ask for, and take away those whose own condition is not there."""
     for flag, more in _RULES["adds"].items():
         for each in more if flag in kept else ():

@@ -1,0 +1,227 @@
+"""Draws whole configurations from a seed: a value of each feature of features.toml, of which no two
+are in never.toml, and when the faults strike. Pure.
+
+A draw follows from its seed alone. Evenness is that of the seeds: of several that come next, the
+one is taken whose pairs of values were drawn least (:func:`least_covered`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.reach.shrinking import COMMON, Flags, complete
+
+_HERE = Path(__file__).parent
+ROLES, ITERATIONS = 4, 16
+#: by feature and value
+FEATURES: dict[str, dict[str, dict[str, Any]]] = {
+    feature: {name: row if isinstance(row, dict) else {"flags": row} for name, row in rows.items()}
+    for feature, rows in tomllib.loads((_HERE / "features.toml").read_text()).items()
+}
+_NEVER = tomllib.loads((_HERE / "never.toml").read_text())["never"]
+_FAULTS = ("first", "second", "third")
+# A fall-back needs a checkpoint that has become durable: the second one, whatever the interval.
+_LATE = 12
+Choice = Mapping[str, str]
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A configuration and its faults. ``choice``: the value of each feature; ``moment``: the
+    iteration after which something comes from outside; ``pick``: whom it concerns."""
+
+    seed: int
+    choice: Choice
+    faults: Sequence[Mapping[str, Any]] = ()
+    moment: int = 0
+    pick: int = 0
+
+    @property
+    def script(self) -> str:
+        """The script of Megatron-LM, or the one of tests/reach that takes its place."""
+        return next(
+            (row["script"] for row in _rows(self.choice) if "script" in row), "pretrain_gpt.py"
+        )
+
+    @property
+    def flags(self) -> list[str]:
+        """All flags of the program, each once; ``{run}`` and ``{data}`` stay in them."""
+        words = " ".join(row.get("flags", "") for row in _rows(self.choice)).format_map(
+            _facts(self.seed, self.choice)
+        )
+        kept = by_flag(words.split())
+        complete(kept)
+        common = by_flag(COMMON)
+        for replaced in ("--mock-data", "--split"):
+            del common[replaced]
+        return [word for flag, values in (common | kept).items() for word in (flag, *values)]
+
+    @property
+    def settings(self) -> list[str]:
+        """The options of ``deadpool run``."""
+        return " ".join(row.get("settings", "") for row in _rows(self.choice)).split()
+
+    @property
+    def nodes(self) -> int:
+        """How many there are at the start."""
+        return int(FEATURES["hosts"][self.choice["hosts"]]["nodes"])
+
+    @property
+    def spares(self) -> int:
+        """How many nodes wait."""
+        return int(FEATURES["spares"][self.choice["spares"]]["spares"])
+
+
+def draw(seed: int, tag: str = "") -> Draw:
+    """The draw of a seed. ``tag``: this one, whichever the seed has."""
+    dice = random.Random(seed)
+    fixed = {"tag": tag} if tag else {}
+    choice = None
+    while choice is None:
+        choice = _choose(dice, fixed)
+    strikes = _strikes(dice, choice)
+    moment, pick = dice.randrange(3, ITERATIONS - 4), dice.randrange(ROLES)
+    return Draw(seed, choice, strikes, moment, pick)
+
+
+def without(drawn: Draw, names: Iterable[str]) -> Draw:
+    """The same with the first value, which is the plainest, of these features. Raises ValueError
+    where others need what they have."""
+    plain = {name: next(iter(FEATURES[name])) for name in names}
+    choice = {**drawn.choice, **plain}
+    if any(forbidden(*pair) for pair in pairs(choice)):
+        raise ValueError(f"{', '.join(plain)}: others of this draw need them")
+    faults = [one for one in drawn.faults if one["id"] not in plain]
+    return replace(drawn, choice=choice, faults=faults)
+
+
+def pairs(choice: Choice) -> list[Pair]:
+    """Every two values that this draw has together."""
+    return list(itertools.combinations(sorted(map("=".join, choice.items())), 2))
+
+
+@cache
+def possible() -> list[Pair]:
+    """Every two values that may come together, the plain ones of never.toml aside."""
+    words = [[f"{name}={value}" for value in rows] for name, rows in FEATURES.items()]
+    both = itertools.combinations(words, 2)
+    found = (tuple(sorted(pair)) for two in both for pair in itertools.product(*two))
+    return sorted((one, other) for one, other in found if not forbidden(one, other))
+
+
+def forbidden(one: str, other: str) -> str:
+    """Why two values do not go together; empty: they do."""
+    return _barred().get(frozenset((one, other)), "")
+
+
+@cache
+def _barred() -> dict[frozenset[str], str]:
+    words = [f"{name}={value}" for name, rows in FEATURES.items() for value in rows]
+    return {
+        frozenset((these, those)): rule["why"]
+        for rule in _NEVER
+        for these in words
+        if _is_among(these, rule["these"])
+        for those in words
+        if _is_among(those, rule["with"])
+    }
+
+
+def least_covered(seeds: Iterable[int], drawn: Mapping[Pair, int], tag: str = "") -> Draw:
+    """The draw of the seed whose pairs were drawn least; of two alike the one that comes first."""
+
+    def weight(one: Draw) -> float:
+        return sum(4.0 ** -drawn.get(pair, 0) for pair in pairs(one.choice))
+
+    return max((draw(seed, tag) for seed in seeds), key=weight)
+
+
+def count(choices: Iterable[Choice]) -> Counter[Pair]:
+    """How often each pair was drawn."""
+    return Counter(pair for choice in choices for pair in pairs(choice))
+
+
+def _choose(dice: random.Random, fixed: Choice) -> Choice | None:
+    """A value of each feature, in a random order so that none is bound by the others more often
+    than it binds; None: one was left without."""
+    taken = dict(fixed)
+    for name in dice.sample(list(FEATURES), len(FEATURES)):
+        if name not in taken:
+            held = [f"{other}={value}" for other, value in taken.items()]
+            free = [v for v in FEATURES[name] if not any(forbidden(f"{name}={v}", h) for h in held)]
+            if not free:
+                return None
+            taken[name] = dice.choice(free)
+    return {name: taken[name] for name in FEATURES}
+
+
+def _strikes(dice: random.Random, choice: Choice) -> list[dict[str, Any]]:
+    """The plan of faults (failpoints.py): of each of three at most one, in later and later
+    iterations."""
+    found, at = [], 1
+    for name in _FAULTS:
+        row = FEATURES[name][choice[name]]
+        at = dice.randrange(at + 1, at + 4)
+        role, other = dice.sample(range(ROLES), 2)
+        if "point" in row:
+            match = {"role": other if row.get("other") else role}
+            moment = _LATE if row.get("late") else at
+            match |= {} if row.get("free") else {"iteration": moment}
+            rest = {key: row[key] for key in ("nth", "nodes", "signal") if key in row}
+            entry = {"id": name, "point": row["point"], "match": match, "target": row["target"]}
+            found.append(entry | rest)
+    return found
+
+
+def _facts(seed: int, choice: Choice) -> dict[str, Any]:
+    """What stands for the words in braces."""
+    row = FEATURES["layout"][choice["layout"]]
+    unit = FEATURES["length"][choice["length"]]["unit"]
+    batch = row["dp"] * FEATURES["batch"][choice["batch"]]["micro"]
+    length = ITERATIONS * (batch if unit == "samples" else 1)
+    return {
+        "layers": row.get("layers", 4),
+        "mtp": "m" * (choice["heads"] == "more"),
+        "batch": batch,
+        "half": batch // 2,
+        "ramp": 3 * batch,
+        "seed": seed % 9999 + 1,
+        "unit": unit,
+        "length": length,
+        "warm": length // 4,
+        "part": length * 3 // 4,
+        "run": "{run}",
+        "data": "{data}",
+    }
+
+
+def _rows(choice: Choice) -> list[Mapping[str, Any]]:
+    sizes = (
+        "--num-layers {layers} --global-batch-size {batch} --train-{unit} {length} --seed {seed}"
+    )
+    return [{"flags": sizes}, *(FEATURES[name][value] for name, value in choice.items())]
+
+
+def by_flag(words: Sequence[str]) -> Flags:
+    """The values of each flag; of one that is there twice the last ones."""
+    kept: Flags = {}
+    for word in words:
+        if word.startswith("--"):
+            kept[flag := word] = []
+        else:
+            kept[flag].append(word)
+    return kept
+
+
+def _is_among(one: str, patterns: str) -> bool:
+    return any(fnmatch(one, pattern) for pattern in patterns.split())

@@ -1,0 +1,60 @@
+"""Two draws of whole runs, others at each commit; and what the command says of bad arguments."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import commit
+from tests.megatron_lm.harness.checkout import needs_megatron_lm
+
+PROGRAM = Path(__file__).parents[2] / "scripts" / "fuzz.py"
+PAIRS = Path(__file__).parent / "pairs.json"
+SEED = int.from_bytes(hashlib.sha256(commit().encode()).digest()[:3], "big")
+
+
+def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROGRAM), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@needs_megatron_lm
+@pytest.mark.parametrize("seed", [SEED, SEED + 1])
+def test_a_draw_is_bit_identical(tmp_path: Path, seed: int) -> None:
+    done = fuzz(str(seed), "--json", "--no-shrink", "--directory", str(tmp_path / "draw"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = json.loads(done.stdout)
+    assert (row["seed"], row["result"], row["why"]) == (seed, "bit-identical", "")
+
+
+@needs_megatron_lm
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("-1",), "SEED and --count: a natural number"),
+        (("1", "--count", "2", "--only", "saves"), "--only is of one draw"),
+        (("1", "--tag", "core_v0.15.0"), "invalid choice: 'core_v0.15.0'"),
+        (("1", "--pairs", str(Path(__file__))), "is no table of pairs"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: tuple[str, ...], named: str) -> None:
+    done = fuzz(*arguments)
+    assert done.returncode == 2
+    assert named in done.stderr
+
+
+@needs_megatron_lm
+def test_draws_are_shown_with_their_faults() -> None:
+    done = fuzz("7", "--show", "--count", "2")
+    first, *_ = done.stdout.splitlines()
+    assert first.startswith("seed 7: tag=core_v")
+    assert '{"id": "first", "point": ' in done.stdout
