@@ -140,10 +140,6 @@ def _lines(run: RunDirectory, seen: View, *, every: bool) -> list[Line]:
         wait = f"{count(seen.events_waiting, 'event')} wait in memory"
         lost = f"{events['dropped']} were dropped" if events["dropped"] else "none is lost"
         troubles.append(f"  {events['trouble'] or 'events can be written again'}; {wait}, {lost}")
-    if status["failing"] and story.current is None:  # not among the failures yet
-        troubles.append(f"  recovering: [{status['failing']['kind']}] {status['failing']['cause']}")
-    if seen.exposed:
-        troubles.append(f"  roles {seen.exposed} have fewer copies than wanted")
     if status["diverged"]:
         troubles.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
     # Beats are a moment older than the newest iteration.
