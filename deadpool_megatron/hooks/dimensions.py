@@ -21,7 +21,6 @@ from deadpool_megatron.hooks.capture.optimizer import (
     layer_wise,
     plain_tensors,
 )
-from deadpool_megatron.hooks.interrupt_cleanup import bucket_groups
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.state.packing import fingerprint
 
@@ -57,9 +56,6 @@ def rebuild_from_peers(loop: ProtectedLoop) -> None:
     for chunk in loop.model_chunks:
         chunk.start_param_sync(force_sync=True)
     fp8.finish_gather(loop.model_chunks)
-    for bucket_group in bucket_groups(loop):
-        # As before a first step: nothing is known to be gathered for the next forward.
-        bucket_group.param_gather_dispatched = False
 
 
 def verify(loop: ProtectedLoop) -> None:

@@ -29,6 +29,8 @@ MOE = (
 # Whole runs of more layouts are in tests/faults and tests/megatron_lm.
 LAYOUTS = {
     "bf16-distributed": "--bf16 --use-distributed-optimizer",
+    "gathers-ahead": "--bf16 --use-distributed-optimizer --overlap-grad-reduce"
+    " --overlap-param-gather --ddp-bucket-size 5000",
     "fp16-distributed-with-skips": "--fp16 --use-distributed-optimizer",
     "bf16": "--bf16",
     "fp32": "",
