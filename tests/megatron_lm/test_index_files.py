@@ -60,7 +60,7 @@ def test_not_yet_made_in_the_directory_of_a_run_that_continues_another_one(tmp_p
         program,
         [late],
         arguments=["--resume", str(first.directory)],
-        settings="--deadpool-set freeze-seconds=200",
+        settings="--deadpool-node-silence-seconds 90",
     )
     assert_unnoticed(second, wanted, [late])
     assert f"is not in {second.directory / 'index'}: {MAKES}" in output_of_members(second)

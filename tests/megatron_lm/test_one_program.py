@@ -65,9 +65,15 @@ def end_members(directory: Path, node: int) -> None:
         posix.kill(pid)
 
 
-def struck(tmp_path: Path, program: Program, change: Callable[[], None], **options: Any) -> Outcome:
-    """Change something between two iterations, once the spare is warm, and end the process of the
-    second stage then."""
+def struck(
+    tmp_path: Path,
+    program: Program,
+    change: Callable[[], None],
+    node: int = 1,
+    **options: Any,
+) -> Outcome:
+    """Change something between two iterations, once the spare is warm, and end the process of a
+    node then."""
     directory, changed = tmp_path / "run", tmp_path / "changed"
 
     def strike() -> None:
@@ -75,7 +81,7 @@ def struck(tmp_path: Path, program: Program, change: Callable[[], None], **optio
             await_event(directory, lambda event: event.kind == "member-warm")
         change()
         changed.touch()
-        end_members(directory, 1)
+        end_members(directory, node)
 
     with pytest.MonkeyPatch.context() as patch:
         # It waits for so long before each of them.
@@ -148,6 +154,7 @@ def test_the_process_that_follows_finds_other_data(tmp_path: Path) -> None:
             other.write(os.urandom(4000))
         (tmp_path / "other").replace(data)
 
-    outcome = struck(tmp_path, program, replace, spares=1)
+    # The spare is built for this role, and has opened the data.
+    outcome = struck(tmp_path, program, replace, node=0, spares=1)
     assert_unnoticed(outcome, wanted, [])
     assert f"file {data} on " in causes(outcome), outcome.story()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 import socket
 import sys
 import time
@@ -36,7 +37,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_valid,
     valid_in,
 )
-from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.planner import is_thrown_away
 from deadpool_megatron.layout.records import Restore
@@ -252,7 +252,7 @@ def bring_notes(old: Path | None, run: RunDirectory) -> None:
     if old is not None:
         program.bring(old, run.path)
         with contextlib.suppress(FileNotFoundError):  # it may never have built anything
-            write_text(run.built, RunDirectory(old).built.read_text())
+            shutil.copy(RunDirectory(old).built, run.built)
 
 
 def write_what_is_left(old: RunDirectory) -> None:

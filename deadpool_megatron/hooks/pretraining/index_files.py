@@ -24,9 +24,8 @@ from deadpool_megatron.hooks.pretraining.scene import replaced
 
 # So long another process may take that makes the same files.
 _LOCK_SECONDS = 600.0
-_PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _LISTS = ("data_args_path", "per_split_data_args_path")
-_TOKENIZERS = ("tokenizer_model", "vocab_file", "merge_file")
+_DATA = re.compile(r"((train|valid|test)_)?data_path|tokenizer_model|vocab_file|merge_file")
 
 
 @contextlib.contextmanager
@@ -57,10 +56,8 @@ def made_where_missing(make: Callable[[], Any]) -> Any:
     print(f"deadpool: {text}", file=sys.stderr, flush=True)
     name = Path(os.environ["DEADPOOL_RUN_DIR"]) / "index.lock"
     rank = dist.get_rank
-    with (
-        name.open("w") as lock,
-        replaced(dist, "get_rank", lambda group=None: 0 if group is None else rank(group)),
-    ):
+    as_first = replaced(dist, "get_rank", lambda group=None: 0 if group is None else rank(group))
+    with name.open("w") as lock, as_first:
         with contextlib.suppress(BlockingIOError):  # twice the same files do no harm
             file_systems.lock(lock.fileno(), name, _LOCK_SECONDS)
         return make()
@@ -68,10 +65,9 @@ def made_where_missing(make: Callable[[], Any]) -> Any:
 
 def data_files(arguments: Mapping[str, Any]) -> Iterator[Path]:
     """Yield the files that parsed arguments have data and tokenizer in."""
-    words = [word for name in _PREFIXES for word in arguments.get(name) or ()]
+    named = [value for name, value in arguments.items() if value and _DATA.fullmatch(name)]
+    words = [word for value in named for word in (value if isinstance(value, list) else [value])]
     for path in filter(None, map(arguments.get, _LISTS)):
         words += path, *re.findall(r"[^\s\",\[\]{}]+", Path(path).read_text())
     for word in words:
-        candidates = (Path(f"{word}{ending}") for ending in ("", ".bin", ".idx"))
-        yield from filter(Path.is_file, candidates)
-    yield from filter(Path.exists, map(Path, filter(None, map(arguments.get, _TOKENIZERS))))
+        yield from filter(Path.exists, (Path(f"{word}{ending}") for ending in ("", ".bin", ".idx")))

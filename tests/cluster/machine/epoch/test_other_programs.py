@@ -6,6 +6,7 @@ from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
+from deadpool_megatron.preflight.judge import HostFacts
 from tests.cluster.machine.bootstrapping.test_restart import come_and_close, started_again
 from tests.cluster.machine.bootstrapping.test_takeover import rejoin, successor
 from tests.cluster.machine.epoch.test_kinds import kinds
@@ -42,7 +43,10 @@ def test_its_roles_move_to_a_spare_and_its_memory_stays() -> None:
 
 
 def test_without_a_spare_they_wait_and_the_host_may_come_again() -> None:
-    rig = crashed_and_edited(Rig(nodes=2, spares=0).run(3))
+    rig = Rig(nodes=2, spares=0).run(3)
+    for node, known in rig.state.fleet.nodes.items():
+        known.facts = HostFacts(f"host{node}")
+    crashed_and_edited(rig)
     assert rig.state.phase is Phase.WAITING_SPARE
     assert not rig.state.fleet.quarantined_hosts
     assert not rig.of(act.Finish, rig.log)
