@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
 import os
 import sys
 import time
@@ -230,9 +229,11 @@ class EpochEntry:
             megatron_extras.restore_last(pristine)
             if (frozen := self.built.frozen) is not None:
                 frozen.forget()
+            if kept := self._extras_beside(Path(restore.path)):
+                self._compare_schedule(record, kept)
             self._load(Path(restore.path))
             self.built.shard.readopt()
-            if kept := self._extras_beside(Path(restore.path)):
+            if kept:
                 megatron_extras.restore(self.loop, kept)
                 self.reports.tell_again(kept["told"])
             # By value: resetting the loop changes some of the tensors in place.
@@ -278,12 +279,9 @@ class EpochEntry:
         return self._capture(self.loop, self.built.frozen)
 
     def _capture(self, loop: ProtectedLoop, frozen: FrozenWeights | None) -> bytes:
-        others = {
-            "told": self.reports.told,
-            "frozen": "" if frozen is None else frozen.name(),
-            "identity": self._identity,
-        }
-        return extras_codec.encode({**megatron_extras.capture(loop), **others})
+        others = {"told": self.reports.told, "frozen": "" if frozen is None else frozen.name()}
+        values = {**megatron_extras.capture(loop), **others, "identity": self._identity}
+        return extras_codec.encode(values)
 
     def judge_state(self) -> None:
         """Before it is saved: what no norm tells of, or none was computed for, shows here."""
@@ -328,6 +326,16 @@ class EpochEntry:
                 raise  # of a device, or of the way to a peer
             raise RestoreFailed("", f"{checkpoint} cannot be loaded: {words}") from error
 
+    def _compare_schedule(self, record: EpochRecord, values: dict[str, Any]) -> None:
+        """At a start, whose command may be another one: raise OtherModel where the state has
+        another schedule than the command line, unless that is to count."""
+        found = megatron_extras.other_schedule(self.loop, values) if record.begins else ""
+        if found and not megatron_extras.command_counts(self.loop.scheduler):
+            advice = "give the former, or --override-opt-param-scheduler as well"
+            raise OtherModel("", f"{found}: {advice}")
+        if found and self.role == 0:
+            self._warn(f"{found}, which counts (--override-opt-param-scheduler)")
+
     def _extras_beside(self, checkpoint: Path) -> dict[str, Any]:
         """The extras of this role that lie beside a checkpoint; empty where there are none for it,
         so that what was loaded is what stock Megatron has loaded. Raises RestoreFailed."""
@@ -340,9 +348,8 @@ class EpochEntry:
             return values
         if self.role == 0:
             self._warn(
-                f"{checkpoint} has no extras for these roles: random states of data-parallel ranks"
-                " above 0, running sums and buffers that are not persistent are as stock Megatron"
-                " loads them"
+                f"{checkpoint} has no extras of these roles: what Megatron's format does not hold"
+                " (random states of data-parallel ranks above 0, running sums) is not restored"
             )
         return {}
 
@@ -377,6 +384,7 @@ class EpochEntry:
             restored.close()
         if replayed:
             self.reports.send_event(Kind.REPLAYED, self.generation.iteration, replayed)
+        self._compare_schedule(record, values)
         megatron_extras.restore(self.loop, values)
         self._late = values
         self.reports.tell_again(values["told"])
@@ -443,9 +451,8 @@ class EpochEntry:
         parts = shard.parts
         identify(loop, parts)
         meaning = role_meaning(loop)
-        cut = "\n".join((meaning, *(part.signature() for part in parts)))
-        digest = hashlib.sha256(cut.encode()).hexdigest()
-        self._identity = [__version__, core.__version__, digest]
+        cut = (part.signature() for part in parts)
+        self._identity = [__version__, core.__version__, meaning, *cut]
         lag = self.settings.max_lag
         slots = (2 if statistics_span_the_world(optimizer) else 3) + lag
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)

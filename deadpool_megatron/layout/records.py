@@ -302,7 +302,8 @@ class EpochRecord(Coded):
     ``seats``: role -> member. ``nodes``: all live nodes, spares too. ``fewer_copies``: roles that
     may pass the commit gate with fewer copies than wanted, because no eligible node is left.
     ``emitted_up_to``: last iteration whose log lines have been accepted. ``replicas``: lost nodes
-    that the protection survives; ``protection``: how. ``history``: of the run so far, for a
+    that the protection survives; ``protection``: how. ``begins``: none of this start of the run was
+    open before, so that its command may be another one. ``history``: of the run so far, for a
     coordinator that takes over; agents are not told it.
     """
 
@@ -315,6 +316,7 @@ class EpochRecord(Coded):
     fewer_copies: frozenset[int] = frozenset()
     cause: str = ""
     protection: ProtectionPlan = field(default_factory=ProtectionPlan)
+    begins: bool = False
     history: History = field(default_factory=History)
 
 

@@ -202,18 +202,6 @@ class FromExtras(Mark):
 
 
 @dataclass(frozen=True)
-class HexFloats(Mark):
-    """An extra that maps names to floating-point numbers, kept in hexadecimal."""
-
-    name: str
-
-    def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:
-        """See :class:`Mark`."""
-        kept = FromExtras((self.name,)).value(extras, read)
-        return {key: float.fromhex(number) for key, number in kept.items()}
-
-
-@dataclass(frozen=True)
 class StepNumber(Mark):
     """Adam's count of steps, from a shard part; as Megatron writes it: a ``number``, or a tensor
     that is left out while it is zero (optimizer.py:845).
@@ -250,20 +238,6 @@ class RandomStates(Mark):
             "cuda_rng_state": extras.get("random.cuda", extras["random.torch"]),
             "rng_tracker_states": extras["random.tracker"],
         }
-
-
-@dataclass(frozen=True)
-class Joined(Mark):
-    """One dict of several, which may hold marks or be some."""
-
-    parts: tuple[Any, ...]
-
-    def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:
-        """See :class:`Mark`."""
-        whole: dict[str, Any] = {}
-        for part in self.parts:
-            whole.update(fill(part, extras, read))
-        return whole
 
 
 @dataclass(frozen=True)

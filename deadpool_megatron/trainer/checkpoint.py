@@ -6,26 +6,23 @@ each such place says what would go wrong.
 
 from __future__ import annotations
 
-import random
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from deadpool_megatron.file_systems import write_text
-from deadpool_megatron.hooks.capture.megatron_extras import random_states
+from deadpool_megatron.hooks.capture import megatron_extras
 from deadpool_megatron.hooks.checkpoints.loading import exact_load
-from deadpool_megatron.persist.state_template import FromExtras, HexFloats, Joined, RandomStates
+from deadpool_megatron.state import extras
+from deadpool_megatron.trainer.config import BadArgumentsError
 from deadpool_megatron.trainer.megatron_api import (
-    ShardedObject,
     TorchDistSaveShardedStrategy,
     dist_checkpointing,
-    get_cuda_rng_tracker,
     parallel_state,
 )
+from deadpool_megatron.vault.disk import extras_file
 
 if TYPE_CHECKING:
     from deadpool_megatron.trainer.training import TrainingLoop
@@ -41,6 +38,8 @@ def write(loop: TrainingLoop, directory: Path) -> None:
     # In the calling process; see :mod:`deadpool_megatron.platform.saving`.
     writer = TorchDistSaveShardedStrategy("torch_dist", 1)
     dist_checkpointing.save(_sharded_state(loop, is_loading=False), str(directory), writer)
+    own = extras.encode(megatron_extras.capture(loop))
+    extras_file.write(directory, dist.get_rank(), dist.get_world_size(), own)
 
 
 def read(loop: TrainingLoop, directory: Path) -> None:
@@ -48,20 +47,19 @@ def read(loop: TrainingLoop, directory: Path) -> None:
 
     Optimizer state keeps its tensors: whoever holds references to them sees the loaded values.
     """
-    with exact_load(loop.optimizer):
+    with exact_load(loop.optimizer, loop.scheduler):
         loaded = dist_checkpointing.load(_sharded_state(loop, is_loading=True), str(directory))
         for index, module in enumerate(loop.models):
             module.load_state_dict(loaded[_model_key(loop, index)])
         loop.optimizer.load_state_dict(loaded["optimizer"])
-    # The schedule adds the loaded number of steps to the one it has.
-    loop.scheduler.num_steps = 0
-    loop.scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    loop.counters.update(loaded["counters"])
-    own = loaded["rng_state"]
-    loop.log_sums.update(own["log_sums"])
+    own = extras_file.read(directory, dist.get_rank(), dist.get_world_size())
+    if own is None:
+        raise BadArgumentsError(f"{directory} is not of {dist.get_world_size()} ranks")
+    values = extras.decode(own)
+    megatron_extras.restore(loop, values)
     loop.reset_after_interrupt()
     # Last: building anything before might draw from a generator.
-    _set_generators(own)
+    megatron_extras.restore_last(values)
 
 
 def checkpoint_directory(folder: Path, iteration: int) -> Path:
@@ -98,13 +96,8 @@ def write_and_publish(loop: TrainingLoop, folder: Path) -> None:
 
 
 def saved_state(loop: TrainingLoop) -> dict[str, Any]:
-    """Return what :func:`write` writes, with marks for what an iteration changes; see
-    :meth:`ProtectedLoop.checkpoint_state`."""
-    state = _sharded_state(loop, is_loading=False)
-    state["opt_param_scheduler"]["num_steps"] = FromExtras(("scheduler.num_steps",))
-    state["counters"] = FromExtras(("counters",))
-    state["rng_state"].data = Joined((RandomStates(), {"log_sums": HexFloats("log_sums")}))
-    return state
+    """Return what :func:`write` writes into shards; see :meth:`ProtectedLoop.checkpoint_state`."""
+    return _sharded_state(loop, is_loading=False)
 
 
 def _sharded_state(loop: TrainingLoop, is_loading: bool) -> dict[str, Any]:
@@ -115,8 +108,6 @@ def _sharded_state(loop: TrainingLoop, is_loading: bool) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    # As Megatron's checkpoints name them; none of them is read from a part.
-    states = RandomStates().value(random_states(), lambda *_: torch.empty(0))
     models = {
         _model_key(loop, index): module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         for index, module in enumerate(loop.models)
@@ -126,38 +117,9 @@ def _sharded_state(loop: TrainingLoop, is_loading: bool) -> dict[str, Any]:
         "optimizer": loop.optimizer.sharded_state_dict(
             dict(models), is_loading=is_loading, metadata=metadata
         ),
-        "opt_param_scheduler": loop.scheduler.state_dict(),
-        "counters": dict(loop.counters),
         "checkpoint_version": 3.0,
-        "rng_state": _own_object({**states, "log_sums": dict(loop.log_sums)}),
     }
 
 
 def _model_key(loop: TrainingLoop, index: int) -> str:
     return "model" if len(loop.models) == 1 else f"model{index}"
-
-
-def _own_object(data: dict[str, Any]) -> Any:
-    """Data that differs on every rank, named by the rank's coordinates."""
-    return ShardedObject(
-        "rng_state",
-        data,
-        (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_data_parallel_world_size(),
-        ),
-        (
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_data_parallel_rank(),
-        ),
-    )
-
-
-def _set_generators(states: dict[str, Any]) -> None:
-    random.setstate(states["random_rng_state"])
-    np.random.set_state(states["np_rng_state"])
-    torch.set_rng_state(states["torch_rng_state"])
-    torch.cuda.set_rng_state(states["cuda_rng_state"])
-    get_cuda_rng_tracker().set_states(states["rng_tracker_states"])

@@ -101,6 +101,7 @@ class TrainerConfig:
         "linear", "shape of the decay", "constant linear cosine inverse-square-root"
     )
     lr_warmup_iters: int = _flag(0, "iterations until the full learning rate")
+    override_opt_param_scheduler: bool = _flag(False, "at --resume: these rates, not the state's")
     weight_decay: float = _flag(0.01, "decoupled weight decay")
     clip_grad: float = _flag(1.0, "largest gradient norm; 0: no clipping")
 

@@ -35,7 +35,6 @@ with warnings.catch_warnings():
     stand_ins.install()
 
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -50,7 +49,6 @@ with warnings.catch_warnings():
         get_canonical_lr_for_logging,
     )
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
     from megatron.core.transformer.transformer_block import (

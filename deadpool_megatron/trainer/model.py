@@ -205,4 +205,6 @@ def build_scheduler(config: TrainerConfig, optimizer: Any) -> Any:
         end_wd=config.weight_decay,
         wd_incr_steps=samples(config.train_iters),
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=config.override_opt_param_scheduler,
     )

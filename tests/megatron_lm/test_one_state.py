@@ -131,3 +131,28 @@ def test_a_start_from_a_checkpoint_gives_what_the_state_was(tmp_path: Path, layo
     own = ("first_iteration", "newest/kept/sums", "newest/kept/loss_sums")
     found = other(entries(loaded, tmp_path / "saves"), states)
     assert {name for name in found if not any(one in name for one in own)} == set()
+
+
+def test_another_learning_rate_counts_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    """Megatron by itself would take that of the checkpoint, or find no parameter groups."""
+    flags: dict[str, object] = {**PP2_DP2, "save": tmp_path / "saves", "save_interval": 3}
+    first = run_program(tmp_path / "first", gpt(**flags, exit_interval=3))
+    assert first.status == 75, first.story()
+    flags |= {"lr": 1e-4, "train_iters": 5}
+    resume = ["--resume", str(first.directory)]
+    refused = run_program(tmp_path / "refused", gpt(**flags), arguments=resume)
+    assert refused.status == 2, refused.story()
+    line = refused.output.splitlines()[-1]
+    assert "max_lr is 0.001 in the state and 0.0001 on the command line" in line
+    flags["override_opt_param_scheduler"] = True
+    lower = run_program(tmp_path / "lower", gpt(**flags), arguments=resume)
+    assert lower.status == 0, lower.story()
+    rates = {event.iteration: event.data["learning_rate"] for event in lower.of_kind("step")}
+    assert {float.fromhex(rates[number]) for number in (4, 5)} == {1e-4}
+    # Without extras beside it, as stock Megatron writes one: its own words are in the last line.
+    for path in (tmp_path / "saves" / "iter_0000003").glob("deadpool-extras-*"):
+        path.unlink()
+    del flags["override_opt_param_scheduler"]
+    unread = run_program(tmp_path / "unread", gpt(**flags), arguments=resume)
+    assert unread.status == 1, unread.story()
+    assert "cannot be loaded: " in unread.output.splitlines()[-1]

@@ -35,7 +35,13 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     from deadpool_megatron.hooks.checkpoints.state_templates import make_template
     from deadpool_megatron.layout.records import Generation
     from deadpool_megatron.persist.state_template import read_template, write_template
-    from deadpool_megatron.persist.writing import GenerationSource, filled, join, write_role
+    from deadpool_megatron.persist.writing import (
+        GenerationSource,
+        filled,
+        join,
+        write_extras,
+        write_role,
+    )
     from deadpool_megatron.state import extras as codec
     from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
     from deadpool_megatron.vault.shm.segment import checksum
@@ -74,6 +80,7 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     taken = Snapshot(role, hash_, Generation(1, 3), "evaluation", str(path), places)
     source = GenerationSource(taken, folder)
     told = json.loads(json.dumps(write_role(template, source, exported)))
+    write_extras(source, exported, role, dist.get_world_size())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, told)
     if role == 0:

@@ -124,9 +124,9 @@ def hash_changes(arguments: str) -> list[str]:
 
     import numpy as np
     import torch
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
-    from deadpool_megatron.trainer.megatron_api import get_cuda_rng_tracker
 
     loop, _ = make_loop(arguments)
     steps(loop, 1)

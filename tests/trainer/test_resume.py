@@ -105,6 +105,28 @@ def save_at_once(arguments: str, folder: Path) -> dict[str, str]:
     return state_digests(loop)
 
 
+def rates_after_a_load(arguments: str, folder: Path) -> list[tuple[float, float]]:
+    """By the first group of the optimizer: of the rate that it goes by, and of its own."""
+    found = []
+    for more in ("", "--lr 1e-4", "--lr 1e-4 --override-opt-param-scheduler"):
+        loop, _ = make_loop(f"{arguments} --lr-decay-style constant {more}")
+        if not found:
+            steps(loop, 2)
+            loop.save_checkpoint(folder)
+        loop.load_checkpoint(folder)
+        steps(loop, 1)
+        group = loop.optimizer.param_groups[0]
+        found.append((group["max_lr"], group["lr"]))
+    return found
+
+
+def test_rates_of_the_command_line_count_where_they_are_asked_for(
+    text: str, tmp_path: Path
+) -> None:
+    (found,) = run_ranks(1, rates_after_a_load, f"{MODEL} {text} --lr 1e-2", tmp_path / "saved")
+    assert found == [(1e-2, 1e-2), (1e-2, 1e-2), (1e-4, 1e-4)]
+
+
 def publish_over_a_torn_attempt(arguments: str, folder: Path) -> list[str]:
     """A save that was cut short before, then one that works."""
     from deadpool_megatron.trainer import checkpoint

@@ -150,9 +150,12 @@ def _segments(directory: Path, progress: Progress) -> Iterator[Finding]:
 
 def _frozen(folder: Path, progress: Progress) -> Iterator[Finding]:
     for path in frozen_file.files_in(folder):
-        trouble = frozen_file.trouble_with(path, progress)
-        verdict = Verdict.BAD if trouble else Verdict.GOOD
-        yield Finding(path, "frozen weights", path.stat().st_size, verdict, trouble)
+        yield _judged(path, "frozen weights", frozen_file.trouble_with(path, progress))
+
+
+def _judged(path: Path, what: str, trouble: str) -> Finding:
+    verdict = Verdict.BAD if trouble else Verdict.GOOD
+    return Finding(path, what, path.stat().st_size, verdict, trouble)
 
 
 def _latest(path: Path, _: Progress) -> Iterator[Finding]:
@@ -203,9 +206,7 @@ def _of_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     for path in extras_file.files_in(directory):
-        trouble = extras_file.trouble_with(path)
-        verdict = Verdict.BAD if trouble else Verdict.GOOD
-        yield Finding(path, "extras", path.stat().st_size, verdict, trouble)
+        yield _judged(path, "extras", extras_file.trouble_with(path))
     if files := sorted(directory.glob(_OF_RANKS)):
         yield from (_verify_file(one, None, progress) for one in files)
         return

@@ -81,8 +81,9 @@ def durable_valid(core: Core, event: ev.DurableValid) -> None:
 
 def with_struck(core: Core, reason: str) -> str:
     """Return why nothing can be restored, and which checkpoints there would have been."""
-    struck = sorted(core.state.lineage.struck)
-    return f"{reason}; could not be loaded: {', '.join(struck)}" if struck else reason
+    struck, why = sorted(core.state.lineage.struck), core.state.lineage.why_struck
+    last = f"; at the last try {why}" if why else ""
+    return f"{reason}; could not be loaded: {', '.join(struck)}{last}" if struck else reason
 
 
 # The dump.

@@ -211,6 +211,7 @@ def decide(core: Core) -> None:
         emitted_up_to=state.lineage.newest,
         fewer_copies=owed_copies(seats.seats, nodes, core),
         cause="; then ".join(recovery.causes) if recovery else "start",
+        begins=state.restarted or not state.lineage.ever_ran,
         history=_history(state, restore),
     )
     state.epoch = record.epoch

@@ -10,7 +10,7 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent
 from deadpool_megatron.cluster.machine.blame import SHOWN_FAILURES, Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.ending import finish
+from deadpool_megatron.cluster.machine.ending import end_as_found
 from deadpool_megatron.cluster.machine.epoch import close, save_and_end, step_reported
 from deadpool_megatron.cluster.machine.membership import (
     drop_node,
@@ -75,6 +75,8 @@ def believe(core: Core) -> None:
         return
     path = record.restore.path
     state.blame.believe(suspicion, record.restore)
+    if suspicion.doubtful and path:
+        state.lineage.why_struck = suspicion.failure.cause
     if suspicion.doubtful and path and state.lineage.doubt(path):  # the next older one is tried
         core.log("warning", f"checkpoint {path} is not used any more: {suspicion.failure.cause}")
     close(core, suspicion.failure)
@@ -85,9 +87,9 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
     role, record = core.player(event), core.state.record
     if role is None or record is None:
         return
-    if event.other_program and not core.state.lineage.ever_ran:
+    if event.other_program and record.begins:
         words = LastWords(ExitStatus.BAD_INPUT, event.text, FailureKind.OTHER_PROGRAM)
-        finish(core, words)
+        end_as_found(core, words)
         return
     restore, generation = record.restore, record.restore.generation
     tried = [*restore.sources.get(role, {}).get(event.part, ())]

@@ -207,9 +207,10 @@ class LineageProgress:
     """``kept``: see layout.planner.keep_line. ``newest``: last iteration reported by an open
     epoch. ``valid``: what the run can fall back to on disk, the newest first; ``seen``: whether
     that was looked at since the last epoch was closed. ``struck``: paths of checkpoints that could
-    not be loaded; ``doubted``: of the last one that is left, which gets another try. ``ever_ran``:
-    whether an epoch was ever open. ``told``: the last iteration reported by the newest epoch that
-    has reported any: it is behind ``newest`` after a return to an old checkpoint.
+    not be loaded; ``why_struck``: the reason of the last one, as this coordinator knows it;
+    ``doubted``: of the last one that is left, which gets another try. ``ever_ran``: whether an
+    epoch was ever open. ``told``: the last iteration reported by the newest epoch that has reported
+    any: it is behind ``newest`` after a return to an old checkpoint.
     """
 
     kept: Mapping[int, int] = field(default_factory=dict)
@@ -217,6 +218,7 @@ class LineageProgress:
     valid: tuple[Restore, ...] = ()
     seen: bool = False
     struck: frozenset[str] = frozenset()
+    why_struck: str = ""
     doubted: str = ""
     ever_ran: bool = False
     told: Generation = NOTHING

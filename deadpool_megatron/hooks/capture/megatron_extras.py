@@ -24,6 +24,7 @@ from torch import Tensor
 
 from deadpool_megatron.hooks.capture import fp8
 from deadpool_megatron.hooks.capture.optimizer import (
+    group_rates,
     loss_scalers,
     param_group_values,
     restore_param_group_values,
@@ -107,10 +108,15 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     loop.log_sums.clear()
     loop.log_sums.update({k: float.fromhex(v) for k, v in values["log_sums"].items()})
     # Set, not load_state_dict: that one adds the steps to the live value.
+    rates, is_commands = group_rates(loop.optimizer), command_counts(loop.scheduler)
     if getattr(loop.scheduler, "use_checkpoint_opt_param_scheduler", False):
         vars(loop.scheduler).update(values["schedule"])
     loop.scheduler.num_steps = values["scheduler.num_steps"]
     restore_param_group_values(loop.optimizer, values["param_groups"])
+    if is_commands:
+        for group, own in rates:
+            group.update(own)
+        loop.scheduler.step(increment=0)
     restore_state_numbers(loop.optimizer, values["state_numbers"])
     for name, scaler in loss_scalers(loop.optimizer).items():
         if state := values["scalers"].get(name):
@@ -163,13 +169,38 @@ def restore_last(values: dict[str, Any]) -> None:
 
 
 def _schedule(scheduler: Any) -> dict[str, Any]:
-    """Return what Megatron's scheduler goes by beside its count of steps; empty of any other.
+    """Return what Megatron's scheduler goes by, and its count of steps; empty of any other.
 
     With --use-checkpoint-opt-param-scheduler a load takes it from the checkpoint, and a process
     that takes a role over later has loaded none.
     """
     is_megatrons = hasattr(scheduler, "use_checkpoint_opt_param_scheduler")
     return scheduler.state_dict() if is_megatrons else {}
+
+
+def command_counts(scheduler: Any) -> bool:
+    """Return whether the schedule of the command line counts, not that of the state, as with
+    --override-opt-param-scheduler."""
+    return bool(getattr(scheduler, "override_opt_param_scheduler", False))
+
+
+def other_schedule(loop: ProtectedLoop, values: dict[str, Any]) -> str:
+    """In what the schedule of the state is another one than that of the command line, as Megatron's
+    load compares them; empty where it is not, or where the state's is asked for."""
+    own, kept = _schedule(loop.scheduler), values["schedule"]
+    if not own or loop.scheduler.use_checkpoint_opt_param_scheduler:
+        return ""
+    without = {"num_steps"}
+    without |= {"lr_decay_steps"} if own["lr_decay_style"] == "constant" else set()
+    without |= {"wd_incr_steps"} if own["wd_incr_style"] == "constant" else set()
+    found = [(name, kept[name], own[name]) for name in own if name in kept.keys() - without]
+    groups = [group for inner in values["param_groups"] for group in inner]
+    for (_, rates), group in zip(group_rates(loop.optimizer), groups, strict=False):
+        found += [(name, group.get(name), rate) for name, rate in rates.items()]
+    for name, there, here in found:
+        if there != here:
+            return f"{name} is {there} in the state and {here} on the command line"
+    return ""
 
 
 def frozen_and_buffers(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:

@@ -31,6 +31,8 @@ from deadpool_megatron.support import flags
 # They keep nothing but tensors for a parameter, and change them in place; nobody has to look after
 # each of their updates.
 _IN_PLACE = frozenset({"Adam", "AdamW", "FusedAdam", "SGD"})
+# Of a parameter group: between which its learning rate and weight decay move.
+_RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 _FP8_RECIPES = frozenset({"delayed", "tensorwise", "blockwise", "mxfp8"})
 
 
@@ -389,6 +391,16 @@ def restore_param_group_values(optimizer: Any, values: list[list[dict[str, Any]]
                 else:
                     device = next((p.device for p in group["params"]), torch.device("cpu"))
                     group[key] = value.to(device, copy=True)
+
+
+def group_rates(optimizer: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every parameter group, in the order of :func:`param_group_values`, and what the command line
+    says of its learning rate and weight decay."""
+    return [
+        (group, {name: group[name] for name in _RATES if name in group})
+        for inner in inner_optimizers(optimizer)
+        for group in _groups(inner)
+    ]
 
 
 def plain_values(inner: Any, parameter: Tensor) -> dict[str, Any]:

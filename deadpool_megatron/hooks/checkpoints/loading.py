@@ -9,27 +9,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from deadpool_megatron.hooks.capture.first_state import complete_state
+from deadpool_megatron.hooks.capture.megatron_extras import command_counts
 from deadpool_megatron.hooks.capture.optimizer import (
+    group_rates,
     inner_optimizers,
     is_distributed,
 )
 
 _States = dict[torch.Tensor, dict[str, Any]]
+_Change = Callable[[dict[str, Any]], None]
+# Of a parameter group, beside its rates.
+_OF_A_KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
 
 
 @contextlib.contextmanager
-def exact_load(optimizer: Any) -> Iterator[None]:
+def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
     """Within, ``optimizer.load_state_dict`` brings back what was saved, all of it.
 
     The sharded state to load into has to be made within as well. Optimizer state keeps its tensors:
     whoever refers to them sees the loaded values. Other optimizers than Adam of PyTorch are left to
-    Megatron.
+    Megatron. Where the command line counts for ``scheduler``, it does for parameter groups.
     """
     for part in inner_optimizers(optimizer):
         if getattr(part, "init_state_fn", complete_state) is None and not is_distributed(part):
@@ -40,8 +46,10 @@ def exact_load(optimizer: Any) -> Iterator[None]:
         for part in inner_optimizers(optimizer)
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
     ]
+    changes = [_keep_rates(optimizer)] if command_counts(scheduler) else []
     if not inner:
-        yield
+        with _changed_before_load(optimizer, changes):
+            yield
         return
     # distrib_optimizer.py:642 asserts that there is one step, and finds none before the first.
     complete_state(optimizer)
@@ -49,13 +57,14 @@ def exact_load(optimizer: Any) -> Iterator[None]:
         {parameter: dict(state) for parameter, state in part.optimizer.state.items()}
         for part in inner
     ]
-    with contextlib.ExitStack() as changes:
+    with contextlib.ExitStack() as stack:
         # fp32 master parameters are leaf views that require gradients; distrib_optimizer.py:940
         # copies into them.
-        changes.enter_context(torch.no_grad())
-        changes.enter_context(_zero_steps_supplied(optimizer))
+        stack.enter_context(torch.no_grad())
+        changes.append(_supply_zero_step)
+        stack.enter_context(_changed_before_load(optimizer, changes))
         for part in filter(is_distributed, inner):
-            changes.enter_context(_missing_entries_kept(part))
+            stack.enter_context(_missing_entries_kept(part))
         try:
             yield
         except BaseException:
@@ -73,31 +82,60 @@ def _complete(part: Any, *_: Any) -> None:
 def load_exactly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``original``, Megatron's load_checkpoint(), and have the optimizer come back exactly.
 
-    Nothing is left to do for the rest: Megatron saves the random generators of each pipeline and
-    tensor rank, and of each data-parallel rank where these differ (checkpointing.py:336).
+    Of random states Megatron saves those of each pipeline and tensor rank (checkpointing.py:336):
+    what else a role has lies beside the checkpoint (vault/disk/extras_file.py).
     """
-    optimizer = inspect.signature(original).bind(*args, **kwargs).arguments.get("optimizer")
-    if optimizer is None:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    if given.get("optimizer") is None:
         return original(*args, **kwargs)
-    with exact_load(optimizer):
+    with exact_load(given["optimizer"], given.get("opt_param_scheduler")):
         return original(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def _zero_steps_supplied(optimizer: Any) -> Iterator[None]:
+def _supply_zero_step(loaded: dict[str, Any]) -> None:
     """Put back Adam's step where it is zero: optimizer.py:845 does not write it then.
 
     A run in fp16 has made no step while it looks for its loss scale.
     """
+    state = loaded.get("state", {})
+    if state and not any(key == "common_step" or "step" in state[key] for key in state):
+        state["common_step"] = torch.tensor(0.0)
+
+
+def _keep_rates(optimizer: Any) -> _Change:
+    """Have loaded parameter groups go by the rates of the command line.
+
+    Before 0.19 those of the checkpoint count, whatever the scheduler is told; from then on Megatron
+    knows the groups by their rates, and finds none. Groups of a kind that have several rates are
+    left alone.
+    """
+    rates: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for group, own in group_rates(optimizer):
+        rates.setdefault(_kind(group), []).append(own)
+
+    def change(loaded: dict[str, Any]) -> None:
+        for group in loaded.get("param_groups", ()):
+            own = rates.get(_kind(group), [])
+            if own and all(one == own[0] for one in own):
+                group.update(own[0])
+
+    return change
+
+
+def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(name) for name in _OF_A_KIND)
+
+
+@contextlib.contextmanager
+def _changed_before_load(optimizer: Any, changes: Sequence[_Change]) -> Iterator[None]:
+    """Within, make changes to the state of each inner optimizer before it is loaded."""
     load: Callable[[Any], None] = optimizer.load_state_dict
     several = len(getattr(optimizer, "chained_optimizers", ())) > 1
 
     def load_state_dict(loaded: Any) -> None:
         parts = loaded if isinstance(loaded, list) else loaded.values() if several else [loaded]
-        for part in parts:
-            state = part.get("optimizer", part).get("state", {})
-            if state and not any(key == "common_step" or "step" in state[key] for key in state):
-                state["common_step"] = torch.tensor(0.0)
+        for part, change in itertools.product(parts, changes):
+            change(part.get("optimizer", part))
         load(loaded)
 
     optimizer.load_state_dict = load_state_dict

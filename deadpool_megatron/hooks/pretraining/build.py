@@ -16,7 +16,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -106,8 +105,6 @@ class Build:
         self.user_buffers = UserBuffers()
         self.detached = False
         self.complete = False
-        #: the checkpoint that was loaded, if it was loaded whole
-        self.loaded: Path | None = None
         #: what setup_model_and_optimizer() answered
         self.objects: tuple[Any, ...] = ()
         #: of every model chunk: iterators for training, validation and test
@@ -252,17 +249,9 @@ class Build:
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Without peers nothing can be loaded, nor has to be: the state comes with a role."""
-        from megatron.training import get_args
-
         if self.detached:
             return 0, 0
-        iteration, operations = load_exactly(original, *args, **kwargs)
-        given = get_args()
-        in_part = given.finetune or given.no_load_optim or given.no_load_rng
-        if given.load and iteration and not in_part:
-            directory = Path(given.load) / f"iter_{iteration:07d}"
-            self.loaded = directory if directory.is_dir() else None
-        return iteration, operations
+        return load_exactly(original, *args, **kwargs)
 
     def _make_iterators(self, original: Callable[..., Any], provider: Any) -> Any:
         if failpoints.ACTIVE:

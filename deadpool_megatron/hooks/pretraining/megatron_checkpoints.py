@@ -70,6 +70,8 @@ class StorageFaults:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             check_checkpoint(directory)  # before anybody writes through a link of somebody else's
+            for path in extras_file.files_in(directory):  # of an earlier save of this name
+                path.unlink()
             with tempfile.NamedTemporaryFile(dir=directory) as probe:
                 probe.write(bytes(_PROBE_BYTES))
                 probe.flush()
@@ -241,9 +243,6 @@ class Saves(StorageFaults):
                 self._owe(iteration if is_last else 0)
                 return
         if lasting:
-            if dist.get_rank() == 0 and directory.is_dir():
-                for path in extras_file.files_in(directory):  # of an earlier save of this name
-                    path.unlink()
             # A state that continues from this checkpoint owes none.
             with replaced(self, "unfinished", 0):
                 self._extras = capture()

@@ -63,9 +63,11 @@ class PretrainLoop(ProtectedLoop):
     ) -> None:
         from megatron.training import get_args
 
-        self._args = get_args()
+        self._args = args = get_args()
+        loaded = Path(str(args.load)) / f"iter_{args.iteration:07d}"
+        in_part = args.finetune or args.no_load_optim or args.no_load_rng
+        self.loaded = loaded if loaded.is_dir() and not in_part else None
         self.build = build
-        self.loaded = build.loaded
         self.role = self._args.rank
         self._pretrain = pretrain
         self._reporter = Reporter(emit)

@@ -51,7 +51,7 @@ def read(checkpoint: Path, role: int, roles: int) -> bytes | None:
 
 def files_in(checkpoint: Path) -> list[Path]:
     """The files of extras in a checkpoint, of any number of roles."""
-    return sorted(path for path in checkpoint.iterdir() if _NAME.fullmatch(path.name))
+    return sorted(path for path in checkpoint.glob("*") if _NAME.fullmatch(path.name))
 
 
 def lacks_some(checkpoint: Path) -> bool:

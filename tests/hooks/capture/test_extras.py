@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ from deadpool_megatron.hooks.capture import optimizer as optimizers
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
 )
-from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
+from deadpool_megatron.hooks.checkpoints.loading import exact_load
+from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as codec
@@ -415,6 +417,65 @@ def test_a_spare_goes_on_with_the_schedule_of_the_checkpoint(style: str) -> None
             loop.optimizer.chained_optimizers[0].param_groups for loop in (survivor, spare)
         )
         assert (found["lr"], found["weight_decay"]) == (wanted["lr"], wanted["weight_decay"])
+
+
+def test_another_schedule_is_named_where_the_command_line_is_not_to_count() -> None:
+    """A number that the style of the decay does not use is none."""
+    quiet = {"use_checkpoint_opt_param_scheduler": False, "lr_decay_style": "constant"}
+    kept = captured(made(**quiet))
+    assert extras.other_schedule(made(**quiet), kept) == ""
+    assert extras.other_schedule(made(**quiet, lr_decay_steps=999), kept) == ""
+    assert extras.other_schedule(made(end_wd=0.7), kept) == "", "that of the state is asked for"
+    found = extras.other_schedule(made(**quiet, end_wd=0.7), kept)
+    assert found == "end_wd is 0.1 in the state and 0.7 on the command line"
+    lower = made(**quiet)
+    (group,) = lower.optimizer.chained_optimizers[0].param_groups
+    group["max_lr"] = 0.25
+    found = extras.other_schedule(lower, kept)
+    assert found == "max_lr is None in the state and 0.25 on the command line"
+    assert not extras.command_counts(lower.scheduler)
+    lower.scheduler.override_opt_param_scheduler = True
+    theirs = [[{**group, "max_lr": 9.0, "lr": 9.0}]]
+    extras.restore(lower, {**kept, "scheduler.num_steps": 8, "param_groups": theirs})
+    assert (group["max_lr"], group["lr"]) == (0.25, 0.25)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_only_a_start_is_refused_for_its_learning_rate(begins: bool) -> None:
+    """Within a run the command is the same: nothing is compared."""
+    quiet = {"use_checkpoint_opt_param_scheduler": False, "lr_decay_style": "constant"}
+    values, warned = captured(made(**quiet)), list[str]()
+    loop = made(**quiet, max_lr=0.5)
+    entry: Any = SimpleNamespace(loop=loop, role=0, _warn=warned.append)
+    record = EpochRecord(4, {}, {}, Restore("dump", Generation(4, 6)), begins=begins)
+    line = "max_lr is 0.001 in the state and 0.5 on the command line"
+    with pytest.raises(OtherModel, match=line) if begins else contextlib.nullcontext():
+        EpochEntry._compare_schedule(entry, record, values)
+    loop.scheduler.override_opt_param_scheduler = True
+    EpochEntry._compare_schedule(entry, record, values)
+    assert len(warned) == begins
+
+
+def test_a_load_takes_the_rates_of_the_command_line_where_they_count() -> None:
+    """By kind of group, whatever their order; a kind with several rates is Megatron's to match."""
+    lists: Any = [{"lr_mult": m, "max_lr": lr, "params": []} for m, lr in ((1, 1.0), (2, 2.0))]
+    several: Any = [{"lr_mult": 3, "max_lr": lr, "params": []} for lr in (3.0, 4.0)]
+    loaded: list[dict[str, Any]] = []
+
+    class Optimizer:
+        optimizer = SimpleNamespace(param_groups=[*lists, *several])
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            loaded.append(state)
+
+    optimizer = Optimizer()
+    asked = SimpleNamespace(override_opt_param_scheduler=True)
+    for scheduler in (asked, None):
+        with exact_load(optimizer, scheduler):
+            groups = [{"lr_mult": m, "max_lr": 9.0} for m in (2, 1, 3)]
+            optimizer.load_state_dict({"optimizer": {"param_groups": groups}})
+    rates = [[one["max_lr"] for one in state["optimizer"]["param_groups"]] for state in loaded]
+    assert rates == [[2.0, 1.0, 9.0], [9.0, 9.0, 9.0]]
 
 
 def test_a_spare_goes_on_with_the_betas_of_the_checkpoint() -> None:

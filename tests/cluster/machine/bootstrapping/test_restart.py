@@ -104,6 +104,17 @@ def test_a_first_epoch_in_which_nothing_was_computed_is_begun_anew() -> None:
     assert rig.pending.restore.kind == "initial"
 
 
+def test_a_command_that_the_state_does_not_fit_leaves_the_slots() -> None:
+    old = Rig(nodes=2, spares=0).run(7)
+    rig = started_again(old)
+    come_and_close(rig, 0, 1, generations=(g(7),))
+    rig.journal()
+    assert rig.record.begins
+    rig.feed(ev.NotRestored(*rig.seat(1), rig.record.epoch, "", "max_lr", other_program=True))
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.kind, end.keeps_slots) == (2, "other-program", True)
+
+
 def test_an_abandoned_line_in_memory_is_not_taken_up() -> None:
     old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)

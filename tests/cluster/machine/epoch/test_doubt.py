@@ -89,7 +89,8 @@ def test_the_next_older_one_is_tried_whoever_speaks_first() -> None:
     fails(rig, 0)
     (finish,) = rig.of(act.Finish, rig.log)
     assert finish.exit_status == 1
-    assert "could not be loaded: /ck/10, /ck/20, /ck/30" in finish.reason
+    assert "could not be loaded: /ck/10, /ck/20, /ck/30; at the last try role 0" in finish.reason
+    assert finish.reason.endswith("cannot be loaded: OSError")
 
 
 def test_a_successor_knows_what_was_struck_off_and_what_has_replaced_it() -> None:
