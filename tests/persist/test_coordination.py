@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.coordinator import checkpoints, durable
+from deadpool_megatron.cluster.coordinator.succession import RecoveredState
 from deadpool_megatron.cluster.machine.inputs import DurableValid
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -211,6 +212,9 @@ def test_what_the_program_has_loaded_can_be_fallen_back_to_and_stays_whose_it_is
     assert (noted.path, noted.identity) == (str(loaded), world.fed[0].identity)
     assert noted.identity
     assert not world.run.named.exists()
+    assert world.exports.loaded == {str(loaded)}
+    world.recovered(RecoveredState(valid=(noted,)))
+    assert world.takes_over().loaded == {str(loaded)}, "a successor knows it as well"
 
 
 def test_a_save_that_is_asked_for_again_is_made_valid_once(tmp_path: Path) -> None:

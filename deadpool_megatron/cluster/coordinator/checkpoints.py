@@ -193,6 +193,8 @@ class Checkpoints:
         # of them with each export that it costs.
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
         self._saves: set[tuple[int, int]] = set()
+        # Paths of what the program has loaded: nothing that this run has come to.
+        self.loaded = {one.path for one in options.recovered.valid if not one.generation.lineage}
         self._interval = Interval(self._settings.export_iterations)
         # Without a number of iterations: when the next one is due, by the monotonic clock.
         self._due = time.monotonic() + _USUAL_SECONDS
@@ -554,14 +556,17 @@ class Checkpoints:
             return
         failpoints.hit("coordinator.durable", epoch=epoch, iteration=iteration)
         path = str(Path(str(m["final"])))
-        restore = Restore("durable", Generation(epoch, iteration), "save", path)
+        is_loaded = bool(m.get("loaded"))
+        if is_loaded:
+            self.loaded.add(path)
+        restore = Restore("durable", Generation(0 if is_loaded else epoch, iteration), "save", path)
 
         def counts() -> bool:
             # A failure may have ended the epoch while the files were synced.
             return coordinator.state.standing_epoch == epoch
 
         new = self._new_checkpoint(Path(str(m["temporary"])), restore, counts)
-        make = new.remember if m.get("loaded") else new.make_valid
+        make = new.remember if is_loaded else new.make_valid
         if error := await self._valid(make, restore):
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
             coordinator.files.write(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))

@@ -68,7 +68,8 @@ class RunEnd:
         if await self._is_superseded():
             return
         state = self._coordinator.state
-        finish = finish.going_on(state.lineage.durable)
+        durable, loaded = state.lineage.durable, self._coordinator.checkpoints.loaded
+        finish = finish.going_on(durable if durable and durable.path not in loaded else None)
         self._status = finish.exit_status
         said = {"exit_status": finish.exit_status, "reason": finish.reason, "kind": finish.kind}
         epoch = 0 if state.record is None else state.record.epoch

@@ -18,6 +18,7 @@ from deadpool_megatron.cluster.coordinator.service import Coordinator
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.run_directory.directory import read_json, write_json
 from tests.cluster.journal.journal_steps import PipeWriter, coordinator
 
@@ -138,6 +139,29 @@ def test_the_end_waits_for_what_is_being_made_valid(
     assert f"the run ends when this is valid, in {limit_seconds:g} s at most: {what}" in said
     assert (f"the run ends before this is valid, after 0 s: {what}" in said) != becomes_valid
     assert said.index("the run ends") < said.index("run-ended"), "its end is told when it has come"
+
+
+@pytest.mark.parametrize(("is_loaded", "status"), [(False, 75), (True, 1)])
+def test_what_the_program_has_loaded_is_nothing_that_an_early_end_has_come_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loaded: bool, status: int
+) -> None:
+    """Else a chain of jobs would begin with it each time, and each would say that all is well."""
+    ends, write = list[int](), run_files.RunFiles.write_result
+
+    def note(files: run_files.RunFiles, finish: Finish, *more: Any) -> None:
+        ends.append(finish.exit_status)
+        write(files, finish, *more)
+
+    def early(one: Coordinator) -> None:
+        one.feed(inputs.DurableValid(4, "/K/4"))
+        one.checkpoints.loaded |= {"/K/4"} if is_loaded else set()
+        one._run_end._close_seconds = 0.1  # its agent stays
+        monkeypatch.setattr(one.peers, "send_all", lambda message: None)
+        one._run_end.finish(Finish(75, "at 4 of 40 iterations", is_early=True))
+
+    monkeypatch.setattr(run_files.RunFiles, "write_result", note)
+    end(tmp_path, monkeypatch, [], before=early)
+    assert status in ends
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from deadpool_megatron.cluster.coordinator.checkpoints import Checkpoints
+from deadpool_megatron.cluster.coordinator.succession import RecoveredState
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind
@@ -42,10 +43,17 @@ class World:
         self.tasks: list[Coroutine[Any, Any, object]] = []
         info = SimpleNamespace(settings=Settings(**settings), world_size=2, run_id="id")
         self._options: Any = SimpleNamespace(
-            run=self.run, info=info, term=SimpleNamespace(number=1)
+            run=self.run,
+            info=info,
+            term=SimpleNamespace(number=1),
+            recovered=RecoveredState(),
         )
         self.done: list[int] = []
         self.exports = self.takes_over()
+
+    def recovered(self, found: RecoveredState) -> None:
+        """What the next coordinator has read before."""
+        self._options.recovered = found
 
     def takes_over(self) -> Checkpoints:
         """The part of another coordinator."""
