@@ -121,6 +121,23 @@ def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path: Path) -> N
     )
 
 
+def test_a_run_that_was_moved_is_continued_and_not_the_one_that_has_its_name(
+    tmp_path: Path,
+) -> None:
+    place, moved = tmp_path / "run", tmp_path / "moved"
+    for seed in ("1", "2"):
+        flags = f"--save {place}/saves --save-interval 2 --seed {seed}"
+        done = run_job(place, WHOLE_NODES, 4, flags=flags)
+        assert done.status == 0, done.story()
+        if seed == "1":
+            place.rename(moved)
+    (tmp_path / "link").symlink_to(moved)
+    resume = ("--resume", str(tmp_path / "link"))
+    new = run_job(tmp_path / "new", WHOLE_NODES, 6, flags="--seed 1", arguments=resume)
+    assert f"continues from the checkpoint {moved}/saves/iter_0000004 of iteration 4" in new.output
+    assert new.status == 0, new.story()
+
+
 def test_another_checkpoint_has_the_name_of_the_newest(tmp_path: Path) -> None:
     """As of another job with the same --save. It is left out, and then set aside."""
     run, saves = RunDirectory(tmp_path / "run"), tmp_path / "saves"
