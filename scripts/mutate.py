@@ -68,7 +68,9 @@ _GENERATED_SECONDS = 75
 # What the forks have already: nothing of the package, which each of them imports from its copy, nor
 # of Megatron, before which its stand-ins for a CPU have to be there.
 _IMPORTED = ("pytest", "hypothesis.stateful", "torch.distributed.tensor", "wandb")
+# Of generated slips: what shows that the tests, or what they are made with, could not be imported.
 _NO_IMPORT = re.compile(r"while importing|loading conftest|during collection")
+_ENDED = (2, 3)  # the exit status where something ended the run, or raised outside of any test
 _FAILED_TESTS = 1  # pytest's exit status; 2 and above: it could not run them
 
 
@@ -249,9 +251,9 @@ class Copy:
             trial.by = "no test failed, but something was left over"
         elif status < 0:
             trial.outcome, trial.by = "by time", f"the whole run (signal {-status})"
-        elif trial.slip.budget_seconds and _NO_IMPORT.search(text):
-            trial.outcome, trial.by = "noticed", "the import of its tests"
-        elif status or not re.search(r"\d passed", text):
+        elif trial.slip.budget_seconds and (status in _ENDED or _NO_IMPORT.search(text)):
+            trial.outcome, trial.by = "noticed", f"the whole run (status {status})"
+        elif status or not (trial.slip.budget_seconds or re.search(r"\d passed", text)):
             trial.outcome, trial.by = "not tried", text[-2000:]
         shutil.copy2(self._before, self.tree / trial.slip.file)
 
@@ -275,6 +277,8 @@ def run(slips: Sequence[Slip], jobs: int, directory: Path, root: Path = ROOT) ->
                 trial = Trial(waiting.pop())
                 try:
                     text = trial.slip.applied(idle[-1].tree)
+                    if not trial.slip.tests:
+                        raise ValueError("no test is known that enters it: record them (--map)")
                 except ValueError as error:
                     trial.outcome, trial.by = "not tried", str(error)
                     yield trial
