@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import socket
@@ -43,6 +44,20 @@ def test_a_listing_of_another_form_names_no_process(text: str, tmp_path: Path) -
         path.write_text(text)
     assert cleanup.coordinator_processes(run) == []
     assert cleanup.node_processes(run, 0) == []
+
+
+def test_segments_are_noted_as_those_of_the_run_where_it_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And as held, as long as somebody has the descriptor."""
+    monkeypatch.setattr(cleanup, "segment_root", lambda run_id: tmp_path / "shared")
+    for place in ("first", "moved", "moved"):
+        held = cleanup.claim_segments(RunDirectory(tmp_path / place), RUN_ID)
+        owner = json.loads(cleanup.owner_file(RUN_ID).read_text())
+        assert owner == {"run_dir": str(tmp_path / place), "run_id": RUN_ID}
+        assert cleanup.is_held(RUN_ID)
+        os.close(held)
+        assert not cleanup.is_held(RUN_ID)
 
 
 def test_nodes_of_other_hosts_stay_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
