@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     display = Display(sys.stderr if args.json else None)
     choices = read_choices(args.pairs) if args.pairs and args.pairs.exists() else []
     directory = Path(args.directory or tempfile.mkdtemp("-fuzz")).resolve()
+    directory.mkdir(parents=True, exist_ok=True)
     results: Counter[Result] = Counter()
     try:
         for number, one in enumerate(draws(args, choices)):
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
             )
             result = Result(_tried(order, display, number / args.count, args.json))
             results[result] += 1
+            if result not in BAD:
+                _remove(Path(order.directory))
             if result not in (Result.CANNOT_TRAIN, Result.REFUSED):
                 choices.append(order.drawn.choice)
             if args.pairs:
@@ -55,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if any(results[result] for result in BAD):
         display.line(f"see {directory}")
         return 1
-    shutil.rmtree(directory, ignore_errors=True)
+    if not any(directory.iterdir()):
+        directory.rmdir()
     return 0
 
 
@@ -96,6 +100,12 @@ def write_choices(path: Path, choices: Sequence[Choice]) -> None:
     drawn = count(choices)
     facts = {"possible": len(possible()), "drawn": len(drawn.keys() & set(possible()))}
     path.write_text(f'{{"pairs": {json.dumps(facts)}, "draws": [\n{rows}\n]}}\n')
+
+
+def _remove(directory: Path) -> None:
+    """What a trial has left beside its own folder, which is gone."""
+    directory.with_suffix(".log").unlink(missing_ok=True)
+    shutil.rmtree(directory.with_suffix(".data"), ignore_errors=True)
 
 
 def _tried(order: Order, display: Display, part: float, as_json: bool) -> str:

@@ -79,13 +79,16 @@ def _missing(ours: Sequence[Told], theirs: Told) -> list[str]:
 
 
 def _numbers(outcome: Outcome) -> Told:
-    """Every step, evaluation and hash of a run that told its end."""
+    """Every step, evaluation and hash of a run that told its end. The state before the first step
+    is hashed only where a recovery has restored it.
+    """
     found: Told = {}
     for kind in ("steps", "evaluations"):
         for row in outcome.final.get(kind, ()):
             found[f"{kind} {row['iteration']}"] = {repr(sorted(_without_clock(row).items()))}
     for iteration, roles in outcome.final.get("hashes", {}).items():
-        found |= {f"hash {iteration} of role {role}": {each} for role, each in roles.items()}
+        if int(iteration):
+            found |= {f"hash {iteration} of role {role}": {each} for role, each in roles.items()}
     return found
 
 
