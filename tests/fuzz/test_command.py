@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import commit
-from tests.megatron_lm.harness.checkout import needs_megatron_lm
+from tests.fuzz.command import read_choices
+from tests.megatron_lm.harness.checkout import TAGS, needs_megatron_lm
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "fuzz.py"
 PAIRS = Path(__file__).parent / "pairs.json"
@@ -50,6 +51,12 @@ def test_bad_arguments_are_named(arguments: tuple[str, ...], named: str) -> None
     done = fuzz(*arguments)
     assert done.returncode == 2
     assert named in done.stderr
+
+
+def test_the_table_of_what_was_drawn_is_read() -> None:
+    drawn = read_choices(PAIRS)
+    assert {one["tag"] for one in drawn} <= {*TAGS}
+    assert len({str(one) for one in drawn}) == len(drawn)
 
 
 @needs_megatron_lm
