@@ -231,7 +231,7 @@ class Copy:
             os.environ.update({"PYTHONPATH": str(self.tree), _MARK: str(self.tree)})
             import pytest
 
-            limit = _SLOW_TEST_SECONDS if slip.slow else _TEST_SECONDS
+            limit = _SLOW_TEST_SECONDS if slip.slow else slip.budget_seconds or _TEST_SECONDS
             options = ["-x", "--no-header", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
             options += [f"--timeout={limit}", f"--basetemp={self._scratch}"]
             plugins = [_NoShrinking(), _Budget(slip.budget_seconds)]

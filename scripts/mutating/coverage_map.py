@@ -25,7 +25,7 @@ ROOMS = ("layout", "vault", "hooks", "cluster", "comms", "persist")
 # At most, of one function; the seconds are those of the recording.
 FUNCTION_TESTS = 120
 _FUNCTION_SECONDS = 60.0
-_TEST_SECONDS = 25.0
+_TEST_SECONDS = 40.0
 # Cases of a parametrized test stand alone in the map if together they take longer.
 _CASES_SECONDS = 5.0
 # What a test costs beside its own run, and how many functions each test enters at least.

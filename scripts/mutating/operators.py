@@ -200,7 +200,7 @@ def _has_effect(line: cst.SimpleStatementLine) -> bool:
 
 
 def _return_at_the_end(function: cst.FunctionDef) -> cst.CSTNode | None:
-    """Return a function's last line if it does what the end does."""
+    """Return a function's last line if it answers what the end does, or what is false as well."""
     match function.body.body[-1]:
         case (
             cst.SimpleStatementLine(body=[cst.Return(value=None | cst.Name(value="None"))]) as line

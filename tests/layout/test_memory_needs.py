@@ -73,3 +73,16 @@ def test_what_peers_hold_anyway_is_owed_to_nobody() -> None:
     for plan in (ProtectionPlan(), plan_of_kind("parity", Settings(), 1, 3)):
         needs = memory_needs(plan, replace(of, layouts=same))
         assert max(needs.values()) < SLOTS * (10 * GIGA + 5000) + 200_000
+
+
+def test_the_node_that_lacks_most_is_named() -> None:
+    """And of two that lack as much the first; not one that has most, or needs most."""
+    of = scene(nodes=3, per_node=1)
+    plan = ProtectionPlan()
+    needs = memory_needs(plan, of)
+    short = {0: 5, 1: 9, 2: 9}
+    lack = lacking(plan, of, {node: needs[node] - short[node] for node in needs})
+    assert lack is not None
+    assert (lack.node, lack.needed_bytes - lack.has_bytes) == (1, 9)
+    assert lacking(plan, of, needs) is None
+    assert lacking(plan, of, {}) is None

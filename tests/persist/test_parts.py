@@ -275,3 +275,15 @@ def test_a_save_that_two_coordinators_make_valid_is_there_once(
     assert read_json(run.latest)["path"] == str(final)
     set_aside = ["iter_0000004.before-run"] if is_foreign else []
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000004", *set_aside]
+
+
+def test_a_number_of_the_extras_is_taken_with_what_is_added_to_it() -> None:
+    extras = {"counters": {"iteration": 7, "shape": [2, 3]}}
+
+    def taken(*path: str, plus: int = 0) -> object:
+        return FromExtras(path, plus).value(extras, lambda *_: 0)
+
+    assert (taken("counters", "iteration"), taken("counters", "iteration", plus=1)) == (7, 8)
+    assert taken("counters", "shape") == (2, 3)
+    with pytest.raises(TemplateError, match=r"counters\.tokens"):
+        taken("counters", "tokens")

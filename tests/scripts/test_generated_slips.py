@@ -103,9 +103,9 @@ def test_quick_and_narrow_tests_are_tried_first(tmp_path: Path) -> None:
     recorded = {
         "t.py::wide": Recorded(0.1, {function, other, *(f"vault/b.py:{i}" for i in range(100))}),
         "t.py::narrow": Recorded(0.1, {function}),
-        "t.py::slow": Recorded(24.0, {function}),
-        "t.py::slower": Recorded(24.5, {function}),
-        "t.py::beyond_the_seconds": Recorded(24.9, {function}),
+        "t.py::slow": Recorded(28.0, {function}),
+        "t.py::slower": Recorded(29.0, {function}),
+        "t.py::beyond_the_seconds": Recorded(30.0, {function}),
         "t.py::outside": Recorded(0.1, {"cli/a.py:f"}),
         "t.py::cases[a]": Recorded(0.1, {function}),
         "t.py::cases[b]": Recorded(0.2, {other}),

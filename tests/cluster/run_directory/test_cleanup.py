@@ -16,6 +16,7 @@ import pytest
 
 from deadpool_megatron import file_systems
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, read_bad_nodes
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -58,6 +59,23 @@ def test_segments_are_noted_as_those_of_the_run_where_it_is_now(
         assert cleanup.is_held(RUN_ID)
         os.close(held)
         assert not cleanup.is_held(RUN_ID)
+
+
+@pytest.mark.parametrize(
+    ("hostname", "started", "expected"),
+    [
+        ("elsewhere", {str(os.getpid()): 1}, True),
+        (socket.gethostname(), {str(os.getpid()): posix.start_time(os.getpid())}, True),
+        (socket.gethostname(), {str(os.getpid()): 1}, False),
+    ],
+)
+def test_agents_that_cannot_be_seen_may_live_and_numbers_of_others_do_not(
+    hostname: str, started: dict[str, int | None], *, expected: bool, tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path)
+    run.node(0).parent.mkdir()
+    write_json(run.node(0), {"agent": os.getpid(), "hostname": hostname, "started": started})
+    assert cleanup.may_be_alive(run) is expected
 
 
 def test_nodes_of_other_hosts_stay_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
