@@ -31,8 +31,11 @@ _CASES_SECONDS = 5.0
 # What a test costs beside its own run, and how many functions each test enters at least.
 _EXTRA_SECONDS = 0.05
 _EXTRA_FUNCTIONS = 5
-# Neither runs against a checkout of Megatron-LM nor what only --all runs.
-_SELECTION = ("-m", "not matrix and not megatron_lm and not exhaustive", "--full", "--timeout=60")
+# Neither runs against a checkout of Megatron-LM, nor what only --all runs, nor tests of scripts.
+_SELECTION = (
+    *("-m", "not matrix and not megatron_lm and not exhaustive", "--full", "--timeout=60"),
+    *("--ignore=tests/scripts", "--ignore=tests/reach", "--ignore=tests/faults"),
+)
 
 
 @dataclass
