@@ -30,7 +30,8 @@ FOLDER = "program"
 # The start of another run that a run continues.
 _BEFORE = -1
 _SHOWN_CHANGES = 3
-_OF_THE_ENVIRONMENT = re.compile(rf"{sysconfig.get_path('stdlib')}/|.*/(site|dist)-packages/")
+_STANDARD = re.escape(sysconfig.get_path("stdlib"))
+_OF_THE_ENVIRONMENT = re.compile(rf"{_STANDARD}/|.*/(site|dist)-packages/")
 _PLAIN = (bool, int, float, str, Path, type(None))
 Facts = dict[str, list[str]]
 

@@ -32,6 +32,7 @@ from megatron.core import parallel_state
 from deadpool_megatron import arguments
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
 from deadpool_megatron.cluster.failures import ExitStatus
+from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, noted, write_json
 from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.hookpoints import FLAG, POINTS, Handler
@@ -52,6 +53,9 @@ from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 from deadpool_megatron.hooks.pretraining.training_loop import PretrainLoop
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import flags, judgement
+
+# Arguments that differ between processes.
+_OF_A_PROCESS = ("rank", "local_rank", "deadpool_interface")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -117,6 +121,7 @@ def _add_arguments(
     # Here, for a script of Megatron-LM looks at --inprocess-restart before anything validates.
     def parse_and_set(*args: Any, **kwargs: Any) -> Any:
         found, others = parse(*args, **kwargs)
+        LOADED.note_arguments(vars(found), _OF_A_PROCESS)
         set_for_the_user(found)
         return found, others
 

@@ -31,9 +31,6 @@ from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 from deadpool_megatron.hooks.pretraining.user_buffers import UserBuffers
 from deadpool_megatron.platform.stand_ins import drawing_apart
 
-# Parsed arguments that differ between processes, or follow from what was saved last.
-_OF_A_PROCESS = ("rank", "local_rank", "deadpool_interface", "iteration")
-
 
 class Reached(BaseException):
     """Leaves pretrain() where a pass ends. Not an Exception: nothing of Megatron may catch it."""
@@ -186,12 +183,9 @@ class Build:
         return self.iterators[0]
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        from megatron.training import get_args
-
         self._command_line.parse_for_role()
         original(*args, **kwargs)
         self.detached = is_detached(dist.group.WORLD)
-        LOADED.note_arguments(vars(get_args()), _OF_A_PROCESS)
 
     @contextlib.contextmanager
     def progress_kept(self) -> Iterator[None]:

@@ -275,3 +275,15 @@ def test_what_nobody_was_told_of_is_found_by_looking(
             os.utime(place / name, (seconds, seconds))
     found = valid_in(resume_point(host.old, ARGS))
     assert [one.generation.iteration for one in found] == wanted
+
+
+def test_notes_for_processes_that_come_later_come_along(tmp_path: Path) -> None:
+    """Else no spare of the new run would ever be built before it is needed."""
+    old, new = RunDirectory(tmp_path / "old"), RunDirectory(tmp_path / "new")
+    for run in (old, new):
+        run.make()
+    resuming.bring_notes(old.path, new)
+    assert not new.built.exists()
+    old.built.write_text("[]")
+    resuming.bring_notes(old.path, new)
+    assert new.built.read_text() == "[]"
