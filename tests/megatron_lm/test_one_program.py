@@ -120,7 +120,7 @@ def test_without_a_spare_the_run_waits_and_another_run_may_have_the_edited_scrip
         tmp_path / "resumed", program, arguments=["--resume", str(outcome.directory)]
     )
     assert_unnoticed(resumed, wanted, [])
-    assert f"1 changes since the start before: {script}: sha256=" in resumed.output
+    assert f"changed since the start before (1): {script}: sha256=" in resumed.output
 
 
 def test_a_node_that_comes_with_an_edited_module_is_excluded(tmp_path: Path) -> None:

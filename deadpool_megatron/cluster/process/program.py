@@ -108,9 +108,12 @@ class LoadedProgram:
             path, content = folder / f"{self._files_read}.json", json.dumps(new).encode()
             if not new or file_systems.write_once(path, content, file_systems.WRITTEN_MODE):
                 break
-        changes = [] if self._known else [*self._differences(_newest(run, start), "before")]
+        if self._known:
+            return ""
+        # A script may be a module, too.
+        changes = [*dict.fromkeys(self._differences(_newest(run, start), "before"))]
         text = "; ".join(changes[:_SHOWN_CHANGES])
-        return f"{len(changes)} changes since the start before: {text}" if changes else ""
+        return f"changed since the start before ({len(changes)}): {text}" if changes else ""
 
     def check(self) -> None:
         """Compare with what is known of the run by now. Raises as :meth:`agree`."""

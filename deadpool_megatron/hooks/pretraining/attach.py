@@ -54,9 +54,6 @@ from deadpool_megatron.hooks.pretraining.training_loop import PretrainLoop
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import flags, judgement
 
-# Arguments that differ between processes.
-_OF_A_PROCESS = ("rank", "local_rank", "deadpool_interface")
-
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group ``deadpool``, with the settings of the run that this process belongs to.
@@ -121,7 +118,8 @@ def _add_arguments(
     # Here, for a script of Megatron-LM looks at --inprocess-restart before anything validates.
     def parse_and_set(*args: Any, **kwargs: Any) -> Any:
         found, others = parse(*args, **kwargs)
-        LOADED.note_arguments(vars(found), _OF_A_PROCESS)
+        own = [name for name in vars(found) if name.startswith("deadpool_")]
+        LOADED.note_arguments(vars(found), [*own, "rank", "local_rank"])
         set_for_the_user(found)
         return found, others
 

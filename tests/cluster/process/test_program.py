@@ -57,7 +57,7 @@ def test_what_only_one_has_loaded_is_added_and_compared_from_then_on(tmp_path: P
 def test_another_start_may_have_another_program_and_names_the_difference(tmp_path: Path) -> None:
     having(a=["x=1"]).agree(tmp_path, 0)
     changed = having(a=["x=2"])
-    assert changed.agree(tmp_path, 7).endswith(" since the start before: a: x=2, before x=1")
+    assert changed.agree(tmp_path, 7).endswith("since the start before (1): a: x=2, before x=1")
     assert having(a=["x=2"]).agree(tmp_path, 7) == ""
 
 
