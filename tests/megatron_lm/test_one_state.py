@@ -138,7 +138,7 @@ def test_another_learning_rate_counts_only_where_it_is_asked_for(tmp_path: Path)
     flags: dict[str, object] = {**PP2_DP2, "save": tmp_path / "saves", "save_interval": 3}
     first = run_program(tmp_path / "first", gpt(**flags, exit_interval=3))
     assert first.status == 75, first.story()
-    flags |= {"lr": 1e-4, "train_iters": 5}
+    flags |= {"lr": 1e-4, "train_iters": 5, "save": tmp_path / "others"}
     resume = ["--resume", str(first.directory)]
     refused = run_program(tmp_path / "refused", gpt(**flags), arguments=resume)
     assert refused.status == 2, refused.story()
