@@ -15,6 +15,8 @@ from deadpool_megatron.vault.shm.segment import checksum
 
 _NAME = re.compile(r"deadpool-extras-\d+-of-(\d+)")
 _DIGEST_BYTES = 8
+# Of the formats torch_dist and torch.
+_SHARDS = ("*.distcp", "mp_rank_*/*.pt")
 
 
 class ExtrasFileError(Exception):
@@ -37,11 +39,15 @@ def write(checkpoint: Path, role: int, roles: int, extras: bytes) -> None:
 
 
 def read(checkpoint: Path, role: int, roles: int) -> bytes | None:
-    """The encoded extras of a role; None where the checkpoint has none for so many roles.
+    """The encoded extras of a role; None where the checkpoint has none for so many roles, or where
+    shards were written after them: a run without such files has saved under the same name.
 
     Raises ExtrasFileError for a damaged file, and for one that is missing among those of others.
     """
-    if not any(path.name.endswith(f"-of-{roles}") for path in files_in(checkpoint)):
+    found = [path for path in files_in(checkpoint) if path.name.endswith(f"-of-{roles}")]
+    shards = [path for pattern in _SHARDS for path in checkpoint.glob(pattern)]
+    # Each process writes its extras after its shards: clocks of other hosts have no part in this.
+    if not found or _newest(shards) > _newest(found):
         return None
     path = path_in(checkpoint, role, roles)
     if trouble := trouble_with(path):
@@ -52,6 +58,10 @@ def read(checkpoint: Path, role: int, roles: int) -> bytes | None:
 def files_in(checkpoint: Path) -> list[Path]:
     """The files of extras in a checkpoint, of any number of roles."""
     return sorted(path for path in checkpoint.glob("*") if _NAME.fullmatch(path.name))
+
+
+def _newest(paths: list[Path]) -> float:
+    return max((path.stat().st_mtime for path in paths), default=0.0)
 
 
 def lacks_some(checkpoint: Path) -> bool:

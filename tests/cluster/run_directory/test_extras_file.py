@@ -31,3 +31,15 @@ def test_extras_are_of_as_many_roles(tmp_path: Path) -> None:
     assert extras_file.read(tmp_path, 1, 4) is None
     with pytest.raises(extras_file.ExtrasFileError, match="No such file"):
         extras_file.read(tmp_path, 0, 2)
+
+
+@pytest.mark.parametrize("shard", ["__3_0.distcp", "mp_rank_00_001/model_optim_rng.pt"])
+def test_extras_are_of_the_shards_beside_them(tmp_path: Path, shard: str) -> None:
+    """A run that leaves no extras has saved into the same directory."""
+    (tmp_path / shard).parent.mkdir(exist_ok=True)
+    (tmp_path / shard).touch()
+    extras_file.write(tmp_path, 0, 1, b"first")
+    assert extras_file.read(tmp_path, 0, 1) == b"first"
+    written = extras_file.path_in(tmp_path, 0, 1).stat().st_mtime
+    os.utime(tmp_path / shard, (written + 1, written + 1))
+    assert extras_file.read(tmp_path, 0, 1) is None
