@@ -19,7 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
+from deadpool_megatron.cli.run_result import ResultError, RoleResult, RunResult, read_result
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 from deadpool_megatron.observe.narration import count, shown
 from deadpool_megatron.observe.story import Story
@@ -28,6 +28,8 @@ from deadpool_megatron.observe.story import Story
 _SHOWN = 12
 _LISTED = 1000
 _UNSEEDED = "a program that never seeds 'random' and 'numpy' has other states of them in each run"
+_GENERATORS = ("random state of numpy", "random state of python")
+_UNSEEDED_STATES = {"state"} | {f"state ({x})" for x in (*_GENERATORS, ", ".join(_GENERATORS))}
 _COMPARED = ("roles", "steps", "evaluations", "hashes")
 _STEP_FIELDS = ("loss", "grad_norm", "learning_rate", "skipped", "samples")
 
@@ -147,8 +149,17 @@ def _ends(first: RunResult, second: RunResult) -> Iterator[Difference]:
         one, other = first.roles.get(role), second.roles.get(role)
         yield from _unequal("role", None, role, *_presence(one is not None, other is not None))
         if one is not None and other is not None:
-            yield from _unequal("state", None, role, one.sha256, other.sha256)
+            yield from _unequal(_state(one, other), None, role, one.sha256, other.sha256)
             yield from _unequal("samples", None, role, one.samples, other.samples)
+
+
+def _state(first: RoleResult, second: RoleResult) -> str:
+    """Return what differs in two states, by the names of their entries, if they have any."""
+    if not (first.entries and second.entries):
+        return "state"
+    names = sorted(name for name, _ in first.entries.items() ^ second.entries.items())
+    words = [name.replace("rng.", "random state of ") for name in dict.fromkeys(names)]
+    return f"state ({', '.join(words) or 'weights or optimizer state'})"
 
 
 def _unequal(
@@ -195,8 +206,8 @@ def describe(comparison: Comparison) -> list[str]:
         lines.append(f"  then {entry}" if number else f"first difference: {entry}")
     if more := max(0, len(comparison.differences) - _SHOWN) + comparison.more:
         lines.append(f"  and {more} more")
-    if {entry.what for entry in comparison.differences} == {"state"}:
-        lines.append(f"  all else is equal: {_UNSEEDED}")
+    if _UNSEEDED_STATES.issuperset(entry.what for entry in comparison.differences):
+        lines += [f"  all else is equal: {_UNSEEDED}"] if comparison.differences else []
     return lines
 
 

@@ -28,10 +28,12 @@ class ResultError(CommandError):
 
 @dataclass(frozen=True)
 class RoleResult:
-    """The end state of one role: hash over everything training depends on, samples consumed."""
+    """The end state of one role: hash over everything training depends on, samples consumed, and
+    short digests of the entries beside weights and optimizer state."""
 
     sha256: str
     samples: int | None
+    entries: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,9 @@ def read_result(directory: Path) -> RunResult:
             world_size=int(values["world_size"]),
             iterations=values["iterations"],
             roles={
-                int(role): RoleResult(str(facts["sha256"]), facts.get("samples"))
+                int(role): RoleResult(
+                    str(facts["sha256"]), facts.get("samples"), dict(facts.get("entries", {}))
+                )
                 for role, facts in values["roles"].items()
             },
             story=read_story(directory, hashes=True),

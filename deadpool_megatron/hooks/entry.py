@@ -25,7 +25,12 @@ from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.audit.audit import Audit
 from deadpool_megatron.hooks.capture import megatron_extras
 from deadpool_megatron.hooks.capture.first_state import complete_state
-from deadpool_megatron.hooks.capture.identity import identify, role_layout, role_meaning
+from deadpool_megatron.hooks.capture.identity import (
+    entry_digests,
+    identify,
+    role_layout,
+    role_meaning,
+)
 from deadpool_megatron.hooks.capture.megatron_extras import large_frozen_weights
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
@@ -277,6 +282,10 @@ class EpochEntry:
     def capture_extras(self) -> bytes:
         """The encoded extras of the loop as it stands."""
         return self._capture(self.loop, self.built.frozen)
+
+    def entry_digests(self) -> dict[str, str]:
+        """Return digests of the state beside weights and optimizer state, for a comparison."""
+        return entry_digests(self.loop)
 
     def _capture(self, loop: ProtectedLoop, frozen: FrozenWeights | None) -> bytes:
         others = {"told": self.reports.told, "frozen": "" if frozen is None else frozen.name()}

@@ -345,7 +345,10 @@ class Session:
             samples=loop.counters.get("consumed_train_samples", 0),
             early=loop.early,
             unsaved=loop.unsaved,
-            extra={"stall_seconds": self._built.protection.stall_seconds},
+            extra={
+                "stall_seconds": self._built.protection.stall_seconds,
+                "entries": self._built.entry_digests(),
+            },
         )
         self._reports.section = "done"
         self._wait_closed(record.epoch)

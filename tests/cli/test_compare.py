@@ -53,7 +53,7 @@ def put(value: Any, *path: Any) -> Change:
         (put((9.0).hex(), "numbers", "evaluation", 10, "loss"), "evaluation loss", 10, None),
         (lambda final: final["numbers"]["evaluation"].clear(), "evaluation loss", 10, None),
         (put("b" * 64, "numbers", "state-hash", 5, "sha256"), "state", 5, 0),
-        (put("b" * 64, "roles", "3", "sha256"), "state", None, 3),
+        (put("b" * 64, "roles", "3", "sha256"), "state (weights or optimizer state)", None, 3),
         (put(79, "roles", "3", "samples"), "samples", None, 3),
         (lambda final: final["roles"].pop("7"), "role", None, 7),
         (put(4, "world_size"), "world size", None, None),
@@ -69,11 +69,31 @@ def test_each_kind_of_difference_is_found(
         assert (found.first, found.second) == ("present", "missing")
 
 
-def test_generators_that_nobody_seeded_are_named_where_all_else_is_equal(tmp_path: Path) -> None:
-    states = compared(tmp_path / "a", put("b" * 64, "roles", "3", "sha256"))
-    assert "'random' and 'numpy'" in compare.describe(states)[-1]
-    more = compared(tmp_path / "b", put((1.0).hex(), "numbers", "step", 4, "loss"))
-    assert "'random'" not in "".join(compare.describe(more))
+@pytest.mark.parametrize(
+    ("others", "what", "is_unseeded"),
+    [
+        ({"rng.python": "0"}, "state (random state of python)", True),
+        (
+            {"rng.python": "0", "rng.numpy": "0"},
+            "state (random state of numpy, random state of python)",
+            True,
+        ),
+        ({"rng.python": "0", "counters": "0"}, "state (counters, random state of python)", False),
+        ({}, "state (weights or optimizer state)", False),
+    ],
+)
+def test_what_differs_in_a_state_is_named(
+    tmp_path: Path, others: dict[str, str], what: str, is_unseeded: bool
+) -> None:
+    """Where it is the generators alone that a program may not have seeded, that is said."""
+
+    def change(final: dict[str, Any]) -> None:
+        final["roles"]["3"]["sha256"] = "b" * 64
+        final["roles"]["3"]["entries"] |= others
+
+    states = compared(tmp_path, change)
+    assert [one.what for one in states.differences] == [what]
+    assert ("'random' and 'numpy'" in compare.describe(states)[-1]) == is_unseeded
 
 
 def test_a_run_that_went_astray_is_listed_in_part(tmp_path: Path) -> None:

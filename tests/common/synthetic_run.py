@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -119,7 +120,9 @@ def final_of(iterations: int, strike: int | None, shift: float) -> dict[str, Any
     def sha256(role: int) -> str:
         return hashlib.sha256(f"{role} {iterations} {shift}".encode()).hexdigest()
 
-    roles = {str(r): {"sha256": sha256(r), "samples": 8 * iterations} for r in range(WORLD_SIZE)}
+    entries = {"rng.python": "a1", "rng.numpy": "b2", "counters": "c3"}
+    facts = {"samples": 8 * iterations, "entries": entries}
+    roles = {str(r): {"sha256": sha256(r), **copy.deepcopy(facts)} for r in range(WORLD_SIZE)}
     head = {"exit_status": 0, "reason": "", "run_id": "5a5a5a5a", "world_size": WORLD_SIZE}
     recoveries = [] if strike is None else [{"epoch": 2, **recovery_facts(strike)}]
     return {**head, "iterations": iterations, "roles": roles, "recoveries": recoveries}

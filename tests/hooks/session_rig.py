@@ -172,6 +172,9 @@ class FakeEntry:
     def is_built(self) -> bool:
         return self.role >= 0
 
+    def entry_digests(self) -> dict[str, str]:
+        return {}
+
     def _stage(self, name: str) -> None:
         self.calls.append(name)
         self.acts.get(name, lambda: None)()

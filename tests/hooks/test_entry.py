@@ -87,7 +87,7 @@ class Restoring(EpochEntry):
     def __init__(self, calls: list[str]) -> None:
         shard = Recorder(calls, "shard")
         protection = Recorder(calls, "protection", layout=make_layout(0))
-        loop = Recorder(calls, "loop", counters={"iteration": 6})
+        loop = Recorder(calls, "loop", counters={"iteration": 6}, loaded=None)
         known = {"shard": shard, "protection": protection, "loop": loop}
         self._built: Any = Recorder(calls, "built", **known)
         self._vault: Any = Recorder(calls, "vault", has_segment=lambda _: False)
@@ -98,6 +98,7 @@ class Restoring(EpochEntry):
         for name in ("_load", "capture_extras", "_restore_from_vault"):
             setattr(self, name, Recorder(calls, name))
         self._find_room = lambda *_, **__: calls.append("_find_room") or []
+        self._extras_beside = lambda _: calls.append("_extras_beside") or {}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,8 @@ class Restoring(EpochEntry):
         (
             "durable",
             "_find_room link.send protection.enter built.cleanup.forget decode restore"
-            " restore_last built.frozen.forget _load shard.readopt capture_extras decode",
+            " restore_last built.frozen.forget _extras_beside _load shard.readopt capture_extras"
+            " decode",
         ),
         ("initial", "_find_room link.send protection.enter built.cleanup.forget"),
         (
@@ -197,6 +199,7 @@ class FallingBack(EpochEntry):
         self.reports, self._pristine, self._late = whole.reports, b"", {}
         self.role = 0
         self.capture_extras = whole.capture_extras  # type: ignore[method-assign]
+        self._extras_beside = lambda _: {}  # type: ignore[method-assign]
 
 
 def test_a_fall_back_to_a_checkpoint_leaves_nothing_of_what_was_before_it(

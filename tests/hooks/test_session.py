@@ -406,6 +406,8 @@ def test_a_checkpoint_is_announced_when_all_roles_have_written_it(
     reports.wait_until = wait_until
     monkeypatch.setattr(torch.distributed, "barrier", whole.barrier)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    whole.entry.capture_extras.return_value = b""
     record = EpochRecord(2, {}, {}, Restore("memory", Generation(2, 7)))
     runner = EpochRunner(record, whole.entry, *(MagicMock() for _ in range(3)))
     runner.save(whole.loop)

@@ -126,6 +126,7 @@ def hash_changes(arguments: str) -> list[str]:
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+    from deadpool_megatron.hooks.capture.identity import entry_digests
     from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
 
     loop, _ = make_loop(arguments)
@@ -149,13 +150,18 @@ def hash_changes(arguments: str) -> list[str]:
         "counters": lambda: loop.counters.update(consumed_valid_samples=1),
         "sums": lambda: loop.log_sums.update(loss=0.5),
     }
+    named = {"scheduler": "scheduler", "counters": "counters", "sums": "log_sums"}
+    named |= {name: f"rng.{name}" for name in ("torch", "numpy", "python")}
+    named["tracker"] = "rng.model-parallel-rng"
     unseen = []
     for name, change in changes.items():
-        before = loop.state_hash()
+        before, entries = loop.state_hash(), entry_digests(loop)
         assert before == loop.state_hash()
         change()
         if before == loop.state_hash():
             unseen.append(name)
+        changed = {entry for entry, _ in entries.items() ^ entry_digests(loop).items()}
+        assert changed == ({named[name]} if name in named else set())
     return unseen
 
 

@@ -9,6 +9,7 @@ one name. The hash covers everything that a rank's training depends on: the orac
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -161,9 +162,18 @@ def state_hash(loop: ProtectedLoop) -> str:
     all ranks first.
     """
     digest = hashlib.sha256()
-    for name, value in _entries(loop):
+    for name, value in itertools.chain(_entries(loop), _numbers(loop)):
         _add(digest, name, value)
     return digest.hexdigest()
+
+
+def entry_digests(loop: ProtectedLoop) -> dict[str, str]:
+    """Return entry -> short digest, of this rank's state beside weights and optimizer state."""
+    found = {}
+    for name, value in _numbers(loop):
+        _add(digest := hashlib.sha256(), name, value)
+        found[name] = digest.hexdigest()[:12]
+    return found
 
 
 def _entries(loop: ProtectedLoop) -> Iterator[_Entry]:
@@ -182,6 +192,9 @@ def _entries(loop: ProtectedLoop) -> Iterator[_Entry]:
         yield f"logits.{name}", tensor
     for number, part in enumerate(inner_optimizers(loop.optimizer)):
         yield from _optimizer_entries(f"optimizer.{number}", part)
+
+
+def _numbers(loop: ProtectedLoop) -> Iterator[_Entry]:
     for name, scaler in loss_scalers(loop.optimizer).items():
         values = sorted(scaler.state_dict().items())
         yield name, repr([(key, float(value)) for key, value in values])
