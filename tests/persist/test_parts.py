@@ -23,7 +23,7 @@ from deadpool_megatron.cluster.coordinator.durable import (
     to_prune,
     unfinished_export,
 )
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_valid
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist.state_template import (
     FromExtras,
@@ -159,7 +159,7 @@ def test_exports_appear_whole_and_go_in_turn(tmp_path: Path) -> None:
         "latest_checkpointed_iteration.txt",
     ]
     assert (run.exports / "latest_checkpointed_iteration.txt").read_text() == "12"
-    assert Restore.from_dict(read_json(run.latest)).path == str(third)
+    assert read_valid(run.latest)[0].path == str(third)
 
 
 def test_an_export_takes_nobody_elses_checkpoint_for_its_own(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_save_that_two_coordinators_make_valid_is_there_once(
     monkeypatch.setattr(durable, "_sync_all", sync)
     NewCheckpoint(temporary, final, restore, run, "run", counts).make_valid()
     assert [path.name for path in final.iterdir()] == ["rank0"]
-    assert read_json(run.latest)["path"] == str(final)
+    assert read_valid(run.latest)[0].path == str(final)
     set_aside = ["iter_0000004.before-run"] if is_foreign else []
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000004", *set_aside]
 

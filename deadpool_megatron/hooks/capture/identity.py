@@ -9,7 +9,6 @@ one name. The hash covers everything that a rank's training depends on: the orac
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -162,7 +161,7 @@ def state_hash(loop: ProtectedLoop) -> str:
     all ranks first.
     """
     digest = hashlib.sha256()
-    for name, value in itertools.chain(_entries(loop), _numbers(loop)):
+    for name, value in _entries(loop):
         _add(digest, name, value)
     return digest.hexdigest()
 
@@ -177,6 +176,11 @@ def entry_digests(loop: ProtectedLoop) -> dict[str, str]:
 
 
 def _entries(loop: ProtectedLoop) -> Iterator[_Entry]:
+    yield from _weights(loop)
+    yield from _numbers(loop)
+
+
+def _weights(loop: ProtectedLoop) -> Iterator[_Entry]:
     for number, chunk in enumerate(loop.model_chunks):
         for name, parameter in chunk.named_parameters():
             raw = raw_tensors(parameter)

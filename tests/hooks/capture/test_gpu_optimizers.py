@@ -255,7 +255,7 @@ def test_fp8_recipes_are_taken_but_the_custom_one(recipe: Any) -> None:
     if recipe != "custom":
         refuse_unknown_state(optimizer, config)
         return
-    with pytest.raises(UnsupportedOptimizer, match="fp8 recipe custom"):
+    with pytest.raises(UnsupportedOptimizer, match="--fp8-recipe custom"):
         refuse_unknown_state(optimizer, config)
 
 

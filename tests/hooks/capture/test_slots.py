@@ -56,7 +56,7 @@ def test_copies_come_first(
             self._built: Any = SimpleNamespace(protection=protection)
             self._pinned = PinnedSlots(device, lambda text: None)
 
-    Entry()._park(nodes=2)
+    Entry()._park()
     assert ("--deadpool-memory-gb" in capsys.readouterr().out) == (not fits)
     assert bool(list(tmp_path.glob(".parked-*"))) == fits
     assert device.locked == [3 << 20] * (LAYOUT.slots if fits else 0), "before there is a role"
