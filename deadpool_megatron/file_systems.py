@@ -39,6 +39,10 @@ LIKELY_CLEANERS = (
 )
 
 
+# Where making it has failed half-way: a new file may have the inode of the one that was removed.
+_UNMADE = (-1, -1)
+
+
 class HeldName:
     """A name that others may clean away while it is in use. ``make`` has it there (again)."""
 
@@ -51,6 +55,7 @@ class HeldName:
         ``make`` raises."""
         if _identity(self._path) == self._known:
             return False
+        self._known = _UNMADE
         self._make()
         self._known = _identity(self._path)
         return True

@@ -47,4 +47,4 @@ def test_each_flag_that_is_taken_by_name_is_tried() -> None:
         assert row.keys() & {"model", "optimizer", "words"}
         if "words" in row:
             found = judge((row.get("script", "pretrain_gpt.py"), *row["words"].split()))
-            assert [one.name for one in found] == [name]
+            assert [one.name for one in found if one.level is not flags.Level.ACCEPTED] == [name]

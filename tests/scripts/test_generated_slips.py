@@ -220,6 +220,7 @@ def test_what_no_test_notices_is_written_as_a_known_slip(tree: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.full(every_time=True)
 def test_of_generated_slips_as_many_are_noticed_as_before() -> None:
     """Others at each commit."""

@@ -38,7 +38,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         ("audit-failed", "done", "fault", "inventory", "not-finite", "paused", "pause-refused"),
         _MACHINE,
     ),
-    **dict.fromkeys(("phase", "restored", "restore-failed"), _MACHINE),
+    **dict.fromkeys(("phase", "raised", "restored", "restore-failed"), _MACHINE),
     "durable-request": _SAVES,
     "join": (
         f"{_JOIN}::test_an_epoch_that_an_agent_has_closed_is_not_open",

@@ -77,11 +77,11 @@ class LoadedProgram:
                 self.facts[name], self._places[name] = [f"sha256={digest[:16]}"], path
 
     def note_arguments(self, values: Mapping[str, Any], of_a_process: Iterable[str] = ()) -> None:
-        """Note the plain ones of parsed arguments; those ``of_a_process`` differ between them."""
+        """Note the plain ones of parsed arguments; those ``of_a_process`` differ between them. The
+        first ones count: a process has one command line, and other parsers know less of it."""
         names = sorted(values.keys() - set(of_a_process))
-        self.facts["arguments"] = [
-            f"{name}={values[name]}" for name in names if _is_plain(values[name])
-        ]
+        plain = [f"{name}={values[name]}" for name in names if _is_plain(values[name])]
+        self.facts.setdefault("arguments", plain)
 
     def note_data(self, paths: Iterable[Path]) -> None:
         """Note which files these are, of a folder those in it; none is read."""

@@ -137,6 +137,7 @@ def test_arguments_are_compared_one_by_one(tmp_path: Path) -> None:
         values = {"clip_grad": clip, "rank": rank, "seeds": [1, 2], "maker": len}
         one.note_arguments(values, ["rank"])
     first.agree(tmp_path, 0)
+    first.note_arguments({"clip_grad": 1.0})  # by a parser that knows less
     assert first.facts["arguments"] == ["clip_grad=1.0", "seeds=[1, 2]"]
     with pytest.raises(OtherProgram, match=r"arguments: clip_grad=0\.2, in the run clip_grad=1\.0"):
         other.agree(tmp_path, 0)

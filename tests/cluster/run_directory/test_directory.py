@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_valid,
     write_json,
 )
+from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 
@@ -109,3 +110,27 @@ def test_a_look_at_the_journal_does_not_make_a_run(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="cannot make"):
         Journal(tmp_path / "removed" / "journal")
     assert not (tmp_path / "removed").exists()
+
+
+def test_a_name_that_was_made_in_part_is_made_again(tmp_path: Path) -> None:
+    """Also where the new file has the inode of the one that was removed, as a link has."""
+    place, kept, made = tmp_path / "run.json", tmp_path / "kept", list[str]()
+    kept.touch()
+    os.link(kept, place)
+
+    def make() -> None:
+        place.unlink(missing_ok=True)
+        os.link(kept, place)
+        if not made:
+            made.append("half")
+            raise OSError("its directory is being removed")
+        made.append("whole")
+
+    name = HeldName(place, make)
+    assert not name.look()
+    place.unlink()
+    with pytest.raises(OSError, match="being removed"):
+        name.look()
+    assert name.look()
+    assert made == ["half", "whole"]
+    assert not name.look()

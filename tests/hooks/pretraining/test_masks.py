@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,13 @@ def data_set(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["single", "blend", "ends are masked"])
-def test_a_process_that_begins_elsewhere_masks_the_same(kind: str) -> None:
+def test_a_process_that_begins_elsewhere_masks_the_same(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Megatron keeps the mask of the first sample that a process reads, with its padding."""
+    training: Any = ModuleType("megatron.training")
+    training.get_args = SimpleNamespace
+    monkeypatch.setitem(sys.modules, training.__name__, training)
 
     def read(*numbers: int) -> torch.Tensor:
         command_line: Any = None
