@@ -173,11 +173,16 @@ class RunFiles:
             self._run.check_own()
             write_again()
 
-        name = HeldName(self._run.path / RUN_FILE, make)
+        name, is_lost = HeldName(self._run.path / RUN_FILE, make), False
         while True:
             await asyncio.sleep(_PAUSE_SECONDS)
             try:
                 if await asyncio.to_thread(name.look):
+                    is_lost = True
+                elif is_lost:
+                    # The removal may not have been over, and have taken what was made again.
+                    await asyncio.to_thread(make)
+                    is_lost = False
                     self._warn(
                         f"{self._run.path / RUN_FILE} was removed under the run, or its directory:"
                         " created again; training continues, what else was there is lost"
