@@ -51,7 +51,7 @@ def saved(parts: int = 2) -> dict[str, Any]:
 
 
 def load(trained: Any, loaded: dict[str, Any]) -> None:
-    with exact_load(trained):
+    with exact_load(trained, None):
         trained.load_state_dict({"optimizer": {"state": {}}, **loaded})
 
 
