@@ -21,6 +21,7 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start.resuming import refuse_while_training
 from deadpool_megatron.cluster.journal.journal import GONE, WRONG, Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
+from deadpool_megatron.cluster.process import program
 from deadpool_megatron.cluster.run_directory.cleanup import (
     is_here,
     node_directories,
@@ -145,6 +146,8 @@ def begin(run: RunDirectory, restart: Restart) -> str:
         # Recipes for what that one built: one that cannot be written now must not be taken for new.
         # Before the new command is noted: who is interrupted here has another one the next time.
         shutil.rmtree(run.templates)
+    # Of a start that has decided nothing, if there was one.
+    shutil.rmtree(run.path / program.FOLDER / str(restart.info.ended_epoch), ignore_errors=True)
     run.replace_run(restart.info)
     held = nodes_with_slots(restart.info)
     where = f"slots of {held} nodes are in memory" if held else "no slots are in memory"

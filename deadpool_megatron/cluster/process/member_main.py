@@ -72,10 +72,11 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
             incarnation=spec.incarnation,
         )
         LOADED.note_data(Path(word[1:]) for word in spec.command if word.startswith("@"))
+        LOADED.ended_epoch = spec.ended_epoch
         code = _run(spec.command)
         if code:
             with contextlib.suppress(OSError, ValueError):
-                LOADED.check_after_failure(Path(os.environ["DEADPOOL_RUN_DIR"]), spec.ended_epoch)
+                LOADED.check_after_failure(Path(os.environ["DEADPOOL_RUN_DIR"]))
     except OtherProgram:
         traceback.print_exc()
         code = ExitStatus.OTHER_PROGRAM

@@ -42,10 +42,13 @@ class OtherProgram(BaseException):
 
 
 class LoadedProgram:
-    """``facts``: of this process, by name. Imports may come from any thread, calls from one."""
+    """``facts``: of this process, by name. ``ended_epoch``: of the starts before the one that this
+    process belongs to; a record up to it is of another start. Imports may come from any thread,
+    calls from one."""
 
     def __init__(self) -> None:
         self.facts: Facts = {}
+        self.ended_epoch = 0
         self._places: dict[str, str] = {}
         self._folder: Path | None = None  # None: there is nothing yet to compare with
         self._known: Facts = {}
@@ -100,6 +103,7 @@ class LoadedProgram:
 
         Raises OtherProgram, OSError, and ValueError for a damaged file.
         """
+        start = max(start, self.ended_epoch)
         folder = self._enter(run, start)
         folder.mkdir(parents=True, exist_ok=True)
         while True:
@@ -125,11 +129,11 @@ class LoadedProgram:
         for line in self._differences(self._known, "in the run"):
             raise OtherProgram(f"this process has another program than its run: {line}")
 
-    def check_after_failure(self, run: Path, ended_epoch: int) -> None:
+    def check_after_failure(self, run: Path) -> None:
         """Compare with the newest start of a run, where this process may have ended before it has
-        met the others. ``ended_epoch``: of the starts before. Raises as :meth:`agree`."""
+        met the others. Raises as :meth:`agree`."""
         newest = max(_starts(run), default=_BEFORE)
-        if self._folder is None and newest >= ended_epoch:
+        if self._folder is None and newest >= self.ended_epoch:
             self._enter(run, newest)
         self.check()
 

@@ -106,10 +106,23 @@ def test_a_failure_before_it_has_met_the_others_is_compared_with_the_newest_star
 ) -> None:
     having(a=["1"]).agree(tmp_path, 0)
     having(a=["2"]).agree(tmp_path, 5)
-    having(a=["2"]).check_after_failure(tmp_path, 0)
+    having(a=["2"]).check_after_failure(tmp_path)
+    other = having(a=["3"])
+    other.ended_epoch = 5
     with pytest.raises(OtherProgram):
-        having(a=["3"]).check_after_failure(tmp_path, 5)
-    having(a=["3"]).check_after_failure(tmp_path, 6)  # the run was started again since
+        other.check_after_failure(tmp_path)
+    other = having(a=["3"])
+    other.ended_epoch = 6  # the run was started again since
+    other.check_after_failure(tmp_path)
+
+
+def test_a_record_of_the_start_before_is_not_what_a_process_is_compared_by(tmp_path: Path) -> None:
+    """A process of a run that was started again is built before its first record is decided."""
+    having(a=["1"]).agree(tmp_path, 0)
+    edited, later = having(a=["2"]), having(a=["2"])
+    edited.ended_epoch = later.ended_epoch = 4
+    assert "since the start before" in edited.agree(tmp_path, 0)
+    assert later.agree(tmp_path, 4) == ""
 
 
 def test_data_is_known_by_size_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
