@@ -125,15 +125,16 @@ def test_a_run_that_was_moved_is_continued_and_not_the_one_that_has_its_name(
     tmp_path: Path,
 ) -> None:
     place, moved = tmp_path / "run", tmp_path / "moved"
+    constant = "--lr-decay-style constant"  # another length is another schedule else
     for seed in ("1", "2"):
-        flags = f"--save {place}/saves --save-interval 2 --seed {seed}"
+        flags = f"--save {place}/saves --save-interval 2 --seed {seed} {constant}"
         done = run_job(place, WHOLE_NODES, 4, flags=flags)
         assert done.status == 0, done.story()
         if seed == "1":
             place.rename(moved)
     (tmp_path / "link").symlink_to(moved)
     resume = ("--resume", str(tmp_path / "link"))
-    new = run_job(tmp_path / "new", WHOLE_NODES, 6, flags="--seed 1", arguments=resume)
+    new = run_job(tmp_path / "new", WHOLE_NODES, 6, flags=f"--seed 1 {constant}", arguments=resume)
     assert f"continues from the checkpoint {moved}/saves/iter_0000004 of iteration 4" in new.output
     assert new.status == 0, new.story()
 
