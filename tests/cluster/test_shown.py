@@ -88,9 +88,10 @@ def test_a_full_run_directory_is_said_everywhere_and_nothing_is_lost(tmp_path: P
             assert run.newest_iteration() <= written + 20, "none of it is in the files"
             assert "To do: make room on its file system" in run.output.read_text()
             send(run.listing(0)["members"]["0"])
-            wait_for("the failure", lambda: seen(run).state is State.RECOVERING)
+            waits = "waits for the journal of epoch 2; r is full since "
+            wait_for("the wait for the journal", lambda: waits in seen(run).title)
             found = seen(run)
-            assert "waits for the journal of epoch 2; r is full since " in found.title
+            assert found.state is State.RECOVERING
             assert [one.kind for one in found.story.failures] == ["process-crash"]
         wait_for("the recovery", lambda: run.events(Kind.RECOVERED))
         run.finish()  # each step is there, once
