@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron import arguments
 from deadpool_megatron.support.flags import Level
 from deadpool_megatron.support.judgement import judge
 from tests.fuzz import drawing
@@ -44,6 +46,9 @@ def test_the_package_takes_every_draw() -> None:
     for one in DRAWS:
         found = judge([one.script, *one.flags, "--deadpool"], version=one.choice["tag"][6:])
         assert {each.level for each in found} <= {Level.SET}, (one.seed, found)
+        parser = argparse.ArgumentParser()
+        arguments.add_arguments(parser)
+        arguments.settings_from(parser.parse_args(one.settings))
 
 
 def test_every_value_is_drawn_and_every_pattern_names_one() -> None:
