@@ -20,7 +20,7 @@ from deadpool_megatron.vault.disk import extras_file
 from tests.faults.harness.jobs import Outcome, assert_unnoticed, run_program, undisturbed
 from tests.megatron_lm.harness.arguments import MOE
 from tests.megatron_lm.harness.checkout import LOADS
-from tests.megatron_lm.harness.runs import PP2_DP2, assert_printed, gpt
+from tests.megatron_lm.harness.runs import PP2_DP2, assert_printed, gpt, held_tree
 from tests.megatron_lm.test_saves import FP16, SAVES, fallen, fallen_back_to
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, LOADS]
@@ -90,6 +90,21 @@ def test_a_fall_back_gives_what_the_state_was(tmp_path: Path, layout: str) -> No
     wanted = undisturbed(program)
     outcome = fallen(tmp_path, program, LAYOUTS[layout][1], wanted)
     assert fallen_back_to(outcome) == 6
+    assert_printed(outcome, wanted)
+    saved = entries(outcome, outcome.directory / "saves")
+    assert other(saved, entries(wanted, wanted.directory / "saves")) == set()
+
+
+def test_a_fall_back_to_an_export_gives_what_the_state_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two lines of the log. It is whole once the next iteration is sealed."""
+    flags = flags_of("experts")
+    wanted = undisturbed(gpt(**flags))
+    monkeypatch.setenv("DEADPOOL_TEST_HOLD", f"9={tmp_path}/run/exports/iter_0000007")
+    held = gpt(within=held_tree(tmp_path / "tree").parent, **flags)
+    outcome = fallen(tmp_path, held, [1, 0], wanted, "--deadpool-persist-interval 7", at=9)
+    assert fallen_back_to(outcome) == 7
     assert_printed(outcome, wanted)
     saved = entries(outcome, outcome.directory / "saves")
     assert other(saved, entries(wanted, wanted.directory / "saves")) == set()

@@ -41,9 +41,10 @@ def fallen(
     nodes: list[int],
     wanted: Outcome | None = None,
     settings: str = "",
+    at: int = 8,
 ) -> Outcome:
     """A run that loses an owner and its copies between two saves; dropout draws numbers in it."""
-    plan = [dies("both", "forward", 0, 8, nth=2, nodes=nodes)]
+    plan = [dies("both", "forward", 0, at, nth=2, nodes=nodes)]
     outcome = strike(directory / "run", program, plan, wanted, refill=0, settings=settings)
     assert restart_kinds(outcome)[-1] == "durable", outcome.story()
     return outcome
