@@ -24,8 +24,8 @@ from tests.reach.trial import Result
 _REACH = Path(__file__).parents[1] / "reach"
 _STOP_SECONDS, _REFILL = 120, 6
 _CHAINED = 6  # the checkpoint of this iteration is the one that is gone on from
-# The exit status of a run that was stopped and can go on.
-_STOPPED = 75
+# The exit statuses of a run that was stopped and can continue: from a disk, from memory.
+_STOPPED = (75, 130)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _struck(directory: Path, program: Program, drawn: Draw) -> list[Outcome]:
     settings = " ".join(drawn.settings)
     options: dict[str, Any] = {"spares": drawn.spares, "refill": _REFILL, "settings": settings}
     runs = [run_program(run, begun, drawn.faults, when_stepping=acts, **options)]
-    if runs[0].status != _STOPPED:
+    if runs[0].status not in _STOPPED:
         return runs
     left = [one for one in drawn.faults if one["id"] not in runs[0].fired]
     more = ("--load", str(run / "saves")) if outside == "chain-load" else ()
