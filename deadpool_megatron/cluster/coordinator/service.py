@@ -37,14 +37,7 @@ from deadpool_megatron.cluster.coordinator.succession import (
 )
 from deadpool_megatron.cluster.coordinator.watchdog import Watchdog
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.journal.journal import (
-    GONE,
-    WRONG,
-    JournalError,
-    LostRace,
-    note_node,
-    write_patiently,
-)
+from deadpool_megatron.cluster.journal import journal
 from deadpool_megatron.cluster.journal.terms import Rhythm, SignOfLife
 from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
@@ -224,10 +217,12 @@ class Coordinator:
             case actions.WriteRecord(record):
                 self.spawn(self._write_record(record))
             case actions.RecordRemoved(node, cause):
-                self.spawn(asyncio.to_thread(note_node, self._journal, GONE, node, cause))
+                self.spawn(
+                    asyncio.to_thread(journal.note_node, self._journal, journal.GONE, node, cause)
+                )
             case actions.RecordQuarantined(node, host, cause):
-                entry = (self._journal, WRONG, node, cause)
-                self.spawn(asyncio.to_thread(note_node, *entry, host=host))
+                entry = (self._journal, journal.WRONG, node, cause)
+                self.spawn(asyncio.to_thread(journal.note_node, *entry, host=host))
             case actions.Welcome(node, record):
                 self.orders.welcome(node, record, self.state)
             case actions.ExportDump() | actions.BeginExport() | actions.EndRun():
@@ -255,16 +250,16 @@ class Coordinator:
         failpoints.hit("coordinator.journal", epoch=record.epoch)
         patience = self._settings.spare_timeout_seconds
         try:
-            await write_patiently(
+            await journal.write_patiently(
                 self._journal,
                 ("epoch", record.epoch),
                 await asyncio.to_thread(record.to_dict),
                 patience,
                 on_trouble=lambda text: self.warn(f"{text}; tried again for {patience:g} s"),
             )
-        except LostRace as error:
+        except journal.LostRace as error:
             self.superseded(str(error))
-        except JournalError as error:
+        except journal.JournalError as error:
             self.feed(inputs.JournalFailed(record.epoch, str(error)))
         else:
             await asyncio.to_thread(self.orders.prepare, record)

@@ -25,17 +25,8 @@ from deadpool_megatron.cluster.coordinator.succession import (
     look_up,
     valid_checkpoints,
 )
+from deadpool_megatron.cluster.journal import terms
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError, LostRace
-from deadpool_megatron.cluster.journal.terms import (
-    Rhythm,
-    Succession,
-    Term,
-    claim_order,
-    claim_term,
-    look,
-    newest_term,
-    sign,
-)
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
@@ -74,26 +65,26 @@ class Standby:
         self._options = options
         self._journal = journal
         settings = options.info.settings
-        self._rhythm = Rhythm.of(settings)
+        self._rhythm = terms.Rhythm.of(settings)
         info = options.info
-        self._succession = Succession(
+        self._succession = terms.Succession(
             self._rhythm,
             settings.takeover_seconds,
             time.monotonic(),
             ended=info.ended_term,
         )
-        self._place = claim_order(None, info.nodes, info.spares, options.node)
+        self._place = terms.claim_order(None, info.nodes, info.spares, options.node)
         # The run directory may hang, while the journal is somewhere else.
         self._result = TimedRead(partial(_read_result, options.run))
         self._durable = TimedRead(partial(valid_checkpoints, options.run))
         self.recovered = RecoveredState()  # what was read just before the term was claimed
-        self._term: Term | None = None
+        self._term: terms.Term | None = None
         self._lost = True
         self._trouble = ""
         self._unread = b""
         self.was_in_touch = False  # whether the agent was ever connected to a coordinator
 
-    def watch(self) -> tuple[Term, socket.socket] | None:
+    def watch(self) -> tuple[terms.Term, socket.socket] | None:
         """Until this process is the coordinator: the claimed term and the socket agents connect
         to. None when the run is over or the agent is gone.
         """
@@ -125,7 +116,7 @@ class Standby:
 
     def _look(self) -> None:
         at = time.monotonic()
-        self._term, beat = look(self._journal, self._term)
+        self._term, beat = terms.look(self._journal, self._term)
         number = 0 if self._term is None else self._term.number
         self._succession.look(number, beat, at, time.monotonic())
         self._trouble = ""
@@ -134,7 +125,7 @@ class Standby:
             node, address = self._term.node, list(self._term.address)
         self._report({"term": number, "beat": beat, "at": at, "node": node, "address": address})
 
-    def _consider(self) -> tuple[Term, socket.socket] | None:
+    def _consider(self) -> tuple[terms.Term, socket.socket] | None:
         info, refused = self._options.info, False
         if self._term is not None and self._term.number > info.ended_term:
             if not self._succession.is_stale(time.monotonic()):
@@ -143,7 +134,7 @@ class Standby:
         now = time.monotonic()
         if not self._succession.may_claim(self._place, refused, now, in_touch=not self._lost):
             return None
-        before, self._term = self._term, newest_term(self._journal, self._term)
+        before, self._term = self._term, terms.newest_term(self._journal, self._term)
         if self._term != before:
             return None  # claimed by somebody whose sign of life has not come yet
         # All that takes its time comes before the claim: from there on a sign of life is awaited.
@@ -154,14 +145,14 @@ class Standby:
         try:
             port = int(listener.getsockname()[1])
             host, node = self._options.host, self._options.node
-            term = claim_term(self._journal, number, host, port, node)
+            term = terms.claim_term(self._journal, number, host, port, node)
         except JournalError as error:
             listener.close()
             if isinstance(error, LostRace):
                 return None  # another standby was first: the next look shows it
             raise
         with contextlib.suppress(JournalError):  # the coordinator's own beats follow, and try on
-            self._journal.beat(sign(number, 0))
+            self._journal.beat(terms.sign(number, 0))
         address = list(term.address)
         self._report({"claimed": term.number, "at": now, "node": node, "address": address})
         return term, listener

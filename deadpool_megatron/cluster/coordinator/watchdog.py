@@ -16,15 +16,8 @@ from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.chosen_plan import most_lost_by
 from deadpool_megatron.cluster.machine.membership import exposed_roles
 from deadpool_megatron.cluster.machine.state import Phase, State
+from deadpool_megatron.cluster.watch import windows
 from deadpool_megatron.cluster.watch.hang import HangLimit, ProgressClock, find_hang, table_of
-from deadpool_megatron.cluster.watch.windows import (
-    OwnTime,
-    Player,
-    Slowness,
-    SlownessWatch,
-    StretchMeter,
-    in_words,
-)
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.settings import Settings
@@ -39,8 +32,8 @@ class Watchdog:
         self._progress = ProgressClock()
         self._hang_limit = HangLimit(settings)
         self._pace = Metronome(hang_look_seconds(settings))
-        self._slowness = SlownessWatch(settings.slow_factor)
-        self._meter = StretchMeter()
+        self._slowness = windows.SlownessWatch(settings.slow_factor)
+        self._meter = windows.StretchMeter()
 
     def at_silence(self, quiet: list[AgentPeer], now: float) -> list[inputs.NodeLost]:
         """Of the agents that have been silent for a while the nodes that were for too long, which
@@ -102,7 +95,7 @@ class Watchdog:
         fixed = self._settings.cadence != "auto" or schemes.recomputes(plan)
         if every == plan.every or fixed:
             return []
-        return [inputs.ProtectionRequested(replace(plan, every=every), in_words(stretch))]
+        return [inputs.ProtectionRequested(replace(plan, every=every), windows.in_words(stretch))]
 
     def describe(self, state: State) -> dict[str, Any]:
         """Return what ``deadpool status`` shows of it: ``slow``, which is node -> how slow it is in
@@ -145,7 +138,7 @@ class Watchdog:
         verdict = (hang.culprits, hang.cause, table_of(statuses), hang.still_seconds)
         return inputs.RolesHung(record.epoch, *verdict)
 
-    def _slow(self, state: State, beats: dict[int, dict[str, Any]]) -> list[Slowness]:
+    def _slow(self, state: State, beats: dict[int, dict[str, Any]]) -> list[windows.Slowness]:
         """Return what has changed about slow nodes."""
         if state.phase is not Phase.RUNNING or state.record is None:
             return []
@@ -154,13 +147,13 @@ class Watchdog:
             own, layout = beat.get("own"), state.memory.layouts.get(role)
             if own is None or layout is None:
                 return []  # all of them are compared, or none
-            time_used = OwnTime(int(own[0]), float(own[1]))
-            players[role] = Player(state.seats[role].node, layout.peers, time_used)
+            time_used = windows.OwnTime(int(own[0]), float(own[1]))
+            players[role] = windows.Player(state.seats[role].node, layout.peers, time_used)
         if len(players) != len(state.record.seats):
             return []
         return self._slowness.look(state.record.epoch, players)
 
-    def _to_move(self, state: State) -> Slowness | None:
+    def _to_move(self, state: State) -> windows.Slowness | None:
         """The slowest node whose roles shall go to a spare now: wanted, and a good one is there.
         Asked again and again, so that the first spare to come is for it. One node at a time.
         """
@@ -192,7 +185,7 @@ def _in_force(state: State) -> schemes.ProtectionPlan:
     return state.protection.plan if state.record is None else state.record.protection
 
 
-def _slow_event(epoch: int, verdict: Slowness) -> Event:
+def _slow_event(epoch: int, verdict: windows.Slowness) -> Event:
     """The event that tells of a verdict."""
     data = {
         "kind": str(FailureKind.SLOW_NODE),
@@ -204,7 +197,7 @@ def _slow_event(epoch: int, verdict: Slowness) -> Event:
     return Event(Kind.SLOW_NODE, epoch, verdict.node, verdict.role, data=data)
 
 
-def _aside_event(epoch: int, verdict: Slowness) -> Event:
+def _aside_event(epoch: int, verdict: windows.Slowness) -> Event:
     """The event that its roles go to a spare: the host is not for the next run either."""
     text = f"{verdict.seconds:.3f} s of its own per iteration, its peers {verdict.peer_seconds:.3f}"
     cause = f"node {verdict.node} is quarantined, it is slow: {text} s"

@@ -10,15 +10,8 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from deadpool_megatron.cluster.failures import ExitStatus
+from deadpool_megatron.cluster.machine import actions
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.actions import (
-    Dump,
-    Exit,
-    ExportDump,
-    Finish,
-    Hurry,
-    LookAtCheckpoints,
-)
 from deadpool_megatron.cluster.machine.blame import LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.state import (
@@ -68,7 +61,7 @@ def must_look(core: Core) -> bool:
         return False
     if not (isinstance(doing, Closing) and doing.looks):
         core.state.doing = Closing(core.now + core.config.settings.gather_seconds, looks=True)
-        core.act(LookAtCheckpoints(line.valid))
+        core.act(actions.LookAtCheckpoints(line.valid))
     return True
 
 
@@ -157,7 +150,7 @@ def _dump_generation(core: Core, words: LastWords, restore: Restore) -> None:
     nodes = {node for node in state.memory.held if node in state.fleet.nodes}
     deadline = core.now + core.config.settings.first_step_seconds
     state.doing = Dumping(deadline, words, saved, nodes, chains=chains, failed=_failed(core))
-    core.act(Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
+    core.act(actions.Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
     check_dumped(core)
 
 
@@ -181,7 +174,7 @@ def dump_held(core: Core, words: LastWords, resume: Restore | None = None) -> No
         resume=resume,
         failed=_failed(core),
     )
-    core.act(Dump(tuple(nodes), directory, generations[0], "", generations))
+    core.act(actions.Dump(tuple(nodes), directory, generations[0], "", generations))
     check_dumped(core)
 
 
@@ -279,7 +272,7 @@ def check_dumped(core: Core) -> None:
     if settings.exports and dumping.words.exports and writers:
         dumping.deadline = core.now + settings.persist_seconds + settings.close_seconds
         dumping.exporting = True
-        core.act(ExportDump(restore, writers))
+        core.act(actions.ExportDump(restore, writers))
     else:
         _finish_dumped(core, dumping, "")
 
@@ -328,7 +321,7 @@ def stop(core: Core, event: ev.UserStop) -> None:
         case Dumping(exporting=True) as dumping:
             _finish_dumped(core, dumping, "")
         case LeaveTaking() | Ended():
-            core.act(Hurry())
+            core.act(actions.Hurry())
         case Dumping(words=words):
             run = PurePath(core.config.dump_directory).parent
             reason += (
@@ -406,7 +399,7 @@ def finish(
     state.doing = LeaveTaking(limit, words.status, unsaved)
     state.blame.suspicion = None
     kind = str(words.kind or "")
-    core.act(Finish(words.status, words.reason, resume, kind, keeps_slots, is_early))
+    core.act(actions.Finish(words.status, words.reason, resume, kind, keeps_slots, is_early))
     check_ended(core)
 
 
@@ -425,4 +418,4 @@ def check_ended(core: Core, *, overdue: bool = False) -> None:
     match core.state.doing:
         case LeaveTaking(status=status) if overdue or not core.state.fleet.nodes:
             core.state.doing = Ended()
-            core.act(Exit(status))
+            core.act(actions.Exit(status))

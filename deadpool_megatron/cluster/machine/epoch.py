@@ -9,21 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
-from deadpool_megatron.cluster.machine import chosen_plan
+from deadpool_megatron.cluster.machine import chosen_plan, ending
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, WriteRecord
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.ending import (
-    cannot_decide,
-    dump,
-    dump_held,
-    end_recovery,
-    finish,
-    must_look,
-    restore_query,
-    with_struck,
-)
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     Bootstrapping,
@@ -82,7 +72,7 @@ def save_and_end(core: Core, words: LastWords, kind: FailureKind | None = None) 
         return
     state.last_words = words
     if isinstance(state.doing, Bootstrapping):
-        dump(core)  # nothing was begun
+        ending.dump(core)  # nothing was begun
     else:
         close(core, Failure(words.reason, kind or words.kind or FailureKind.CORRUPT_STATE))
 
@@ -182,7 +172,7 @@ def decide(core: Core) -> None:
         _wait_for_reaping(core)
         return
     if state.last_words is not None:
-        dump(core)
+        ending.dump(core)
         return
     not_to = not_moved_to(state) if fleet.draining - fleet.quarantined else frozenset[int]()
     seats = seating(core, fleet.draining | not_to)
@@ -190,8 +180,8 @@ def decide(core: Core) -> None:
         # The spare for the drain has gone in the meantime.
         fleet.draining &= fleet.quarantined
         seats = seating(core, fleet.draining)
-    restore = planner.choose_restore(restore_query(core, seats.seats))
-    if (isinstance(restore, NoRestore) or restore.kind != "memory") and must_look(core):
+    restore = planner.choose_restore(ending.restore_query(core, seats.seats))
+    if (isinstance(restore, NoRestore) or restore.kind != "memory") and ending.must_look(core):
         return
     if isinstance(restore, NoRestore):
         _without_restore(core, restore.reason)
@@ -251,10 +241,10 @@ def _without_restore(core: Core, reason: str) -> None:
     elif (k := core.config.finished) and state.restarted and not state.survived:
         # Nothing starts from nothing by itself; what is left in memory is not removed for it.
         anew = f"iteration {k} was finished; --from-scratch begins again at 0"
-        words = LastWords(ExitStatus.BAD_INPUT, with_struck(core, f"{reason}; {anew}"))
-        finish(core, words, keeps_slots=True)
+        words = LastWords(ExitStatus.BAD_INPUT, ending.with_struck(core, f"{reason}; {anew}"))
+        ending.finish(core, words, keeps_slots=True)
     else:
-        dump_held(core, LastWords(1, with_struck(core, _with_scheme(core, reason))))
+        ending.dump_held(core, LastWords(1, ending.with_struck(core, _with_scheme(core, reason))))
 
 
 def _with_scheme(core: Core, reason: str) -> str:
@@ -319,7 +309,7 @@ def journal_written(core: Core, event: ev.JournalWritten) -> None:
 def journal_failed(core: Core, event: ev.JournalFailed) -> None:
     """A record cannot be made durable."""
     if isinstance(core.state.doing, Deciding) and event.epoch == core.state.epoch:
-        cannot_decide(core, f"epoch {event.epoch} cannot be journalled: {event.text}")
+        ending.cannot_decide(core, f"epoch {event.epoch} cannot be journalled: {event.text}")
 
 
 # Open.
@@ -379,7 +369,7 @@ def _tell_restart(core: Core, restore: Restore) -> None:
         what = f"generation {generation.lineage}:{generation.iteration} in memory of nodes {nodes}"
         why = "the newest that every role can be given"
     else:
-        query = replace(restore_query(core, core.state.seats), durable=None, start=None)
+        query = replace(ending.restore_query(core, core.state.seats), durable=None, start=None)
         found = planner.choose_restore(query)
         where = f"{restore.kind} state {restore.path}".rstrip()
         what = f"{where}, iteration {generation.iteration}"
@@ -425,7 +415,7 @@ def _begins_alike(core: Core, doing: Entering, found: Generation, record: EpochR
     if found != begins:
         loaded = f"iterations {begins.iteration} and {found.iteration}"
         why = f"roles loaded different checkpoints, of {loaded}: see what --load names"
-        finish(core, LastWords(1, why))
+        ending.finish(core, LastWords(1, why))
         return False
     core.state.record = replace(record, restore=replace(record.restore, generation=begins))
     doing.begins = begins
@@ -465,9 +455,9 @@ def check_done(core: Core) -> None:
                 )
                 save_and_end(core, words, FailureKind.DRAINED)
             elif early:
-                finish(core, LastWords(ExitStatus.SAVED, how), is_early=True)
+                ending.finish(core, LastWords(ExitStatus.SAVED, how), is_early=True)
             else:
-                finish(core, LastWords(0, ""))
+                ending.finish(core, LastWords(0, ""))
 
 
 # What is told of it.
@@ -483,7 +473,7 @@ def step_reported(core: Core, event: ev.StepReported | ev.NotFinite) -> None:
     is_first = state.recoveries.current is not None
     is_new = iteration > state.record.restore.generation.iteration
     if is_first and is_new and isinstance(state.doing, Running | Pausing):
-        end_recovery(core)
+        ending.end_recovery(core)
 
 
 def phase_reported(core: Core, event: ev.PhaseReported) -> None:

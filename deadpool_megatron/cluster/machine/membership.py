@@ -53,16 +53,8 @@ from deadpool_megatron.cluster.machine.state import (
 )
 from deadpool_megatron.cluster.run_directory.directory import member_log_name
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout import records, schemes
 from deadpool_megatron.layout.placement import CopyPlacement
-from deadpool_megatron.layout.records import (
-    BOUNDARIES,
-    EpochRecord,
-    Restore,
-    RoleLayout,
-    Source,
-    extras_part,
-)
 from deadpool_megatron.layout.words import difference
 
 # A device that failed once may have been hit by a stray particle, and memory may have been short
@@ -138,7 +130,7 @@ def _is_needed(state: State, node: int) -> bool:
     return record is not None and matters(state, record, node)
 
 
-def matters(state: State, record: EpochRecord, node: int) -> bool:
+def matters(state: State, record: records.EpochRecord, node: int) -> bool:
     """Return whether the loss of ``node`` invalidates the record: a seat, a copy or parity block
     owed, or a source."""
     if any(seat.node == node for seat in record.seats.values()):
@@ -156,7 +148,7 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
     return any(node in buddies for buddies in _buddies(state, record).values())
 
 
-def _buddies(state: State, record: EpochRecord) -> dict[int, Collection[int]]:
+def _buddies(state: State, record: records.EpochRecord) -> dict[int, Collection[int]]:
     """Return the nodes that owe a copy, by the role that it is of."""
     placement, layouts = CopyPlacement.of_record(record), state.memory.layouts
     peers = {role: layouts[role].peers if role in layouts else () for role in record.seats}
@@ -184,7 +176,7 @@ def exposed_roles(state: State) -> frozenset[int]:
     return found
 
 
-def _sources(restore: Restore) -> Iterator[Source]:
+def _sources(restore: records.Restore) -> Iterator[records.Source]:
     """Every place that a restore may read from."""
     for parts in restore.sources.values():
         for found in parts.values():
@@ -208,7 +200,9 @@ def _forget_memory(state: State, node: int) -> None:
         return
     written = doing.chains | {doing.restore.generation}
     # Of extras only those of one boundary, which another try may not be for.
-    left_out = {extras_part(one) for one in BOUNDARIES if one != doing.restore.boundary}
+    left_out = {
+        records.extras_part(one) for one in records.BOUNDARIES if one != doing.restore.boundary
+    }
     saved = tuple(
         replace(holding, parts=holding.parts - left_out)
         for holding in lost.holdings
@@ -347,7 +341,7 @@ def registered(core: Core, event: ev.MemberRegistered) -> None:
     memory.layouts[role] = layout
 
 
-def _end_as_other_model(core: Core, known: RoleLayout, layout: RoleLayout) -> None:
+def _end_as_other_model(core: Core, known: records.RoleLayout, layout: records.RoleLayout) -> None:
     """The state in memory is not what a member has built: end, with the slots kept. Nothing was
     computed by then."""
     reason = (

@@ -5,28 +5,11 @@ nothing."""
 from __future__ import annotations
 
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
-from deadpool_megatron.cluster.machine import ending
+from deadpool_megatron.cluster.machine import ending, epoch, inputs
 from deadpool_megatron.cluster.machine.actions import Pause
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.chosen_plan import pause_cause, take_request
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.epoch import (
-    check_done,
-    close,
-    not_moved_to,
-    owed_copies,
-    record_nodes,
-    save_and_end,
-    seating,
-)
-from deadpool_megatron.cluster.machine.inputs import (
-    DrainRequested,
-    DumpRequested,
-    MemberDone,
-    Paused,
-    PauseRefused,
-    ProtectionRequested,
-)
 from deadpool_megatron.cluster.machine.state import (
     Dumping,
     Entering,
@@ -57,7 +40,7 @@ def consider_pause(core: Core) -> None:
     if not isinstance(state.doing, Running) or record is None or state.blame.suspicion is not None:
         return
     for node in sorted(state.fleet.drains & state.seats.nodes):
-        if not seating(core, not_moved_to(state) | {node}).unseated:
+        if not epoch.seating(core, epoch.not_moved_to(state) | {node}).unseated:
             _pause_next(core, f"drain of node {node}", frozenset({node}))
             return
     if state.protection.plan != record.protection:
@@ -65,7 +48,9 @@ def consider_pause(core: Core) -> None:
         return
     if not record.fewer_copies:
         return
-    if record.fewer_copies - owed_copies(record.seats, record_nodes(state, record.seats), core):
+    if record.fewer_copies - epoch.owed_copies(
+        record.seats, epoch.record_nodes(state, record.seats), core
+    ):
         _pause_next(core, "a new node can hold the missing copies")
 
 
@@ -100,7 +85,7 @@ def drain(core: Core, node: int) -> None:
     consider_pause(core)
 
 
-def drain_slow(core: Core, event: DrainRequested) -> None:
+def drain_slow(core: Core, event: inputs.DrainRequested) -> None:
     """A slow node's roles are to be moved away."""
     state, node = core.state, event.node
     state.fleet.distrust(frozenset({node}) & state.fleet.nodes.keys())
@@ -115,14 +100,14 @@ def drain_slow(core: Core, event: DrainRequested) -> None:
             core.log("warning", f"the drain of node {node} waits for a spare node", node)
 
 
-def protect_otherwise(core: Core, event: ProtectionRequested) -> None:
+def protect_otherwise(core: Core, event: inputs.ProtectionRequested) -> None:
     """A measurement wants another plan."""
     if why := take_request(core, event):
         core.refuse(f"protection {plan_in_words(event.plan)}", why)
     consider_pause(core)
 
 
-def dump_requested(core: Core, event: DumpRequested) -> None:
+def dump_requested(core: Core, event: inputs.DumpRequested) -> None:
     """Whatever the phase, lead to a dump. A run that trains pauses first, so that what it has
     computed is committed; else the iteration under way is computed by the next run. A part of the
     seconds that are left, if they are told, is spent on the pause.
@@ -134,7 +119,7 @@ def dump_requested(core: Core, event: DumpRequested) -> None:
     if state.last_words is None:
         is_running = isinstance(state.doing, Running) and state.blame.suspicion is None
         if not is_running and not isinstance(state.doing, Pausing):
-            save_and_end(core, words, FailureKind.DRAINED)
+            epoch.save_and_end(core, words, FailureKind.DRAINED)
             return
         if is_running:
             _pause_next(core, event.reason)
@@ -147,18 +132,18 @@ def dump_requested(core: Core, event: DumpRequested) -> None:
 # What members say of it.
 
 
-def note_done(core: Core, event: MemberDone) -> None:
+def note_done(core: Core, event: inputs.MemberDone) -> None:
     """A role has completed its last iteration: nobody waits for it to pause."""
     role, doing = core.player(event), core.state.doing
     if role is not None and isinstance(doing, Entering | Running | Pausing):
         doing.done.add(role)
         if role == 0:  # the others have been told no reason
             core.state.early, core.state.unsaved = event.early, event.unsaved
-        check_done(core)
+        epoch.check_done(core)
         check_paused(core)
 
 
-def note_paused(core: Core, event: Paused) -> None:
+def note_paused(core: Core, event: inputs.Paused) -> None:
     """A role stands still after an iteration.
 
     When nobody waits for that, an earlier coordinator has ordered it. Only a close gets the member
@@ -186,7 +171,7 @@ def note_paused(core: Core, event: Paused) -> None:
         _pause(core, order)
 
 
-def pause_later(core: Core, event: PauseRefused) -> None:
+def pause_later(core: Core, event: inputs.PauseRefused) -> None:
     """Somebody is past the wanted iteration: choose a later one. The deadline stays."""
     state, pausing, iteration = core.state, core.state.doing, event.iteration
     if core.player(event) is None:
@@ -207,4 +192,4 @@ def check_paused(core: Core, *, overdue: bool = False) -> None:
     complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
     if overdue or complete:
         core.state.fleet.draining = order.leaving
-        close(core, Failure(order.cause, FailureKind.DRAINED))
+        epoch.close(core, Failure(order.cause, FailureKind.DRAINED))

@@ -16,22 +16,14 @@ from typing import ClassVar
 from deadpool_megatron.cluster.journal.user_requests import Request, Verb
 from deadpool_megatron.cluster.machine.blame import Blame, Failure, LastWords
 from deadpool_megatron.cluster.machine.recoveries import Recoveries
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.planner import is_kept, usual_layouts
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    Inventory,
-    NodeUse,
-    Restore,
-    RoleLayout,
-    SeatTable,
-)
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.preflight.judge import Agreed, HostFacts, Judgement, Standing
 from deadpool_megatron.settings import Settings
 
-NOTHING = Generation(0, 0)
-INITIAL = Restore("initial", NOTHING)
+NOTHING = records.Generation(0, 0)
+INITIAL = records.Restore("initial", NOTHING)
 Place = tuple[int, int]  # (node, local slot)
 
 
@@ -52,8 +44,8 @@ class Config:
     nproc: int
     settings: Settings
     dump_directory: str
-    start: Restore = INITIAL
-    older: tuple[Restore, ...] = ()
+    start: records.Restore = INITIAL
+    older: tuple[records.Restore, ...] = ()
     restarted: bool = False
     begins_anew: bool = False
     check_only: bool = False
@@ -171,13 +163,13 @@ class Memory:
     how roles lay out their state; ``inherited``: roles of which that is known from memory alone.
     """
 
-    promised: dict[int, Inventory] = field(default_factory=dict)
-    found: dict[int, Inventory] = field(default_factory=dict)
-    layouts: dict[int, RoleLayout] = field(default_factory=dict)
+    promised: dict[int, records.Inventory] = field(default_factory=dict)
+    found: dict[int, records.Inventory] = field(default_factory=dict)
+    layouts: dict[int, records.RoleLayout] = field(default_factory=dict)
     inherited: frozenset[int] = frozenset()
 
     @property
-    def held(self) -> dict[int, Inventory]:
+    def held(self) -> dict[int, records.Inventory]:
         """Inventories of live nodes: as promised at the close, else as found before they joined."""
         return {**self.found, **self.promised}
 
@@ -187,7 +179,7 @@ class Memory:
         found = (holding for one in self.held.values() for holding in one.holdings)
         return any(holding.generation.iteration > 0 for holding in found)
 
-    def in_slots(self, world_size: int) -> dict[int, RoleLayout]:
+    def in_slots(self, world_size: int) -> dict[int, records.RoleLayout]:
         """Return the layouts that the slots tell of roles whose members have not told this
         coordinator yet how they lay out their state."""
         unknown = {role for role in range(world_size) if role not in self.layouts}
@@ -215,25 +207,25 @@ class LineageProgress:
 
     kept: Mapping[int, int] = field(default_factory=dict)
     newest: int = 0
-    valid: tuple[Restore, ...] = ()
+    valid: tuple[records.Restore, ...] = ()
     seen: bool = False
     struck: frozenset[str] = frozenset()
     why_struck: str = ""
     doubted: str = ""
     ever_ran: bool = False
-    told: Generation = NOTHING
+    told: records.Generation = NOTHING
 
     @property
-    def durable(self) -> Restore | None:
+    def durable(self) -> records.Restore | None:
         """The first of what the run can fall back to."""
         return next(iter(self.valid), None)
 
-    def report(self, generation: Generation) -> None:
+    def report(self, generation: records.Generation) -> None:
         """An iteration was reported."""
         self.newest = max(self.newest, generation.iteration)
         self.told = max(self.told, generation)
 
-    def add_valid(self, restore: Restore) -> None:
+    def add_valid(self, restore: records.Restore) -> None:
         """A checkpoint became valid: whatever had its name was another."""
         k = restore.generation.iteration
         self.remove({restore.path})
@@ -256,7 +248,7 @@ class LineageProgress:
         self.struck |= {path}
         return is_new
 
-    def keeps(self, generation: Generation) -> bool:
+    def keeps(self, generation: records.Generation) -> bool:
         """Returns whether training continued from this generation, or may."""
         return is_kept(self.kept, generation)
 
@@ -319,7 +311,7 @@ class Entering:
     deadline: float
     restored: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
-    begins: Generation | None = None
+    begins: records.Generation | None = None
     pause: PauseOrder | None = None
 
 
@@ -361,7 +353,7 @@ class Deciding:
 
     phase: ClassVar = Phase.DECIDING
     deadline: float
-    pending: EpochRecord
+    pending: records.EpochRecord
     redecide: Failure | None = None
 
 
@@ -409,12 +401,12 @@ class Dumping:
     phase: ClassVar = Phase.DUMPING
     deadline: float
     words: LastWords
-    restore: Restore
+    restore: records.Restore
     awaited: set[int]
     finished: set[int] = field(default_factory=set)
-    chains: frozenset[Generation] = frozenset()
+    chains: frozenset[records.Generation] = frozenset()
     held: bool = False
-    resume: Restore | None = None
+    resume: records.Restore | None = None
     failed: dict[int, str] = field(default_factory=dict)
     damaged: bool = False
     exporting: bool = False
@@ -462,9 +454,9 @@ class State:
     """
 
     doing: PhaseObject
-    seats: SeatTable
+    seats: records.SeatTable
     epoch: int = 0
-    record: EpochRecord | None = None
+    record: records.EpochRecord | None = None
     fleet: Fleet = field(default_factory=Fleet)
     memory: Memory = field(default_factory=Memory)
     lineage: LineageProgress = field(default_factory=LineageProgress)
@@ -525,18 +517,18 @@ class State:
         """The role this very process has a seat for in the announced record."""
         return self.seats.role_of(node, slot, incarnation) if self.record else None
 
-    def use_of(self, node: int) -> NodeUse:
+    def use_of(self, node: int) -> records.NodeUse:
         """The part that a connected node has; a quarantined one is that with a role, too."""
         fleet = self.fleet
         if node in fleet.quarantined | fleet.distrusted:
-            return NodeUse.QUARANTINED
+            return records.NodeUse.QUARANTINED
         if node in self.seats.nodes:
-            return NodeUse.TRAINING
+            return records.NodeUse.TRAINING
         if node not in fleet.deprioritized or fleet.nodes[node].judged.standing is Standing.WEAK:
-            return NodeUse.SPARE
+            return records.NodeUse.SPARE
         drains = [one for one in self.requests if one.verb is Verb.DRAIN]
         is_drained = any(one.what["node"] == node for one in drains)
-        return NodeUse.DRAINED if is_drained else NodeUse.QUARANTINED
+        return records.NodeUse.DRAINED if is_drained else records.NodeUse.QUARANTINED
 
     def waiting_for(self) -> str:
         """Return what the phase waits for, in words; empty when it waits for nothing."""

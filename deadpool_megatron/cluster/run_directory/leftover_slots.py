@@ -18,14 +18,7 @@ from pathlib import Path
 
 from deadpool_megatron import ownership
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory.cleanup import (
-    claim_segments,
-    end_processes,
-    node_directories,
-    node_processes,
-    owner_file,
-    remove_segments,
-)
+from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_RUN_ID,
     LOGS,
@@ -71,7 +64,9 @@ def held_names(run: RunDirectory, run_id: str, node: int, segments: Path) -> lis
     Made again they are held until this process ends."""
     held: list[int] = []
     return [
-        HeldName(owner_file(run_id), lambda: held.append(claim_segments(run, run_id))),
+        HeldName(
+            cleanup.owner_file(run_id), lambda: held.append(cleanup.claim_segments(run, run_id))
+        ),
         HeldName(segments / _LOCK, lambda: held.append(claim(segments, node))),
         HeldName(segments / LOGS, lambda: ownership.make_private(segments / LOGS)),
     ]
@@ -82,7 +77,7 @@ def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> 
 
     A vault outlives its agent for a while, and two of them must not write into the same slots.
     """
-    pids = set(node_processes(run, node))
+    pids = set(cleanup.node_processes(run, node))
     wanted = str(segments).encode()
     for pid in posix.processes_with_environment(ENVIRONMENT_RUN_ID, run_id):
         try:
@@ -90,7 +85,7 @@ def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> 
                 pids.add(pid)
         except OSError:
             continue  # ended meanwhile
-    end_processes(sorted(pids - {os.getpid()}))
+    cleanup.end_processes(sorted(pids - {os.getpid()}))
 
 
 def take_up(
@@ -105,7 +100,7 @@ def take_up(
     if any(own.glob("*.seg")):
         return None
     found = []
-    for directory in node_directories(run_id):
+    for directory in cleanup.node_directories(run_id):
         name = directory.name.removeprefix("node")
         if directory == own or not name.isdigit() or int(name) in siblings:
             continue
@@ -131,10 +126,10 @@ def take_up(
 
 def remove_unclaimed(run_id: str) -> None:
     """After the end of the run: the directories on this host whose agents are gone."""
-    for directory in node_directories(run_id):
+    for directory in cleanup.node_directories(run_id):
         try:
             lock = _lock(directory, -1)
         except (NodeTaken, FileNotFoundError):
             continue
-        remove_segments(directory)
+        cleanup.remove_segments(directory)
         os.close(lock)
