@@ -6,23 +6,16 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from deadpool_megatron import failpoints
+from deadpool_megatron import failpoints, settings
 from deadpool_megatron.hookpoints import ALLOW, ALLOW_UNREVIEWED, ALLOW_UNTESTED, FLAG
-from deadpool_megatron.settings import (
-    FIELDS,
-    SET_FLAG,
-    Settings,
-    SettingsError,
-    flag_name,
-    is_chosen,
-    is_played,
-)
 
 #: what the titles of groups begin with
 TITLE = "deadpool"
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, defaults: Settings | None = None) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, *, defaults: settings.Settings | None = None
+) -> None:
     """Add the switches and one flag per setting, in groups by topic.
 
     ``defaults``: other ones than those of the dataclass.
@@ -55,28 +48,28 @@ def add_arguments(parser: argparse.ArgumentParser, *, defaults: Settings | None 
         help="accept a flag of Megatron-LM that has not been reviewed, named without its dashes,"
         " or a value of one, as FLAG=VALUE; may be given several times (default: none)",
     )
+    others = [name.replace("_", "-") for name in settings.FIELDS if not settings.is_chosen(name)]
     group.add_argument(
-        SET_FLAG,
+        settings.SET_FLAG,
         action=_Set,
         default=argparse.SUPPRESS,
         metavar="NAME=VALUE",
         help="override a value that is derived from others, or has a common default:"
-        f" {', '.join(name.replace('_', '-') for name in FIELDS if not is_chosen(name))}; may be"
-        " given several times",
+        f" {', '.join(others)}; may be given several times",
     )
-    for name, entry in FIELDS.items():
+    for name, entry in settings.FIELDS.items():
         if name in _TOPICS:
             group = parser.add_argument_group(f"{TITLE}: {_TOPICS[name]}")
         dest, default = f"{_PREFIX}{name}", entry.default
         if defaults is not None:
             default = getattr(defaults, name)
         parser.set_defaults(**{dest: default})
-        if not is_chosen(name):
+        if not settings.is_chosen(name):
             continue
         nccl, kind = entry.metadata["nccl"], _kind(name)
         shown = f"{entry.metadata['usual']!r}" + (f", with NCCL {nccl!r}" if nccl else "")
         group.add_argument(
-            flag_name(name),
+            settings.flag_name(name),
             *_ALIASES.get(name, ()),
             dest=dest,
             type=kind,
@@ -89,8 +82,8 @@ def successor(flag: str) -> str:
     """Return what to give instead of a flag that 0.5 had; empty for any other."""
     name = flag.partition("=")[0].removeprefix("--deadpool-").replace("-", "_")
     if name == "bad_node_command":
-        return f"give {flag_name('on_event')}"
-    return f"give {flag_name(name)}=VALUE" if name in FIELDS else ""
+        return f"give {settings.flag_name('on_event')}"
+    return f"give {settings.flag_name(name)}=VALUE" if name in settings.FIELDS else ""
 
 
 class _Set(argparse.Action):
@@ -99,17 +92,17 @@ class _Set(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         given, _, text = str(values).partition("=")
         name = given.replace("-", "_")
-        if name not in FIELDS or is_chosen(name):
-            parser.error(f"argument {SET_FLAG}: there is no {given!r}, see --help-all")
+        if name not in settings.FIELDS or settings.is_chosen(name):
+            parser.error(f"argument {settings.SET_FLAG}: there is no {given!r}, see --help-all")
         try:
             setattr(namespace, f"{_PREFIX}{name}", _kind(name)(text))
         except ValueError:
-            parser.error(f"argument {SET_FLAG}: invalid value of {given}: {text!r}")
+            parser.error(f"argument {settings.SET_FLAG}: invalid value of {given}: {text!r}")
 
 
 def _kind(name: str) -> type[Any]:
     """Return what makes a value of its text."""
-    return type(FIELDS[name].metadata["usual"])
+    return type(settings.FIELDS[name].metadata["usual"])
 
 
 def communicator_in(namespace: argparse.Namespace) -> str:
@@ -120,7 +113,7 @@ def communicator_in(namespace: argparse.Namespace) -> str:
 def played_problem(communicator: str) -> str:
     """One line on why this process cannot have these communicators; empty unless they are played,
     as in tests."""
-    if not is_played(communicator) or failpoints.is_planned():
+    if not settings.is_played(communicator) or failpoints.is_planned():
         return ""
     return (
         f"--deadpool-communicator {communicator}: a module is taken under a fault plan only"
@@ -128,17 +121,17 @@ def played_problem(communicator: str) -> str:
     )
 
 
-def settings_from(namespace: argparse.Namespace, *, communicator: str = "") -> Settings:
+def settings_from(namespace: argparse.Namespace, *, communicator: str = "") -> settings.Settings:
     """The settings in parsed arguments; ``communicator``: what was decided about it, if anything,
     as NCCL has other defaults. Raises SettingsError with one clear line.
     """
-    values = {name: getattr(namespace, f"{_PREFIX}{name}") for name in FIELDS}
+    values = {name: getattr(namespace, f"{_PREFIX}{name}") for name in settings.FIELDS}
     given = {name: value for name, value in values.items() if value is not None}
     if problem := played_problem(communicator_in(namespace)):
-        raise SettingsError(problem)
+        raise settings.SettingsError(problem)
     if communicator:
         given["communicator"] = communicator
-    return Settings(**given)
+    return settings.Settings(**given)
 
 
 def switches_in(namespace: argparse.Namespace) -> list[str]:
@@ -168,9 +161,9 @@ def given_in(arguments: Sequence[str], *, script: bool) -> tuple[dict[str, Any],
     parser = _Parser(add_help=False, allow_abbrev=not script)
     add_arguments(parser)
     # A parser fills in the defaults of names only that are not there.
-    empty = argparse.Namespace(**{f"{_PREFIX}{name}": None for name in FIELDS})
+    empty = argparse.Namespace(**{f"{_PREFIX}{name}": None for name in settings.FIELDS})
     found, others = parser.parse_known_args(list(arguments), empty)
-    values = {name: getattr(found, f"{_PREFIX}{name}") for name in FIELDS}
+    values = {name: getattr(found, f"{_PREFIX}{name}") for name in settings.FIELDS}
     return {name: value for name, value in values.items() if value is not None}, others
 
 

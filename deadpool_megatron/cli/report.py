@@ -15,17 +15,8 @@ from deadpool_megatron.cluster.failures import MEANINGS
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.layout.words import in_short
-from deadpool_megatron.observe.narration import (
-    count,
-    describe_loss,
-    describe_protection,
-    describe_seats,
-    describe_slowness,
-    describe_stack,
-    describe_when,
-    shown,
-    title,
-)
+from deadpool_megatron.observe import narration
+from deadpool_megatron.observe.narration import count
 from deadpool_megatron.observe.steps import decimal, summary
 from deadpool_megatron.observe.story import PHASES, Interruption, Story
 from deadpool_megatron.observe.view import View
@@ -74,12 +65,12 @@ def describe_failure(failure: Interruption, seen: View) -> list[str]:
     facts: list[tuple[str, str]] = [
         (
             "when",
-            f"{describe_when(failure)}, {failure.began - began:.1f} s after the start,"
+            f"{narration.describe_when(failure)}, {failure.began - began:.1f} s after the start,"
             f" after iteration {failure.last_iteration}, epoch {failure.closed.epoch}",
         ),
         ("why", "" if meaning is None else f"{meaning.called}: {meaning.noticed}"),
-        ("lost", _joined(map(describe_loss, losses))),
-        *(("stack", describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]),
+        ("lost", _joined(map(narration.describe_loss, losses))),
+        *(("stack", narration.describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]),
     ]
     if failure.closes > 1:
         facts.append(("again", f"failed {failure.closes} times before the run continued"))
@@ -91,7 +82,7 @@ def describe_failure(failure: Interruption, seen: View) -> list[str]:
         until = "" if failure.seconds is None else f"{failure.seconds:.3f} s until the next step, "
         cost = f"{until}{count(failure.steps_recomputed, 'step')} computed again"
         facts += [
-            ("seats", describe_seats(failure.seats_changed)),
+            ("seats", narration.describe_seats(failure.seats_changed)),
             ("phases", phases and f"{phases} s"),
             ("cost", f"{cost}, {failure.exposed_seconds:.3f} s without all copies in memory"),
         ]
@@ -102,7 +93,7 @@ def describe_failure(failure: Interruption, seen: View) -> list[str]:
     facts.append(("to do", seen.advice(failure)))
     lines = [f"  {name:<8} {value}" for name, value in facts if value]
     hangs = [line for event in failure.hangs for line in describe_hang(event)]
-    return [title(failure, story.hosts), *lines, *hangs]
+    return [narration.title(failure, story.hosts), *lines, *hangs]
 
 
 def describe_hang(event: Event) -> list[str]:
@@ -204,11 +195,11 @@ def _describe_protection(seen: View) -> list[str]:
     if saved := story.kept[Kind.DURABLE]:
         newest = saved[-1].data.get("path")
         lines.append(f"durable checkpoints: {len(saved)}, the newest {newest}")
-    if losses := _joined(map(describe_loss, story.unrelated_losses)):
+    if losses := _joined(map(narration.describe_loss, story.unrelated_losses)):
         lines.append(f"lost without an interruption: {losses}")
     lines += [str(event.data.get("cause")) for event in story.kept[Kind.NODE_ASIDE]]
-    lines += map(describe_protection, story.protections)
-    lines += map(describe_slowness, story.kept[Kind.SLOW_NODE])
+    lines += map(narration.describe_protection, story.protections)
+    lines += map(narration.describe_slowness, story.kept[Kind.SLOW_NODE])
     if story.audits:
         half, most = statistics.median(story.audits), max(story.audits)
         spent = f"half of them in {half:.3f} s, the longest {most:.3f} s"
@@ -280,5 +271,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(to_dict(args.directory, seen), indent=1))
     else:
-        print(shown("\n".join(describe(args.directory, seen))))
+        print(narration.shown("\n".join(describe(args.directory, seen))))
     return 0

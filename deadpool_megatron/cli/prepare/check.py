@@ -23,19 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import (
-    INTERFACE_VARIABLE,
-    CommandError,
-    add_address,
-    check_platform,
-    host_address,
-    interface_address,
-    listen,
-    number,
-    size,
-    table,
-    warn_of_danger_above,
-)
+from deadpool_megatron.cli import common
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.observe.narration import count
@@ -52,7 +40,7 @@ _HEADER = ("node", "host", "rack", "GPUs", "/dev/shm free", "memory", "verdict")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    add_address(parser)
+    common.add_address(parser)
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="plan that has the shared memory a node needs"
     )
@@ -61,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--health-seconds",
-        type=number(float, 0.1, LONGEST_SECONDS),
+        type=common.number(float, 0.1, LONGEST_SECONDS),
         default=60.0,
         metavar="S",
         help="limit for it",
@@ -85,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
     facts = host.read_facts(_address(args), args.health_command, args.health_seconds)
     if args.runs is not None:
         os.scandir(args.runs).close()  # a slip in the name is not an empty answer
-        warn_of_danger_above(args.runs / "any run")
+        common.warn_of_danger_above(args.runs / "any run")
         facts = replace(facts, noted=noted_against(facts.hostname, args.runs, ""))
-    check_platform()
+    common.check_platform()
     found = [flaw.text for flaw in problems(facts, needs)]
     if facts.health_text.startswith(NOT_ASKED):
         found.append(f"--health-command: {facts.health_text}")
@@ -108,20 +96,20 @@ def judged_nodes(events: Iterable[Event]) -> list[dict[str, Any]]:
 def show(nodes: Sequence[Mapping[str, Any]], why_not: str, wanted: int) -> None:
     """Print a table of :func:`judged_nodes`, and whether ``wanted`` of them are good."""
     rows = [_row(entry) for entry in nodes]
-    print("\n".join([*table(_HEADER, rows), *_remarks(nodes, why_not, wanted)]))
+    print("\n".join([*common.table(_HEADER, rows), *_remarks(nodes, why_not, wanted)]))
 
 
 def describe_host(facts: HostFacts, problems: Sequence[str]) -> list[str]:
     """Returns the lines about one host alone."""
     address = facts.address or "no address that others reach"
-    memlock = "unlimited" if facts.memlock_bytes is None else size(facts.memlock_bytes)
+    memlock = "unlimited" if facts.memlock_bytes is None else common.size(facts.memlock_bytes)
     files = "unlimited" if facts.open_files is None else str(facts.open_files)
     rows = [
         ("host", facts.hostname),
         ("address", f"{address} ({facts.interface})" if facts.interface else address),
         ("GPUs", str(facts.gpus)),
-        ("/dev/shm", f"{size(facts.shm_free_bytes)} free of {size(facts.shm_bytes)}"),
-        ("memory available", size(facts.memory_bytes)),
+        ("/dev/shm", f"{common.size(facts.shm_free_bytes)} free of {common.size(facts.shm_bytes)}"),
+        ("memory available", common.size(facts.memory_bytes)),
         ("memory that can be locked", memlock),
         ("open files", files),
         *sorted(facts.versions.items()),
@@ -134,12 +122,16 @@ def describe_host(facts: HostFacts, problems: Sequence[str]) -> list[str]:
 def _address(args: argparse.Namespace) -> str:
     """Empty where no other host could reach this one, which is of no interest to it alone."""
     if args.host is not None:
-        listen(args.host, 0, flags=("", "--host")).close()
+        common.listen(args.host, 0, flags=("", "--host")).close()
         return str(args.host)
-    interface = args.interface or os.environ.get(INTERFACE_VARIABLE, "")
+    interface = args.interface or os.environ.get(common.INTERFACE_VARIABLE, "")
     try:
-        return interface_address(interface) if interface else host_address(socket.gethostname())
-    except CommandError:
+        return (
+            common.interface_address(interface)
+            if interface
+            else common.host_address(socket.gethostname())
+        )
+    except common.CommandError:
         if args.interface:
             raise
         return ""
@@ -153,8 +145,8 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
             facts["hostname"],
             entry["domain"] or "-",
             str(facts["gpus"]),
-            size(facts["shm_free_bytes"]),
-            size(facts["memory_bytes"]),
+            common.size(facts["shm_free_bytes"]),
+            common.size(facts["memory_bytes"]),
         )
     return (str(entry["node"]), *host, str(entry["standing"]))
 

@@ -30,15 +30,7 @@ from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ProcessEnd
 from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.process.logs import last_line, tail
-from deadpool_megatron.cluster.run_directory.cleanup import (
-    claim_segments,
-    clean_node,
-    clean_run,
-    coordinator_processes,
-    node_directories,
-    run_processes,
-    vault_processes,
-)
+from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
@@ -117,7 +109,7 @@ class Launcher:
             with refusing_system_errors():
                 self.directory.create(self.info)
                 auth.create_secret(self.directory.path)
-                self._held = claim_segments(self.directory, self.info.run_id)
+                self._held = cleanup.claim_segments(self.directory, self.info.run_id)
             self.say(f"starting {len(self.numbers)} nodes; their logs: {self.directory.logs}")
             ignore_notices()
             self._server = preload_modules(self.info.settings, self.modules)
@@ -208,7 +200,7 @@ class Launcher:
                     orphans.reap()
                 self.look()
                 self._look_for_directory()
-                coordinators = coordinator_processes(self.directory)
+                coordinators = cleanup.coordinator_processes(self.directory)
                 if not coordinators and self.directory.has_final():
                     return
                 for pid in set(coordinators) - self._stopped if self._signals else ():
@@ -273,7 +265,7 @@ class Launcher:
 
     def _clean(self, node: int, *, keep_slots: bool) -> None:
         with self._saying_what_fails(f"what node {node} has left"):
-            clean_node(self.directory, self.info.run_id, node, keep_slots=keep_slots)
+            cleanup.clean_node(self.directory, self.info.run_id, node, keep_slots=keep_slots)
 
     def _refill(self) -> None:
         """Start what is due. A host that is short of processes has its new spare later."""
@@ -367,12 +359,12 @@ class Launcher:
             self._server.end()
         run_id = self.info.run_id
         kept = self._keeps_slots() and any(
-            any(node.glob("*.seg")) for node in node_directories(run_id)
+            any(node.glob("*.seg")) for node in cleanup.node_directories(run_id)
         )
         if self.directory.has_final() and self._signals < 2:
             self._wait_for_others(_FENCE_SECONDS)
         with self._saying_what_fails("what the run has left"):
-            clean_run(self.directory, run_id, keep_slots=kept)
+            cleanup.clean_run(self.directory, run_id, keep_slots=kept)
         if self._held >= 0:
             os.close(self._held)
 
@@ -404,8 +396,8 @@ class Launcher:
         """Agents that came to the run by a command of their own are told that it is over, too."""
         run, run_id = self.directory, self.info.run_id
         limit = time.monotonic() + deadline_seconds
-        while time.monotonic() < limit and len(vault_processes(run, run_id)) < len(
-            run_processes(run, run_id)
+        while time.monotonic() < limit and len(cleanup.vault_processes(run, run_id)) < len(
+            cleanup.run_processes(run, run_id)
         ):
             time.sleep(_POLL_SECONDS)
 

@@ -27,26 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deadpool_megatron import arguments, ownership
-from deadpool_megatron.cli.common import (
-    INTERFACE_VARIABLE,
-    CommandError,
-    add_address,
-    add_size,
-    ask_at,
-    check_platform,
-    coordinator_address,
-    host_address,
-    ignore_notices,
-    interface_address,
-    listen,
-    local_address,
-    make_info,
-    nccl_address,
-    number,
-    parse_address,
-    refusing_system_errors,
-    warn_of_danger_above,
-)
+from deadpool_megatron.cli import common
 from deadpool_megatron.cli.prepare import check
 from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment, step_size
 from deadpool_megatron.cli.start import checks, scripts
@@ -86,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--node-id",
-        type=number(int, 0, MOST_NUMBER),
+        type=common.number(int, 0, MOST_NUMBER),
         metavar="I",
         help="0 to N + S - 1; for a node that joins later: a number not used before",
     )
@@ -98,22 +79,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="take node id (unless given), address and failure domain from Slurm",
     )
-    add_size(parser, "with --from-slurm, those of this step but the spares")
+    common.add_size(parser, "with --from-slurm, those of this step but the spares")
     parser.add_argument(
         "--resume", type=Path, metavar="OLD", help="start a new run from the newest state of OLD"
     )
-    add_address(parser)
+    common.add_address(parser)
     parser.add_argument("--domain", default="", help="failure domain (rack) of this node")
     parser.add_argument(
         "--rejoin",
-        type=number(int, 0),
+        type=common.number(int, 0),
         default=3,
         metavar="K",
         help="after being cut off, join again as a new spare, up to K times (default: 3)",
     )
     parser.add_argument(
         "--leave-seconds",
-        type=number(float, 0),
+        type=common.number(float, 0),
         default=0.0,
         metavar="S",
         help="time for this node's roles to move to a spare after SIGTERM, as in an evicted pod"
@@ -126,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         _PORT_FLAG,
-        type=number(int, 0, 65535),
+        type=common.number(int, 0, 65535),
         default=0,
         metavar="N",
         help="port of the coordinator on this node (default: a free one)",
@@ -153,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until the run is over; returns its exit status."""
-    ignore_notices()
+    common.ignore_notices()
     options = _settle(args)
     run, info = options.run, options.info
     if not info.check_only:
@@ -161,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
         scripts.announce(info.command, os.environ)
         server = preload_modules(info.settings, modules)
         options = replace(options, server=server, modules=modules)
-    with refusing_system_errors():
+    with common.refusing_system_errors():
         held = claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
@@ -179,21 +160,23 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-@refusing_system_errors()
+@common.refusing_system_errors()
 def _settle(args: argparse.Namespace) -> AgentOptions:
     """Look at everything that is known before anything of the user's is imported, and make the run
     if this agent is the first to come."""
-    check_platform()
+    common.check_platform()
     run = RunDirectory(args.run_dir)
     ownership.check_directory(run.path)
     if args.check_only and (args.attach or args.resume is not None):
-        raise CommandError("--check-only is for all nodes at once: not with --attach or --resume")
+        raise common.CommandError(
+            "--check-only is for all nodes at once: not with --attach or --resume"
+        )
     slurm = slurm_environment(os.environ) if args.from_slurm else None
     node = _node_id(args, slurm)
-    fixed = None if args.coordinator is None else parse_address(args.coordinator)
-    interface = args.interface or os.environ.get(INTERFACE_VARIABLE, "")
+    fixed = None if args.coordinator is None else common.parse_address(args.coordinator)
+    interface = args.interface or os.environ.get(common.INTERFACE_VARIABLE, "")
     if args.host is None and interface:
-        args.host = interface_address(interface)
+        args.host = common.interface_address(interface)
     if args.host is not None:
         checks.check_address(run, args.host)
         _check_listening(run, args, args.host)  # before anything is made
@@ -222,10 +205,10 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
     host, domain = _place(args, slurm, info.settings)
     checks.check_address(run, host)
     _check_listening(run, args, host)
-    warn_of_danger_above(run.path, info)
+    common.warn_of_danger_above(run.path, info)
     if fixed is not None:
         # Fails at once for a wrong address or secret, rather than after the whole patience.
-        ask_at(fixed, run, info.run_id, {"command": "info"})
+        common.ask_at(fixed, run, info.run_id, {"command": "info"})
     if not info.check_only and (script := scripts.script_of(info.command)) is not None:
         checks.check_command([script])  # this may be another host than the one that made the run
     return AgentOptions(
@@ -248,7 +231,7 @@ def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int:
         return int(args.node_id)
     if slurm is not None:
         return slurm.node_id
-    raise CommandError("which node is this? give --node-id I, --attach or --from-slurm")
+    raise common.CommandError("which node is this? give --node-id I, --attach or --from-slurm")
 
 
 def _place(
@@ -262,12 +245,12 @@ def _place(
     if host is None:
         # The name of an interface is an order, the address that every node would have is none.
         named = settings.interface in (name for _, name in socket.if_nameindex())
-        if settings.interface == Settings.interface and (found := nccl_address(os.environ)):
+        if settings.interface == Settings.interface and (found := common.nccl_address(os.environ)):
             host = found
         elif slurm is None or named:
-            host = local_address(settings.interface)
+            host = common.local_address(settings.interface)
         else:
-            host = host_address(slurm.host)
+            host = common.host_address(slurm.host)
     return host, domain
 
 
@@ -275,9 +258,9 @@ def _check_listening(run: RunDirectory, args: argparse.Namespace, host: str) -> 
     """This host has the address, and the port is free. Refused here, or it would be by the vault,
     after all imports, or in a standby that wants to take over."""
     port = 0 if args.no_standby else args.coordinator_port
-    if coordinator_address(run) == (host, port):
+    if common.coordinator_address(run) == (host, port):
         port = 0  # a coordinator of this run may still be there, as of the agent before this one
-    listen(host, port, flags=(_PORT_FLAG, "--host")).close()
+    common.listen(host, port, flags=(_PORT_FLAG, "--host")).close()
 
 
 def _show_check(run: RunDirectory, info: RunInfo, args: argparse.Namespace) -> None:
@@ -299,12 +282,12 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         step_size(args, os.environ)
     args.spares = args.spares or 0
     if args.nodes is None or args.nproc_per_node is None or not (args.command or args.check_only):
-        raise CommandError(
+        raise common.CommandError(
             f"there is no run in {run.path}: give --nodes, --nproc-per-node and -- COMMAND, or"
             " --coordinator HOST:PORT"
         )
     if (args.node_id or 0) >= (size := args.nodes + args.spares):
-        raise CommandError(f"--node-id must be between 0 and {size - 1}, got {args.node_id}")
+        raise common.CommandError(f"--node-id must be between 0 and {size - 1}, got {args.node_id}")
     if not args.check_only:
         if waits_for_forks(args.deadpool_start_method):
             keep_single_threaded()  # even looking for the user's module may import its packages
@@ -320,7 +303,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         agents = args.nodes + args.spares
         others = Others(run, agents, args.node_id, settings.connect_seconds)
         restore = resume_point(RunDirectory(args.resume), args, others)
-    info = replace(make_info(args, settings, restore), check_only=args.check_only)
+    info = replace(common.make_info(args, settings, restore), check_only=args.check_only)
     checks.check_sizes(info)
     checks.read_domains(settings)
     run.make()
@@ -337,21 +320,23 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
             "; its state in memory continues in a new directory:"
             f" 'deadpool agent --resume {run.path} --run-dir NEW'"
         )
-        raise CommandError(f"the run in {run.path} is over{kept if slots_are_kept(run) else ''}")
+        raise common.CommandError(
+            f"the run in {run.path} is over{kept if slots_are_kept(run) else ''}"
+        )
     if args.run_id is not None and args.run_id != info.run_id:
-        raise CommandError(f"{run.path} belongs to run {info.run_id}, not {args.run_id}")
+        raise common.CommandError(f"{run.path} belongs to run {info.run_id}, not {args.run_id}")
     for flag, given, known in (
         ("--nodes", args.nodes, info.nodes),
         ("--spares", args.spares or None, info.spares),
         ("--nproc-per-node", args.nproc_per_node, info.nproc_per_node),
     ):
         if given is not None and given != known:
-            raise CommandError(f"the run has {flag} {known}")
+            raise common.CommandError(f"the run has {flag} {known}")
     # All other settings are those of the run without a word. Who names one of these wants slots
     # that can neither be had beside those of the other nodes, nor of what is left in memory.
     own, _ = arguments.given_in(args.options, script=False)
     if other := other_slots(info.settings, own):
-        raise CommandError(
+        raise common.CommandError(
             f"the run in {run.path} has {other}, which its slots in memory are made with: start the"
             " agent with the value that the run has, or end the run, if it is alive ('deadpool stop"
             f" --dump {run.path}'), and continue with the other one in a new directory:"
@@ -359,22 +344,22 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
         )
     if args.check_only != info.check_only:
         kind = "only a check" if info.check_only else "no mere check"
-        raise CommandError(f"the run in {run.path} is {kind}: choose another --run-dir")
+        raise common.CommandError(f"the run in {run.path} is {kind}: choose another --run-dir")
     if (
         args.command
         and not info.check_only
         and scripts.expanded(scripts.member_command(args.command)) != info.command
     ):
-        raise CommandError(f"the run has another command: {' '.join(info.command)}")
+        raise common.CommandError(f"the run has another command: {' '.join(info.command)}")
     return info
 
 
 def _fetch_run(run: RunDirectory, args: argparse.Namespace, address: tuple[str, int]) -> None:
     """Without a shared file system: the facts of the run come from the coordinator."""
     if args.run_id is None or auth.ENVIRONMENT_NAME not in os.environ:
-        raise CommandError(
+        raise common.CommandError(
             f"{run.path} is no run directory: share the coordinator's, or give --run-id and"
             f" {auth.ENVIRONMENT_NAME}"
         )
-    answer = ask_at(address, run, args.run_id, {"command": "info"})
+    answer = common.ask_at(address, run, args.run_id, {"command": "info"})
     run.create(RunInfo.from_dict(answer["info"]))

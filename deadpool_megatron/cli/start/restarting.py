@@ -22,22 +22,13 @@ from deadpool_megatron.cli.start.resuming import refuse_while_training
 from deadpool_megatron.cluster.journal.journal import GONE, WRONG, Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.process import program
+from deadpool_megatron.cluster.run_directory import directory
 from deadpool_megatron.cluster.run_directory.cleanup import (
     is_here,
     node_directories,
     run_processes,
     runs_in_memory,
     vault_processes,
-)
-from deadpool_megatron.cluster.run_directory.directory import (
-    RUN_FILE,
-    RunDirectory,
-    RunDirectoryError,
-    RunInfo,
-    is_there,
-    read_valid,
-    slots_are_kept,
-    valid_in,
 )
 from deadpool_megatron.events import DAMAGE, Kind, event_files, parse_line
 from deadpool_megatron.layout.records import EpochRecord, Restore
@@ -52,11 +43,11 @@ _TAIL_BYTES = 4 << 20
 class Restart:
     """``numbers``: of the nodes to start; those that were given up come under new ones."""
 
-    info: RunInfo
+    info: directory.RunInfo
     numbers: tuple[int, ...]
 
 
-def hold(run: RunDirectory) -> int:
+def hold(run: directory.RunDirectory) -> int:
     """Have the directory for this launcher alone, until the descriptor is closed. Raises
     CommandError: one that comes second would, at its end, kill the run of the first one and remove
     its memory. Of a launcher on another host only the file system knows, if it knows locks at all.
@@ -73,17 +64,19 @@ def hold(run: RunDirectory) -> int:
     return lock
 
 
-def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) -> Restart | None:
+def restart_of(
+    run: directory.RunDirectory, args: argparse.Namespace, settings: Settings
+) -> Restart | None:
     """Return what is left in ``--run-dir`` to continue from; None when there is nothing, or nothing
     but the result of a run that is over. Raises CommandError when it cannot continue as it was
     asked to.
     """
     try:
         old = run.read_run()
-    except (RunDirectoryError, NotADirectoryError):
+    except (directory.RunDirectoryError, NotADirectoryError):
         left = [one for one, path in runs_in_memory().items() if path == run.path]
         left = [one for one in left if any(d for d in node_directories(one) if [*d.glob("*.seg")])]
-        if left and not args.from_scratch and not (run.path / RUN_FILE).exists():
+        if left and not args.from_scratch and not (run.path / directory.RUN_FILE).exists():
             raise CommandError(
                 f"run {left[0]} has its state in memory, and its directory {run.path} was removed:"
                 " put it back, or give the state up ('deadpool clean', or --from-scratch)"
@@ -135,7 +128,7 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
     return Restart(info, _numbers(journal, info))
 
 
-def begin(run: RunDirectory, restart: Restart) -> str:
+def begin(run: directory.RunDirectory, restart: Restart) -> str:
     """Make the directory that of the new processes; returns a line for the user."""
     if run.final.exists():
         kept = len(list(run.path.glob("final-*.json"))) + 1
@@ -173,29 +166,29 @@ def other_slots(known: Settings, given: Mapping[str, Any]) -> str:
     return ""
 
 
-def _may_have_slots(run: RunDirectory, info: RunInfo) -> bool:
+def _may_have_slots(run: directory.RunDirectory, info: directory.RunInfo) -> bool:
     """Return whether there are some on this host, or a node was on another one, whose memory is not
     to be seen from here."""
     elsewhere = any(not is_here(listing) for listing in run.node_listings().values())
     return elsewhere or nodes_with_slots(info) > 0
 
 
-def nodes_with_slots(info: RunInfo) -> int:
+def nodes_with_slots(info: directory.RunInfo) -> int:
     """Return how many nodes of the run have slots in this host's memory."""
     return sum(any(node.glob("*.seg")) for node in node_directories(info.run_id))
 
 
-def _has_state(run: RunDirectory, info: RunInfo) -> bool:
+def _has_state(run: directory.RunDirectory, info: directory.RunInfo) -> bool:
     """Return whether there is anything on this host or on disk to continue from; not yet whether it
     is whole."""
     noted: tuple[Restore, ...] = ()
     with contextlib.suppress(FileNotFoundError, ValueError):
-        noted = read_valid(run.latest)
-    saved = [one for one in (*noted, *valid_in(info.restore)) if one.kind != "initial"]
-    return nodes_with_slots(info) > 0 or any(map(is_there, saved))
+        noted = directory.read_valid(run.latest)
+    saved = [one for one in (*noted, *directory.valid_in(info.restore)) if one.kind != "initial"]
+    return nodes_with_slots(info) > 0 or any(map(directory.is_there, saved))
 
 
-def _finished_iterations(run: RunDirectory) -> int:
+def _finished_iterations(run: directory.RunDirectory) -> int:
     """The last iteration that is told of, as the end of the events has it."""
     newest = 0
     for path in reversed(event_files(run.events)):
@@ -211,11 +204,11 @@ def _finished_iterations(run: RunDirectory) -> int:
     return newest
 
 
-def _is_over(run: RunDirectory) -> bool:
-    return run.final.exists() and not slots_are_kept(run)
+def _is_over(run: directory.RunDirectory) -> bool:
+    return run.final.exists() and not directory.slots_are_kept(run)
 
 
-def _await_end(run: RunDirectory, old: RunInfo) -> None:
+def _await_end(run: directory.RunDirectory, old: directory.RunInfo) -> None:
     """Those that notice the end of their launcher only now get their time."""
     limit = time.monotonic() + old.settings.close_seconds
     while alive := set(run_processes(run, old.run_id)) - set(vault_processes(run, old.run_id)):
@@ -227,7 +220,7 @@ def _await_end(run: RunDirectory, old: RunInfo) -> None:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _numbers(journal: Journal, info: RunInfo) -> tuple[int, ...]:
+def _numbers(journal: Journal, info: directory.RunInfo) -> tuple[int, ...]:
     wanted = info.nodes + info.spares
     newest = journal.newest("epoch")
     if newest is None:

@@ -23,16 +23,7 @@ import sys
 from pathlib import Path
 
 from deadpool_megatron import arguments, failpoints
-from deadpool_megatron.cli.common import (
-    add_size,
-    check_platform,
-    listen,
-    local_address,
-    make_info,
-    number,
-    refusing_system_errors,
-    warn_of_danger_above,
-)
+from deadpool_megatron.cli import common
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.start import checks, deriving, scripts
 from deadpool_megatron.cli.start.checks import decided, gpus_to_share
@@ -52,7 +43,9 @@ from deadpool_megatron.settings import NEVER
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     parser.usage = "deadpool run [options] -- -m MODULE ARGS | SCRIPT.py ARGS"
-    add_size(parser, "as many as the visible GPUs allow; without GPUs 2, or as the script needs")
+    common.add_size(
+        parser, "as many as the visible GPUs allow; without GPUs 2, or as the script needs"
+    )
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -62,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--refill",
-        type=number(int, 0),
+        type=common.number(int, 0),
         default=0,
         metavar="K",
         help="start up to K new spares as nodes die",
@@ -102,11 +95,11 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-@refusing_system_errors()
+@common.refusing_system_errors()
 def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     """Check everything; returns also a descriptor that holds the directory for this launcher."""
     keep_single_threaded()  # even looking for the user's module may import its packages
-    check_platform()
+    common.check_platform()
     checks.check_command(args.command)
     given, command = tuple(args.command), scripts.adopt(args)
     chosen = deriving.fill(args, command)
@@ -126,7 +119,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         info = restart.info
     else:
         restore = None if args.resume is None else resume_point(RunDirectory(args.resume), args)
-        info = make_info(args, settings, restore)
+        info = common.make_info(args, settings, restore)
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, args.command)
     checks.check_sizes(info)
     checks.check_host_is_not_bad(directory, info)
@@ -135,10 +128,10 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         checks.check_run_directory(directory)
         checks.check_shared_memory(info, info.nodes + info.spares)
     # Refused here, or it would be in a standby.
-    address = local_address(settings.interface)
-    listen(address, 0).close()
+    address = common.local_address(settings.interface)
+    common.listen(address, 0).close()
     failpoints.load()  # a plan that cannot be read is better found here than in each process
-    warn_of_danger_above(directory.path, info)
+    common.warn_of_danger_above(directory.path, info)
     scripts.announce(args.command, os.environ)
     numbers = tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers
     gpus = gpus_to_share(info, len(numbers), os.environ)

@@ -12,15 +12,7 @@ import sys
 from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.run_directory.cleanup import (
-    Cleaned,
-    clean_run,
-    is_held,
-    kept_memory,
-    run_processes,
-    runs_in_memory,
-    vault_processes,
-)
+from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
@@ -43,13 +35,13 @@ def run(args: argparse.Namespace) -> int:
         run_id = directory.read_run().run_id
         if not args.force and _is_alive(directory, run_id):
             raise CommandError(f"the run in {directory.path} is alive: stop it, or use --force")
-        held = kept_memory(directory, run_id)
+        held = cleanup.kept_memory(directory, run_id)
         if held and not args.yes and not _agrees(held):
             print("left as it is")
             return 0
         _clean(directory, run_id)
         return 0
-    found = runs_in_memory()
+    found = cleanup.runs_in_memory()
     if not found:
         print("nothing to clean")
     for run_id, path in found.items():
@@ -57,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.force and _is_alive(directory, run_id):
             print(f"run {run_id} in {directory.path} is alive: left alone")
             continue
-        held = kept_memory(directory, run_id) if directory.path == path else ""
+        held = cleanup.kept_memory(directory, run_id) if directory.path == path else ""
         if held and not args.force:
             print(f"{held}: left alone")
             continue
@@ -89,12 +81,14 @@ def _directory_of(run_id: str, path: Path | None) -> RunDirectory:
 
 def _is_alive(directory: RunDirectory, run_id: str) -> bool:
     """A run lives as long as its launcher's coordinator or any agent does; vaults are orphans."""
-    alive = set(run_processes(directory, run_id)) - set(vault_processes(directory, run_id))
-    return bool(alive) or is_held(run_id)
+    alive = set(cleanup.run_processes(directory, run_id)) - set(
+        cleanup.vault_processes(directory, run_id)
+    )
+    return bool(alive) or cleanup.is_held(run_id)
 
 
 def _clean(directory: RunDirectory, run_id: str) -> None:
-    cleaned: Cleaned = clean_run(directory, run_id)
+    cleaned: cleanup.Cleaned = cleanup.clean_run(directory, run_id)
     print(
         f"run {run_id}: {len(cleaned.pids)} processes killed,"
         f" {cleaned.nbytes / 2**20:.1f} MiB of shared memory removed"
