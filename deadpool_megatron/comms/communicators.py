@@ -21,6 +21,7 @@ from deadpool_megatron.comms.gloo import GlooFabric
 from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup
 from deadpool_megatron.comms.groups.group import Entry, Installation, ReconfigurableGroup
 from deadpool_megatron.comms.groups.roster import Roster
+from deadpool_megatron.comms.in_flight import waiters
 from deadpool_megatron.comms.in_flight.attached_epoch import (
     Activity,
     Epoch,
@@ -29,15 +30,6 @@ from deadpool_megatron.comms.in_flight.attached_epoch import (
     Observed,
     Reaper,
     trim_heap,
-)
-from deadpool_megatron.comms.in_flight.waiters import (
-    AT_ONCE,
-    Builders,
-    Connecting,
-    Job,
-    Left,
-    Waiter,
-    WaiterPool,
 )
 from deadpool_megatron.comms.inner import (
     CommunicatorFault,
@@ -91,7 +83,7 @@ class Communicators(Observed):
         self._roster = Roster()
         # Of groups whose communicators are split from that of WORLD.
         self._colours: dict[ReconfigurableGroup, int] = {}
-        self._pool = WaiterPool()
+        self._pool = waiters.WaiterPool()
         self._reaper = Reaper()
         self._installation: Installation | None = None
         self._lock = threading.Lock()
@@ -100,7 +92,7 @@ class Communicators(Observed):
         self._given_store: Store | None = None
         self._drained = False
         # Those of closed epochs with threads that hang in the making of communicators.
-        self._builders_left: list[tuple[Builders | Waiter, ...]] = []
+        self._builders_left: list[tuple[waiters.Builders | waiters.Waiter, ...]] = []
         #: why this process must not enter another epoch; empty while it may
         self.ruin = ""
 
@@ -167,7 +159,7 @@ class Communicators(Observed):
         if epoch.is_patient:
             limit_seconds = limits.long_operation_seconds
         made: dict[ReconfigurableGroup, InnerGroup] = {}
-        builders = Builders([self._job(epoch, group, self._store, made)], 1)
+        builders = waiters.Builders([self._job(epoch, group, self._store, made)], 1)
         activity = Activity(group.spec().place, "new_group")
         self._build(epoch, builders, builders.run, activity, limit_seconds)
         group.inner = made[group]
@@ -382,7 +374,7 @@ class Communicators(Observed):
         begun = first if is_split else [*first, *jobs.values()]
         # A client of TCPStore holds its lock while it waits, so that no other thread could write.
         is_threaded = way in ("auto", "side-by-side") and isinstance(store, EpochStore)
-        builders = Builders(begun, AT_ONCE if is_threaded else 1)
+        builders = waiters.Builders(begun, waiters.AT_ONCE if is_threaded else 1)
 
         def build() -> None:
             if is_split:
@@ -392,25 +384,25 @@ class Communicators(Observed):
             if (work := made[world].forward("barrier", (), {})) is not None:
                 work.wait()
 
-        self._build(epoch, builders, build, Connecting(builders), deadline_seconds)
+        self._build(epoch, builders, build, waiters.Connecting(builders), deadline_seconds)
         return made
 
     def _splits(
-        self, epoch: Epoch, store: Store, jobs: dict[ReconfigurableGroup, Job]
-    ) -> list[Job]:
+        self, epoch: Epoch, store: Store, jobs: dict[ReconfigurableGroup, waiters.Job]
+    ) -> list[waiters.Job]:
         """``jobs`` as splits of WORLD's communicator, in each of which all its ranks take part; as
         they are where the ranks do not all know the same groups."""
         world = self._roster.world()
         digest, rounds = self._roster.splits()
         fabric = fabric_of(epoch, world.transport, self._address)
-        found: list[Job] = []
+        found: list[waiters.Job] = []
         if not meet(store, "groups", world.rank(), world.size(), digest):
             warnings.warn("the roles know different groups: none is split from WORLD", stacklevel=2)
             rounds = []
         for groups in rounds:
             mine = next((group for group in groups if group is not None), None)
             if mine is None:
-                found.append(Job("WORLD (split)", fabric.leave_out))
+                found.append(waiters.Job("WORLD (split)", fabric.leave_out))
             else:
                 self._colours[mine] = groups.index(mine)
                 found.append(jobs.pop(mine))
@@ -419,9 +411,9 @@ class Communicators(Observed):
     def _build(
         self,
         epoch: Epoch,
-        builders: Builders,
+        builders: waiters.Builders,
         build: Callable[[], None],
-        activity: Activity | Connecting,
+        activity: Activity | waiters.Connecting,
         deadline_seconds: float,
     ) -> None:
         """Run ``build``, which runs the builders and blocks on peers, so that it can be left."""
@@ -437,7 +429,7 @@ class Communicators(Observed):
         epoch.waits[get_ident()] = activity
         try:
             self._pool.call(enter_and_build, epoch, deadline_seconds)
-        except Left as left:
+        except waiters.Left as left:
             # The first error ends the wait for the builders, and others may hang for ever.
             self._builders_left.append((builders, left.waiter))
             late = left.deadline
@@ -462,7 +454,7 @@ class Communicators(Observed):
         group: ReconfigurableGroup,
         store: Store,
         made: dict[ReconfigurableGroup, InnerGroup],
-    ) -> Job:
+    ) -> waiters.Job:
         """Return what connects the group; its key in the store is numbered now, in order."""
         prefixed = PrefixStore(self._roster.next_key(group), store)
 
@@ -473,7 +465,7 @@ class Communicators(Observed):
             epoch.groups.append(inner)
             made[group] = inner
 
-        return Job(group.spec().place, connect)
+        return waiters.Job(group.spec().place, connect)
 
 
 def fabric_of(epoch: Epoch, transport: str, address: str) -> Fabric:

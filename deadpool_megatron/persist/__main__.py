@@ -30,15 +30,8 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.ownership import OwnershipError, make_private
+from deadpool_megatron.persist import writing
 from deadpool_megatron.persist.state_template import TemplateError, read_template
-from deadpool_megatron.persist.writing import (
-    GenerationSource,
-    WritingError,
-    filled,
-    join,
-    write_extras,
-    write_role,
-)
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.disk.sources import snapshot_of_dump
@@ -66,7 +59,7 @@ def main() -> int:
     failpoints.set_context(node=job["node"], process="persist", run_dir=job["run_dir"])
     try:
         _carry_out(job)
-    except (OwnershipError, WritingError, TemplateError, VaultError, OSError) as error:
+    except (OwnershipError, writing.WritingError, TemplateError, VaultError, OSError) as error:
         print(f"node {job['node']}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -79,17 +72,17 @@ def _carry_out(job: Mapping[str, Any]) -> None:
     for taken in _sources(job):
         template = read_template(Path(job["skeletons"]), taken.role, taken.layout_hash)
         failpoints.hit("persist.write", role=taken.role, iteration=taken.generation.iteration)
-        source = GenerationSource(taken, RunDirectory(Path(job["run_dir"])).frozen)
-        told = write_role(template, source, directory)
-        write_extras(source, directory, taken.role, int(job["world_size"]))
+        source = writing.GenerationSource(taken, RunDirectory(Path(job["run_dir"])).frozen)
+        told = writing.write_role(template, source, directory)
+        writing.write_extras(source, directory, taken.role, int(job["world_size"]))
         if taken.role == 0:
-            common = filled(template.common, source)
+            common = writing.filled(template.common, source)
         # It appears whole.
         write_text(_told_path(directory, taken.role), json.dumps(told))
     failpoints.hit("persist.written", iteration=job["iteration"])
     if job["joins"]:
         told_by_all = _await_all(directory, int(job["world_size"]), float(job["deadline_seconds"]))
-        join(directory, told_by_all, common)
+        writing.join(directory, told_by_all, common)
         for role in range(int(job["world_size"])):
             _told_path(directory, role).unlink()
 
@@ -119,7 +112,7 @@ def _await_all(
         if len(told) < world_size:
             if time.monotonic() > limit:
                 missing = ", ".join(str(r) for r in range(world_size) if r not in told)
-                raise WritingError(
+                raise writing.WritingError(
                     f"roles {missing} have not written to {directory} within"
                     f" {deadline_seconds:g} s: is it a directory that all nodes share?"
                 )

@@ -35,16 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from deadpool_megatron.layout.records import extras_part
-from deadpool_megatron.persist import frozen_file
+from deadpool_megatron.persist import frozen_file, state_template
 from deadpool_megatron.persist.frozen_file import FROZEN
-from deadpool_megatron.persist.state_template import (
-    ZEROS,
-    Piece,
-    StateTemplate,
-    dtype_name,
-    dtype_of,
-    fill,
-)
 from deadpool_megatron.state.extras import ExtrasError, decode
 from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
@@ -91,22 +83,24 @@ class GenerationSource:
 
     def number(self, part: str, offset_bytes: int, dtype: str) -> Tensor:
         """A tensor without axes over one number of a shard part."""
-        return self._run(part, offset_bytes, dtype_of(dtype), 1).view(())
+        return self._run(part, offset_bytes, state_template.dtype_of(dtype), 1).view(())
 
-    def tensor(self, piece: Piece) -> Tensor:
+    def tensor(self, piece: state_template.Piece) -> Tensor:
         """The values of a piece, with its shape and dtype, in memory of its own extent."""
         count = math.prod(piece.sizes)
         if piece.is_extra:
             kept = self.extras.get(piece.part)
             if not isinstance(kept, Tensor):
                 raise WritingError(f"{piece.key}: the extras do not hold {piece.part}")
-            first = piece.offset_bytes // dtype_of(piece.stored).itemsize
+            first = piece.offset_bytes // state_template.dtype_of(piece.stored).itemsize
             found = kept.reshape(-1)[first : first + count].clone()
             return found.view(piece.sizes)
-        if piece.part == ZEROS:
-            return torch.zeros(piece.sizes, dtype=dtype_of(piece.dtype))
-        found = self._run(piece.part, piece.offset_bytes, dtype_of(piece.stored), count)
-        return found.to(dtype_of(piece.dtype)).view(piece.sizes)
+        if piece.part == state_template.ZEROS:
+            return torch.zeros(piece.sizes, dtype=state_template.dtype_of(piece.dtype))
+        found = self._run(
+            piece.part, piece.offset_bytes, state_template.dtype_of(piece.stored), count
+        )
+        return found.to(state_template.dtype_of(piece.dtype)).view(piece.sizes)
 
     def _run(self, part: str, offset_bytes: int, dtype: torch.dtype, count: int) -> Tensor:
         if not count:
@@ -160,7 +154,7 @@ def file_name(role: int) -> str:
 
 
 def write_role(
-    template: StateTemplate, source: GenerationSource, directory: Path
+    template: state_template.StateTemplate, source: GenerationSource, directory: Path
 ) -> dict[str, Any]:
     """Write the role's file; answers, as JSON values, what lies where in it.
 
@@ -179,7 +173,7 @@ def write_role(
             _save(value, counted)
             place = [start, counted.count - start]
             box = [list(piece.shape), list(piece.offsets), list(piece.sizes)]
-            tensors.append([piece.key, *box, dtype_name(value.dtype), *place])
+            tensors.append([piece.key, *box, state_template.dtype_name(value.dtype), *place])
         for key, recipe in template.objects.items():
             start = counted.count
             _save([filled(recipe, source)], counted)
@@ -201,7 +195,7 @@ def write_extras(source: GenerationSource, directory: Path, role: int, roles: in
 
 def filled(recipe: Any, source: GenerationSource) -> Any:
     """A value of the checkpoint as it is in the generation. Raises TemplateError."""
-    return fill(recipe, source.extras, source.number)
+    return state_template.fill(recipe, source.extras, source.number)
 
 
 @contextlib.contextmanager
@@ -268,7 +262,7 @@ def metadata_of(told: Iterable[Mapping[str, Any]]) -> Metadata:
     for key, (shape, dtype) in known.items():
         check_cover(key, shape, boxes[key])
         entries[key] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=dtype_of(dtype)),
+            properties=TensorProperties(dtype=state_template.dtype_of(dtype)),
             size=torch.Size(shape),
             chunks=[ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes[key]],
         )

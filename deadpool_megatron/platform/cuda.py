@@ -13,14 +13,7 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.platform.devices import (
-    CopyFailedError,
-    CopyHandle,
-    Platform,
-    check_pairs,
-    host_range,
-    in_pieces,
-)
+from deadpool_megatron.platform import devices
 
 # A copy engine takes whole copies in turn: what training itself reads from the device (the loss, a
 # norm) waits for a piece at most, 0.6 ms over PCIe 5, not for the shard (REFT's tiny buckets).
@@ -33,7 +26,7 @@ _NON_BLOCKING = 1
 _LOWEST_PRIORITY = 0
 
 
-class _EventCopy(CopyHandle):
+class _EventCopy(devices.CopyHandle):
     """Copies enqueued on the side stream, followed by an event."""
 
     def __init__(self, event: torch.cuda.Event, kept: list[torch.Tensor]) -> None:
@@ -45,7 +38,7 @@ class _EventCopy(CopyHandle):
         try:
             finished = bool(self._event.query())  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            raise CopyFailedError(f"copy on the side stream failed: {error}") from error
+            raise devices.CopyFailedError(f"copy on the side stream failed: {error}") from error
         if finished:
             self._kept = []
         return finished
@@ -81,7 +74,7 @@ class _DeviceWait(threading.Thread):
             self.error = error
 
 
-class CudaPlatform(Platform):
+class CudaPlatform(devices.Platform):
     """The current CUDA device."""
 
     is_cuda = True
@@ -112,7 +105,7 @@ class CudaPlatform(Platform):
         return _EventCopy(self._reached, []).wait(timeout_seconds)
 
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
-        address, length = host_range(memory)
+        address, length = devices.host_range(memory)
         if code := int(_driver().cudaHostRegister(address, length, 0)):
             # The runtime keeps the error of a refused call for the next kernel: have one take it.
             with contextlib.suppress(RuntimeError):
@@ -120,16 +113,16 @@ class CudaPlatform(Platform):
             torch.cuda.check_error(code)
 
     def unregister_host_memory(self, memory: torch.Tensor | memoryview) -> None:
-        address, _ = host_range(memory)
+        address, _ = devices.host_range(memory)
         torch.cuda.check_error(int(_driver().cudaHostUnregister(address)))
 
-    def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> CopyHandle:
-        check_pairs(dst, src)
+    def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> devices.CopyHandle:
+        devices.check_pairs(dst, src)
         stream = self._stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():
             if src:
-                torch._foreach_copy_(*in_pieces(dst, src, _PIECE_BYTES), non_blocking=True)
+                torch._foreach_copy_(*devices.in_pieces(dst, src, _PIECE_BYTES), non_blocking=True)
             event = stream.record_event()
         return _EventCopy(event, [*dst, *src])
 

@@ -26,14 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deadpool_megatron.hookpoints import (
-    ALLOW_UNTESTED,
-    POINTS,
-    Point,
-    hookpoint,
-    is_marked,
-    points_of,
-)
+from deadpool_megatron import hookpoints
 
 _TABLES: dict[str, Any] = tomllib.loads(
     (Path(__file__).parent / "tables" / "versions.toml").read_text()
@@ -65,7 +58,7 @@ class UntestedMegatron(RuntimeError):
 class FoundPoint:
     """One point as it was found. ``lacks``: parameters that the handler relies on."""
 
-    point: Point
+    point: hookpoints.Point
     missing: bool = False
     lacks: tuple[str, ...] = ()
     marked: bool = False
@@ -107,7 +100,7 @@ def examine(importer: Importer = importlib.import_module) -> Report:
     return Report(
         version=version,
         beside=version_beside(tree),
-        points=tuple(_look_at(point, importer) for point in points_of(version)),
+        points=tuple(_look_at(point, importer) for point in hookpoints.points_of(version)),
         tried=tried,
         # Of those that were tried the tests know; reading the source takes a second.
         lacking=() if tried or tree is None else lacking(tree, version),
@@ -164,7 +157,7 @@ def version_beside(tree: Path | None) -> str:
     return released(runpy.run_path(str(info))["__version__"]) if info.is_file() else ""
 
 
-def _look_at(point: Point, importer: Importer) -> FoundPoint:
+def _look_at(point: hookpoints.Point, importer: Importer) -> FoundPoint:
     try:
         function = getattr(importer(point.module), point.function, None)
     except ImportError:
@@ -174,7 +167,7 @@ def _look_at(point: Point, importer: Importer) -> FoundPoint:
     # Also of a wrapped function these are the parameters of the original.
     parameters = inspect.signature(function).parameters
     lacks = tuple(name for name in point.parameters if name not in parameters)
-    return FoundPoint(point, lacks=lacks, marked=is_marked(function))
+    return FoundPoint(point, lacks=lacks, marked=hookpoints.is_marked(function))
 
 
 def check(report: Report, allow_untested: bool) -> None:
@@ -203,7 +196,7 @@ def check(report: Report, allow_untested: bool) -> None:
     advice = (
         "without these functions there is no protection"
         if report.missing
-        else f"{ALLOW_UNTESTED} tries nevertheless"
+        else f"{hookpoints.ALLOW_UNTESTED} tries nevertheless"
     )
     raise UntestedMegatron(
         f"protection has not been tried with this Megatron-LM: {'; '.join(troubles)}; {advice}"
@@ -218,9 +211,11 @@ def install_points() -> tuple[str, ...]:
     """
     originals = {
         point: getattr(importlib.import_module(point.module), point.function)
-        for point in points_of(released(importlib.import_module(_PACKAGE_INFO).__version__))
+        for point in hookpoints.points_of(
+            released(importlib.import_module(_PACKAGE_INFO).__version__)
+        )
     }
-    waiting = {point: one for point, one in originals.items() if not is_marked(one)}
+    waiting = {point: one for point, one in originals.items() if not hookpoints.is_marked(one)}
     if waiting and len(waiting) < len(originals):
         left = ", ".join(sorted({point.module for point in waiting}))
         raise UntestedMegatron(
@@ -228,7 +223,7 @@ def install_points() -> tuple[str, ...]:
             f" revert' on it (not patched are {left})"
         )
     for original in waiting.values():
-        marked = hookpoint(original)
+        marked = hookpoints.hookpoint(original)
         for names_of in _namespaces():
             for name in [name for name, value in names_of.items() if value is original]:
                 names_of[name] = marked
@@ -259,8 +254,8 @@ class Name:
 
 
 def _names() -> Iterator[Name]:
-    for point in POINTS:
-        versions = tuple(version for version in VERSIONS if point in points_of(version))
+    for point in hookpoints.POINTS:
+        versions = tuple(version for version in VERSIONS if point in hookpoints.points_of(version))
         yield Name(
             point.module.replace(".", "/") + ".py", point.function, point.parameters, versions
         )

@@ -13,17 +13,10 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NoReturn, Protocol, runtime_checkable
 
+from deadpool_megatron.comms import inner
 from deadpool_megatron.comms.in_flight import waiters
 from deadpool_megatron.comms.in_flight.device_time import StreamWaits
 from deadpool_megatron.comms.in_flight.waiters import WaiterPool
-from deadpool_megatron.comms.inner import (
-    Begun,
-    CommunicatorFault,
-    EpochClosed,
-    Fabric,
-    InnerGroup,
-    Position,
-)
 from deadpool_megatron.settings import flag_name
 
 FaultCallback = Callable[[str, str, str], None]
@@ -105,8 +98,8 @@ class Leftovers:
     """Remains of an epoch for the reaper."""
 
     works: list[Pending]
-    groups: list[InnerGroup]
-    fabrics: list[Fabric]
+    groups: list[inner.InnerGroup]
+    fabrics: list[inner.Fabric]
 
 
 class Epoch:
@@ -143,8 +136,8 @@ class Epoch:
         self.abandoned: list[Pending] = []
         self.waits: dict[int, Waiting] = {}
         self.ends: dict[int, Callable[[], None]] = {}
-        self.fabrics: dict[str, Fabric] = {}  # by transport
-        self.groups: list[InnerGroup] = []
+        self.fabrics: dict[str, inner.Fabric] = {}  # by transport
+        self.groups: list[inner.InnerGroup] = []
         self._closed_event = threading.Event()
         self._on_fault = on_fault
         self._fault_lock = threading.Lock()
@@ -175,7 +168,7 @@ class Epoch:
     def check(self, operation: str) -> None:
         """Raise EpochClosed if the epoch is closed."""
         if self.closed:
-            raise EpochClosed(self.number, operation)
+            raise inner.EpochClosed(self.number, operation)
 
     def fault(
         self, description: str, operation: str, text: str, wait_seconds: float | None = None
@@ -195,8 +188,8 @@ class Epoch:
                 wait_seconds = self.limits.close_wait_seconds
             self._closed_event.wait(wait_seconds)
         if self.closed:
-            raise EpochClosed(self.number, f"{operation} on {description}")
-        raise CommunicatorFault(description, operation, text)
+            raise inner.EpochClosed(self.number, f"{operation} on {description}")
+        raise inner.CommunicatorFault(description, operation, text)
 
     def report(self, description: str, operation: str, text: str) -> None:
         """Tell of a fault, of the first one in the epoch. Any thread."""
@@ -272,7 +265,7 @@ class Observed:
         work = waits.get(threading.main_thread().ident or 0) or next(iter(waits.values()))
         return work.place, work.operation, work.sequence
 
-    def positions(self) -> Mapping[str, Position] | None:
+    def positions(self) -> Mapping[str, inner.Position] | None:
         """Return how far the device is with the operations of each group; None where waits hold the
         host, and :meth:`waiting_for` says it. Not often.
         """
@@ -287,7 +280,7 @@ class Observed:
                 if (found := fabric.fault()) is not None and not epoch.closed:
                     epoch.report(*found)
 
-    def begun(self) -> Mapping[str, Begun]:
+    def begun(self) -> Mapping[str, inner.Begun]:
         """Return how many operations the host has begun, by group, where devices do not run
         them."""
         groups = [] if (epoch := self._newest) is None else list(epoch.groups)

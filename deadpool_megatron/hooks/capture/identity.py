@@ -19,20 +19,11 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from deadpool_megatron.hooks.capture import fp8
+from deadpool_megatron.hooks.capture import fp8, optimizer
 from deadpool_megatron.hooks.capture.megatron_extras import (
     largest_logits,
     lasting_buffers,
     tracked_random_states,
-)
-from deadpool_megatron.hooks.capture.optimizer import (
-    UnsupportedOptimizer,
-    inner_optimizers,
-    loss_scalers,
-    model_parameters,
-    plain_values,
-    raw_tensors,
-    state_tensors,
 )
 from deadpool_megatron.hooks.loop import ProtectedLoop, layer_number, trains_in_fp8
 from deadpool_megatron.layout.records import (
@@ -56,20 +47,24 @@ def identify(loop: ProtectedLoop, parts: Sequence[Part]) -> None:
     that is updated and has no name."""
     names = {id(parameter): name for name, parameter in loop.named_parameters()}
     model = in_words(loop.model_arguments())
-    for inner, part in zip(inner_optimizers(loop.optimizer), parts, strict=True):
+    for inner, part in zip(optimizer.inner_optimizers(loop.optimizer), parts, strict=True):
         text = "\n".join((part.meaning, model, *_contents(inner, names)))
         part.meaning = hashlib.sha256(text.encode()).hexdigest()
 
 
 def _contents(inner: Any, names: dict[int, str]) -> Iterator[str]:
     """A line for each parameter, in the order in which they are packed."""
-    models = {id(updated): (one, start) for one, updated, start in model_parameters(inner)}
+    models = {
+        id(updated): (one, start) for one, updated, start in optimizer.model_parameters(inner)
+    }
     for updated in (one for group in inner.optimizer.param_groups for one in group["params"]):
         parameter, start = models.get(id(updated), (updated, 0))
         if id(parameter) not in names:
             shape = tuple(parameter.shape)
-            raise UnsupportedOptimizer(f"named_parameters() has no parameter of shape {shape}")
-        kept = {"": updated, **state_tensors(inner, updated)}
+            raise optimizer.UnsupportedOptimizer(
+                f"named_parameters() has no parameter of shape {shape}"
+            )
+        kept = {"": updated, **optimizer.state_tensors(inner, updated)}
         states = [f"{key}:{one.dtype}:{tuple(one.shape)}" for key, one in kept.items()]
         yield f"{_slice(names[id(parameter)], parameter)}|{start}|{states}"
 
@@ -183,7 +178,7 @@ def _entries(loop: ProtectedLoop) -> Iterator[_Entry]:
 def _weights(loop: ProtectedLoop) -> Iterator[_Entry]:
     for number, chunk in enumerate(loop.model_chunks):
         for name, parameter in chunk.named_parameters():
-            raw = raw_tensors(parameter)
+            raw = optimizer.raw_tensors(parameter)
             for attribute, tensor in raw.items():
                 yield f"parameter.{number}.{name}.{attribute}", tensor
             if not raw:
@@ -194,12 +189,12 @@ def _weights(loop: ProtectedLoop) -> Iterator[_Entry]:
         yield f"fp8.{name}", tensor
     for name, tensor in largest_logits(loop):
         yield f"logits.{name}", tensor
-    for number, part in enumerate(inner_optimizers(loop.optimizer)):
+    for number, part in enumerate(optimizer.inner_optimizers(loop.optimizer)):
         yield from _optimizer_entries(f"optimizer.{number}", part)
 
 
 def _numbers(loop: ProtectedLoop) -> Iterator[_Entry]:
-    for name, scaler in loss_scalers(loop.optimizer).items():
+    for name, scaler in optimizer.loss_scalers(loop.optimizer).items():
         values = sorted(scaler.state_dict().items())
         yield name, repr([(key, float(value)) for key, value in values])
     yield from _generator_entries()
@@ -218,9 +213,9 @@ def _optimizer_entries(name: str, part: Any) -> Iterator[_Entry]:
         for number, parameter in enumerate(group["params"]):
             place = f"{name}.{group_number}.{number}"
             yield f"{place}.main", parameter
-            for key, tensor in state_tensors(part, parameter).items():
+            for key, tensor in optimizer.state_tensors(part, parameter).items():
                 yield f"{place}.{key}", tensor
-            if numbers := plain_values(part, parameter):
+            if numbers := optimizer.plain_values(part, parameter):
                 yield f"{place}.numbers", repr(sorted(numbers.items()))
 
 

@@ -22,15 +22,7 @@ from megatron.core import parallel_state, rerun_state_machine, tensor_parallel
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
-from deadpool_megatron.hooks.capture import fp8
-from deadpool_megatron.hooks.capture.optimizer import (
-    group_rates,
-    loss_scalers,
-    param_group_values,
-    restore_param_group_values,
-    restore_state_numbers,
-    state_numbers,
-)
+from deadpool_megatron.hooks.capture import fp8, optimizer
 from deadpool_megatron.hooks.loop import ProtectedLoop, trains_in_fp8
 from deadpool_megatron.state.extras import (
     ExtrasError,
@@ -67,10 +59,10 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
         "log_sums": {name: float(value).hex() for name, value in loop.log_sums.items()},
         "scheduler.num_steps": loop.scheduler.num_steps,
         "schedule": _schedule(loop.scheduler),
-        "param_groups": param_group_values(loop.optimizer),
-        "state_numbers": state_numbers(loop.optimizer),
+        "param_groups": optimizer.param_group_values(loop.optimizer),
+        "state_numbers": optimizer.state_numbers(loop.optimizer),
     }
-    scalers = loss_scalers(loop.optimizer)
+    scalers = optimizer.loss_scalers(loop.optimizer)
     values["scalers"] = {name: scaler.state_dict() for name, scaler in scalers.items()}
     values["extra_state"] = loop.extra_state()
     for name, tensor in frozen_and_buffers(loop):
@@ -108,17 +100,17 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     loop.log_sums.clear()
     loop.log_sums.update({k: float.fromhex(v) for k, v in values["log_sums"].items()})
     # Set, not load_state_dict: that one adds the steps to the live value.
-    rates, is_commands = group_rates(loop.optimizer), command_counts(loop.scheduler)
+    rates, is_commands = optimizer.group_rates(loop.optimizer), command_counts(loop.scheduler)
     if getattr(loop.scheduler, "use_checkpoint_opt_param_scheduler", False):
         vars(loop.scheduler).update(values["schedule"])
     loop.scheduler.num_steps = values["scheduler.num_steps"]
-    restore_param_group_values(loop.optimizer, values["param_groups"])
+    optimizer.restore_param_group_values(loop.optimizer, values["param_groups"])
     if is_commands:
         for group, own in rates:
             group.update(own)
         loop.scheduler.step(increment=0)
-    restore_state_numbers(loop.optimizer, values["state_numbers"])
-    for name, scaler in loss_scalers(loop.optimizer).items():
+    optimizer.restore_state_numbers(loop.optimizer, values["state_numbers"])
+    for name, scaler in optimizer.loss_scalers(loop.optimizer).items():
         if state := values["scalers"].get(name):
             # Decoded tensors are fresh: the scaler may keep them (it does, on the CPU).
             scaler.load_state_dict(state)
@@ -195,7 +187,7 @@ def other_schedule(loop: ProtectedLoop, values: dict[str, Any]) -> str:
     without |= {"wd_incr_steps"} if own["wd_incr_style"] == "constant" else set()
     found = [(name, kept[name], own[name]) for name in own if name in kept.keys() - without]
     groups = [group for inner in values["param_groups"] for group in inner]
-    for (_, rates), group in zip(group_rates(loop.optimizer), groups, strict=False):
+    for (_, rates), group in zip(optimizer.group_rates(loop.optimizer), groups, strict=False):
         found += [(name, group.get(name), rate) for name, rate in rates.items()]
     for name, there, here in found:
         if there != here:
