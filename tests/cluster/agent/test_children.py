@@ -6,11 +6,11 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -44,6 +44,7 @@ from deadpool_megatron.vault.control import VaultControl
 from tests.cluster.link.line import VirtualLoop
 from tests.common.waiting import until
 
+T = TypeVar("T")
 SECONDS = 20.0
 EPOCH = 3
 HELD = Inventory(0, EPOCH, (Holding(0, Generation(1, 7), frozenset({"shard0"})),))
@@ -65,32 +66,64 @@ FACTS = HostFacts("at the start", noted="an earlier run put it aside")
 
 
 class Watch:
-    """Of a vault that does nothing; ``dies``: whether a kill ends it."""
+    """Of a vault that does nothing; ``dies_after_seconds``: how long a kill takes to end it."""
 
     pid = 1 << 30
     end = ChildWatch.end
 
-    def __init__(self, dies: bool) -> None:
+    def __init__(self, dies_after_seconds: float = 0.0) -> None:
         self.ended = asyncio.Event()
         self.ending: ProcessEnd | None = None
         self.kills = 0
-        self._dies = dies
+        self._dies_after_seconds = dies_after_seconds
 
     def kill(self) -> None:
         self.kills += 1
-        if self._dies:
-            self.ending = ProcessEnd(signal=signal.SIGKILL)
-            self.ended.set()
+        if self._dies_after_seconds:
+            asyncio.get_running_loop().call_later(self._dies_after_seconds, self._die)
+        else:
+            self._die()
+
+    def _die(self) -> None:
+        self.ending = ProcessEnd(signal=signal.SIGKILL)
+        self.ended.set()
 
 
-class Broken:
-    """A control connection that never gets an answer."""
+class Control:
+    """The control connection of a vault that is up. ``orders``: what it is ordered; ``closes`` and
+    ``tells``: whether it does that, or takes all the time that it has for it."""
 
-    async def close_epoch(self, *_: object) -> None:
-        raise TimeoutError("no answer")
+    def __init__(self, closes: bool = True, tells: bool = True) -> None:
+        self._closes, self._tells = closes, tells
+        self.orders: list[str] = []
+
+    async def close_epoch(self, epoch: int, limit_seconds: float) -> None:
+        await self._answer(self._closes, limit_seconds)
+        self.orders.append(f"close {epoch}")
+
+    async def adopt(self, record: EpochRecord, _: float) -> None:
+        self.orders.append(f"adopt {record.epoch}")
+
+    async def status(self, _: float) -> dict[str, object]:
+        return {}
+
+    async def inventory(self, limit_seconds: float) -> Inventory:
+        await self._answer(self._tells, limit_seconds)
+        return HELD
 
     async def close(self) -> None:
         pass
+
+    async def _answer(self, answers: bool, limit_seconds: float) -> None:
+        if not answers:
+            await asyncio.sleep(limit_seconds)
+            raise TimeoutError("no answer")
+
+
+def in_no_time(life: Coroutine[Any, Any, T]) -> T:
+    """Run it in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(life)
 
 
 def no_processes(*_: object, **__: object) -> Watch:
@@ -136,25 +169,32 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vault_keeper, name, 0.001)
 
 
-def test_before_its_first_start_the_vault_has_no_process(keeper: VaultKeeper) -> None:
+async def test_the_vault_has_a_process_from_its_first_start_to_its_end(
+    keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert keeper.living_pid is None
+    started = note_starts(monkeypatch)
+    await keeper.start()
+    assert keeper.living_pid == Watch.pid
+    started[0].kill()
     assert keeper.living_pid is None
 
 
 def test_a_moment_without_processes_is_sat_out(
     keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starts: list[Callable[..., Watch]] = [no_processes, no_processes, lambda *_, **__: Watch(True)]
+    starts: list[Callable[..., Watch]] = [no_processes, no_processes, lambda *_, **__: Watch()]
     monkeypatch.setattr(vault_keeper, "start_child", lambda *_, **__: starts.pop(0)())
     asyncio.run(keeper.start())
     assert keeper.pid == Watch.pid
 
 
-def note_starts(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
+def note_starts(monkeypatch: pytest.MonkeyPatch, dies_after_seconds: float = 0.0) -> list[Watch]:
     """The vaults that have been started, each as its watch."""
     started: list[Watch] = []
 
     def start(*_: object, **__: object) -> Watch:
-        started.append(Watch(True))
+        started.append(Watch(dies_after_seconds))
         return started[-1]
 
     monkeypatch.setattr(vault_keeper, "start_child", start)
@@ -178,42 +218,21 @@ async def test_a_vault_that_does_not_come_up_again_and_again(
     assert len(started) == 8
 
 
-async def test_a_vault_that_the_kernel_does_not_let_go(
+def test_a_vault_that_the_kernel_does_not_let_go(
     keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another one on the same slots must not start; the end of the agent goes on."""
-    short(monkeypatch)
-    watch: Any = Watch(False)
-    keeper._stage_seconds = 0.05
-    monkeypatch.setattr(vault_keeper, "start_child", lambda *_, **__: watch)
-    await keeper.start()
-    keeper._control = Broken()  # type: ignore[assignment]
-    with pytest.raises(VaultGivenUp, match="epoch 3 was not closed: no answer, and did not"):
-        await keeper.close_epoch(3)
-    await keeper.shut_down(remove=True)
-    assert watch.kills == 2
+    started = note_starts(monkeypatch, dies_after_seconds=1e6)
 
+    async def live() -> None:
+        await keeper.start()
+        keeper._control = Control(closes=False)  # type: ignore[assignment]
+        with pytest.raises(VaultGivenUp, match="epoch 3 was not closed: no answer, and did not"):
+            await keeper.close_epoch(3)
+        await keeper.shut_down(remove=True)
 
-class Up:
-    """The control connection of a vault that is up; ``tells``: whether it says what it holds."""
-
-    def __init__(self, tells: bool) -> None:
-        self._tells = tells
-
-    async def close_epoch(self, *_: object) -> None:
-        pass
-
-    async def status(self, _: float) -> dict[str, object]:
-        return {}
-
-    async def inventory(self, limit_seconds: float) -> Inventory:
-        if not self._tells:
-            await asyncio.sleep(limit_seconds)
-            raise TimeoutError("no answer")
-        return HELD
-
-    async def close(self) -> None:
-        pass
+    in_no_time(live())
+    assert [watch.kills for watch in started] == [2]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +263,7 @@ def test_a_vault_that_still_comes_up_is_not_killed_for_its_inventory(
     async def connect(*_: object) -> Any:
         comes_up_seconds, tells = vaults[len(started) - 1]
         await asyncio.sleep(comes_up_seconds)
-        return Up(tells)
+        return Control(tells=tells)
 
     async def run() -> tuple[Inventory, float]:
         await keeper.start()
@@ -258,8 +277,7 @@ def test_a_vault_that_still_comes_up_is_not_killed_for_its_inventory(
         return found, took
 
     monkeypatch.setattr(VaultControl, "connect", connect)
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        found, took = runner.run(run())
+    found, took = in_no_time(run())
     assert found == told
     assert [watch.kills for watch in started] == kills
     assert took == pytest.approx(seconds, abs=0.5)

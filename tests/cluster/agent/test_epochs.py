@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,14 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.wire import framing
-from tests.cluster.agent.test_children import SECONDS, info, keeper, note_starts, options_of
+from tests.cluster.agent.test_children import (
+    SECONDS,
+    Control,
+    info,
+    keeper,
+    note_starts,
+    options_of,
+)
 from tests.common.waiting import until
 
 __all__ = ["info", "keeper"]
@@ -64,7 +72,8 @@ def is_obeyed(order: Mapping[str, Any]) -> list[str]:
 
 
 class Played:
-    """An agent whose vault, members and coordinator are played; ``did``: what it had them do."""
+    """An agent whose vault, members and coordinator are played; ``did``: what it had them do. A
+    dump takes until the agent has been asked again for the inventory of epoch 1."""
 
     def __init__(self, directory: Path, info: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
         run = RunDirectory(directory / "run")
@@ -92,11 +101,22 @@ class Played:
         async def inventory(_: VaultKeeper, epoch: int) -> Inventory:
             return Inventory(0, epoch)
 
+        async def dump(*_: object) -> dict[str, Any]:
+            did("dump begins")
+            await until(lambda: self.did.count("inventory of 1") == 2, SECONDS)
+            did("dump ends")
+            return {}
+
+        async def shut_down(_: VaultKeeper, remove: bool) -> None:
+            did(f"slots {'go' if remove else 'stay'}")
+
         def send_all(_: NodeMembers, message: Mapping[str, Any]) -> None:
             if message["t"] == "record":
                 did(f"members enter {message['record']['epoch']}")
             elif message["t"] == "close":
                 did(f"members leave {message['epoch']}")
+            elif message["t"] == "stop":
+                did(f"members stop: {message['reason']}")
 
         def send(_: CoordinatorLink, message: Mapping[str, Any], **__: object) -> None:
             if message["t"] == "inventory":
@@ -105,10 +125,11 @@ class Played:
         for name, played in {
             "start": nothing,
             "supervise": forever,
-            "shut_down": nothing,
+            "shut_down": shut_down,
             "adopt": adopt,
             "close_epoch": close_epoch,
             "inventory": inventory,
+            "dump": dump,
             "pid": 1 << 30,
         }.items():
             monkeypatch.setattr(VaultKeeper, name, played)
@@ -116,19 +137,39 @@ class Played:
         monkeypatch.setattr(CoordinatorLink, "send", send)
         self._monkeypatch = monkeypatch
 
-    def obeys(self, *orders: Mapping[str, Any]) -> list[str]:
-        """All that it has done when the last order is obeyed."""
+    def lives(self, play: Callable[[CoordinatorLink], Awaitable[object]]) -> None:
+        """All its life, with this beside it where its link would be."""
 
-        async def play(link: CoordinatorLink, _: float) -> None:
-            for order in (WELCOME, *orders):
-                link._on_message(order)
-            await until(lambda: "vault opens 99" in self.did, SECONDS)
+        async def run(link: CoordinatorLink, _: float) -> None:
+            await play(link)
+
+        self._monkeypatch.setattr(CoordinatorLink, "run", run)
+        self.agent = Agent(self.options)
+        assert asyncio.run(asyncio.wait_for(self.agent.run(), SECONDS)) == 0
+
+    def obeys(self, *orders: Mapping[str, Any] | str) -> list[str]:
+        """All that it has done when the last order is obeyed. A text: what it has to have done
+        before the next one."""
+        found: list[str] = []
+
+        async def play(link: CoordinatorLink) -> None:
+            for order in (WELCOME, *orders, "vault opens 99"):
+                if isinstance(order, str):
+                    await until(lambda order=order: order in self.did, SECONDS)  # type: ignore[misc]
+                else:
+                    link._on_message(order)
+            found[:] = self.did
             link._on_message({"t": "stop", "reason": "the end of the test"})
 
-        self._monkeypatch.setattr(CoordinatorLink, "run", play)
-        agent = Agent(self.options)
-        assert asyncio.run(asyncio.wait_for(agent.run(), SECONDS)) == 0
-        return self.did
+        self.lives(play)
+        return found
+
+
+@pytest.fixture
+def played(tmp_path: Path, info: RunInfo, monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
+    made = Played(tmp_path, info, monkeypatch)
+    yield made
+    cleanup.remove_segments(made.options.segments)
 
 
 @pytest.mark.parametrize(
@@ -144,44 +185,18 @@ class Played:
     ids=["in-time", "twice", "older", "after-its-close", "close-first", "late-close"],
 )
 def test_an_order_counts_in_its_epoch(
-    tmp_path: Path,
-    info: RunInfo,
-    monkeypatch: pytest.MonkeyPatch,
-    orders: list[Mapping[str, Any]],
-    counting: list[int],
+    played: Played, orders: list[Mapping[str, Any]], counting: list[int]
 ) -> None:
     wanted = [did for number in counting for did in is_obeyed(orders[number])]
     last = opens(99)
-    found = Played(tmp_path, info, monkeypatch).obeys(*orders, last)
-    assert found == [*wanted, *is_obeyed(last)]
+    assert played.obeys(*orders, last) == [*wanted, *is_obeyed(last)]
 
 
-def test_a_close_that_is_repeated_is_answered_again(
-    tmp_path: Path, info: RunInfo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_close_that_is_repeated_is_answered_again(played: Played) -> None:
     """And changes nothing: the next coordinator may not know that it was obeyed."""
-    found = Played(tmp_path, info, monkeypatch).obeys(opens(1), closes(1), closes(1), opens(99))
+    found = played.obeys(opens(1), closes(1), closes(1), opens(99))
     answered = ["inventory of 1"]
     assert found == [*is_obeyed(opens(1)), *is_obeyed(closes(1)), *answered, *is_obeyed(opens(99))]
-
-
-class Vault:
-    """The control connection of a vault that comes up; ``orders``: what it is ordered."""
-
-    def __init__(self) -> None:
-        self.orders: list[str] = []
-
-    async def close_epoch(self, epoch: int, _: float) -> None:
-        self.orders.append(f"close {epoch}")
-
-    async def adopt(self, record: EpochRecord, _: float) -> None:
-        self.orders.append(f"adopt {record.epoch}")
-
-    async def status(self, _: float) -> dict[str, object]:
-        return {}
-
-    async def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -196,9 +211,9 @@ async def test_a_vault_that_is_started_again_is_where_the_one_before_was(
     orders: list[str],
 ) -> None:
     """One that is told to open a closed epoch refuses, and is given up after some starts."""
-    vault = Vault()
+    vault = Control()
 
-    async def connect(*_: object) -> Vault:
+    async def connect(*_: object) -> Control:
         return vault
 
     monkeypatch.setattr(VaultControl, "connect", connect)
@@ -214,20 +229,26 @@ async def test_a_vault_that_is_started_again_is_where_the_one_before_was(
     assert vault.orders == orders
 
 
-async def test_who_left_an_older_epoch_is_waited_for(tmp_path: Path) -> None:
-    """What a member has said of that, late or twice, says nothing of the one that is closed now."""
+@contextmanager
+def talking(directory: Path, reports: Any) -> Iterator[tuple[Member, socket.socket]]:
+    """A member of slot 0, and its process's end of their connection."""
     ours, theirs = socket.socketpair()
     watch: Any = SimpleNamespace(pid=os.getpid(), then=lambda _: None)
-    reports: Any = SimpleNamespace(member_reported=lambda member, message: told.append(message))
-    told: list[Any] = []
-    spec = MemberSpec(0, 0, 0, ("x",), {}, tmp_path / "log", tmp_path)
-    member = Member(spec, StartedMember(watch, ours), Settings(), reports)
-    assert member.drained(1) is None
-    for count, clean in enumerate((True, True, False), 1):
-        framing.send(theirs, {"t": "drained", "epoch": 2, "clean": clean})
-        await until(lambda count=count: len(told) == count)  # type: ignore[misc]
-        assert [member.drained(epoch) for epoch in (1, 2, 3)] == [clean, clean, None]
-        assert member.reports_since(2) == []
+    spec = MemberSpec(0, 0, 0, ("x",), {}, directory / "log", directory)
+    yield Member(spec, StartedMember(watch, ours), Settings(), reports), theirs
     asyncio.get_running_loop().remove_reader(ours.fileno())
     ours.close()
     theirs.close()
+
+
+async def test_who_left_an_older_epoch_is_waited_for(tmp_path: Path) -> None:
+    """What a member has said of that, late or twice, says nothing of the one that is closed now."""
+    told: list[Any] = []
+    reports = SimpleNamespace(member_reported=lambda member, message: told.append(message))
+    with talking(tmp_path, reports) as (member, process):
+        assert member.drained(1) is None
+        for count, clean in enumerate((True, True, False), 1):
+            framing.send(process, {"t": "drained", "epoch": 2, "clean": clean})
+            await until(lambda count=count: len(told) == count)  # type: ignore[misc]
+            assert [member.drained(epoch) for epoch in (1, 2, 3)] == [clean, clean, None]
+            assert member.reports_since(2) == []
