@@ -15,6 +15,7 @@ from fake_nccl import KIND
 from tests.cluster.running import deadpool
 from tests.faults.harness.jobs import (
     Layout,
+    Outcome,
     Program,
     assert_unnoticed,
     fault,
@@ -181,6 +182,12 @@ def test_a_lost_node_leaves_no_trace_in_whatever_way_communicators_are_made(
     assert recovery["kind"] == "node-lost"
 
 
+def accused(outcome: Outcome) -> list[tuple[int | None, list[int], bool]]:
+    """Of each audit that found something the iteration, the roles, and whether they are certain."""
+    found = outcome.of_kind("audit-failed")
+    return [(event.iteration, event.data["roles"], event.data["certain"]) for event in found]
+
+
 def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path: Path) -> None:
     """A weight, a shard of the optimizer's state, a gradient, what a forward pass gives: each time
     of a node that has a spare.
@@ -196,10 +203,7 @@ def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path: Path) -> Non
     ]
     run = tmp_path / "run"
     outcome = strike(run, FOUR_SHARDS, ITERATIONS, plan, spares=4, settings=AUDITED)
-    found = [
-        (e.iteration, e.data["roles"], e.data["certain"]) for e in outcome.of_kind("audit-failed")
-    ]
-    assert found == [(4, [1], True), (6, [2], True), (7, [3], True), (10, [0], True)]
+    assert accused(outcome) == [(4, [1], True), (6, [2], True), (7, [3], True), (10, [0], True)]
     recoveries = outcome.final["recoveries"]
     assert [r["kind"] for r in recoveries] == ["silent-corruption"] * 4
     assert [r["generation"][1] for r in recoveries] == [3, 5, 6, 9], "nothing wrong was kept"
@@ -224,10 +228,7 @@ def test_of_two_peers_the_one_that_does_not_repeat_itself_is_wrong(tmp_path: Pat
         fault("update", "audit.update", when_role=3, when_iteration=7, action="mark"),
     ]
     outcome = strike(tmp_path / "run", PP2_DP2, ITERATIONS, plan, spares=2, settings=AUDITED)
-    found = [
-        (e.iteration, e.data["roles"], e.data["certain"]) for e in outcome.of_kind("audit-failed")
-    ]
-    assert found == [(4, [1], True), (7, [3], True)]
+    assert accused(outcome) == [(4, [1], True), (7, [3], True)]
     assert [e.node for e in outcome.of_kind("node-aside")] == [1, 3]
 
 
@@ -245,5 +246,4 @@ def test_the_stage_that_computed_a_pass_wrong_is_named_not_its_replica(
     outcome = strike(
         tmp_path / "run", layout, ITERATIONS, plan, spares=1, flags=flags, settings=AUDITED
     )
-    (found,) = outcome.of_kind("audit-failed")
-    assert (found.data["roles"], found.data["certain"]) == ([role], True)
+    assert accused(outcome) == [(4, [role], True)]

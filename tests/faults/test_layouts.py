@@ -23,6 +23,7 @@ from tests.faults.harness.jobs import (
     Layout,
     Outcome,
     assert_unnoticed,
+    dies,
     fault,
     reference,
     run_job,
@@ -51,17 +52,10 @@ SEND = {"when_op": "send", "when_group": "PIPELINE_MODEL_PARALLEL_GROUP"}
 SCALE = "--initial-loss-scale 4194304"
 
 
-def node(name: str, point: str, role: int, iteration: int, **options: Any) -> dict[str, Any]:
-    """The node of ``role`` dies at ``point``."""
-    return fault(
-        name, point, when_role=role, when_iteration=iteration, **{"target": "node", **options}
-    )
-
-
 COMMON = [
-    node("backward", "backward", 0, 3, when_microbatch=1),
-    node("update", "optimizer.inside", 3, 6),
-    node("before-scheduler", "optimizer.after", 1, 9, target="self"),
+    dies("backward", "backward", 0, 3, when_microbatch=1),
+    dies("update", "optimizer.inside", 3, 6),
+    dies("before-scheduler", "optimizer.after", 1, 9, target="self"),
 ]
 
 
@@ -71,17 +65,17 @@ PLANS: dict[Layout, list[dict[str, Any]]] = {
     layouts.PLAIN_OPTIMIZER: COMMON,
     # Data-parallel peers without the distributed optimizer have other experts, as many bytes.
     layouts.PLAIN_EXPERTS: COMMON,
-    layouts.FP32: [*COMMON, node("gather", "comm", 2, 11, **GATHER)],
+    layouts.FP32: [*COMMON, dies("gather", "comm", 2, 11, **GATHER)],
     # At this scale the first updates overflow: found-inf is all that such an iteration has.
     layouts.FP16: [
-        node("in-a-skipped-update", "comm", 0, 2, when_section="optimizer", when_op="allreduce"),
-        node("after-a-skipped-update", "optimizer.after", 2, 3),
-        node("between-found-inf-and-norm", "comm.done", 1, 9, when_section="optimizer"),
+        dies("in-a-skipped-update", "comm", 0, 2, when_section="optimizer", when_op="allreduce"),
+        dies("after-a-skipped-update", "optimizer.after", 2, 3),
+        dies("between-found-inf-and-norm", "comm.done", 1, 9, when_section="optimizer"),
     ],
     layouts.TENSOR_EXPERTS: [
-        node("between-bias-and-norm", "grads.final", 1, 3),
-        node("between-dense-and-expert-update", "optimizer.inside", 2, 6, when_optimizer=1),
-        node("after-both-updates", "optimizer.updated", 0, 9, when_optimizer=1),
+        dies("between-bias-and-norm", "grads.final", 1, 3),
+        dies("between-dense-and-expert-update", "optimizer.inside", 2, 6, when_optimizer=1),
+        dies("after-both-updates", "optimizer.updated", 0, 9, when_optimizer=1),
     ],
 }
 
@@ -99,7 +93,7 @@ SEVERAL = [
     *COMMON,
     fault("coordinator", "coordinator.journal", when_epoch=3),
     fault("vault", "vault.seal", when_role=2, when_iteration=12),
-    node("communication", "comm", 2, 14, nth=2),
+    dies("communication", "comm", 2, 14, nth=2),
 ]
 
 
@@ -111,29 +105,22 @@ def test_what_is_looked_at_less_or_restored_from_longer_ago_survives(
     strike(tmp_path / "run", layout, 15, SEVERAL, spares=2, refill=4, settings=settings)
 
 
-def dies(
-    name: str, point: str, role: int, iteration: int, target: str, **options: Any
-) -> dict[str, Any]:
-    """``role`` dies at ``point``: its node, or its bare process."""
-    return fault(name, point, when_role=role, when_iteration=iteration, target=target, **options)
-
-
 ABORTED = [
-    dies("backward", "backward", 0, 3, "node", when_microbatch=1),
-    dies("before-norm", "comm", 3, 5, "node", **NORM),
+    dies("backward", "backward", 0, 3, when_microbatch=1),
+    dies("before-norm", "comm", 3, 5, **NORM),
     # Its peers are already past their wait, and sit in .item() of the norm.
-    dies("after-norm", "comm.done", 1, 7, "self", **NORM),
-    dies("parameter-gather", "comm", 2, 9, "node", **GATHER),
-    dies("pipeline-send", "comm", 0, 11, "self", **SEND),
+    dies("after-norm", "comm.done", 1, 7, target="self", **NORM),
+    dies("parameter-gather", "comm", 2, 9, **GATHER),
+    dies("pipeline-send", "comm", 0, 11, target="self", **SEND),
 ]
 
 
 FOUND_INF = [
-    dies("before-found-inf", "comm", 0, 2, "node", **NORM),
-    dies("after-found-inf", "comm.done", 2, 4, "self", **NORM),
-    dies("before-norm", "comm", 3, 8, "node", nth=2, **NORM),
-    dies("after-norm", "comm.done", 1, 10, "node", nth=2, **NORM),
-    dies("pipeline-send", "comm", 2, 12, "self", **SEND),
+    dies("before-found-inf", "comm", 0, 2, **NORM),
+    dies("after-found-inf", "comm.done", 2, 4, target="self", **NORM),
+    dies("before-norm", "comm", 3, 8, nth=2, **NORM),
+    dies("after-norm", "comm.done", 1, 10, nth=2, **NORM),
+    dies("pipeline-send", "comm", 2, 12, target="self", **SEND),
 ]
 
 
@@ -170,9 +157,9 @@ def test_junk_of_a_step_goes_nowhere(
 def test_junk_in_a_save_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Object collectives allocate by junk sizes and unpickle junk bytes: any error may come."""
     plan = [
-        dies("before-objects", "save.begin", 1, 3, "node"),
-        dies("between-objects", "comm", 2, 6, "self", when_section="save", nth=2),
-        dies("after-writing", "save.written", 0, 9, "node"),
+        dies("before-objects", "save.begin", 1, 3),
+        dies("between-objects", "comm", 2, 6, target="self", when_section="save", nth=2),
+        dies("after-writing", "save.written", 0, 9),
     ]
     wanted = reference(layouts.PP2_DP2, 12)
     monkeypatch.setenv(JUNK_LOG, str(tmp_path / "junk"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,26 +106,34 @@ def strike_once(
     )
 
 
-def parametrised(layout: Layout, chosen: list[Cell]) -> pytest.MarkDecorator:
+CHAINED = "layout", "part", "plan", "iterations"
+
+
+def chained(layout: Layout, chosen: list[Cell]) -> list[Any]:
     """Chains of these cells, all of one length, so that one undisturbed run serves them. A person
     waits for the last one, which has the evaluations and the saves."""
     found = list(chains(chosen, CHAIN_LENGTH))
     names = [f"{layout.name}-{part[0].name}..{part[-1].name}" for part, _ in found]
     iterations = max(last_iteration(plan) for _, plan in found)
     marks = [*([pytest.mark.full] * (len(found) - 1)), ()]
-    values = [
-        pytest.param(part, plan, iterations, marks=mark, id=name)
+    return [
+        pytest.param(layout, part, plan, iterations, marks=mark, id=name)
         for (part, plan), mark, name in zip(found, marks, names, strict=True)
     ]
-    return pytest.mark.parametrize(("part", "plan", "iterations"), values)
 
 
 @pytest.mark.exhaustive
-@parametrised(PP2_DP2, cells(PP2_DP2, PHASES))
-def test_four_roles_every_cell(
-    tmp_path: Path, part: list[Cell], plan: list[dict[str, object]], iterations: int
+@pytest.mark.parametrize(
+    CHAINED,
+    [
+        *chained(PP2_DP2, cells(PP2_DP2, PHASES)),
+        *chained(TP2_PP2_DP2, cells(TP2_PP2_DP2, (*PHASES, TENSOR_PHASE))),
+    ],
+)
+def test_every_cell(
+    tmp_path: Path, layout: Layout, part: list[Cell], plan: list[Any], iterations: int
 ) -> None:
-    strike(tmp_path, PP2_DP2, part, plan, iterations)
+    strike(tmp_path, layout, part, plan, iterations)
 
 
 # The array of eight roles is one of buddy.
@@ -152,11 +161,13 @@ def test_four_roles_covering_array_of_each_scheme(tmp_path: Path, name: str) -> 
         assert len(outcome.of_kind(scheme.proof)) >= least > 0, outcome.story()
 
 
-@parametrised(TP2_PP2_DP2, pairwise(TP2_PP2_DP2, (*PHASES, TENSOR_PHASE)))
+@pytest.mark.parametrize(
+    CHAINED, chained(TP2_PP2_DP2, pairwise(TP2_PP2_DP2, (*PHASES, TENSOR_PHASE)))
+)
 def test_eight_roles_covering_array(
-    tmp_path: Path, part: list[Cell], plan: list[dict[str, object]], iterations: int
+    tmp_path: Path, layout: Layout, part: list[Cell], plan: list[Any], iterations: int
 ) -> None:
-    strike(tmp_path, TP2_PP2_DP2, part, plan, iterations)
+    strike(tmp_path, layout, part, plan, iterations)
 
 
 def test_one_cell(tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -167,11 +178,3 @@ def test_one_cell(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     (cell,) = [c for c in cells(layout, (*PHASES, TENSOR_PHASE)) if c.name == name]
     ((part, plan),) = chains([cell], 1)
     strike_once(tmp_path / "cell", layout, part, plan, last_iteration(plan))
-
-
-@pytest.mark.exhaustive
-@parametrised(TP2_PP2_DP2, cells(TP2_PP2_DP2, (*PHASES, TENSOR_PHASE)))
-def test_eight_roles_every_cell(
-    tmp_path: Path, part: list[Cell], plan: list[dict[str, object]], iterations: int
-) -> None:
-    strike(tmp_path, TP2_PP2_DP2, part, plan, iterations)

@@ -6,24 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from tests.faults.harness.jobs import (
     MODEL,
     Program,
     assert_unnoticed,
+    end_members,
     run_program,
     undisturbed,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ITERATIONS = 40
-
-
-def end_member(directory: Path, node: int) -> None:
-    """SIGKILL to the training processes of a node."""
-    for pid in RunDirectory(directory).node_listings()[node]["members"].values():
-        posix.kill(pid)
 
 
 def test_an_argument_file_is_read_once(tmp_path: Path) -> None:
@@ -38,7 +31,7 @@ def test_an_argument_file_is_read_once(tmp_path: Path) -> None:
     def edit() -> None:
         nested.write_text("--clip-grad 0.01")
         file.write_text(file.read_text().replace("cosine", "linear"))
-        end_member(tmp_path / "run", 1)
+        end_members(tmp_path / "run", 1)
 
     outcome = run_program(tmp_path / "run", program, when_stepping=(5, edit))
     assert_unnoticed(outcome, wanted, [])

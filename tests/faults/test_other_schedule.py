@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.run_directory.directory import read_json
-from tests.faults.harness.jobs import Layout, Outcome, run_job
+from tests.faults.harness.jobs import Layout, Outcome, logged, run_job
 from tests.faults.test_restart import take_all_down
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -60,6 +60,4 @@ def test_a_lower_rate_counts_only_where_it_is_asked_for(tmp_path: Path, source: 
     lower = start("lower", "--lr 1e-3 --override-opt-param-scheduler")
     assert lower.status == 0, lower.story()
     assert rates(lower, reached + 1) == {0.001}
-    assert f"{REFUSED}, which counts" in "".join(
-        str(event.data["text"]) for event in lower.of_kind("log")
-    )
+    assert f"{REFUSED}, which counts" in logged(lower)

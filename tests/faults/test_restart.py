@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,10 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from tests.faults.harness import layouts
 from tests.faults.harness.jobs import (
+    Outcome,
     assert_unnoticed,
     fault,
+    logged,
     recomputed,
     reference,
     restart_kinds,
@@ -82,34 +85,46 @@ def test_members_then_everything_then_another_model(tmp_path: Path) -> None:
     assert "restarted: continues from generation" in again.output
 
 
-def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path: Path) -> None:
-    run, saves = RunDirectory(tmp_path / "run"), tmp_path / "saves"
+def fallen_back(
+    directory: Path, saves: Path, iteration: int, damage: Callable[[], None]
+) -> tuple[Outcome, list[tuple[str, int]]]:
+    """A run that keeps no copies loses a node after this iteration; nothing moves while its
+    checkpoints are damaged before. Also what each epoch began with."""
+    run = RunDirectory(directory)
 
     def strike() -> None:
-        """Nothing moves while the checkpoints are damaged; then the node is lost."""
         listing = run.node_listings()[0]
         for pid in listing["members"].values():
             os.kill(pid, signal.SIGSTOP)
-        # Where nobody looks who only asks whether it is the one that was saved.
-        for shard in sorted((saves / "iter_0000015").glob("*.distcp"))[4:]:
-            os.truncate(shard, 1000)
-        shutil.rmtree(saves / "iter_0000010")
+        damage()
         end_processes([*map(int, listing["started"])])
 
     outcome = run_job(
-        run.path,
+        directory,
         WHOLE_NODES,
         DOUBTED_ITERATIONS,
         flags=f"--save {saves} --save-interval 5",
         settings="--deadpool-protection local",
         spares=1,
-        when_stepping=(16, strike),
+        when_stepping=(iteration, strike),
     )
     assert_unnoticed(outcome, reference(WHOLE_NODES, DOUBTED_ITERATIONS), [])
-    assert restart_kinds(outcome) == ["initial", "durable", "durable"], outcome.story()
     restored = [event.data["generation"][1] for event in outcome.of_kind("epoch-decided")]
-    assert restored == [0, 15, 5]
-    told = " ".join(str(event.data["text"]) for event in outcome.of_kind("log"))
+    return outcome, list(zip(restart_kinds(outcome), restored, strict=True))
+
+
+def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path: Path) -> None:
+    saves = tmp_path / "saves"
+
+    def damage() -> None:
+        # Where nobody looks who only asks whether it is the one that was saved.
+        for shard in sorted((saves / "iter_0000015").glob("*.distcp"))[4:]:
+            os.truncate(shard, 1000)
+        shutil.rmtree(saves / "iter_0000010")
+
+    outcome, restored = fallen_back(tmp_path / "run", saves, 16, damage)
+    assert restored == [("initial", 0), ("durable", 15), ("durable", 5)], outcome.story()
+    told = logged(outcome)
     assert "iter_0000015 is not used any more" in told
     assert "iter_0000010 does not exist any more" in told
     # What was saved again in the place of the damaged one counts, and is whole.
@@ -141,33 +156,16 @@ def test_a_run_that_was_moved_is_continued_and_not_the_one_that_has_its_name(
 
 def test_another_checkpoint_has_the_name_of_the_newest(tmp_path: Path) -> None:
     """As of another job with the same --save. It is left out, and then set aside."""
-    run, saves = RunDirectory(tmp_path / "run"), tmp_path / "saves"
+    saves = tmp_path / "saves"
 
-    def strike() -> None:
-        """Nothing moves while it is replaced; then the node is lost."""
-        listing = run.node_listings()[0]
-        for pid in listing["members"].values():
-            os.kill(pid, signal.SIGSTOP)
+    def replace() -> None:
         (saves / "iter_0000010").rename(saves / "own")
         (saves / "iter_0000005").rename(saves / "iter_0000010")
         shutil.copytree(saves / "iter_0000010", saves / "iter_0000005")
-        end_processes([*map(int, listing["started"])])
 
-    outcome = run_job(
-        run.path,
-        WHOLE_NODES,
-        DOUBTED_ITERATIONS,
-        flags=f"--save {saves} --save-interval 5",
-        settings="--deadpool-protection local",
-        spares=1,
-        when_stepping=(11, strike),
-    )
-    assert_unnoticed(outcome, reference(WHOLE_NODES, DOUBTED_ITERATIONS), [])
-    assert restart_kinds(outcome) == ["initial", "durable"], outcome.story()
-    restored = [event.data["generation"][1] for event in outcome.of_kind("epoch-decided")]
-    assert restored == [0, 5]
-    told = " ".join(str(event.data["text"]) for event in outcome.of_kind("log"))
-    assert "iter_0000010 does not exist any more, or is not what was saved" in told
+    outcome, restored = fallen_back(tmp_path / "run", saves, 11, replace)
+    assert restored == [("initial", 0), ("durable", 5)], outcome.story()
+    assert "iter_0000010 does not exist any more, or is not what was saved" in logged(outcome)
     # What was saved again has the name.
     assert fingerprint(saves / "iter_0000010") == fingerprint(saves / "own")
     assert len(list(saves.glob("iter_0000010.before-*"))) == 1

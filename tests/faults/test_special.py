@@ -173,6 +173,22 @@ def test_evaluation_on_one_replica_and_a_save_on_some_roles(tmp_path: Path) -> N
     assert [e["iteration"] for e in outcome.final["evaluations"]] == [4, 8, 12]
 
 
+def struck_while_held(directory: Path, role: int, strike: Callable[[], tuple[str, str]]) -> Outcome:
+    """A role is stopped in iteration 5; then something happens, and a part of the run is killed."""
+    held = fault("held", "backward", when_role=role, when_iteration=5, signal="STOP")
+
+    def kill() -> None:
+        command = ("kill", str(directory), *strike())
+        subprocess.run(
+            [sys.executable, "-m", "deadpool_megatron", *command], check=True, timeout=60
+        )
+
+    options = {"spares": 1, "settings": " ".join(STOPPED), "when_stepping": (4, kill)}
+    outcome = run_job(directory, LAYOUT, ITERATIONS, [held], **options)
+    assert_unnoticed(outcome, reference(LAYOUT, ITERATIONS), [held])
+    return outcome
+
+
 def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,21 +196,16 @@ def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
     end."""
     monkeypatch.setenv(DETAIL_VARIABLE, "all")  # each commit of each role is told
     directory = tmp_path / "run"
-    held = fault("held", "backward", when_role=0, when_iteration=5, signal="STOP")
 
     def committed(role: int) -> Callable[[Event], bool]:
         return lambda e: (e.kind, e.role, e.iteration) == (Kind.COMMITTED, role, 4)
 
-    def kill() -> None:
+    def strike() -> tuple[str, str]:
         for role in range(LAYOUT.roles):
             await_event(directory, committed(role))
-        command = [sys.executable, "-m", "deadpool_megatron", "kill", str(directory), "--node", "0"]
-        subprocess.run(command, check=True, timeout=60)
+        return "--node", "0"
 
-    options = {"spares": 1, "settings": " ".join(STOPPED), "when_stepping": (4, kill)}
-    outcome = run_job(directory, LAYOUT, ITERATIONS, [held], **options)
-    assert_unnoticed(outcome, reference(LAYOUT, ITERATIONS), [held])
-    assert recomputed(outcome) == [0]
+    assert recomputed(struck_while_held(directory, 0, strike)) == [0]
 
 
 @pytest.mark.parametrize(
@@ -208,20 +219,16 @@ def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
 def test_a_failure_after_a_clean_up_is_got_over(tmp_path: Path, removed: str, victim: str) -> None:
     """As by logind with RemoveIPC, or by a cleaner of sockets; the failure comes at once."""
     directory = tmp_path / "run"
-    held = fault("held", "backward", when_role=1, when_iteration=5, signal="STOP")
 
-    def clean_and_kill() -> None:
+    def clean() -> tuple[str, str]:
         root = segment_root(RunDirectory(directory).read_run().run_id)
         if removed == "*":
             shutil.rmtree(root)
         for path in root.glob(f"*/{removed}"):
             path.unlink()
-        command = [sys.executable, "-m", "deadpool_megatron", "kill", str(directory), victim, "1"]
-        subprocess.run(command, check=True, timeout=60)
+        return victim, "1"
 
-    options = {"spares": 1, "settings": " ".join(STOPPED), "when_stepping": (4, clean_and_kill)}
-    outcome = run_job(directory, LAYOUT, ITERATIONS, [held], **options)
-    assert_unnoticed(outcome, reference(LAYOUT, ITERATIONS), [held])
+    outcome = struck_while_held(directory, 1, clean)
     assert restart_kinds(outcome)[1:] == ["memory"], outcome.story()
     assert max(recomputed(outcome)) <= 1
     assert "were removed, by RemoveIPC of systemd-logind" in outcome.output

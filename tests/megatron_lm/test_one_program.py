@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from tests.faults.harness.jobs import (
     Outcome,
     Program,
     assert_unnoticed,
     await_event,
+    end_members,
     run_program,
     undisturbed,
 )
@@ -57,12 +56,6 @@ def edit_loss(script: Path) -> None:
     text = script.read_text()
     assert LOSS in text
     script.write_text(text.replace(LOSS, f"0.5 * {LOSS}".replace("0.5 * loss = ", "loss = 0.5 * ")))
-
-
-def end_members(directory: Path, node: int) -> None:
-    """SIGKILL to the training processes of a node."""
-    for pid in RunDirectory(directory).node_listings()[node]["members"].values():
-        posix.kill(pid)
 
 
 def struck(

@@ -26,6 +26,8 @@ from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.run_result import read_result
 from deadpool_megatron.cli.start import scripts
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, EventTail, read_events
 from tests.common import forks
 from tests.common.told import read_final
@@ -99,6 +101,20 @@ def fault(name: str, point: str, **options: Any) -> dict[str, Any]:
     match = {k.removeprefix("when_"): v for k, v in options.items() if k.startswith("when_")}
     rest = {k: v for k, v in options.items() if not k.startswith("when_")}
     return {"id": name, "point": point, "match": match, **rest}
+
+
+def dies(
+    name: str, point: str, role: int, iteration: int | None = None, **options: Any
+) -> dict[str, Any]:
+    """The node of ``role`` dies at ``point``, or what ``target`` says."""
+    when = {} if iteration is None else {"when_iteration": iteration}
+    return fault(name, point, when_role=role, **{"target": "node", **when, **options})
+
+
+def end_members(directory: Path, node: int) -> None:
+    """SIGKILL to the training processes of a node."""
+    for pid in RunDirectory(directory).node_listings()[node]["members"].values():
+        posix.kill(pid)
 
 
 def trainer(layout: Layout, iterations: int, flags: str = "") -> Program:
@@ -293,6 +309,11 @@ def assert_restored_state_was_hashed(outcome: Outcome) -> None:
             continue
         missing = [r for r in outcome.final["roles"] if (epoch, iteration, int(r)) not in hashed]
         assert not missing, f"epoch {epoch}, iteration {iteration}: no hash of roles {missing}"
+
+
+def logged(outcome: Outcome) -> str:
+    """All that the run has told people."""
+    return "\n".join(str(event.data["text"]) for event in outcome.of_kind("log"))
 
 
 def recomputed(outcome: Outcome) -> list[int]:

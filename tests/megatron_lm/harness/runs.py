@@ -17,10 +17,10 @@ from tests.faults.harness.jobs import (
     Outcome,
     Program,
     assert_unnoticed,
-    fault,
     run_program,
     undisturbed,
 )
+from tests.faults.harness.jobs import dies as dies
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import checkout
 from tests.megatron_lm.harness.ranks import Trained, train
@@ -93,14 +93,6 @@ def stock(folder: Path, within: Path, **more: object) -> list[Trained]:
     """What :data:`BASE` trains on the stock communicators, without --deadpool."""
     flags = {**BASE, **more, "save": None, "tensorboard_dir": None}
     return train(within, folder, small(**flags))
-
-
-def dies(
-    name: str, point: str, role: int, iteration: int | None = None, **options: Any
-) -> dict[str, Any]:
-    """The node of ``role`` dies at ``point``, or what ``target`` says."""
-    when = {} if iteration is None else {"when_iteration": iteration}
-    return fault(name, point, when_role=role, **{"target": "node", **when, **options})
 
 
 def strike(
