@@ -21,7 +21,7 @@ from deadpool_megatron.vault.member import VaultClient
 from fake_nccl import KIND
 from fake_nccl.fake import NAN_CHECK
 from tests.comms.ranks import DEADLINE_SECONDS, Member, run
-from tests.vault.harness import DEADLINE, Node, cluster, make_layout
+from tests.vault.harness import Node, cluster, make_layout
 
 
 class Entry(EpochEntry):
@@ -45,8 +45,7 @@ def test_a_place_that_cannot_be_reached_is_named_by_the_part_it_has(tmp_path: Pa
         record = running.record(2, Restore("memory", Generation(1, 3), sources=sources))
         here.adopt(record)
         seat = record.seats[0]
-        client = VaultClient(here.socket_path, here.directory, seat, connect_seconds=DEADLINE)
-        here.clients.append(client)
+        client = here.client(seat)
         client.register(make_layout(0), 2)
         with pytest.raises(RestoreFailed, match="unreachable") as failed:
             Entry(here, record.restore, client)._restore_from_vault(record)
@@ -125,7 +124,8 @@ class Restoring(EpochEntry):
 def test_each_kind_of_restore_takes_its_steps_in_order(
     kind: str, calls: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint comes over what was there after the build, the slots after the room for them."""
+    """A checkpoint comes over what was there after the build, the slots after the room for them.
+    What a checkpoint has put in the place of packed tensors is moved back before a capture."""
     noted: list[str] = []
     monkeypatch.setattr(entry_module, "megatron_extras", Recorder(noted))
     monkeypatch.setattr(entry_module, "extras_codec", Recorder(noted))
@@ -188,44 +188,6 @@ def device_asserts(member: Member) -> bool:
 @pytest.mark.slow
 def test_a_device_in_error_is_found_before_anything_is_restored() -> None:
     assert run(1, device_asserts, kind=KIND)[0]
-
-
-class FallingBack(EpochEntry):
-    """With everything around the order of its calls taken away: see ``whole``."""
-
-    def __init__(self, whole: MagicMock) -> None:
-        whole.vault.has_segment.return_value = True
-        self._built, self._vault, self._link = whole, whole.vault, whole.link
-        self.reports, self._pristine, self._late = whole.reports, b"", {}
-        self.role = 0
-        self.capture_extras = whole.capture_extras  # type: ignore[method-assign]
-        self._extras_beside = lambda _: {}  # type: ignore[method-assign]
-
-
-def test_a_fall_back_to_a_checkpoint_leaves_nothing_of_what_was_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """First all is as after the build, then the checkpoint is loaded, then what it has put in the
-    place of packed tensors is moved back, and only then anything is captured."""
-    whole = MagicMock()
-    whole.loop.counters = {"iteration": 6}
-    (tmp_path / "iter_0000006").mkdir()
-    monkeypatch.setattr(entry_module, "extras_codec", whole.codec)
-    monkeypatch.setattr(entry_module, "megatron_extras", whole.extras)
-    restore = Restore("durable", Generation(2, 6), "save", str(tmp_path / "iter_0000006"))
-    record = EpochRecord(2, {}, {}, restore)
-    FallingBack(whole).restore(record, 0)
-    calls = [name for name, *_ in whole.mock_calls]
-    order = [
-        "protection.enter",
-        "cleanup.forget",
-        "extras.restore",
-        "frozen.forget",
-        "loop.load_checkpoint",
-        "shard.readopt",
-        "capture_extras",
-    ]
-    assert [name for name in calls if name in order] == order
 
 
 def test_what_an_update_has_replaced_is_moved_back_before_it_is_copied(

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import (
+    UPDATE_PART,
     EpochRecord,
     Generation,
     Inventory,
@@ -36,6 +37,7 @@ from deadpool_megatron.vault.shm.segment import Geometry
 from deadpool_megatron.wire import auth
 from tests.common import forks
 from tests.common.waiting import wait_for
+from tests.vault.local_node import LocalNode
 
 T = TypeVar("T")
 DEADLINE = 20.0
@@ -151,6 +153,12 @@ class Node:
             VaultControl.connect(self.socket_path, self.events.append, DEADLINE)
         )
 
+    def client(self, seat: Seat) -> VaultClient:
+        """The connection of a member."""
+        made = VaultClient(self.socket_path, self.directory, seat, connect_seconds=DEADLINE)
+        self.clients.append(made)
+        return made
+
     def send_signal(self, number: signal.Signals) -> None:
         assert self.process is not None
         os.kill(self.process.pid, number)
@@ -243,30 +251,42 @@ class Member:
     has registered in it."""
 
     def __init__(
-        self, node: Node, layout: RoleLayout, epoch: int | None = None, incarnation: int = 0
+        self,
+        node: Node | LocalNode,
+        layout: RoleLayout,
+        epoch: int | None = None,
+        incarnation: int = 0,
+        slot: int = 0,
     ) -> None:
         self.layout = layout
         self.role = layout.role
-        self.seat = Seat(node.number, 0, incarnation)
-        self.client = VaultClient(
-            node.socket_path, node.directory, self.seat, connect_seconds=DEADLINE
-        )
-        node.clients.append(self.client)
+        self.seat = Seat(node.number, slot, incarnation)
+        self.client = node.client(self.seat)
         self.interrupt = os.eventfd(0, os.EFD_CLOEXEC)
         self.waits: list[float] = []
         if epoch is not None:
             self.client.register(layout, epoch)
 
     def write(self, generation: Generation, extras: bool = True) -> None:
-        """Fill a slot with the expected bytes of a generation."""
-        writer = self.client.begin(generation, generation.lineage)
         names = [*self.layout.shard_parts, *(["extras@step"] if extras else [])]
+        self.fill(generation, generation.lineage, names)
+
+    def fill(
+        self, generation: Generation, epoch: int, names: Iterable[str], wrong: str = ""
+    ) -> None:
+        """Fill parts of a slot with the expected bytes of a generation, one of them wrong perhaps.
+        Those that have room to spare are shorter than it."""
+        writer = self.client.begin(generation, epoch)
         sizes = {}
         for name in names:
             target = writer.part(name)
-            sizes[name] = len(target) if not name.startswith("extras") else 777
-            target[: sizes[name]] = content(self.role, generation, name, sizes[name])
+            sizes[name] = {"extras@step": 777, UPDATE_PART: 40}.get(name, len(target))
+            target[: sizes[name]] = self.bytes_of(generation, name, sizes[name])
+            target[0] ^= name == wrong
         writer.fill(sizes)
+
+    def bytes_of(self, generation: Generation, name: str, nbytes: int) -> bytes:
+        return content(self.role, generation, name, nbytes)
 
     def append(self, generation: Generation, boundary: str) -> None:
         name = extras_part(boundary)
@@ -320,7 +340,7 @@ class Member:
         for name in parts.names:
             view = parts.part(name)
             assert view.readonly
-            assert bytes(view) == content(self.role, generation, name, len(view)), name
+            assert bytes(view) == self.bytes_of(generation, name, len(view)), name
         parts.close()
 
 

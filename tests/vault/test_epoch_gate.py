@@ -15,6 +15,7 @@ from deadpool_megatron.vault import room
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Frozen, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member import VaultClient
+from deadpool_megatron.vault.replicate import Sender, Work
 from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.schemes.scheme import Target
 from deadpool_megatron.vault.shm.segment import (
@@ -416,3 +417,35 @@ def test_what_an_owner_vouches_for_stays_off_sealed_bytes(state: VaultState) -> 
     state.note_elsewhere(copy, 0, [("shard", 100, 12), ("tail", 10, 13)], 1)
     states = [copy.entry(0, name).state for name in ("shard", "tail")]
     assert states == [PartState.SEALED, PartState.ELSEWHERE]
+
+
+class RefusedSender(Sender):
+    """Brings nothing there, so many times; then all of it."""
+
+    times = 0
+
+    def _next(self) -> Work:
+        return Generation(1, 1), []
+
+    def _bring(self, _: Work) -> bool:
+        self.times -= 1
+        if self.times < 0:
+            self._state.close(1)
+        return self.times < 0
+
+
+@pytest.mark.parametrize("times", [1, 200])
+def test_what_a_node_refuses_is_offered_again_within_a_second(
+    state: VaultState, times: int
+) -> None:
+    """However often it was refused: what it lacks is not protected until then."""
+    waits = list[float]()
+    state.pause = lambda epoch, seconds: waits.append(seconds)  # type: ignore[method-assign]
+    assert state.ledger is not None
+    sender = RefusedSender(state, LAYOUT, Target(1), state.ledger.scheme)
+    sender.times = times
+    sender.run()
+    assert len(waits) == times
+    assert waits[0] < 0.1
+    assert max(waits) < 1.0
+    assert waits == sorted(waits), "the longer it goes on, the less often"

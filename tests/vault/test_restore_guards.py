@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.replaying import key, step_parts
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault import restore as restoring
 from deadpool_megatron.vault import room
 from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.epoch_gate import VaultState
@@ -30,6 +32,7 @@ from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
+from deadpool_megatron.vault.transport import Channel
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import content, make_layout, record_of
 
@@ -247,3 +250,27 @@ def test_a_dump_of_a_peer_gives_what_is_as_large(house: House, tmp_path: Path, n
         house.obtain(restore)
     else:
         house.refuse("other parameters", restore)
+
+
+def test_a_node_that_does_not_answer_is_waited_for_once(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once for each part: a restore has many of them. Time passes only where it waits."""
+    waits = list[float]()
+    house.keep(2, [*EXTRAS, *SHARDS])
+    transport = house.states[0].transport
+    assert transport is not None
+    connect: Callable[[int, str, int], Channel] = transport.connect
+
+    def connect_or_wait(node: int, host: str, port: int) -> Channel:
+        if node == 1:
+            waits.append(5.0)
+            raise TimeoutError("no answer")
+        return connect(node, host, port)
+
+    monkeypatch.setattr(transport, "connect", connect_or_wait)
+    monkeypatch.setattr(restoring, "time", SimpleNamespace(monotonic=lambda: 100.0 + sum(waits)))
+    listed = dict.fromkeys((*EXTRAS, *SHARDS), (Source(1, 0), Source(2, 0)))
+    obtainer = house.obtainer(Restore("memory", RESTORED, sources={0: listed}))
+    assert set(obtainer.obtain(LAYOUT)) == {*EXTRAS, *SHARDS}
+    assert waits == [5.0]

@@ -9,7 +9,6 @@ and kills (test_faults, tests/faults), the arithmetic of a replay (tests/hooks).
 from __future__ import annotations
 
 import itertools
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import (
+    UPDATE_PART,
     EpochRecord,
     Generation,
     Inventory,
@@ -88,11 +88,7 @@ class RoleMember(Member):
     """A member on any node, of any scheme."""
 
     def __init__(self, node: LocalNode, layout: RoleLayout, seat: Seat, epoch: int) -> None:
-        self.layout, self.role, self.seat = layout, layout.role, seat
-        self.client = node.client(seat)
-        self.interrupt = os.eventfd(0, os.EFD_CLOEXEC)
-        self.waits = []
-        self.client.register(layout, epoch)
+        super().__init__(node, layout, epoch, slot=seat.slot)
         if self._step_names:
             self.client.rehearsed(True)
 
@@ -101,20 +97,10 @@ class RoleMember(Member):
         return [part.name for part in self.layout.parts if part.name.startswith("step@g")]
 
     def write(self, generation: Generation, extras: bool = True) -> None:
-        self.write_as(generation, generation.lineage, [*SHARDS, *self._step_names, "extras@step"])
-
-    def write_as(self, generation: Generation, epoch: int, names: list[str]) -> None:
-        """Fill a slot with the bytes of the iteration."""
-        writer = self.client.begin(generation, epoch)
-        sizes = {}
-        for name in names:
-            target = writer.part(name)
-            sizes[name] = 700 if name.startswith("extras") else len(target)
-            target[: sizes[name]] = self.bytes_of(generation, name, sizes[name])
-        if any(name in names for name in self._step_names):
-            sizes["step@update"] = 40
-            writer.part("step@update")[:40] = self.bytes_of(generation, "step@update", 40)
-        writer.fill(sizes)
+        names = [*SHARDS, *self._step_names, "extras@step"]
+        if self._step_names:
+            names.append(UPDATE_PART)
+        self.fill(generation, generation.lineage, names)
 
     def bytes_of(self, generation: Generation, name: str, nbytes: int) -> bytes:
         """What an iteration gives is the same in every lineage."""
@@ -135,13 +121,13 @@ class RoleMember(Member):
         self._compare(parts, wanted)
         parts.close()
         if missing:
-            self.write_as(generation, record.epoch, missing)
+            self.fill(generation, record.epoch, missing)
 
     def _chain(self, replay: Replay, missing: list[str]) -> dict[str, tuple[Generation, str]]:
         """What the parts that nobody has whole are computed from."""
         wanted = {key(replay.base, name): (replay.base, name) for name in missing}
         for step in replay.steps:
-            for name in (*map(gradients_part, missing), "step@update"):
+            for name in (*map(gradients_part, missing), UPDATE_PART):
                 wanted[key(step, name)] = (step, name)
         return wanted
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout.records import Generation, Seat
+from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
 from tests.vault.fake_network import FakeNetwork
-from tests.vault.harness import content, make_layout, record_of, wait_until
+from tests.vault.harness import Member, content, make_layout, record_of, wait_until
 from tests.vault.local_node import LocalNode
 
 SETTINGS = Settings(connect_seconds=5.0, chunk_bytes=4096)
@@ -31,29 +30,12 @@ class Nodes:
             place = directory / "deadpool-copies" / f"node{number}"
             self.nodes.append(LocalNode(self.network, number, place, SETTINGS))
         self.vaults = [node.vault for node in self.nodes]
-        self.client = self.nodes[0].client(Seat(0, 0, 0))
-        self.interrupt = socket.socketpair()
+        self.member = Member(self.nodes[0], LAYOUT)
 
     def adopt(self, *numbers: int) -> None:
         count = len(self.vaults)
         for number in numbers or range(count):
             self.vaults[number].adopt(record_of(count=count, replicas=count - 1))
-
-    def step(self, iteration: int) -> None:
-        """Fill a generation and wait until it is committed."""
-        generation = Generation(1, iteration)
-        writer = self.client.begin(generation, 1)
-        sizes = {"shard": 256 << 10, "tail": 1000, "extras@step": 777}
-        for name, nbytes in sizes.items():
-            writer.part(name)[:nbytes] = content(0, generation, name, nbytes)
-        writer.fill(sizes)
-        assert self.client.wait_committed(
-            generation,
-            "step",
-            interrupted=self.interrupt[0].fileno(),
-            on_wait=lambda _: pytest.fail("the gate stays shut"),
-            report_every_seconds=20,
-        )
 
     def counter(self, number: int, name: str) -> int:
         counters = self.vaults[number].status()["counters"]
@@ -75,8 +57,6 @@ class Nodes:
     def stop(self) -> None:
         for node in self.nodes:
             node.stop()
-        for end in self.interrupt:
-            end.close()
 
 
 @pytest.fixture
@@ -94,8 +74,8 @@ def test_a_buddy_in_trouble_holds_no_other_up_and_has_its_copy_later(
     if trouble == "out of reach":
         nodes.network.cut_routes.add((("fake", 0), ("fake", 2)))
     nodes.adopt(*((0, 1, 3) if trouble == "has not heard" else ()))
-    nodes.client.register(LAYOUT, 1)
-    stepping = threading.Thread(target=nodes.step, args=(0,), daemon=True)
+    nodes.member.client.register(LAYOUT, 1)
+    stepping = threading.Thread(target=nodes.member.step, args=(Generation(1, 0),), daemon=True)
     stepping.start()
     for number in (1, 3):
         there = partial(nodes.has_received, number, BYTES)
@@ -105,7 +85,7 @@ def test_a_buddy_in_trouble_holds_no_other_up_and_has_its_copy_later(
     nodes.network.cut_routes.clear()
     stepping.join(20)
     assert not stepping.is_alive()
-    nodes.step(1)
+    nodes.member.step(Generation(1, 1))
     nodes.check(1)
     assert nodes.counter(0, "bytes shipped") == 3 * 2 * BYTES
     counters = nodes.vaults[2].status()["counters"]
