@@ -59,6 +59,8 @@ _RUN_MODE = 0o600
 # So many are remembered: what was saved long before is found by who looks for it.
 _MOST_VALID = 16
 _INDEX = ".metadata"
+# Beside the checkpoints: the id of the run that has written there last.
+_WRITER = "deadpool-writer"
 # What is looked at to tell a checkpoint from another: a recovery waits for it.
 _SHARDS, _SAMPLES, _SAMPLE_BYTES = 2, 8, 4096
 _EXPORT_NAME = re.compile(r"\d{1,9}(\.[0-9a-f]{8})?\.\d{1,9}")
@@ -437,15 +439,27 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
+def take_saves(run: RunDirectory, directory: Path) -> None:
+    """Note that checkpoints of this run are written in ``directory`` from now on, once, for its
+    time counts; and in ``directory`` that those of others are not. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_text(directory / _WRITER, run.read_run().run_id)
+    if not run.saves.exists():
+        write_json(run.saves, {"directory": noted(directory, run.path)})
+
+
 def found_in(saves: Path) -> list[Restore]:
     """Complete checkpoints of Megatron's, the newest first, in the directory that ``saves``
-    names: written since it does, and their index last. Nobody may have been told of them, so the
-    line that they are of is not known.
+    names: written since it does, and their index last; none once another run has taken the
+    directory. Nobody may have been told of them, so the line that they are of is not known.
     """
     found = list[Restore]()
     try:
         since = saves.stat().st_mtime
-        for path in (saves.parent / read_json(saves)["directory"]).glob("iter_[0-9]*"):
+        directory = saves.parent / read_json(saves)["directory"]
+        if (directory / _WRITER).read_text() != read_json(saves.parent / RUN_FILE)["run_id"]:
+            return []
+        for path in directory.glob("iter_[0-9]*"):
             times = [one.stat().st_mtime for one in path.glob("*.distcp")]
             is_whole = (path / _INDEX).exists() and (path / "metadata.json").exists()
             is_whole = is_whole and not extras_file.lacks_some(path)

@@ -33,7 +33,11 @@ from deadpool_megatron import arguments
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.process.program import LOADED
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, noted, write_json
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunDirectoryError,
+    take_saves,
+)
 from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.hookpoints import FLAG, POINTS, Handler
 from deadpool_megatron.hooks import Session
@@ -235,7 +239,7 @@ class PretrainProgram(Program):
             raise NothingToTrain("pretrain() returned without training: is --train-iters above 0?")
         if not build.detached and dist.get_rank() == 0:
             write_text(note, repr(build.kinds))
-            _note_saves(RunDirectory(self._run_directory).saves)
+            _take_saves(RunDirectory(self._run_directory))
         return PretrainLoop(build, self._pretrain, self._run_directory, emit)
 
     def loaded_checkpoint(self, iteration: int) -> Path | None:
@@ -312,13 +316,14 @@ class PretrainProgram(Program):
         return RunDirectory(self._run_directory).built.exists()
 
 
-def _note_saves(note: Path) -> None:
-    """Note where checkpoints are looked for of which nobody was told; once, for its time counts."""
+def _take_saves(run: RunDirectory) -> None:
+    """Checkpoints of which nobody was told are looked for as well."""
     from megatron.training import get_args
 
     args = get_args()
-    if args.save and not lacking(args) and not note.exists():
-        write_json(note, {"directory": noted(Path(args.save).absolute(), note.parent)})
+    if args.save and not lacking(args):
+        with contextlib.suppress(OSError, RunDirectoryError):  # the first save says it
+            take_saves(run, Path(args.save).absolute())
 
 
 def _reached(*_args: Any, **_kwargs: Any) -> None:

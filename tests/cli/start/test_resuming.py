@@ -18,6 +18,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
     as_dict,
+    take_saves,
     unfinished_export,
     valid_in,
     write_json,
@@ -267,7 +268,7 @@ def test_what_nobody_was_told_of_is_found_by_looking(
     host, place = Host(tmp_path, monkeypatch), tmp_path / "saves" / "iter_0000009"
     place.mkdir(parents=True)
     (place / "metadata.json").touch()
-    write_json(host.old.saves, {"directory": str(place.parent)})
+    take_saves(host.old, place.parent)
     os.utime(host.old.saves, (10, 10))
     for name, seconds in (("__0_0.distcp", shards), (".metadata", index)):
         if seconds is not None:

@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     is_there,
     point_at,
     read_valid,
-    write_json,
+    take_saves,
 )
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.layout.records import Generation, Restore
@@ -42,7 +42,7 @@ def test_a_run_that_was_moved_has_its_own_checkpoints(tmp_path: Path) -> None:
     run = made(tmp_path / "run", "00000001")
     saved = checkpoint(run.path / "saves" / "iter_0000004", b"own")
     elsewhere = checkpoint(tmp_path / "saves" / "iter_0000003", b"own")
-    write_json(run.saves, {"directory": "saves"})
+    take_saves(run, run.path / "saves")
     os.utime(run.saves, (1, 1))
     point_at(run.latest, [saved, elsewhere])
     moved = RunDirectory(run.path.rename(tmp_path / "moved"))

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.run_directory.directory import found_in, write_json
+from deadpool_megatron.cluster.run_directory.directory import found_in
 from deadpool_megatron.vault.disk import extras_file
+from tests.cluster.run_directory.test_found_checkpoints import taken
 
 
 def test_a_save_without_the_extras_of_all_roles_is_not_found(tmp_path: Path) -> None:
-    checkpoint, saves = tmp_path / "iter_0000004", tmp_path / "saves.json"
+    checkpoint, saves = tmp_path / "iter_0000004", taken(tmp_path / "run", tmp_path)
     checkpoint.mkdir()
-    write_json(saves, {"directory": str(tmp_path)})
     os.utime(saves, (10, 10))
     for name in ("__0_0.distcp", ".metadata", "metadata.json"):
         (checkpoint / name).touch()

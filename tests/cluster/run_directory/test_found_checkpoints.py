@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.run_directory.directory import found_in, write_json
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    found_in,
+    take_saves,
+)
 from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.settings import Settings
 
 BEGIN_SECONDS = 1_000_000
 
@@ -26,10 +32,17 @@ def checkpoint(folder: Path, iteration: int, data: int, index: int) -> Path:
 
 @pytest.fixture
 def saves(tmp_path: Path) -> Path:
-    note = tmp_path / "saves.json"
-    write_json(note, {"directory": str(tmp_path)})
-    os.utime(note, times=(BEGIN_SECONDS,) * 2)
-    return note
+    return taken(tmp_path / "run", tmp_path)
+
+
+def taken(directory: Path, folder: Path) -> Path:
+    """Of a run whose checkpoints are in ``folder``."""
+    run, run_id = RunDirectory(directory), f"0000000{len(directory.name)}"
+    run.create(RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings()))
+    take_saves(run, folder)
+    os.utime(run.saves, times=(BEGIN_SECONDS,) * 2)
+    take_saves(run, folder)  # by a process that is built later
+    return run.saves
 
 
 def test_the_newest_complete_one_is_first(saves: Path, tmp_path: Path) -> None:
@@ -55,6 +68,10 @@ def test_a_directory_that_cannot_be_read_costs_what_is_found_after_it(
     whole = checkpoint(tmp_path, 4, 5, 5)
     (tmp_path / "iter_0000008").mkdir()
     (tmp_path / "iter_0000008" / "metadata.json").touch()
+    assert [one.path for one in found_in(saves)] == [str(whole)]
+    taken(tmp_path / "later", tmp_path)
+    assert found_in(saves) == []
+    take_saves(RunDirectory(saves.parent), tmp_path)
     assert [one.path for one in found_in(saves)] == [str(whole)]
     saves.write_text("{")
     assert found_in(saves) == []
