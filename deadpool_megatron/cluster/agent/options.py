@@ -8,14 +8,7 @@ from pathlib import Path
 
 from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.process.member_main import MemberSpec
-from deadpool_megatron.cluster.run_directory.directory import (
-    ENVIRONMENT_DIRECTORY,
-    ENVIRONMENT_RUN_ID,
-    LOGS,
-    RunDirectory,
-    RunInfo,
-    member_log_name,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.preflight import host as gpus
 from deadpool_megatron.preflight.judge import HostFacts
 from deadpool_megatron.settings import ENVIRONMENT_NAME
@@ -42,8 +35,8 @@ class AgentOptions:
     """
 
     node: int
-    run: RunDirectory
-    info: RunInfo
+    run: run_files.RunDirectory
+    info: run_files.RunInfo
     secret: bytes
     host: str
     domain: str
@@ -67,7 +60,7 @@ class AgentOptions:
     @property
     def logs(self) -> Path:
         """Return where processes of the node print to (see logs.py)."""
-        return self.segments / LOGS
+        return self.segments / run_files.LOGS
 
 
 def device_environment(options: AgentOptions, slot: int) -> dict[str, str]:
@@ -82,8 +75,8 @@ def member_spec(
     """Return how a member process of the node starts; ``extra``: more of its environment."""
     info = options.info
     environment = {
-        ENVIRONMENT_DIRECTORY: str(options.run.path),
-        ENVIRONMENT_RUN_ID: info.run_id,
+        run_files.ENVIRONMENT_DIRECTORY: str(options.run.path),
+        run_files.ENVIRONMENT_RUN_ID: info.run_id,
         # Communicators bind where this host is reached, as the vault does.
         ENVIRONMENT_NAME: replace(info.settings, interface=options.host).to_json(),
         "DEADPOOL_WORLD_SIZE": str(info.world_size),
@@ -100,7 +93,7 @@ def member_spec(
         incarnation=incarnation,
         command=info.command,
         environment={**environment, **device_environment(options, slot), **extra},
-        log=options.logs / f"{member_log_name(options.node, slot, incarnation)}.log",
+        log=options.logs / f"{run_files.member_log_name(options.node, slot, incarnation)}.log",
         directory=options.directory,
         ended_epoch=info.ended_epoch,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import state as states
 from deadpool_megatron.cluster.machine import takeover
 from deadpool_megatron.cluster.machine.actions import DropNode, Welcome
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
@@ -20,25 +21,13 @@ from deadpool_megatron.cluster.machine.ending import finish
 from deadpool_megatron.cluster.machine.epoch import can_spare, decide, not_moved_to, seating
 from deadpool_megatron.cluster.machine.membership import drop_node, silent
 from deadpool_megatron.cluster.machine.pauses import consider_pause
-from deadpool_megatron.cluster.machine.state import (
-    LAST_PHASES,
-    Bootstrapping,
-    Config,
-    MemberStatus,
-    NodeState,
-    Phase,
-    Place,
-    State,
-    TakingOver,
-    WaitingSpare,
-)
 from deadpool_megatron.events import Kind
 from deadpool_megatron.preflight import judge
 from deadpool_megatron.preflight.health import NOT_ASKED, Health
 from deadpool_megatron.preflight.judge import HostFacts, Judgement, Needs, Standing
 
 # Nobody needs what a node without a role holds alone.
-_AT_REST = (Phase.BOOTSTRAPPING, Phase.RUNNING, Phase.PAUSING)
+_AT_REST = (states.Phase.BOOTSTRAPPING, states.Phase.RUNNING, states.Phase.PAUSING)
 
 # Nodes come.
 
@@ -53,7 +42,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
             core.act(DropNode(node, why))
         return
     address = event.host, event.vault_port, event.domain
-    joined = NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
+    joined = states.NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
     is_wrong = joined.host_name in fleet.quarantined_hosts
     if is_wrong and _is_new(event):
         why = f"excluded: {joined.host_name} was quarantined for the rest of this run"
@@ -78,7 +67,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
     to_start: dict[int, int] = {}
     for slot in range(core.config.nproc):
         if slot in event.members:
-            core.set_member((node, slot), MemberStatus.RUNNING, event.members[slot])
+            core.set_member((node, slot), states.MemberStatus.RUNNING, event.members[slot])
         else:
             # What an earlier coordinator started has been there already.
             was_there = state.record is not None and node in state.record.nodes
@@ -91,7 +80,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
         _look_again(core, node, fresh=not event.epoch and event.found is None)
     if to_start and not core.config.check_only:
         core.start_members(node, to_start)
-    if isinstance(state.doing, WaitingSpare):
+    if isinstance(state.doing, states.WaitingSpare):
         decide(core)
     consider_pause(core)
 
@@ -99,7 +88,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
 def _refusal(core: Core, event: ev.NodeJoined) -> str:
     """Return why a node cannot join; empty when it can."""
     state, node = core.state, event.node
-    if state.phase in LAST_PHASES:
+    if state.phase in states.LAST_PHASES:
         return "the run is ending"
     record = state.record
     if record is not None and event.epoch and node not in record.nodes:
@@ -139,9 +128,9 @@ def check_gathered(core: Core) -> None:
     Spares are no condition, but get ``connect_seconds`` to join, so that the first record has them.
     """
     match core.state.doing:
-        case TakingOver() as taking_over if core.state.record is not None:
+        case states.TakingOver() as taking_over if core.state.record is not None:
             takeover.check_all_back(core, taking_over, core.state.record)
-        case Bootstrapping() as bootstrapping:
+        case states.Bootstrapping() as bootstrapping:
             begun = core.state.agreed is not None
             if not begun and not _enough_have_come(core, bootstrapping.deadline):
                 return
@@ -162,17 +151,20 @@ def _enough_have_come(core: Core, deadline: float) -> bool:
     return known >= wanted and not fleet.absent(core.state.seats.nodes)
 
 
-def _seated_is_starting(state: State) -> bool:
+def _seated_is_starting(state: states.State) -> bool:
     """Return whether a member whose own role waits for it did not say hello yet."""
     places, members = state.seats.role_by_place, state.fleet.members
-    return any(members[p].status is MemberStatus.STARTING for p in places if p in members)
+    return any(members[p].status is states.MemberStatus.STARTING for p in places if p in members)
 
 
-def _runs(core: Core, place: Place) -> bool:
-    return core.state.fleet.members[place].status in (MemberStatus.RUNNING, MemberStatus.WARM)
+def _runs(core: Core, place: states.Place) -> bool:
+    return core.state.fleet.members[place].status in (
+        states.MemberStatus.RUNNING,
+        states.MemberStatus.WARM,
+    )
 
 
-def bootstrapped_enough(core: Core, bootstrapping: Bootstrapping, waited: str) -> None:
+def bootstrapped_enough(core: Core, bootstrapping: states.Bootstrapping, waited: str) -> None:
     """Go on without the late ones if spares can take their place, else end the run."""
     state, fleet = core.state, core.state.fleet
     for node in fleet.absent(state.seats.nodes):
@@ -190,7 +182,7 @@ def bootstrapped_enough(core: Core, bootstrapping: Bootstrapping, waited: str) -
         decide(core)
 
 
-def _is_judged(core: Core, bootstrapping: Bootstrapping) -> bool:
+def _is_judged(core: Core, bootstrapping: states.Bootstrapping) -> bool:
     """Judge the nodes that have come, unless they are; return whether the run continues."""
     if core.state.agreed is None:
         _judge_all(core)
@@ -262,7 +254,7 @@ def _look_again(core: Core, node: int, *, fresh: bool) -> None:
 # Judging.
 
 
-def _needs(config: Config) -> Needs:
+def _needs(config: states.Config) -> Needs:
     """Returns what the run asks of a node."""
     # With gloo the members of a node may share a GPU, or use none. Only a mere check has not
     # decided yet what nodes with GPUs would use.
@@ -338,7 +330,7 @@ def _end_check(core: Core, judged: Mapping[int, Judgement]) -> None:
     finish(core, LastWords(0 if enough else ExitStatus.FAILED, why))
 
 
-def _not_enough(good: int, config: Config, judged: Mapping[int, Judgement]) -> str:
+def _not_enough(good: int, config: states.Config, judged: Mapping[int, Judgement]) -> str:
     bad = [
         f"node {node}: {one.standing}: {one.text}"
         for node, one in sorted(judged.items())

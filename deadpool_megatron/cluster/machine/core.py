@@ -8,15 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from deadpool_megatron.cluster.machine import state as states
 from deadpool_megatron.cluster.machine.actions import Action, EmitEvent, KillMember, StartMembers
 from deadpool_megatron.cluster.machine.inputs import OfMember, OfPlayer
-from deadpool_megatron.cluster.machine.state import (
-    Config,
-    MemberState,
-    MemberStatus,
-    Place,
-    State,
-)
 from deadpool_megatron.events import Kind
 
 
@@ -24,7 +18,7 @@ class Core:
     """``config``: the facts of the run. ``now``: when the input came (seconds, monotonic).
     ``actions``: those that it has led to so far."""
 
-    def __init__(self, config: Config, state: State, now: float) -> None:
+    def __init__(self, config: states.Config, state: states.State, now: float) -> None:
         self.config, self.state, self.now = config, state, now
         self.actions: list[Action] = []
 
@@ -88,19 +82,19 @@ class Core:
         return role
 
     def set_member(
-        self, place: Place, status: MemberStatus, incarnation: int | None = None
+        self, place: states.Place, status: states.MemberStatus, incarnation: int | None = None
     ) -> None:
         """Set status (and incarnation) of a member as of now."""
         members = self.state.fleet.members
         if incarnation is None:
             incarnation = members[place].incarnation
-        members[place] = MemberState(incarnation, status, self.now)
+        members[place] = states.MemberState(incarnation, status, self.now)
 
-    def kill(self, place: Place, *, hung: bool = False) -> None:
+    def kill(self, place: states.Place, *, hung: bool = False) -> None:
         """Have a member killed, ``hung``: because it does not move; it is replaced when reaped."""
         member = self.state.fleet.members.get(place)
-        if member is not None and member.status is not MemberStatus.KILLED:
-            self.set_member(place, MemberStatus.KILLED)
+        if member is not None and member.status is not states.MemberStatus.KILLED:
+            self.set_member(place, states.MemberStatus.KILLED)
             self.act(KillMember(*place, member.incarnation, hung))
 
     def start_members(self, node: int, slots: Mapping[int, int]) -> None:
@@ -109,5 +103,5 @@ class Core:
         for slot, incarnation in slots.items():
             place = (node, slot)
             provisional[slot] = roles.get(place, self.config.provisional_role(*place))
-            self.set_member(place, MemberStatus.STARTING, incarnation)
+            self.set_member(place, states.MemberStatus.STARTING, incarnation)
         self.act(StartMembers(node, slots, provisional))

@@ -12,16 +12,9 @@ from pathlib import PurePath
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.machine import actions
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import state as states
 from deadpool_megatron.cluster.machine.blame import LastWords
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.state import (
-    Closing,
-    Dumping,
-    Ended,
-    LeaveTaking,
-    Open,
-    State,
-)
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery
@@ -59,8 +52,10 @@ def must_look(core: Core) -> bool:
     line, doing = core.state.lineage, core.state.doing
     if line.seen or not line.valid:
         return False
-    if not (isinstance(doing, Closing) and doing.looks):
-        core.state.doing = Closing(core.now + core.config.settings.gather_seconds, looks=True)
+    if not (isinstance(doing, states.Closing) and doing.looks):
+        core.state.doing = states.Closing(
+            core.now + core.config.settings.gather_seconds, looks=True
+        )
         core.act(actions.LookAtCheckpoints(line.valid))
     return True
 
@@ -87,12 +82,12 @@ def dump(core: Core) -> None:
     say; where there are none yet, because no spare came.
     """
     state, dumping = core.state, core.state.doing
-    if isinstance(dumping, Dumping) and dumping.held:
+    if isinstance(dumping, states.Dumping) and dumping.held:
         _forget_lost(core, dumping)
         return
     waited = f"no spare node for {core.config.settings.spare_timeout_seconds:g} s"
     words = state.last_words or LastWords(ExitStatus.SAVED, waited, exports=True)
-    if isinstance(dumping, Dumping):
+    if isinstance(dumping, states.Dumping):
         words = dumping.words
     elif must_look(core):
         state.last_words = words
@@ -114,7 +109,7 @@ def dump(core: Core) -> None:
         _dump_generation(core, words, restore)
 
 
-def _forget_lost(core: Core, dumping: Dumping) -> None:
+def _forget_lost(core: Core, dumping: states.Dumping) -> None:
     """Nobody waits for what lost nodes would have written."""
     dumping.awaited &= core.state.fleet.nodes.keys()
     check_dumped(core)
@@ -142,14 +137,14 @@ def _dump_generation(core: Core, words: LastWords, restore: Restore) -> None:
     state, g, chains = core.state, restore.generation, _chains(restore)
     directory = f"{core.config.dump_directory}/{g.lineage}-{g.iteration}"
     saved = replace(restore, kind="dump", path=directory, sources={}, recipes={})
-    if isinstance(state.doing, Dumping) and state.doing.restore == saved:
+    if isinstance(state.doing, states.Dumping) and state.doing.restore == saved:
         # Every node writes all it holds of the generation, so also where other parts lead to it.
         state.doing.chains |= chains
         _forget_lost(core, state.doing)
         return
     nodes = {node for node in state.memory.held if node in state.fleet.nodes}
     deadline = core.now + core.config.settings.first_step_seconds
-    state.doing = Dumping(deadline, words, saved, nodes, chains=chains, failed=_failed(core))
+    state.doing = states.Dumping(deadline, words, saved, nodes, chains=chains, failed=_failed(core))
     core.act(actions.Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
     check_dumped(core)
 
@@ -165,7 +160,7 @@ def dump_held(core: Core, words: LastWords, resume: Restore | None = None) -> No
         _finish_with_slots(core, words, resume)
         return
     directory = core.config.dump_directory
-    state.doing = Dumping(
+    state.doing = states.Dumping(
         core.now + core.config.settings.first_step_seconds,
         words,
         Restore("dump", generations[0], path=directory),
@@ -182,7 +177,7 @@ def note_dumped(core: Core, event: ev.Dumped) -> None:
     """A node wrote its part to disk, or could not."""
     dumping = core.state.doing
     if (
-        not isinstance(dumping, Dumping)
+        not isinstance(dumping, states.Dumping)
         or event.node not in dumping.awaited
         or event.generation != dumping.restore.generation
         or event.boundary not in ("", dumping.restore.boundary)
@@ -214,17 +209,17 @@ def _note_damaged(core: Core, event: ev.Dumped) -> bool:
     return bool(new)
 
 
-def dump_overdue(core: Core, dumping: Dumping) -> None:
+def dump_overdue(core: Core, dumping: states.Dumping) -> None:
     """Nodes, or the exporters after them, had their time."""
     if dumping.exporting:
         _finish_dumped(core, dumping, "")
         return
     for node in sorted(dumping.awaited):
-        if isinstance(core.state.doing, Dumping):
+        if isinstance(core.state.doing, states.Dumping):
             _dump_failed(core, core.state.doing, node, "not done in time")
 
 
-def _dump_failed(core: Core, dumping: Dumping, node: int, why: str) -> None:
+def _dump_failed(core: Core, dumping: states.Dumping, node: int, why: str) -> None:
     """A node cannot write, or not in time: continue with what the others have."""
     dumping.failed[node] = why
     dumping.awaited.discard(node)
@@ -238,10 +233,10 @@ def _dump_failed(core: Core, dumping: Dumping, node: int, why: str) -> None:
 
 
 def _failed(core: Core) -> dict[int, str]:
-    return core.state.doing.failed if isinstance(core.state.doing, Dumping) else {}
+    return core.state.doing.failed if isinstance(core.state.doing, states.Dumping) else {}
 
 
-def _generations_held(state: State, nodes: list[int]) -> tuple[Generation, ...]:
+def _generations_held(state: states.State, nodes: list[int]) -> tuple[Generation, ...]:
     """Those on the kept line that may be restored, the newest first."""
     inventories = [state.memory.held[node] for node in nodes]
     held = {holding.generation for found in inventories for holding in found.holdings}
@@ -258,7 +253,7 @@ def _chains(restore: Restore) -> frozenset[Generation]:
 def check_dumped(core: Core) -> None:
     """End the run when every node has written its part."""
     dumping = core.state.doing
-    if not isinstance(dumping, Dumping) or dumping.awaited:
+    if not isinstance(dumping, states.Dumping) or dumping.awaited:
         return
     if dumping.held:
         _finish_held(core, dumping)
@@ -277,7 +272,7 @@ def check_dumped(core: Core) -> None:
         _finish_dumped(core, dumping, "")
 
 
-def _writers(core: Core, dumping: Dumping) -> dict[int, int]:
+def _writers(core: Core, dumping: states.Dumping) -> dict[int, int]:
     """Role -> the node that makes its part of a checkpoint: its own, those of lost ones by turns.
 
     What a node has dumped is on a disk that all of them share. Empty when no node is left.
@@ -295,7 +290,7 @@ def _writers(core: Core, dumping: Dumping) -> dict[int, int]:
 def dump_exported(core: Core, event: ev.DumpExported) -> None:
     """Take note that what was dumped is a checkpoint, too, or could not become one: end."""
     match core.state.doing:
-        case Dumping(exporting=True, restore=restore) as dumping:
+        case states.Dumping(exporting=True, restore=restore) as dumping:
             if event.generation == restore.generation:
                 _finish_dumped(core, dumping, event.path)
 
@@ -303,7 +298,7 @@ def dump_exported(core: Core, event: ev.DumpExported) -> None:
 # The end.
 
 
-def hurry(core: Core, dumping: Dumping, reason: str) -> None:
+def hurry(core: Core, dumping: states.Dumping, reason: str) -> None:
     """Hurry: who asks has no time to lose; the run ends as soon as the state is on the disk."""
     words = dumping.words
     if dumping.exporting:
@@ -318,11 +313,11 @@ def stop(core: Core, event: ev.UserStop) -> None:
     where the user ``keeps`` it; one that is over waits for nothing any more."""
     reason = event.reason
     match core.state.doing:
-        case Dumping(exporting=True) as dumping:
+        case states.Dumping(exporting=True) as dumping:
             _finish_dumped(core, dumping, "")
-        case LeaveTaking() | Ended():
+        case states.LeaveTaking() | states.Ended():
             core.act(actions.Hurry())
-        case Dumping(words=words):
+        case states.Dumping(words=words):
             run = PurePath(core.config.dump_directory).parent
             reason += (
                 f" before all was written ({words.reason}): the state stays in memory, 'deadpool"
@@ -338,7 +333,7 @@ def stop(core: Core, event: ev.UserStop) -> None:
             finish(core, LastWords(ExitStatus.STOPPED, reason), keeps_slots=keeps)
 
 
-def _finish_dumped(core: Core, dumping: Dumping, checkpoint: str) -> None:
+def _finish_dumped(core: Core, dumping: states.Dumping, checkpoint: str) -> None:
     restore, words = dumping.restore, dumping.words
     run = PurePath(restore.path).parent.parent
     reason = (
@@ -350,7 +345,7 @@ def _finish_dumped(core: Core, dumping: Dumping, checkpoint: str) -> None:
     finish(core, replace(words, reason=reason), restore)
 
 
-def _finish_held(core: Core, dumping: Dumping) -> None:
+def _finish_held(core: Core, dumping: states.Dumping) -> None:
     words, restore = dumping.words, dumping.restore
     run = PurePath(restore.path).parent
     if dumping.finished:
@@ -390,13 +385,13 @@ def finish(
     is in memory stays there, for a start with the same run directory. When it is over, and what was
     asked for is valid, the coordinator says so (RUN_ENDED)."""
     state = core.state
-    if isinstance(state.doing, LeaveTaking | Ended):
+    if isinstance(state.doing, states.LeaveTaking | states.Ended):
         return
     end_recovery(core)
     is_lost = resume is None and words.status not in (0, ExitStatus.SAVED)
     unsaved = words.reason if keeps_slots or is_lost else ""
     limit = core.now + core.config.settings.close_seconds
-    state.doing = LeaveTaking(limit, words.status, unsaved)
+    state.doing = states.LeaveTaking(limit, words.status, unsaved)
     state.blame.suspicion = None
     kind = str(words.kind or "")
     core.act(actions.Finish(words.status, words.reason, resume, kind, keeps_slots, is_early))
@@ -407,7 +402,7 @@ def end_recovery(core: Core) -> None:
     """The first iteration after a recovery is complete, or the run ends before it: report where
     the time went."""
     state = core.state
-    if state.record is None or not isinstance(state.doing, Open):
+    if state.record is None or not isinstance(state.doing, states.Open):
         return
     if (report := state.recoveries.finish(state.record, core.now)) is not None:
         core.emit(Kind.RECOVERED, **{k: v for k, v in report.to_dict().items() if k != "epoch"})
@@ -416,6 +411,6 @@ def end_recovery(core: Core) -> None:
 def check_ended(core: Core, *, overdue: bool = False) -> None:
     """Exit when all agents have gone."""
     match core.state.doing:
-        case LeaveTaking(status=status) if overdue or not core.state.fleet.nodes:
-            core.state.doing = Ended()
+        case states.LeaveTaking(status=status) if overdue or not core.state.fleet.nodes:
+            core.state.doing = states.Ended()
             core.act(actions.Exit(status))

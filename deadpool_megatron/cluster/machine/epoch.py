@@ -11,23 +11,10 @@ from dataclasses import replace
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import chosen_plan, ending
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import state as states
 from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, WriteRecord
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.state import (
-    LAST_PHASES,
-    Bootstrapping,
-    Closing,
-    Deciding,
-    Entering,
-    MemberStatus,
-    Opening,
-    Pausing,
-    Running,
-    State,
-    TakingOver,
-    WaitingSpare,
-)
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.history import History
@@ -51,16 +38,16 @@ def close(core: Core, failure: Failure, *, silent_seconds: float = 0.0) -> None:
     """Something failed (or has to change): whatever the phase, lead to a new decision."""
     state = core.state
     match state.doing:
-        case Opening() | Running() | Pausing() if state.record is not None:
+        case states.Opening() | states.Running() | states.Pausing() if state.record is not None:
             _close_open(core, state.record, failure, silent_seconds)
-        case Closing():
+        case states.Closing():
             state.recoveries.add_cause(failure)
             check_closed(core)
-        case Deciding() as deciding:
+        case states.Deciding() as deciding:
             deciding.redecide = failure
-        case WaitingSpare():
+        case states.WaitingSpare():
             decide(core)
-        case TakingOver(missed=None) as taking_over:
+        case states.TakingOver(missed=None) as taking_over:
             taking_over.missed = failure
 
 
@@ -68,10 +55,10 @@ def save_and_end(core: Core, words: LastWords, kind: FailureKind | None = None) 
     """Whatever the phase, close the epoch, save the newest generation, and end with ``words``.
     ``kind``: why the epoch is closed, if not for the failure that ends the run."""
     state = core.state
-    if state.phase in LAST_PHASES or state.last_words is not None:
+    if state.phase in states.LAST_PHASES or state.last_words is not None:
         return
     state.last_words = words
-    if isinstance(state.doing, Bootstrapping):
+    if isinstance(state.doing, states.Bootstrapping):
         ending.dump(core)  # nothing was begun
     else:
         close(core, Failure(words.reason, kind or words.kind or FailureKind.CORRUPT_STATE))
@@ -85,7 +72,7 @@ def _close_open(core: Core, record: EpochRecord, failure: Failure, silent_second
     core.act(CloseEpoch(record.epoch, failure.cause))
     core.emit(Kind.EPOCH_CLOSED, node=failure.node, cause=failure.cause, kind=failure.kind)
     live = {node for node in record.nodes if node in state.fleet.nodes}
-    state.doing = Closing(core.now + core.config.settings.gather_seconds, live)
+    state.doing = states.Closing(core.now + core.config.settings.gather_seconds, live)
     state.recoveries.close(failure, signs, core.now, state.lineage.newest, record)
     state.memory.promised = {}
     state.blame.suspicion = None
@@ -104,8 +91,8 @@ def note_failure(core: Core, failure: Failure) -> None:
 def check_closed(core: Core) -> None:
     """Decide when every live node has promised its inventory and no killed process is left."""
     match core.state.doing:
-        case Closing(awaited=awaited) if not awaited:
-            if not core.state.fleet.having(MemberStatus.KILLED):
+        case states.Closing(awaited=awaited) if not awaited:
+            if not core.state.fleet.having(states.MemberStatus.KILLED):
                 core.state.recoveries.spend("close", core.now)
                 decide(core)
 
@@ -126,11 +113,11 @@ def note_inventory(core: Core, event: ev.NodeInventory) -> None:
     match state.doing:
         case _ if state.record is None or inventory.epoch != state.record.epoch:
             core.refuse("inventory", node=inventory.node, **core.not_open(inventory.epoch))
-        case TakingOver() | Opening() | Running() | Pausing():
+        case states.TakingOver() | states.Opening() | states.Running() | states.Pausing():
             # The order of an earlier coordinator that the agent came to only now.
             cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
             close(core, Failure(cause, FailureKind.COORDINATOR))
-        case Closing(awaited=awaited) if inventory.node in awaited:
+        case states.Closing(awaited=awaited) if inventory.node in awaited:
             awaited.remove(inventory.node)
             state.memory.promised[inventory.node] = inventory
             check_closed(core)
@@ -145,7 +132,7 @@ def seating(core: Core, leaving: frozenset[int]) -> Seating:
     return planner.assign_seats(
         core.state.seats,
         {place: member.incarnation for place, member in fleet.members.items()},
-        warm=frozenset(fleet.having(MemberStatus.WARM)),
+        warm=frozenset(fleet.having(states.MemberStatus.WARM)),
         leaving=leaving | fleet.quarantined,
         deprioritized=fleet.deprioritized,
     )
@@ -158,7 +145,7 @@ def can_spare(core: Core, leaving: frozenset[int]) -> bool:
     return not found.unseated and not new & core.state.fleet.deprioritized
 
 
-def not_moved_to(state: State) -> frozenset[int]:
+def not_moved_to(state: states.State) -> frozenset[int]:
     """Return the nodes that no planned change gives a role: quarantined ones, and those whose roles
     have moved while other drains are open."""
     return (state.fleet.drains | state.fleet.distrusted) - state.seats.nodes
@@ -168,7 +155,7 @@ def decide(core: Core) -> None:
     """Choose seats and restore from what is known now; immediate, unless a kill is under way."""
     state, settings = core.state, core.config.settings
     fleet = state.fleet
-    if fleet.having(MemberStatus.KILLED):
+    if fleet.having(states.MemberStatus.KILLED):
         _wait_for_reaping(core)
         return
     if state.last_words is not None:
@@ -205,14 +192,14 @@ def decide(core: Core) -> None:
         history=_history(state, restore),
     )
     state.epoch = record.epoch
-    if isinstance(state.doing, WaitingSpare):
+    if isinstance(state.doing, states.WaitingSpare):
         state.recoveries.spend("wait", core.now)
     # A journal that cannot be written for a while is tried again until then.
-    state.doing = Deciding(core.now + 2 * settings.spare_timeout_seconds, record)
+    state.doing = states.Deciding(core.now + 2 * settings.spare_timeout_seconds, record)
     core.act(WriteRecord(record))
 
 
-def record_nodes(state: State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
+def record_nodes(state: states.State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
     """All live nodes as a record names them; who has no seat is a spare."""
     training = {seat.node for seat in seats.values()}
     return {
@@ -260,19 +247,19 @@ def _with_scheme(core: Core, reason: str) -> str:
 
 def _wait_for_reaping(core: Core) -> None:
     """Wait: whether a slot gets a new process in place is known only when the old one has ended."""
-    if not isinstance(core.state.doing, WaitingSpare):
-        core.state.doing = Closing(core.now + core.config.settings.gather_seconds)
+    if not isinstance(core.state.doing, states.WaitingSpare):
+        core.state.doing = states.Closing(core.now + core.config.settings.gather_seconds)
 
 
 def _wait_for_spare(core: Core, text: str) -> None:
     """Another node can help; ``text`` is told when the wait begins."""
-    if not isinstance(core.state.doing, WaitingSpare):
+    if not isinstance(core.state.doing, states.WaitingSpare):
         limit = core.config.settings.spare_timeout_seconds
-        core.state.doing = WaitingSpare(core.now + limit)
+        core.state.doing = states.WaitingSpare(core.now + limit)
         core.emit(Kind.WAITING_FOR_SPARE, text=text, limit_seconds=limit)
 
 
-def _history(state: State, restore: Restore) -> History:
+def _history(state: states.State, restore: Restore) -> History:
     """Return what the record of the next epoch, restored from ``restore``, says of the run so
     far."""
     recovery = state.recoveries.current
@@ -297,9 +284,9 @@ def journal_written(core: Core, event: ev.JournalWritten) -> None:
     """A record is durable: announce it, or decide again when it was overtaken."""
     state, epoch = core.state, event.epoch
     match state.doing:
-        case Deciding(pending=pending, redecide=None) if epoch == state.epoch:
+        case states.Deciding(pending=pending, redecide=None) if epoch == state.epoch:
             _announce(core, pending)
-        case Deciding(redecide=Failure() as failure) if epoch == state.epoch:
+        case states.Deciding(redecide=Failure() as failure) if epoch == state.epoch:
             state.recoveries.add_cause(failure)
             decide(core)
         case _:
@@ -308,7 +295,7 @@ def journal_written(core: Core, event: ev.JournalWritten) -> None:
 
 def journal_failed(core: Core, event: ev.JournalFailed) -> None:
     """A record cannot be made durable."""
-    if isinstance(core.state.doing, Deciding) and event.epoch == core.state.epoch:
+    if isinstance(core.state.doing, states.Deciding) and event.epoch == core.state.epoch:
         ending.cannot_decide(core, f"epoch {event.epoch} cannot be journalled: {event.text}")
 
 
@@ -331,7 +318,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
     else:
         memory.inherited = frozenset()
     memory.promised, memory.found = {}, {}
-    state.doing = Opening(core.now + opening_seconds(core, record))
+    state.doing = states.Opening(core.now + opening_seconds(core, record))
     state.record, state.seats, state.restarted = record, seats, False
     if fleet.drains.isdisjoint(seats.nodes):
         fleet.drains = frozenset()
@@ -357,7 +344,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
             continue
         if place[0] in leaving:  # it serves as a fresh spare from now on
             core.kill(place)
-        elif member.status in (MemberStatus.STARTING, MemberStatus.RUNNING):
+        elif member.status in (states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
             core.set_member(place, member.status)  # its time for building counts from here
 
 
@@ -382,7 +369,7 @@ def opening_seconds(core: Core, record: EpochRecord) -> float:
     settings, members = core.config.settings, core.state.fleet.members
     limit = settings.adopt_seconds + settings.rebuild_seconds + settings.restore_seconds
     seated = {(seat.node, seat.slot) for seat in record.seats.values()}
-    if any(members[p].status is not MemberStatus.WARM for p in seated if p in members):
+    if any(members[p].status is not states.MemberStatus.WARM for p in seated if p in members):
         limit += settings.start_seconds
     if record.restore.kind != "memory":  # index files, or a load, take what they take
         limit += settings.first_step_seconds
@@ -394,7 +381,7 @@ def restored(core: Core, event: ev.Restored) -> None:
     role, record, doing = core.player(event), core.state.record, core.state.doing
     if role is None or record is None:
         return
-    if record.restore.kind == "initial" and isinstance(doing, Entering):
+    if record.restore.kind == "initial" and isinstance(doing, states.Entering):
         if not _begins_alike(core, doing, event.generation, record):
             return
     elif event.generation != record.restore.generation:
@@ -403,12 +390,14 @@ def restored(core: Core, event: ev.Restored) -> None:
         failure = Failure(text, kind, signature, node=event.node)
         core.state.blame.suspect(failure, core.now, doubtful=True)
         return
-    if isinstance(doing, Entering):
+    if isinstance(doing, states.Entering):
         doing.restored.add(role)
         check_opened(core)
 
 
-def _begins_alike(core: Core, doing: Entering, found: Generation, record: EpochRecord) -> bool:
+def _begins_alike(
+    core: Core, doing: states.Entering, found: Generation, record: EpochRecord
+) -> bool:
     """Take what the roles of an initial start begin with: their program may have loaded a
     checkpoint of its own. Where they have not all loaded the same, the run ends."""
     begins = doing.begins or found
@@ -425,17 +414,17 @@ def _begins_alike(core: Core, doing: Entering, found: Generation, record: EpochR
 def check_opened(core: Core) -> None:
     """Run when every role has restored."""
     state, opening = core.state, core.state.doing
-    if not isinstance(opening, Opening) or len(opening.restored) < len(state.seats):
+    if not isinstance(opening, states.Opening) or len(opening.restored) < len(state.seats):
         return
     recovery, members = state.recoveries.current, state.fleet.members
     for place in state.seats.role_by_place:
-        core.set_member(place, MemberStatus.WARM)
-    state.doing = Running(opening.done, opening.pause)
+        core.set_member(place, states.MemberStatus.WARM)
+    state.doing = states.Running(opening.done, opening.pause)
     state.lineage.ever_ran = True
     state.recoveries.open(core.now)
     if state.record is not None and state.record.restore.kind == "initial":
         # The data is ready: they can begin.
-        for place in state.fleet.having(MemberStatus.STARTING, MemberStatus.RUNNING):
+        for place in state.fleet.having(states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
             core.set_member(place, members[place].status)
     core.emit(Kind.EPOCH_OPENED, phases=recovery.all_phases() if recovery else {})
     chosen_plan.tell_plan(core)
@@ -446,7 +435,9 @@ def check_done(core: Core) -> None:
     """End the run when every role has completed its last iteration; what the program could not save
     is saved for it."""
     match core.state.doing:
-        case Running(done=done) | Pausing(done=done) if len(done) >= core.config.world_size:
+        case states.Running(done=done) | states.Pausing(done=done) if (
+            len(done) >= core.config.world_size
+        ):
             early, unsaved = core.state.early, core.state.unsaved
             how = f"ended early at {early}" if early else "training is complete"
             if unsaved:
@@ -472,7 +463,7 @@ def step_reported(core: Core, event: ev.StepReported | ev.NotFinite) -> None:
     state.lineage.report(Generation(event.epoch, iteration))
     is_first = state.recoveries.current is not None
     is_new = iteration > state.record.restore.generation.iteration
-    if is_first and is_new and isinstance(state.doing, Running | Pausing):
+    if is_first and is_new and isinstance(state.doing, states.Running | states.Pausing):
         ending.end_recovery(core)
 
 

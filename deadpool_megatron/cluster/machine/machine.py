@@ -22,26 +22,10 @@ from deadpool_megatron.cluster.machine import (
     takeover,
 )
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import state as states
 from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.blame import Failure
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.state import (
-    Bootstrapping,
-    ChosenProtection,
-    Closing,
-    Config,
-    Deciding,
-    Dumping,
-    LeaveTaking,
-    LineageProgress,
-    MemberStatus,
-    Opening,
-    Pausing,
-    Running,
-    State,
-    TakingOver,
-    WaitingSpare,
-)
 from deadpool_megatron.layout.planner import is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Restore, Seat, SeatTable
 from deadpool_megatron.layout.schemes import first_plan
@@ -96,17 +80,17 @@ class Machine(Core):
     An input that raises leaves it half changed: it is of no use any more.
     """
 
-    def __init__(self, config: Config, now: float) -> None:
+    def __init__(self, config: states.Config, now: float) -> None:
         wished = {
             role: Seat(role // config.nproc, role % config.nproc, 0)
             for role in range(config.world_size)
         }
         saved = (config.start, *config.older) if config.start.kind != "initial" else ()
-        state = State(
-            Bootstrapping(now + config.settings.start_seconds),
+        state = states.State(
+            states.Bootstrapping(now + config.settings.start_seconds),
             SeatTable(wished),
-            lineage=LineageProgress(valid=saved),
-            protection=ChosenProtection(first_plan(config.settings)),
+            lineage=states.LineageProgress(valid=saved),
+            protection=states.ChosenProtection(first_plan(config.settings)),
         )
         super().__init__(config, state, now)
 
@@ -134,8 +118,10 @@ class Machine(Core):
             state.protection.told = last.protection
         else:
             # A plan that came with the record is reported (again): nobody knows if it was.
-            state.protection = ChosenProtection(last.protection, told=history.protection_told)
-        state.doing = TakingOver(self.now + takeover.patience_seconds(config))
+            state.protection = states.ChosenProtection(
+                last.protection, told=history.protection_told
+            )
+        state.doing = states.TakingOver(self.now + takeover.patience_seconds(config))
         state.seats, state.epoch, state.record = SeatTable(last.seats), last.epoch, last
         state.restarted, state.start = config.restarted, history.start
         fleet = state.fleet
@@ -166,7 +152,7 @@ class Machine(Core):
         self._dispatch(event)
         if isinstance(event, _GATHERS):
             bootstrap.check_gathered(self)
-        if isinstance(self.state.doing, Running) and not self.state.doing.has_begun:
+        if isinstance(self.state.doing, states.Running) and not self.state.doing.has_begun:
             pauses.begin(self, self.state.doing)
         if self.state.requests:
             requests.settle(self)
@@ -188,35 +174,37 @@ class Machine(Core):
             if waited := state.waiting_for():
                 self.log("warning", f"no longer waiting for {waited}")
             self._overdue(waited)
-        elif isinstance(state.doing, Bootstrapping | TakingOver):
+        elif isinstance(state.doing, states.Bootstrapping | states.TakingOver):
             bootstrap.check_gathered(self)
         membership.check_members(self)
 
     def _overdue(self, waited: str) -> None:
         state = self.state
         match state.doing:
-            case Bootstrapping() as bootstrapping:
+            case states.Bootstrapping() as bootstrapping:
                 bootstrap.bootstrapped_enough(self, bootstrapping, waited)
-            case TakingOver() as taking_over if state.record is not None:
+            case states.TakingOver() as taking_over if state.record is not None:
                 takeover.time_is_over(self, taking_over, state.record)
-            case Closing(looks=True):
+            case states.Closing(looks=True):
                 # What cannot be looked at may be there.
                 epoch.checkpoints_seen(self, ev.CheckpointsFound(frozenset()))
-            case Closing(awaited=awaited):
-                late = awaited | {place[0] for place in state.fleet.having(MemberStatus.KILLED)}
+            case states.Closing(awaited=awaited):
+                late = awaited | {
+                    place[0] for place in state.fleet.having(states.MemberStatus.KILLED)
+                }
                 for node in sorted(late):
                     membership.drop_node(
                         self, node, membership.silent(node, "did not close the epoch in time")
                     )
-            case WaitingSpare():
+            case states.WaitingSpare():
                 ending.dump(self)
-            case Deciding():
+            case states.Deciding():
                 ending.cannot_decide(self, f"waited too long for {waited}")
-            case Opening(restored=restored):
+            case states.Opening(restored=restored):
                 faults.not_restored(self, tuple(sorted(set(state.seats) - restored)))
-            case Pausing():
+            case states.Pausing():
                 pauses.check_paused(self, overdue=True)
-            case Dumping() as dumping:
+            case states.Dumping() as dumping:
                 ending.dump_overdue(self, dumping)
-            case LeaveTaking():
+            case states.LeaveTaking():
                 ending.check_ended(self, overdue=True)

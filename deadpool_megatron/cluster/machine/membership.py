@@ -20,7 +20,9 @@ from deadpool_megatron.cluster.failures import (
     same_text,
     signal_name,
 )
+from deadpool_megatron.cluster.machine import epoch
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import state as states
 from deadpool_megatron.cluster.machine.actions import DropNode, RecordQuarantined, RecordRemoved
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
@@ -30,27 +32,7 @@ from deadpool_megatron.cluster.machine.ending import (
     end_as_found,
     finish,
 )
-from deadpool_megatron.cluster.machine.epoch import (
-    can_spare,
-    check_closed,
-    close,
-    note_failure,
-    save_and_end,
-)
 from deadpool_megatron.cluster.machine.pauses import consider_pause
-from deadpool_megatron.cluster.machine.state import (
-    LAST_PHASES,
-    Closing,
-    Deciding,
-    Dumping,
-    LeaveTaking,
-    MemberState,
-    MemberStatus,
-    Phase,
-    State,
-    TakingOver,
-    WaitingSpare,
-)
 from deadpool_megatron.cluster.run_directory.directory import member_log_name
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import records, schemes
@@ -84,7 +66,7 @@ def lose_node(core: Core, node: int, failure: Failure, *, silent_seconds: float 
     """A connected node is gone for good, with everything on it."""
     state, fleet = core.state, core.state.fleet
     is_needed = _is_needed(state, node)
-    if isinstance(state.doing, Closing):
+    if isinstance(state.doing, states.Closing):
         state.doing.awaited.discard(node)
     _forget_memory(state, node)
     del fleet.nodes[node]
@@ -93,21 +75,21 @@ def lose_node(core: Core, node: int, failure: Failure, *, silent_seconds: float 
     fleet.drains -= {node}
     give_up(core, node, failure.cause, failure.kind)
     match state.doing:
-        case Dumping():
+        case states.Dumping():
             dump(core)
-        case LeaveTaking():
+        case states.LeaveTaking():
             check_ended(core)
-        case Closing() | WaitingSpare():
-            close(core, failure, silent_seconds=silent_seconds)
+        case states.Closing() | states.WaitingSpare():
+            epoch.close(core, failure, silent_seconds=silent_seconds)
         case _ if is_needed:
-            close(core, failure, silent_seconds=silent_seconds)
+            epoch.close(core, failure, silent_seconds=silent_seconds)
 
 
 def give_up(core: Core, node: int, cause: str, kind: FailureKind) -> None:
     """A node has no part in the run any more; none comes back under its number."""
     core.state.fleet.removed[node] = cause
     core.emit(Kind.NODE_LOST, node=node, cause=cause, kind=kind)
-    if core.state.record is not None and core.state.phase not in LAST_PHASES:
+    if core.state.record is not None and core.state.phase not in states.LAST_PHASES:
         core.act(RecordRemoved(node, cause))
 
 
@@ -125,12 +107,12 @@ def silent(node: int, what: str) -> Failure:
     return Failure(f"node {node} {what}", FailureKind.NODE_FROZEN, signature, node=node)
 
 
-def _is_needed(state: State, node: int) -> bool:
-    record = state.doing.pending if isinstance(state.doing, Deciding) else state.record
+def _is_needed(state: states.State, node: int) -> bool:
+    record = state.doing.pending if isinstance(state.doing, states.Deciding) else state.record
     return record is not None and matters(state, record, node)
 
 
-def matters(state: State, record: records.EpochRecord, node: int) -> bool:
+def matters(state: states.State, record: records.EpochRecord, node: int) -> bool:
     """Return whether the loss of ``node`` invalidates the record: a seat, a copy or parity block
     owed, or a source."""
     if any(seat.node == node for seat in record.seats.values()):
@@ -142,27 +124,27 @@ def matters(state: State, record: records.EpochRecord, node: int) -> bool:
 
         if any(node in group.holders for group in parity_groups(record)):
             return True
-    taken_over = state.is_restored or isinstance(state.doing, TakingOver)
+    taken_over = state.is_restored or isinstance(state.doing, states.TakingOver)
     if taken_over and len(state.memory.layouts) < len(record.seats):
         return node in record.nodes  # it is not known yet whose copies it owes
     return any(node in buddies for buddies in _buddies(state, record).values())
 
 
-def _buddies(state: State, record: records.EpochRecord) -> dict[int, Collection[int]]:
+def _buddies(state: states.State, record: records.EpochRecord) -> dict[int, Collection[int]]:
     """Return the nodes that owe a copy, by the role that it is of."""
     placement, layouts = CopyPlacement.of_record(record), state.memory.layouts
     peers = {role: layouts[role].peers if role in layouts else () for role in record.seats}
     return {role: placement.buddies(role, peers[role]) for role in record.seats}
 
 
-def exposed_roles(state: State) -> frozenset[int]:
+def exposed_roles(state: states.State) -> frozenset[int]:
     """Roles that have fewer copies than wanted: in the open epoch those of its record, after a loss
     also those that have lost one, until the recovery is over."""
     record, recovery = state.record, state.recoveries.current
     if record is None:
         return frozenset()
     found = record.fewer_copies
-    if recovery is None and state.phase in (Phase.RUNNING, Phase.PAUSING):
+    if recovery is None and state.phase in (states.Phase.RUNNING, states.Phase.PAUSING):
         return found
     for one in (record,) if recovery is None else (record, recovery.record):
         lost = one.nodes.keys() - state.fleet.nodes.keys()
@@ -191,12 +173,12 @@ def _sources(restore: records.Restore) -> Iterator[records.Source]:
                     yield from found
 
 
-def _forget_memory(state: State, node: int) -> None:
+def _forget_memory(state: states.State, node: int) -> None:
     """Forget what a lost node held, but for what it has on disk already."""
     lost = state.memory.held.get(node)  # it may be one that came after the close
     state.memory.drop_node(node)
     doing = state.doing
-    if not isinstance(doing, Dumping) or lost is None or node not in doing.finished:
+    if not isinstance(doing, states.Dumping) or lost is None or node not in doing.finished:
         return
     written = doing.chains | {doing.restore.generation}
     # Of extras only those of one boundary, which another try may not be for.
@@ -227,7 +209,7 @@ def put_aside(core: Core, node: int, why: str, kind: FailureKind) -> bool:
 def _has_better(core: Core, node: int) -> bool:
     """Return whether all roles of the node can go to a spare that was not put aside itself."""
     draining = core.state.fleet.draining
-    return node not in draining and can_spare(core, draining | {node})
+    return node not in draining and epoch.can_spare(core, draining | {node})
 
 
 def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = None) -> None:
@@ -266,7 +248,7 @@ def _crashed(core: Core, node: int, failure: Failure) -> None:
     only if a spare can take all its roles; else it stays in place. The node is not dropped: what
     its vault holds may be what the others restore from.
     """
-    if core.state.phase in LAST_PHASES or node not in core.state.fleet.nodes:
+    if core.state.phase in states.LAST_PHASES or node not in core.state.fleet.nodes:
         return
     known, settings = core.state.fleet.nodes[node], core.config.settings
     of_host = failure.kind in OF_THE_HOST
@@ -303,8 +285,10 @@ def hello(core: Core, event: ev.MemberHello) -> None:
     """The process runs."""
     place, members = (event.node, event.slot), core.state.fleet.members
     started = members[place]
-    if started.status is MemberStatus.STARTING:
-        members[place] = MemberState(started.incarnation, MemberStatus.RUNNING, started.since)
+    if started.status is states.MemberStatus.STARTING:
+        members[place] = states.MemberState(
+            started.incarnation, states.MemberStatus.RUNNING, started.since
+        )
         _tell(core, Kind.MEMBER_STARTED, event, pid=event.pid)
 
 
@@ -312,9 +296,9 @@ def warm(core: Core, event: ev.MemberWarm) -> None:
     """A member without a seat has built and is parked."""
     place = (event.node, event.slot)
     member = core.state.fleet.members[place]
-    if member.status not in (MemberStatus.STARTING, MemberStatus.RUNNING):
+    if member.status not in (states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
         return
-    core.set_member(place, MemberStatus.WARM)
+    core.set_member(place, states.MemberStatus.WARM)
     _tell(core, Kind.MEMBER_WARM, event, seconds=core.now - member.since)
     consider_pause(core)
 
@@ -336,7 +320,7 @@ def registered(core: Core, event: ev.MemberRegistered) -> None:
     if not is_same and state.record.restore.kind == "memory":
         core.kill((event.node, event.slot))
         cause = f"the process built for role {role} lays out its state in another way"
-        close(core, Failure(cause, FailureKind.PROCESS_CRASH, ("layout",), node=event.node))
+        epoch.close(core, Failure(cause, FailureKind.PROCESS_CRASH, ("layout",), node=event.node))
         return
     memory.layouts[role] = layout
 
@@ -357,7 +341,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     """The process has ended: close the epoch, end the run, or start the next one, as it ended."""
     state, place = core.state, (event.node, event.slot)
     status = state.fleet.members[place].status
-    ordered = status is MemberStatus.KILLED
+    ordered = status is states.MemberStatus.KILLED
     role = _role(core, event)
     how = f"exit {event.exit_code}" if event.signal is None else signal_name(event.signal)
     cause = f"{process_name(event.node, event.slot, event.incarnation)} ended: {how}"
@@ -369,14 +353,14 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     if not on_purpose:
         facts["kind"] = failure.kind
     _tell(core, Kind.MEMBER_LOST, event, role, cause=cause, **facts)
-    if state.phase in LAST_PHASES:
+    if state.phase in states.LAST_PHASES:
         return
     begins = not state.lineage.ever_ran and not state.survived
     if event.exit_code == ExitStatus.BAD_INPUT and begins:
         # The command itself says that its arguments cannot work: no other process will like them.
         end_as_found(core, LastWords(ExitStatus.BAD_INPUT, event.last_line or cause))
         return
-    is_first = status is MemberStatus.STARTING and event.incarnation == 0
+    is_first = status is states.MemberStatus.STARTING and event.incarnation == 0
     is_other = event.exit_code == ExitStatus.OTHER_PROGRAM
     cannot_begin = event.exit_code == ExitStatus.BAD_INPUT and is_first and state.lineage.ever_ran
     if cannot_begin or (is_other and not _is_needed(state, event.node)):
@@ -399,29 +383,29 @@ def lost(core: Core, event: ev.MemberLost) -> None:
         if event.exit_code in (0, ExitStatus.EXTRAS_OUTGROWN) and not on_purpose:
             # Any other process in its place would end like that as well.
             why = event.last_line or cause if event.exit_code else by_itself
-            save_and_end(core, LastWords(event.exit_code or 1, why, failure.kind))
+            epoch.save_and_end(core, LastWords(event.exit_code or 1, why, failure.kind))
         else:
-            close(core, failure)
+            epoch.close(core, failure)
         if not on_purpose and not device_is_lost:
             _crashed(core, event.node, failure)
     elif (
-        state.phase is Phase.BOOTSTRAPPING
+        state.phase is states.Phase.BOOTSTRAPPING
         and failure.exited
         and not device_is_lost
         and not state.survived
     ):
         slot_too = replace(failure, signature=(*failure.signature, str(place)))
-        note_failure(core, slot_too)
+        epoch.note_failure(core, slot_too)
         if state.last_words is not None:
             end_as_found(core, state.last_words)
-    if state.phase in LAST_PHASES:
+    if state.phase in states.LAST_PHASES:
         return
     if not device_is_lost:
         # A drained member is killed to serve as a fresh spare: that says nothing about its node.
         _restart(core, event, failure, counts=role is not None or not ordered)
-    if isinstance(state.doing, WaitingSpare) or _is_pending(core, event):
-        close(core, failure)
-    check_closed(core)
+    if isinstance(state.doing, states.WaitingSpare) or _is_pending(core, event):
+        epoch.close(core, failure)
+    epoch.check_closed(core)
 
 
 def _cannot_begin_without(core: Core, node: int) -> bool:
@@ -440,7 +424,7 @@ def _is_broken(event: ev.MemberLost) -> bool:
 def _is_pending(core: Core, event: ev.OfMember) -> bool:
     """Return whether a record that is being written has a seat for this slot."""
     match core.state.doing:
-        case Deciding(pending=pending):
+        case states.Deciding(pending=pending):
             seats = pending.seats.values()
             return any((seat.node, seat.slot) == (event.node, event.slot) for seat in seats)
     return False
@@ -484,22 +468,22 @@ def suspected(core: Core, event: ev.MemberSuspected) -> None:
     if (role is not None and core.state.heard_epoch is not None) or _is_pending(core, event):
         signature = ("suspected", str(role))
         failure = Failure(event.cause, FailureKind.MEMBER_FROZEN, signature, node=event.node)
-        close(core, failure, silent_seconds=event.silent_seconds)
+        epoch.close(core, failure, silent_seconds=event.silent_seconds)
 
 
 def check_members(core: Core) -> None:
     """Killed processes must be reaped, and spares must become warm, in their time."""
     settings, state, members = core.config.settings, core.state, core.state.fleet.members
-    if state.phase in LAST_PHASES:
+    if state.phase in states.LAST_PHASES:
         return  # no process is needed any more, what its node holds is
-    for place in state.fleet.having(MemberStatus.KILLED):
+    for place in state.fleet.having(states.MemberStatus.KILLED):
         if place in members and core.now - members[place].since > settings.close_seconds:
             drop_node(core, place[0], silent(place[0], "cannot end a killed process"))
     if state.open_epoch is None or state.record is None:
         return
-    if state.phase is Phase.OPENING and state.record.restore.kind == "initial":
+    if state.phase is states.Phase.OPENING and state.record.restore.kind == "initial":
         return  # spares wait until the data is ready
-    for place in state.fleet.having(MemberStatus.STARTING, MemberStatus.RUNNING):
+    for place in state.fleet.having(states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
         late = core.now - members[place].since > settings.start_seconds
         if late and place not in state.seats.role_by_place:
             core.kill(place)

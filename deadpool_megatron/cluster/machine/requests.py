@@ -13,17 +13,10 @@ from typing import Any
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb, kept
 from deadpool_megatron.cluster.machine import chosen_plan, ending
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import state as states
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.pauses import consider_pause, drain
-from deadpool_megatron.cluster.machine.state import (
-    LAST_PHASES,
-    LeaveTaking,
-    Pausing,
-    Phase,
-    State,
-    TakingOver,
-)
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_in_words
 
 STARTED_AGAIN = "all processes of the run were started again"
@@ -37,14 +30,14 @@ def found(core: Core, event: ev.RequestsFound) -> None:
     """
     again, doing = [], core.state.doing
     restarted = event.restarted and not core.state.survived
-    assumed = restarted and isinstance(doing, TakingOver) and not core.config.begins_anew
+    assumed = restarted and isinstance(doing, states.TakingOver) and not core.config.begins_anew
     for request in event.requests:
         if request.is_open and restarted and not assumed:
             request = request.at(Stage.REFUSED, STARTED_AGAIN)
         elif request.is_open:
             request = request.at(Stage.ASKED)
         again.append(request)
-    if assumed and isinstance(doing, TakingOver):
+    if assumed and isinstance(doing, states.TakingOver):
         doing.requests = frozenset(request.number for request in again if request.is_open)
     # A stop that could not wait for the journal was counted without them.
     highest = max((request.number for request in again), default=0)
@@ -87,17 +80,17 @@ def settle(core: Core) -> None:
 
 def _settle(core: Core, request: Request) -> None:
     doing = core.state.doing
-    is_known = core.state.phase is not Phase.BOOTSTRAPPING or core.state.record is None
-    if core.state.phase in (Phase.ENDING, Phase.ENDED):
+    is_known = core.state.phase is not states.Phase.BOOTSTRAPPING or core.state.record is None
+    if core.state.phase in (states.Phase.ENDING, states.Phase.ENDED):
         is_stop = request.verb is Verb.STOP
         if is_stop and request.stage is Stage.ASKED:
             ending.stop(core, _user_stop(request))
         unsaved = ""
-        if isinstance(doing, LeaveTaking) and request.what.get("dump"):
+        if isinstance(doing, states.LeaveTaking) and request.what.get("dump"):
             unsaved = doing.unsaved
         stage = (Stage.FAILED if unsaved else Stage.DONE) if is_stop else Stage.REFUSED
         _change(core, request.at(stage, unsaved or _ENDING))
-    elif isinstance(doing, TakingOver) and request.number in doing.requests:
+    elif isinstance(doing, states.TakingOver) and request.number in doing.requests:
         return
     elif is_known or (request.verb is Verb.STOP and not request.what["dump"]):
         # To stop at once it does not matter which agents are here.
@@ -118,15 +111,15 @@ def _change(core: Core, request: Request) -> None:
         core.log("warning" if is_bad else "info", text)
 
 
-def refusal(state: State, verb: Verb, what: Mapping[str, Any]) -> str:
+def refusal(state: states.State, verb: Verb, what: Mapping[str, Any]) -> str:
     """Return why a request cannot be taken, found out before it is journalled; empty if it can."""
-    if state.phase in (Phase.ENDING, Phase.ENDED) and verb is not Verb.STOP:
+    if state.phase in (states.Phase.ENDING, states.Phase.ENDED) and verb is not Verb.STOP:
         return _ENDING
-    is_back = state.phase is not Phase.BOOTSTRAPPING or state.record is None
+    is_back = state.phase is not states.Phase.BOOTSTRAPPING or state.record is None
     return not_connected(state, what["node"]) if verb is Verb.DRAIN and is_back else ""
 
 
-def not_connected(state: State, node: int) -> str:
+def not_connected(state: states.State, node: int) -> str:
     """Return that a node is not, in words; empty if it is."""
     if node in state.fleet.nodes:
         return ""
@@ -137,7 +130,7 @@ def not_connected(state: State, node: int) -> str:
 def _drain(core: Core, request: Request) -> Request:
     node, state = int(request.what["node"]), core.state
     fleet = state.fleet
-    if state.phase in LAST_PHASES:
+    if state.phase in states.LAST_PHASES:
         return request.at(Stage.REFUSED, _ENDING)
     if node not in fleet.nodes:
         why = fleet.removed.get(node, "is not connected")
@@ -146,13 +139,15 @@ def _drain(core: Core, request: Request) -> Request:
         )
     if node not in state.seats.nodes:
         # Who has asked may end the node, and the coordinator with it: the move is over first.
-        if state.phase is not Phase.RUNNING or state.recoveries.current is not None:
+        if state.phase is not states.Phase.RUNNING or state.recoveries.current is not None:
             return request
         fleet.deprioritized |= {node}
         return request.at(Stage.DONE, f"node {node} has no role")
     if node not in fleet.drains and node not in fleet.draining:
         drain(core, node)
-    paused = state.doing.order.leaving if isinstance(state.doing, Pausing) else frozenset[int]()
+    paused = (
+        state.doing.order.leaving if isinstance(state.doing, states.Pausing) else frozenset[int]()
+    )
     if node in fleet.draining | paused:
         return request.at(Stage.UNDER_WAY, "its roles move")
     barred = sorted((fleet.distrusted | fleet.quarantined) & fleet.nodes.keys() - {node})
@@ -162,10 +157,10 @@ def _drain(core: Core, request: Request) -> Request:
 
 def _protect(core: Core, request: Request) -> Request:
     plan, state = ProtectionPlan.from_dict(request.what["plan"]), core.state
-    if state.phase in LAST_PHASES:
+    if state.phase in states.LAST_PHASES:
         return request.at(Stage.REFUSED, _ENDING)
     if state.record is not None and state.record.protection == plan == state.protection.plan:
-        return request.at(Stage.DONE) if state.phase is Phase.RUNNING else request
+        return request.at(Stage.DONE) if state.phase is states.Phase.RUNNING else request
     if request.stage is Stage.ASKED:
         why = chosen_plan.take_request(core, ev.ProtectionRequested(plan, chosen_plan.ASKED_FOR))
         if why:
@@ -183,11 +178,11 @@ def _persist(core: Core, request: Request) -> Request:
     state = core.state
     if request.stage is Stage.UNDER_WAY:
         return request  # one that is being published is not called back: its course answers
-    if state.phase in LAST_PHASES or state.last_words is not None:
+    if state.phase in states.LAST_PHASES or state.last_words is not None:
         return request.at(Stage.REFUSED, _ENDING)
     others = (one for one in state.requests if one.verb is Verb.PERSIST)
     is_busy = any(one.stage is Stage.UNDER_WAY for one in others)
-    if state.phase is Phase.RUNNING and not is_busy:
+    if state.phase is states.Phase.RUNNING and not is_busy:
         core.act(BeginExport(request.number, str(request.what["directory"])))
         return request.at(Stage.UNDER_WAY)
     return request
