@@ -28,14 +28,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from deadpool_megatron import observe
-from deadpool_megatron.cli.common import (
-    Asker,
-    CommandError,
-    add_run_directory,
-    facts,
-    listen_address,
-    shown_host,
-)
+from deadpool_megatron.cli import common
 from deadpool_megatron.cli.http_server import LimitedServer
 from deadpool_megatron.cli.run_result import failure_to_dict
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -72,7 +65,7 @@ _HEADERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    add_run_directory(parser)
+    common.add_run_directory(parser)
     parser.add_argument(
         "--listen",
         default="127.0.0.1:0",
@@ -86,7 +79,7 @@ class WatchedPage:
     second however many people look. What is for the eye alone (colours, places) is there.
     """
 
-    def __init__(self, run_id: str, run: Path, asker: Asker, tail: EventTail) -> None:
+    def __init__(self, run_id: str, run: Path, asker: common.Asker, tail: EventTail) -> None:
         self._run_id, self._run, self._asker, self._tail = run_id, run, asker, tail
         self.story = Story()
         self._narrator = Narrator(self.story)
@@ -174,7 +167,7 @@ def _seen(seen: View) -> dict[str, Any]:
     told = list[tuple[str, str]]()
     if status is not None:
         epoch = f"{status['epoch']} (each change of the nodes makes a new one)"
-        told = [*facts(seen, status), ("epoch", epoch)]
+        told = [*common.facts(seen, status), ("epoch", epoch)]
         if seen.exposed is not None:  # else all are still to come
             uses = [status["nodes"][str(node)]["use"] for node in status["spares"]]
             banner["spares"] = uses.count(NodeUse.SPARE), story.wanted[1]
@@ -186,8 +179,8 @@ def _drawn(seen: View) -> dict[str, Any]:
     coordinator has not heard of them yet, or is away."""
     story, status = seen.story, seen.status
     here = {node: host for node, host in story.hosts.items() if node not in story.lost_nodes}
-    facts = {"use": "", "spare": True, "restarts": 0, "vault": dict[str, Any]()}
-    nodes = {str(node): {**facts, "host": host} for node, host in here.items()}
+    unknown = {"use": "", "spare": True, "restarts": 0, "vault": dict[str, Any]()}
+    nodes = {str(node): {**unknown, "host": host} for node, host in here.items()}
     if status is None:
         return {"roles": {}, "nodes": nodes, "fewer_copies": [], "troubles": []}
     away = [(node, "not back yet") for node in nodes if node not in status["nodes"]]
@@ -257,17 +250,17 @@ def make_server(watched: WatchedPage, host: str, port: int, token: str) -> Limit
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``deadpool serve``. Raises CommandError."""
-    host, port = listen_address(args.listen, least_port=0)
+    host, port = common.listen_address(args.listen, least_port=0)
     run, token = RunDirectory(args.run_dir), secrets.token_urlsafe(16)
     run_id = run.read_run(only_to_show=True).run_id
     name = f"{run_id}, {socket.gethostname()}:{run.path}"
-    watched = WatchedPage(name, run.path, Asker(run), EventTail(run.events))
+    watched = WatchedPage(name, run.path, common.Asker(run), EventTail(run.events))
     try:
         server = make_server(watched, host, port, token)
     except OSError as error:
-        raise CommandError(f"--listen {args.listen}: {error.strerror or error}") from error
+        raise common.CommandError(f"--listen {args.listen}: {error.strerror or error}") from error
     seen = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    print(f"http://{shown_host(seen)}:{server.server_port}/?token={token}", flush=True)
+    print(f"http://{common.shown_host(seen)}:{server.server_port}/?token={token}", flush=True)
     if not host.startswith("127.") and host not in ("::1", "localhost"):
         text = "the page and its token cross the network in the clear; a tunnel (--help) hides them"
         print(f"deadpool serve: {text}", file=sys.stderr, flush=True)

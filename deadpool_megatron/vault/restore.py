@@ -31,20 +31,13 @@ from deadpool_megatron.layout.records import (
     extras_part,
 )
 from deadpool_megatron.layout.replaying import key
-from deadpool_megatron.vault import room
+from deadpool_megatron.vault import room, transport
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.sources import dumped_shelf, node_of, slots_of
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError, is_shortage
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
-from deadpool_megatron.vault.transport import (
-    UNREACHABLE,
-    Channel,
-    ask_elsewhere,
-    ask_part,
-    receive_part,
-)
 
 if TYPE_CHECKING:
     from deadpool_megatron.vault.schemes.parity_decode import Decoder
@@ -79,7 +72,7 @@ class Restorer:
         self._record = record
         self._role = role
         self._seat = record.seats[role]
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, transport.Channel] = {}
         self._silent: set[int] = set()
         # By generation: bytes and checksum, as the role had them, of parts that its peers hold.
         self._vouched = defaultdict[Generation, dict[str, tuple[int, int]]](dict)
@@ -102,7 +95,7 @@ class Restorer:
                 layout = channel.receive()["layout"]
                 if layout is not None:
                     return RoleLayout.from_dict(layout)
-            except (_Hopeless, *UNREACHABLE) as error:
+            except (_Hopeless, *transport.UNREACHABLE) as error:
                 log.info("describe role %d by node %d: %s", self._role, node, error)
                 self._forget(node)
         return None
@@ -178,7 +171,7 @@ class Restorer:
                     sources.remove(source)
                     if source in wanted.sources:
                         tried.append((source.node, source.role, str(error)))
-                except UNREACHABLE as error:
+                except transport.UNREACHABLE as error:
                     self._forget(source.node)
                     self._silent.add(source.node)
                     if time.monotonic() > deadline:
@@ -241,9 +234,9 @@ class Restorer:
         generation, name = wanted.generation, wanted.name
         channel = self._channel(source.node)
         if name == self._extras:
-            self._vouched[generation] |= ask_elsewhere(channel, source, generation)
+            self._vouched[generation] |= transport.ask_elsewhere(channel, source, generation)
         try:
-            nbytes, expected = ask_part(channel, epoch, source, generation, name)
+            nbytes, expected = transport.ask_part(channel, epoch, source, generation, name)
         except Refused as refused:
             raise _Hopeless(str(refused)) from refused
         # Memory is taken for what is on its way, not for what a source may turn out to lack.
@@ -258,7 +251,7 @@ class Restorer:
                 state.reports.corruption(self._role, generation, name, where, vouched[1], expected)
                 raise _Hopeless("not the bytes that the role had")
             state.open_part(segment, slot, name, epoch)
-            found = receive_part(channel, segment, slot, name, nbytes)
+            found = transport.receive_part(channel, segment, slot, name, nbytes)
             if found != expected:
                 where = f"from node {source.node}"
                 state.reports.corruption(self._role, generation, name, where, expected, found)
@@ -355,7 +348,7 @@ class Restorer:
         finally:
             self._state.release(segment, slot)
 
-    def _channel(self, node: int) -> Channel:
+    def _channel(self, node: int) -> transport.Channel:
         if node not in self._channels:
             try:
                 self._channels[node] = self._state.dial(node)

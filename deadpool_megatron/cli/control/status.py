@@ -8,13 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.cli.common import (
-    CommandError,
-    RunNotReachable,
-    add_run_directory,
-    ask,
-    facts,
-)
+from deadpool_megatron.cli import common
 from deadpool_megatron.cli.control.asking import final_line
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.run_result import failure_to_dict, read_recent
@@ -41,7 +35,7 @@ _SHOWN_GROUPS = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    add_run_directory(parser)
+    common.add_run_directory(parser)
     parser.add_argument("--all", action="store_true", help="also show every role and node")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -58,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
     if args.verdict:
         directory.read_run()
         if not directory.final.exists():
-            raise CommandError(
+            raise common.CommandError(
                 f"the run in {directory.path} has no verdict: it is not over, or was cut short"
             )
         print(final_line(directory))
         return int(directory.read_final()["exit_status"])
     try:
-        status, final = ask(directory, {"command": "status"})["status"], None
-    except RunNotReachable:
+        status, final = common.ask(directory, {"command": "status"})["status"], None
+    except common.RunNotReachable:
         if not directory.final.exists():
             raise
         status, final = None, directory.read_final()
@@ -77,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         lines = _lines(directory, seen, every=args.all)
     except DAMAGE as error:
-        raise CommandError(
+        raise common.CommandError(
             f"the coordinator is of another version of deadpool, and its status has another form"
             f" ({error!r}): use that one, or --json"
         ) from error
@@ -124,7 +118,7 @@ def _lines(run: RunDirectory, seen: View, *, every: bool) -> list[Line]:
         f"  {count(len(status['roles']), 'role')} on {count(len(status['nodes']), 'node')};"
         f" spares: {status['spares'] or 'none'}{drained and f' (drained, used last: {drained})'};"
         f" failures survived: {story.survived}",
-        *(f"  {name}: {text}" for name, text in facts(seen, status)),
+        *(f"  {name}: {text}" for name, text in common.facts(seen, status)),
     ]
     troubles = [f"  node {node}: {why}" for node, why in node_troubles(status)]
     for role, known in status["roles"].items() if every else ():

@@ -31,14 +31,7 @@ from deadpool_megatron.cluster.process.children import ProcessEnd
 from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.process.logs import last_line, tail
 from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunDirectoryError,
-    RunInfo,
-    is_there,
-    read_valid,
-    slots_are_kept,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.preflight.host import VISIBLE, share_of
 from deadpool_megatron.wire import auth
 
@@ -61,8 +54,8 @@ class Launcher:
     start with. ``gpus``: what they share out; none leaves all of them with what this process sees.
     """
 
-    directory: RunDirectory
-    info: RunInfo
+    directory: run_files.RunDirectory
+    info: run_files.RunInfo
     modules: tuple[str, ...]
     refills: int
     say: Callable[[str], None]
@@ -249,7 +242,7 @@ class Launcher:
         until = time.monotonic() - _TOGETHER_SECONDS
         for node in [n for n, at in self._fallen.items() if self._agents and at < until]:
             del self._fallen[node]
-            self._clean(node, keep_slots=slots_are_kept(self.directory))
+            self._clean(node, keep_slots=run_files.slots_are_kept(self.directory))
         if not (ended or self._unfilled) or self.directory.has_final() or self._stop_deadline:
             return
         codes = [os.waitstatus_to_exitcode(status) for status in ended.values()]
@@ -289,7 +282,9 @@ class Launcher:
         if self._newest_epoch() != 0:
             self.trouble = "no node is left"
             with contextlib.suppress(OSError, ValueError):
-                for newest in filter(is_there, read_valid(self.directory.latest)[:1]):
+                for newest in filter(
+                    run_files.is_there, run_files.read_valid(self.directory.latest)[:1]
+                ):
                     self.trouble += f"; the newest checkpoint is {newest.path}"
             return
         line = self._words_of(min(self.numbers))
@@ -320,7 +315,7 @@ class Launcher:
             return self._status
         try:
             final = self.directory.read_final()
-        except RunDirectoryError:
+        except run_files.RunDirectoryError:
             return ExitStatus.STOPPED if self._signals else ExitStatus.FAILED
         self.look()
         return int(final["exit_status"])
@@ -386,7 +381,7 @@ class Launcher:
         then only starting it has failed, perhaps not for the first time. Told to remove it before
         it has decided anything, it leaves what was there before it."""
         if self.directory.has_final():
-            return slots_are_kept(self.directory)
+            return run_files.slots_are_kept(self.directory)
         epoch = self._newest_epoch()
         if self._discards:
             return epoch is not None and 0 < epoch <= self.info.ended_epoch

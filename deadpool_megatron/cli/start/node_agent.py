@@ -30,16 +30,9 @@ from deadpool_megatron import arguments, ownership
 from deadpool_megatron.cli import common
 from deadpool_megatron.cli.prepare import check
 from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment, step_size
-from deadpool_megatron.cli.start import checks, scripts
+from deadpool_megatron.cli.start import checks, resuming, scripts
 from deadpool_megatron.cli.start.deriving import settled
 from deadpool_megatron.cli.start.restarting import nodes_with_slots, other_slots
-from deadpool_megatron.cli.start.resuming import (
-    Others,
-    bring_frozen_weights,
-    bring_notes,
-    resume_point,
-    write_what_is_left,
-)
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD, preload_modules, waits_for_forks
 from deadpool_megatron.cli.start.serving import serve
 from deadpool_megatron.cluster.agent.options import NO_NUMBER, AgentOptions
@@ -186,7 +179,7 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
         else:
             _create_run(run, args)
     elif args.resume is not None:
-        write_what_is_left(RunDirectory(args.resume))
+        resuming.write_what_is_left(RunDirectory(args.resume))
     info = _run_of(run, args)
     run.run_id = info.run_id
     if args.attach and info.directory:  # files of the command are named as seen from there
@@ -301,14 +294,14 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     if args.resume is not None:
         # Spares, too: they have nothing to write and are the first that have looked.
         agents = args.nodes + args.spares
-        others = Others(run, agents, args.node_id, settings.connect_seconds)
-        restore = resume_point(RunDirectory(args.resume), args, others)
+        others = resuming.Others(run, agents, args.node_id, settings.connect_seconds)
+        restore = resuming.resume_point(RunDirectory(args.resume), args, others)
     info = replace(common.make_info(args, settings, restore), check_only=args.check_only)
     checks.check_sizes(info)
     checks.read_domains(settings)
     run.make()
-    bring_frozen_weights(args.resume, run, info.restore)
-    bring_notes(args.resume, run)
+    resuming.bring_frozen_weights(args.resume, run, info.restore)
+    resuming.bring_notes(args.resume, run)
     auth.create_secret(run.path)  # before run.json, which says that everything is there
     run.create(info)
 

@@ -29,16 +29,8 @@ from torch import Tensor
 
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.audit import shipping
+from deadpool_megatron.hooks.audit import verdict as verdicts
 from deadpool_megatron.hooks.audit.passes import PassAudit, why_not_compared
-from deadpool_megatron.hooks.audit.verdict import (
-    Auditor,
-    Sums,
-    alone,
-    judge_computed,
-    judge_equals,
-    judge_repeated,
-    judge_update,
-)
 from deadpool_megatron.hooks.capture import update_replay
 from deadpool_megatron.hooks.capture.optimizer import (
     UnsupportedOptimizer,
@@ -83,7 +75,7 @@ def audit_number(iteration: int, interval: int, every: int) -> int:
     return iteration // max(interval, every)
 
 
-class Audit(Auditor):
+class Audit(verdicts.Auditor):
     """Of one role in one process.
 
     ``shards``: the part of each inner optimizer. Raises UnsupportedOptimizer where no peer can
@@ -182,7 +174,9 @@ class Audit(Auditor):
             self._damage("audit.weight", held)
             found = gathered(fingerprint(held, current_device()), peers)
             what = "expert weights" if is_expert else "weights"
-            self._stop_if_wrong(judge_equals({r: _sums(one) for r, one in found.items()}, what))
+            self._stop_if_wrong(
+                verdicts.judge_equals({r: _sums(one) for r, one in found.items()}, what)
+            )
 
     def _compute_alike(self, index: int, audited: int, peers: dist.ProcessGroup) -> Tensor:
         """As :meth:`_compute`. Where no majority tells who is wrong, all compute it once more, and
@@ -190,15 +184,15 @@ class Audit(Auditor):
         sums = self._compute(index, audited, peers)
         known, first = self._gather_computed(sums, peers)
         what = f"the update of role {audited}"
-        verdict = judge_computed(first, known, what)
+        verdict = verdicts.judge_computed(first, known, what)
         if verdict is not None and not verdict.is_certain:
             _, second = self._gather_computed(self._compute(index, audited, peers), peers)
-            self._stop_if_wrong(judge_repeated(first, second, what))
+            self._stop_if_wrong(verdicts.judge_repeated(first, second, what))
         return sums
 
     def _gather_computed(
         self, sums: Tensor, peers: dist.ProcessGroup
-    ) -> tuple[dict[int, int], dict[int, Sums]]:
+    ) -> tuple[dict[int, int], dict[int, verdicts.Sums]]:
         """By role: its hardware, and its sums."""
         own = torch.tensor([self._hardware], dtype=torch.int64, device=sums.device)
         found = gathered(torch.cat([own, sums.flatten()]), peers)
@@ -249,10 +243,10 @@ class Audit(Auditor):
         again = {role: both[: used.numel()] for role, both in found.items()}
         what = f"the update of role {audited}"
         if len(set(known.values())) > 1:
-            self._say_who_is_alone(alone(known), "updates", min(found))
+            self._say_who_is_alone(verdicts.alone(known), "updates", min(found))
         used_sums = found[audited][used.numel() :]
-        self._stop_if_wrong(judge_update(audited, used_sums, again, known, what))
+        self._stop_if_wrong(verdicts.judge_update(audited, used_sums, again, known, what))
 
 
-def _sums(values: Tensor) -> Sums:
+def _sums(values: Tensor) -> verdicts.Sums:
     return tuple(int(value) for value in values.reshape(-1))

@@ -30,17 +30,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, rerun_state_machine
 from torch import Tensor
 
+from deadpool_megatron.hooks.audit import verdict as verdicts
 from deadpool_megatron.hooks.audit.shipping import broadcast_bytes
-from deadpool_megatron.hooks.audit.verdict import (
-    Accusation,
-    Auditor,
-    Pass,
-    alone,
-    comparable,
-    judge_passes,
-    judge_repeated_passes,
-    unrepeatable,
-)
 from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.loop import ForwardBackward, ProtectedLoop, model_config, trains_in_fp8
@@ -71,7 +62,7 @@ def why_not_compared(loop: ProtectedLoop) -> str:
     return ""
 
 
-class PassAudit(Auditor):
+class PassAudit(verdicts.Auditor):
     """Of one role in one process."""
 
     #: spent on the audit of this iteration
@@ -216,7 +207,9 @@ class PassAudit(Auditor):
         finally:
             config.update(kept)
 
-    def _gather(self, sums: Tensor, *, repeated: bool) -> tuple[dict[int, Pass], dict[int, bool]]:
+    def _gather(
+        self, sums: Tensor, *, repeated: bool
+    ) -> tuple[dict[int, verdicts.Pass], dict[int, bool]]:
         """The passes of all chunks of all roles (each a number, see :meth:`_roles`), and whether
         they were repeated to the same bytes."""
         own = [
@@ -231,11 +224,11 @@ class PassAudit(Auditor):
         dist.all_gather(rows, row)
         found = torch.stack(rows).cpu().tolist()
         chunks, ranks = len(sums), 1 + max(one[1] for one in found)
-        passes: dict[int, Pass] = {}
+        passes: dict[int, verdicts.Pass] = {}
         for role, (replica, rank, peer, _, kind, *values) in enumerate(found):
             for chunk in range(chunks):
                 at = 6 * chunk
-                passes[role * chunks + chunk] = Pass(
+                passes[role * chunks + chunk] = verdicts.Pass(
                     replica,
                     chunk * ranks + rank,
                     peer * chunks + chunk,
@@ -252,15 +245,17 @@ class PassAudit(Auditor):
 
     def _judge(
         self,
-        passes: Mapping[int, Pass],
+        passes: Mapping[int, verdicts.Pass],
         repeated: Mapping[int, bool],
         once_more: Callable[[], Tensor] | None,
-    ) -> Accusation | None:
+    ) -> verdicts.Accusation | None:
         """Return where no majority tells who is wrong, all compute it ``once_more``, and who does
         not come to the same is: a fault that comes and goes shows so. It is None, for all roles
         alike, where that was done already."""
-        keys = comparable(passes)
-        odd = unrepeatable({number: (keys[number], same) for number, same in repeated.items()})
+        keys = verdicts.comparable(passes)
+        odd = verdicts.unrepeatable(
+            {number: (keys[number], same) for number, same in repeated.items()}
+        )
         if odd:
             self._give_up(
                 f"the same pass gives other bytes each time, of roles {self._roles(odd)} (try"
@@ -269,11 +264,11 @@ class PassAudit(Auditor):
             return None
         self._is_repeatable = True
         if len({one.hardware for one in passes.values()}) > 1:
-            self._say_who_is_alone(self._roles(alone(keys)), "the passes")
-        verdict = judge_passes(passes)
+            self._say_who_is_alone(self._roles(verdicts.alone(keys)), "the passes")
+        verdict = verdicts.judge_passes(passes)
         if verdict is not None and not verdict.is_certain and once_more is not None:
             again, _ = self._gather(once_more(), repeated=True)
-            verdict = judge_repeated_passes(passes, again) or verdict
+            verdict = verdicts.judge_repeated_passes(passes, again) or verdict
         return verdict and replace(verdict, roles=tuple(self._roles(verdict.roles)))
 
     def _give_up(self, why: str) -> None:

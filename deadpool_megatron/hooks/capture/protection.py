@@ -52,13 +52,7 @@ from torch import Tensor
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout, extras_part, is_due
-from deadpool_megatron.platform.devices import (
-    CopyFailedError,
-    CopyHandle,
-    PinnedSlots,
-    Platform,
-    host_range,
-)
+from deadpool_megatron.platform import devices
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.errors import Frozen, Interrupted, VaultError
@@ -101,7 +95,7 @@ class SlotViews:
         buffer = writer.part(part.name)
         if not part.nbytes:  # memory without bytes has no address
             return part.views(buffer)
-        place = part.name, host_range(buffer)[0]
+        place = part.name, devices.host_range(buffer)[0]
         if place not in self._known:
             self._known[place] = part.views(buffer)
         return self._known[place]
@@ -134,13 +128,13 @@ class UpdateCapture:
         writer: SlotWriter,
         generation: Generation,
         previous: Generation | None,
-        shard_copies: list[CopyHandle],
+        shard_copies: list[devices.CopyHandle],
         await_it: Await,
-    ) -> tuple[dict[str, int], list[CopyHandle]]:
+    ) -> tuple[dict[str, int], list[devices.CopyHandle]]:
         """The iteration is over: part -> bytes of it in its slot, and copies under way."""
         return {}, []
 
-    def running(self) -> list[CopyHandle]:
+    def running(self) -> list[devices.CopyHandle]:
         """Copies of an interrupted update; forgotten hereby."""
         return []
 
@@ -161,7 +155,7 @@ class _Job:
     """A slot whose bytes are on their way."""
 
     writer: SlotWriter
-    copies: tuple[CopyHandle, ...]
+    copies: tuple[devices.CopyHandle, ...]
     extras: bytes
     boundary: str
     other_sizes: Mapping[str, int]
@@ -178,14 +172,14 @@ class Protection:
     def __init__(
         self,
         vault: VaultClient,
-        platform: Platform,
+        platform: devices.Platform,
         settings: Settings,
         parts: list[Part],
         layout: RoleLayout,
         interrupt_fd: int,
         closed_epoch: Callable[[], int],
         report_wait: Callable[[Generation, float, bool], None],
-        pinned: PinnedSlots,
+        pinned: devices.PinnedSlots,
         updates: UpdateCapture | None = None,
     ) -> None:
         self.layout = layout
@@ -205,7 +199,7 @@ class Protection:
         self._previous: Generation | None = None
         self._writer: SlotWriter | None = None
         self._views = SlotViews()
-        self._copies: dict[int, CopyHandle] = {}
+        self._copies: dict[int, devices.CopyHandle] = {}
         # Newest last: (generation, boundary) that the gate may have to see committed.
         self._pending: deque[tuple[Generation, str]] = deque(maxlen=settings.max_lag + 1)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -400,7 +394,7 @@ class Protection:
         for copy in [*self._copies.values(), *self._updates.running()]:
             try:
                 done = copy.wait(max(0.0, limit - time.monotonic())) and done
-            except CopyFailedError:
+            except devices.CopyFailedError:
                 done = False
         self._copies = {}
         if self._writer is not None:

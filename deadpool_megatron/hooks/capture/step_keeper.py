@@ -42,13 +42,7 @@ from deadpool_megatron.hooks.capture.update_replay import (
     replay,
     used_values,
 )
-from deadpool_megatron.layout.records import (
-    SUMS_PART,
-    UPDATE_PART,
-    Generation,
-    PartInfo,
-    gradients_part,
-)
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.replaying import from_key, key, step_parts, unpack_sums
 from deadpool_megatron.platform.devices import CopyHandle, Platform
 from deadpool_megatron.state import extras as codec
@@ -76,7 +70,7 @@ class StepKeeper(UpdateCapture):
         self._inner = inner_optimizers(optimizer)
         self._shards = shard.parts
         self.gradients = [
-            Part(gradients_part(part.name), parameters_of(inner), part.replicas)
+            Part(records.gradients_part(part.name), parameters_of(inner), part.replicas)
             for inner, part in zip(self._inner, shard.parts, strict=True)
         ]
         values = codec.encode({"inner": [used_values(inner) for inner in self._inner]})
@@ -95,10 +89,10 @@ class StepKeeper(UpdateCapture):
         # They keep the mapping of the segment, so no other memory can get its address.
         self._views = SlotViews()
 
-    def layout_parts(self, role: int) -> list[PartInfo]:
+    def layout_parts(self, role: int) -> list[records.PartInfo]:
         """The parts that a slot needs for steps."""
         infos = {
-            shard.name: PartInfo(part.name, part.nbytes, part.replicas)
+            shard.name: records.PartInfo(part.name, part.nbytes, part.replicas)
             for shard, part in zip(self._shards, self.gradients, strict=True)
         }
         return step_parts(infos, self._capacity, role)
@@ -143,8 +137,8 @@ class StepKeeper(UpdateCapture):
     def finish(
         self,
         writer: SlotWriter,
-        generation: Generation,
-        previous: Generation | None,
+        generation: records.Generation,
+        previous: records.Generation | None,
         shard_copies: list[CopyHandle],
         await_it: Await,
     ) -> tuple[dict[str, int], list[CopyHandle]]:
@@ -154,7 +148,7 @@ class StepKeeper(UpdateCapture):
         self._reading = list(copies)
         has_step, self._is_one_update = self._is_one_update and self.keeps(), True
         sizes = dict.fromkeys((part.name for part in self.gradients), 0)
-        sizes[UPDATE_PART] = 0
+        sizes[records.UPDATE_PART] = 0
         if not has_step or previous is None or previous.iteration != generation.iteration - 1:
             return sizes, copies
         before = self._state_before(previous) if self._matched is None and updates else None
@@ -168,8 +162,8 @@ class StepKeeper(UpdateCapture):
         payload = codec.encode({"inner": [one and one.to_dict() for one in found]})
         if len(payload) > self._capacity:
             return sizes, copies
-        writer.part(UPDATE_PART)[: len(payload)] = payload
-        sizes[UPDATE_PART] = len(payload)
+        writer.part(records.UPDATE_PART)[: len(payload)] = payload
+        sizes[records.UPDATE_PART] = len(payload)
         for index in updates:
             part = self.gradients[index]
             sizes[part.name] = part.nbytes
@@ -186,13 +180,13 @@ class StepKeeper(UpdateCapture):
         self,
         missing: Sequence[Part],
         restored: RestoredParts,
-        generation: Generation,
+        generation: records.Generation,
         protection: Protection,
     ) -> Mapping[str, Any]:
         """From the newest generation before that is held whole; see the module text."""
         started = time.monotonic()
         steps = self._replay(missing, restored, protection)
-        sums = unpack_sums(restored.part(key(generation, SUMS_PART)))
+        sums = unpack_sums(restored.part(key(generation, records.SUMS_PART)))
         names = [part.name for part in missing]
         if not set(names) <= sums.keys():
             raise ReplayRefused(f"the checksums of {generation} do not name {', '.join(names)}")
@@ -211,11 +205,11 @@ class StepKeeper(UpdateCapture):
         """Load the base, replay what was not skipped; returns the number of steps."""
         kept = [place for name in restored.names if (place := from_key(name)) is not None]
         (base,) = {generation for generation, name in kept if name == missing[0].name}
-        steps = sorted({generation for generation, name in kept if name == UPDATE_PART})
+        steps = sorted({generation for generation, name in kept if name == records.UPDATE_PART})
         protection.load((part, restored.part(key(base, part.name))) for part in missing)
         names = {part.name for part in missing}
         for step in steps:
-            used = codec.decode(restored.part(key(step, UPDATE_PART)))["inner"]
+            used = codec.decode(restored.part(key(step, records.UPDATE_PART)))["inner"]
             for update, inner, shard, gradients in zip(
                 used, self._inner, self._shards, self.gradients, strict=True
             ):
@@ -225,7 +219,7 @@ class StepKeeper(UpdateCapture):
                 replay(inner, InnerUpdate.from_dict(update), held)
         return len(steps)
 
-    def _state_before(self, previous: Generation) -> list[memoryview] | None:
+    def _state_before(self, previous: records.Generation) -> list[memoryview] | None:
         """The bytes of the shard parts that the update began from; None where they are not in own
         slots: restored from elsewhere, or not sealed yet. Then it is the next update's turn."""
         held = [self._vault.sealed_part(previous, part.name) for part in self._shards]
@@ -235,7 +229,7 @@ class StepKeeper(UpdateCapture):
     def _rehearse(
         self,
         writer: SlotWriter,
-        generation: Generation,
+        generation: records.Generation,
         before: list[memoryview],
         updates: Mapping[int, InnerUpdate],
     ) -> None:
@@ -269,7 +263,7 @@ class StepKeeper(UpdateCapture):
     def _damage_if_asked(
         self,
         writer: SlotWriter,
-        generation: Generation,
+        generation: records.Generation,
         copies: list[CopyHandle],
         sizes: Mapping[str, int],
     ) -> None:

@@ -16,16 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deadpool_megatron.hooks.capture import optimizer as optimizers
 from deadpool_megatron.hooks.capture.first_state import same_bytes, without_hooks
-from deadpool_megatron.hooks.capture.optimizer import (
-    UnsupportedOptimizer,
-    inner_optimizers,
-    param_group_values,
-    parameters_of,
-    plain_values,
-    raw_tensors,
-    state_tensors,
-)
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.wire.forms import Coded
 
@@ -47,10 +39,10 @@ class InnerUpdate(Coded):
 
 def why_not_replayed(optimizer: Any) -> str:
     """Return why the same update could give other bytes, in words; empty where it cannot."""
-    groups = [group for one in param_group_values(optimizer) for group in one]
+    groups = [group for one in optimizers.param_group_values(optimizer) for group in one]
     if any(isinstance(value, Tensor) for group in groups for value in group.values()):
         return "the optimizer is capturable: its steps and learning rate lie on the device"
-    for inner in inner_optimizers(optimizer):
+    for inner in optimizers.inner_optimizers(optimizer):
         kind = type(inner.optimizer).__name__
         if kind not in _KNOWN:
             known = ", ".join(sorted(_KNOWN))
@@ -58,8 +50,8 @@ def why_not_replayed(optimizer: Any) -> str:
         if getattr(getattr(inner, "config", None), "use_precision_aware_optimizer", False):
             return f"the precision-aware {kind} keeps masters and gradients of its own"
         if any(
-            raw_tensors(value)
-            for parameter in parameters_of(inner)
+            optimizers.raw_tensors(value)
+            for parameter in optimizers.parameters_of(inner)
             for value in inner.optimizer.state[parameter].values()
             if isinstance(value, Tensor)
         ):
@@ -70,7 +62,7 @@ def why_not_replayed(optimizer: Any) -> str:
 def refuse_what_cannot_be_replayed(optimizer: Any) -> None:
     """Raise UnsupportedOptimizer where the same update could give other bytes."""
     if why := why_not_replayed(optimizer):
-        raise UnsupportedOptimizer(
+        raise optimizers.UnsupportedOptimizer(
             f"--deadpool-protection recompute: {why}; use --deadpool-protection buddy"
         )
 
@@ -90,7 +82,7 @@ def used_values(inner: Any) -> tuple[dict[str, Any], ...]:
 def replay(inner: Any, update: InnerUpdate, gradients: list[Tensor]) -> None:
     """Update the live parameters and state in place. ``gradients``: one for each parameter, any
     device; those of parameters without one are not looked at."""
-    parameters = parameters_of(inner)
+    parameters = optimizers.parameters_of(inner)
     absent = set(update.without_gradient)
     for group, values in zip(inner.optimizer.param_groups, update.groups, strict=True):
         _set_values(group, values)
@@ -193,7 +185,7 @@ def _copy(
         name: shard.slice(held, tensor).to(tensor.device, copy=True)
         for name, tensor in all_tensors(inner, parameter)
     }
-    return ParameterCopy(number, group, tensors, plain_values(inner, parameter))
+    return ParameterCopy(number, group, tensors, optimizers.plain_values(inner, parameter))
 
 
 def _step(adam: Any) -> None:
@@ -219,14 +211,14 @@ def _is_plain_tuple(value: Any) -> bool:
 def all_tensors(inner: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A parameter, under the empty name, then what its optimizer keeps for it."""
     yield "", parameter
-    yield from state_tensors(inner, parameter).items()
+    yield from optimizers.state_tensors(inner, parameter).items()
 
 
 def chunks(inner: Any) -> Iterator[list[Tensor]]:
     """The parameters in turn, so many at a time that they and their state take about 64 MiB."""
     found: list[Tensor] = []
     nbytes = 0
-    for parameter in parameters_of(inner):
+    for parameter in optimizers.parameters_of(inner):
         found.append(parameter)
         nbytes += sum(t.numel() * t.element_size() for _, t in all_tensors(inner, parameter))
         if nbytes >= _CHUNK_BYTES:

@@ -33,14 +33,8 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
 
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.hooks.capture import optimizer
 from deadpool_megatron.hooks.capture.megatron_extras import frozen_and_buffers, large_frozen_weights
-from deadpool_megatron.hooks.capture.optimizer import (
-    inner_optimizers,
-    is_distributed,
-    layer_wise,
-    model_parameters,
-    state_numbers,
-)
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.persist.frozen_file import FROZEN
@@ -132,8 +126,8 @@ class _Maker:
     def __init__(self, loop: ProtectedLoop, parts: Sequence[Part], layout: RoleLayout) -> None:
         self._loop = loop
         self._layout = layout
-        self._inner = inner_optimizers(loop.optimizer)
-        if layer_wise(loop.optimizer) or state_numbers(loop.optimizer):
+        self._inner = optimizer.inner_optimizers(loop.optimizer)
+        if optimizer.layer_wise(loop.optimizer) or optimizer.state_numbers(loop.optimizer):
             raise TemplateError("ranks talk to make the state, or parameters count their own steps")
         self._origins: list[_Origin] = []
         for part in parts:
@@ -194,7 +188,7 @@ class _Maker:
 
     def _add_derived(self, inner: Any) -> None:
         """Parameters that are cast from master weights, whole or a run of them."""
-        for parameter, master, start in model_parameters(inner):
+        for parameter, master, start in optimizer.model_parameters(inner):
             run = parameter.detach().view(-1)[start : start + master.numel()]
             if master.data_ptr() == run.data_ptr():
                 continue  # it is the parameter that is updated
@@ -202,7 +196,7 @@ class _Maker:
             if not torch.equal(master.detach().view(-1).to(run.dtype), run):
                 raise TemplateError("a parameter is not what its master weights round to")
             self._add(run, origin.part, offset, origin.stored)
-        if is_distributed(inner):
+        if optimizer.is_distributed(inner):
             self._share(inner, (one for buffer in inner.buffers for one in buffer.params))
 
     @contextlib.contextmanager
@@ -212,7 +206,7 @@ class _Maker:
 
         Megatron then cuts it into parameters (distrib_optimizer.py, fully_reshardable).
         """
-        distributed = [inner for inner in self._inner if is_distributed(inner)]
+        distributed = [inner for inner in self._inner if optimizer.is_distributed(inner)]
         for inner in distributed:
             inner.get_parameter_state_dp_zero = functools.partial(self._stand_in, inner)
         try:

@@ -34,14 +34,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError, is_shortage
 from deadpool_megatron.vault.memory import free_bytes
-from deadpool_megatron.vault.shm.segment import (
-    PartState,
-    Segment,
-    SlotState,
-    checksum,
-    dump_name,
-    parse_name,
-)
+from deadpool_megatron.vault.shm import segment as segments
 from deadpool_megatron.vault.shm.table import Place, Table
 
 log = logging.getLogger(__name__)
@@ -49,18 +42,18 @@ log = logging.getLogger(__name__)
 _What = tuple[Generation, str]  # a part of a generation
 
 
-def dump_files(directory: Path, role: int | None = None) -> Iterator[Segment]:
+def dump_files(directory: Path, role: int | None = None) -> Iterator[segments.Segment]:
     """The readable dump files of a role, in order of the node that wrote them. Raises OSError at a
     shortage: what is there is not known then."""
     for path in sorted(directory.glob(f"dump-{'*' if role is None else role}-*.seg")):
         try:
-            dumped = Segment.open(path, writable=False)
+            dumped = segments.Segment.open(path, writable=False)
         except (SegmentError, OSError) as error:
             if is_shortage(error):
                 raise
             log.warning("dump: %s", error)
             continue
-        if dumped.state(0) is SlotState.SEALED:
+        if dumped.state(0) is segments.SlotState.SEALED:
             yield dumped
 
 
@@ -114,7 +107,7 @@ def damaged(state: VaultState) -> list[BadPart]:
             BadPart(state.node, slot.segment.layout.role, slot.generation, part.name)
             for slot in table.sealed()
             for part in slot.segment.layout.parts
-            if slot.segment.entry(slot.slot, part.name).state is PartState.BAD
+            if slot.segment.entry(slot.slot, part.name).state is segments.PartState.BAD
         }
         return sorted(one for one in found if not table.find(one.role, one.generation, one.part))
 
@@ -139,7 +132,7 @@ def incarnations(node: int, directory: Path) -> dict[int, int]:
     found: dict[int, int] = {}
     for path in directory.glob("own-*.seg"):
         with contextlib.suppress(SegmentError):
-            _, seat = parse_name(path.name)
+            _, seat = segments.parse_name(path.name)
             if seat is not None and seat.node == node:
                 found[seat.slot] = max(found.get(seat.slot, -1), seat.incarnation)
     return found
@@ -150,9 +143,9 @@ def newest_sealed(directory: Path) -> Generation:
     newest = Generation(-1, -1)
     for path in directory.glob("*.seg"):
         with contextlib.suppress(SegmentError, OSError):
-            segment = Segment.open(path, writable=False)
+            segment = segments.Segment.open(path, writable=False)
             for slot in range(segment.slots):
-                if segment.state(slot) is SlotState.SEALED:
+                if segment.state(slot) is segments.SlotState.SEALED:
                     newest = max(newest, segment.generation(slot))
     return newest
 
@@ -180,7 +173,7 @@ def _dump_role(
         layout = state.table.layout(role)
     if layout is None:
         return None
-    path = directory / dump_name(role, state.node)
+    path = directory / segments.dump_name(role, state.node)
     found: dict[_What, list[Place]] = {}
     kept: dict[_What, Place] = {}
     try:
@@ -188,7 +181,7 @@ def _dump_role(
         while wanted := _pin_wanted(state, layout, generation, boundary, found):
             for what, places in wanted.items():
                 for place in places:
-                    if (digest := checksum(place.view)) == place.checksum:
+                    if (digest := segments.checksum(place.view)) == place.checksum:
                         kept[what] = place
                         break
                     state.mark_bad(place, digest)
@@ -251,7 +244,7 @@ def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> d
     """Return what an earlier file of that name says it has: memory may be damaged, or gone,
     since."""
     try:
-        dumped = Segment.open(path, writable=False)
+        dumped = segments.Segment.open(path, writable=False)
     except (SegmentError, OSError):
         return {}
     if dumped.layout.layout_hash != layout.layout_hash or dumped.generation(0) != generation:
@@ -262,7 +255,7 @@ def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> d
         )
         for slot in range(dumped.slots)
         for part in dumped.layout.parts
-        if (entry := dumped.entry(slot, part.name)).state is PartState.SEALED
+        if (entry := dumped.entry(slot, part.name)).state is segments.PartState.SEALED
     }
 
 
@@ -289,7 +282,7 @@ def _write_dump(
     slots = sorted({g for g, _ in places} | {generation}, reverse=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        dumped = Segment.create(unfinished, layout, None, (), len(slots))
+        dumped = segments.Segment.create(unfinished, layout, None, (), len(slots))
         for slot, one in enumerate(slots):
             names = [name for g, name in places if g == one]
             dumped.reserve(names, [slot])

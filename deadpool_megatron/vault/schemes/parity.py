@@ -31,18 +31,12 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.parity_groups import (
     MEMBERS,
     BlockMembers,
     ParityGroup,
     ParityPlacement,
-)
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    PartKind,
-    RoleLayout,
-    is_parity_role,
 )
 from deadpool_megatron.vault import room
 from deadpool_megatron.vault.epoch_gate import VaultState
@@ -66,15 +60,15 @@ _MOST_PIECE_BYTES = 1 << 20
 class Parity(Copies):
     """Blocks are computed of shard parts only (layout.parity_groups)."""
 
-    def __init__(self, record: EpochRecord) -> None:
+    def __init__(self, record: records.EpochRecord) -> None:
         super().__init__(record)
         self.placement = ParityPlacement.of_record(record)
         self._blocks: dict[int, ParityBlock] = {}
         begin_thread("load-code", partial(load_code, record.replicas))
 
-    def coded(self, layout: RoleLayout) -> list[str]:
+    def coded(self, layout: records.RoleLayout) -> list[str]:
         """Shard parts that go into the blocks of the role's group."""
-        return self._uncovered(layout, PartKind.SHARD)
+        return self._uncovered(layout, records.PartKind.SHARD)
 
     def holders(self, role: int) -> list[Target]:
         """Return who holds the blocks that a role is part of."""
@@ -86,15 +80,15 @@ class Parity(Copies):
         ]
 
     def _ways(
-        self, layout: RoleLayout, kind: PartKind
+        self, layout: records.RoleLayout, kind: records.PartKind
     ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
         return [
-            (self._buddies(layout), self._uncovered(layout, PartKind.EXTRAS)),
+            (self._buddies(layout), self._uncovered(layout, records.PartKind.EXTRAS)),
             (self.holders(layout.role), self.coded(layout)),
         ]
 
-    def keeps(self, layout: RoleLayout, node: int) -> Collection[str]:
-        if not is_parity_role(layout.role):
+    def keeps(self, layout: records.RoleLayout, node: int) -> Collection[str]:
+        if not records.is_parity_role(layout.role):
             return super().keeps(layout, node)
         found = self.placement.block(layout.role)
         if found is None or found[0].holders[found[1]] != node:
@@ -183,7 +177,7 @@ class ParityBlock:
         known = {role: state.table.layout(role) for role in self._group.roles}
         self._layouts = {role: one for role, one in known.items() if one is not None}
         self._told: set[int] = set()  # whose layout is that of this epoch
-        self._makings: dict[Generation, _Making] = {}
+        self._makings: dict[records.Generation, _Making] = {}
         self._beginning = threading.Lock()  # memory is taken, for one generation after the other
         self._is_asking = self._is_over = False
 
@@ -197,7 +191,7 @@ class ParityBlock:
     def _going(self) -> bool:
         return not self._is_over and self._state.is_open(self._epoch)
 
-    def _give_up(self, generation: Generation) -> None:
+    def _give_up(self, generation: records.Generation) -> None:
         making = self._makings.pop(generation)
         for name in making.sums:
             making.give_up(name)
@@ -270,7 +264,7 @@ class ParityBlock:
         if not self._going():
             raise Refused(Refusal.STALE)
 
-    def _sealed(self, generation: Generation) -> Mapping[int, Parts] | None:
+    def _sealed(self, generation: records.Generation) -> Mapping[int, Parts] | None:
         """Return what the sealed block is made of, if it has all that it has to have."""
         state = self._state
         with state.lock:
@@ -291,7 +285,7 @@ class ParityBlock:
         )
         return contributions if whole else None
 
-    def _begin(self, generation: Generation) -> _Making:
+    def _begin(self, generation: records.Generation) -> _Making:
         """Take a slot for a generation. Raises Refused."""
         state, roles = self._state, self._group.roles
         if room.own_come_first(state):
@@ -327,7 +321,7 @@ class ParityBlock:
             raise Refused(Refusal.NO_BLOCK_POSSIBLE, str(error)) from error
         return making
 
-    def _claim(self, segment: Segment, generation: Generation) -> int:
+    def _claim(self, segment: Segment, generation: records.Generation) -> int:
         # Of the generation that the epoch began with there may be a block that others rely on,
         # though parts are missing which peers held before: it stays until the new one is sealed.
         anew = generation == self._scheme.record.restore.generation
@@ -394,7 +388,7 @@ class ParityBlock:
         """Roles that have yet to put something into it."""
         return [r for r in self._group.roles if making.lacks(r, self._coded(r))]
 
-    def _seal(self, generation: Generation, making: _Making) -> None:
+    def _seal(self, generation: records.Generation, making: _Making) -> None:
         """Seal the block of a generation if all is in it."""
         state = self._state
         with state.lock:
@@ -452,14 +446,14 @@ class ParityBlock:
                 self._ask_absent(generation, self._absent(making))
         raise Refused(Refusal.WAITED)
 
-    def _ask_absent(self, generation: Generation, roles: Collection[int]) -> None:
+    def _ask_absent(self, generation: records.Generation, roles: Collection[int]) -> None:
         """Ask roles what they consist of, and for what they believe to be in a sealed block. Called
         under the lock."""
         if not self._is_asking:
             self._is_asking = True  # before the thread may be over
             begin_thread(f"block-{self._number}", partial(self._ask, generation, roles))
 
-    def _ask(self, generation: Generation, roles: Collection[int]) -> None:
+    def _ask(self, generation: records.Generation, roles: Collection[int]) -> None:
         for role in roles:
             try:
                 node = self._scheme.record.seats[role].node
@@ -467,7 +461,7 @@ class ParityBlock:
                     about = {"role": role, "generation": generation.to_list()}
                     channel.send({"t": "describe", "again": self._state.node, **about})
                     found = channel.receive()["layout"]
-                layout = RoleLayout.from_dict(found) if found else None
+                layout = records.RoleLayout.from_dict(found) if found else None
             except (VaultError, *UNREACHABLE) as error:
                 log.info("block %d: role %d: %s", self._number, role, error)
                 continue
