@@ -16,7 +16,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import mutate  # noqa: E402
 from mutating import coverage_map, draw  # noqa: E402
-from mutating.coverage_map import Recorded  # noqa: E402
 from mutating.operators import changes  # noqa: E402
 
 MAP = ROOT / "tests" / "mutants" / "generated" / "coverage.json"
@@ -96,39 +95,6 @@ def test_each_slip_fits_its_module() -> None:
         changed = MODULE.replace(old, new)
         assert changed != MODULE
         compile(changed, "door.py", "exec")
-
-
-def test_quick_and_narrow_tests_are_tried_first(tmp_path: Path) -> None:
-    function, other = "vault/a.py:f", "vault/a.py:A.g"
-    recorded = {
-        "t.py::wide": Recorded(0.1, {function, other, *(f"vault/b.py:{i}" for i in range(100))}),
-        "t.py::narrow": Recorded(0.1, {function}),
-        "t.py::slow": Recorded(28.0, {function}),
-        "t.py::slower": Recorded(29.0, {function}),
-        "t.py::beyond_the_seconds": Recorded(30.0, {function}),
-        "t.py::outside": Recorded(0.1, {"cli/a.py:f"}),
-        "t.py::cases[a]": Recorded(0.1, {function}),
-        "t.py::cases[b]": Recorded(0.2, {other}),
-        "t.py::long_cases[a]": Recorded(0.4, {other}),
-        "t.py::long_cases[b]": Recorded(9.0, {"vault/a.py:h"}),
-    }
-    found = coverage_map.chosen(recorded)
-    assert found[function] == [
-        f"t.py::{name}" for name in ("narrow", "cases", "wide", "slow", "slower")
-    ]
-    assert found[other] == [f"t.py::{name}" for name in ("cases", "long_cases[a]", "wide")]
-    assert "cli/a.py:f" not in found
-    coverage_map.write(found, tmp_path / "map.json")
-    assert coverage_map.read(tmp_path / "map.json") == found
-
-
-def test_what_no_test_enters_is_tried_with_the_tests_of_its_file_and_room() -> None:
-    functions = {"vault/a.py:f": ["1", "2"], "vault/a.py:ff": ["3"], "vault/b.py:g": ["4"]}
-    file = "deadpool_megatron/vault/a.py"
-    assert draw.tests_of(file, "f", functions) == ["1", "2"]
-    assert draw.tests_of(file, "", functions) == ["1", "3", "2"]
-    assert draw.tests_of("deadpool_megatron/vault/c.py", "f", functions) == ["1", "3", "4", "2"]
-    assert draw.tests_of("deadpool_megatron/comms/c.py", "f", functions) == []
 
 
 def test_a_draw_repeats_and_takes_each_room_by_its_lines() -> None:

@@ -1,8 +1,9 @@
-"""Figures are tied to the code that they were measured on."""
+"""Figures are tied to the code that they were measured on, and pages to figures."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,3 +52,28 @@ def test_a_result_is_of_a_commit_of_this_history_and_of_nothing_beside_it() -> N
         )
     }
     assert loose == OLD
+
+
+@pytest.mark.parametrize(
+    ("page", "place", "file"),
+    [
+        ("README.md", 0, "peers-cpu.json"),
+        ("docs/figures.md", 0, "peers-node-cpu.json"),
+    ],
+)
+def test_the_tables_say_what_was_measured(page: str, place: int, file: str) -> None:
+    """Row by row: step over unprotected, and kill to next new step."""
+    facts = json.loads((RESULTS / file).read_text())["sizes"]["5M"]["sides"]
+    measured = [
+        [f"{side['ratio']:.2f}", f"{side['seconds_to_new_step']['mean']:.1f} s"]
+        if "ratio" in side
+        else ["", ""]
+        for side in facts.values()
+    ]
+    tables = re.findall(
+        r"^\| \| step over unprotected \|.*\n\|.*\n((?:\|.*\n)+)",
+        (ROOT / page).read_text(),
+        re.MULTILINE,
+    )
+    rows = [line.replace("*", "").split("|")[2:4] for line in tables[place].splitlines()]
+    assert [[cell.strip() for cell in row] for row in rows] == measured

@@ -1,4 +1,5 @@
-"""The torch and the Python that ``scripts/setup.sh`` takes: nothing is installed here."""
+"""The torch and the Python that ``scripts/setup.sh`` takes, and what ``scripts/compat.sh`` would
+run with an interpreter of the user's: nothing is installed here."""
 
 from __future__ import annotations
 
@@ -76,3 +77,25 @@ def test_each_python_that_is_supported_is_taken_and_named(tmp_path: Path, versio
     checkout = Checkout(tmp_path)
     said, _ = checkout.set_up(version=version)
     assert f"Setting up .venv: Python {version} ({checkout.bin}/python)" in said
+
+
+def test_an_interpreter_of_the_user_runs_all_parts(tmp_path: Path) -> None:
+    """A stand-in for one that has its packages writes down what it is to run."""
+    program = tmp_path / "python"
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" != -c ] || {{ echo 3.99.0; exit; }}\necho "$@" >>{tmp_path}/ran\n'
+    )
+    program.chmod(0o755)
+    programs = tmp_path / "base" / "python3.99.0" / "venv-torch2.14-megatron0.19" / "bin"
+    programs.mkdir(parents=True)
+    (programs.parent / "ready").touch()
+    (programs / "python").symlink_to(program)
+    command = [ROOT / "scripts" / "compat.sh", "--torch", "2.14", "--python", program]
+    command += ["--root", tmp_path / "base"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("== ")]
+    assert parts == ["groups:", "fast:", "demo:", "megatron:", "faults:"]
+    ran = (tmp_path / "ran").read_text().splitlines()
+    assert len(ran) == len(parts)
+    assert " tests/megatron_lm --full --deselect tests/megatron_lm/test_tags.py" in ran[3]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -84,24 +80,6 @@ def test_a_soak_passes_only_if_nothing_grew_and_what_was_struck_was_observed(gro
     assert ("passed" if facts["passed"] else "FAILED") in soak.verdict(facts)
 
 
-def test_a_fault_is_not_over_while_a_role_is_with_a_dead_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is struck next could be the only other holder of its state."""
-    (tmp_path / "nodes").mkdir()
-    with subprocess.Popen(["true"]) as dead:
-        pass
-    for node, pid in enumerate((os.getpid(), dead.pid, os.getpid())):
-        (tmp_path / "nodes" / f"{node}.json").write_text(json.dumps({"agent": pid}))
-    one = rounds.Round(tmp_path, 0.0, dead, None)
-    monkeypatch.setattr(one, "seats", lambda: {0: (0, 0), 1: (1, 0)})
-    assert not one.has_a_living_node_for_each_role()
-    monkeypatch.setattr(one, "seats", lambda: {0: (0, 0), 1: (2, 0)})
-    assert one.has_a_living_node_for_each_role()
-    monkeypatch.setattr(one, "seats", lambda: {0: (0, 0), 1: (7, 0)})
-    assert not one.has_a_living_node_for_each_role(), "not listed any more"
-
-
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
@@ -118,21 +96,3 @@ def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     facts = json.loads(out.read_text())
     assert facts["hashes_compared"] > 0
     assert plot.stat().st_size > 0
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_a_soak_that_is_told_to_end_takes_its_runs_along(tmp_path: Path) -> None:
-    def runs() -> list[str]:
-        command = ["pgrep", "-f", f"run --run-dir {tmp_path}"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.split()
-
-    command = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--minutes", "9"]
-    soaking = subprocess.Popen([*command, "--keep", str(tmp_path)], stderr=subprocess.DEVNULL)
-    try:
-        wait_for("agents of the soak's first run", lambda: len(runs()) > 4)
-    finally:
-        soaking.terminate()
-    assert soaking.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
-    assert not runs()
-    assert not list(tmp_path.iterdir())
