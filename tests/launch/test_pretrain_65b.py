@@ -22,6 +22,7 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import checks
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from tests.common.programs import stand_in
 from tests.common.waiting import PATIENCE_SECONDS
 from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Question, ask
@@ -60,13 +61,9 @@ class Task:
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     """The first node's, from the batch script as it stands."""
     folder = tmp_path_factory.mktemp("job")
-    programs, told = folder / "bin", folder / "told"
-    programs.mkdir()
+    told = folder / "told"
     told.mkdir()
-    stand_ins = {"srun": _SRUN, "deadpool": _DEADPOOL.format(told=told), "squeue": ""}
-    for name, text in stand_ins.items():
-        (programs / name).write_text(f"#!/bin/bash\n{text}")
-        (programs / name).chmod(0o755)
+    programs = stand_in(folder / "bin", srun=_SRUN, deadpool=_DEADPOOL.format(told=told), squeue="")
     variables = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "HOME": str(folder),

@@ -17,7 +17,8 @@ import yaml
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, environment
-from tests.common.waiting import PATIENCE_SECONDS, wait_for
+from tests.common.programs import run_among, stand_in
+from tests.common.waiting import wait_for
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SSH = SCRIPTS / "launch" / "ssh.sh"
@@ -57,23 +58,13 @@ def test_a_lost_node_ends_neither_job_nor_step(name: str) -> None:
 def test_a_batch_script_says_once_what_its_plan_says(model: str, tmp_path: Path) -> None:
     """The commands of the nodes, with stand-ins: the size is that of its own #SBATCH lines."""
     told = with_stand_in(tmp_path, coordinates=False)
-    (tmp_path / "srun").write_text(
-        '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n'
-    )
-    (tmp_path / "squeue").write_text("#!/bin/bash\n")
-    for name in ("srun", "squeue"):
-        (tmp_path / name).chmod(0o755)
+    stand_in(tmp_path, srun='while [[ $1 == --* ]]; do shift; done\nexec "$@"', squeue="")
     plan = yaml.safe_load((SCRIPTS.parent / "configs" / f"{model}.yaml").read_text())["cluster"]
     nodes, spares, gpus = plan["nodes"], plan["spares"], plan["gpus_per_node"]
     variables = {"CHECKOUT": str(SCRIPTS.parent), "SLURM_SUBMIT_DIR": str(tmp_path)}
     variables |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": str(nodes + spares)}
-    done = subprocess.run(
-        ["bash", str(SCRIPTS / "slurm" / f"pretrain_{model}.sbatch")],
-        env={**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
+    batch = SCRIPTS / "slurm" / f"pretrain_{model}.sbatch"
+    done = run_among(tmp_path, "bash", batch, **variables)
     assert told.exists(), done.stdout + done.stderr
     words = told.read_text().split()
     size = words[words.index("--nodes") :][:6]
@@ -183,12 +174,9 @@ def test_kubernetes_pod_of_an_index_that_was_there_before_attaches(
     if seen:
         (tmp_path / "run.pods" / "3").mkdir(parents=True)
     variables = {"RUN": str(run), "JOB_COMPLETION_INDEX": "3", "POD_IP": "10.0.0.3"}
-    subprocess.run(
-        [*container["command"], container["args"][0]],
-        env={**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        cwd=SCRIPTS.parent,
-        check=True,
-    )
+    command = (*container["command"], container["args"][0])
+    done = run_among(tmp_path, *command, cwd=SCRIPTS.parent, **variables)
+    assert done.returncode == 0, done.stderr
     assert told.read_text().startswith(f"agent {who} --host 10.0.0.3 --run-dir {run} ")
 
 
@@ -201,27 +189,23 @@ def test_element_that_slurm_has_started_again_attaches(
 ) -> None:
     """The batch script, with stand-ins: one tells the arguments of the agent."""
     told = with_stand_in(tmp_path, coordinates=coordinates)
-    (tmp_path / "srun").write_text('#!/bin/bash\nexec "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
+    stand_in(tmp_path, srun='exec "$@"')
     task = {"ID": "2", "MIN": "0", "COUNT": "5"}
     variables = {f"SLURM_ARRAY_TASK_{name}": value for name, value in task.items()}
     variables |= {"SLURM_ARRAY_JOB_ID": "9", "SLURM_RESTART_COUNT": restarts}
     variables |= {"CHECKOUT": str(tmp_path), "RUNS": str(tmp_path / "runs")}
-    subprocess.run(
-        ["bash", str(SCRIPTS / "slurm" / "array_of_nodes.sbatch")],
-        env={**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        check=True,
-    )
+    batch = SCRIPTS / "slurm" / "array_of_nodes.sbatch"
+    done = run_among(tmp_path, "bash", batch, **variables)
+    assert done.returncode == 0, done.stderr
     assert told.read_text().startswith(f"agent --from-slurm {who} --run-dir {tmp_path}/runs/9 ")
 
 
 def with_stand_in(tmp_path: Path, *, coordinates: bool) -> Path:
     """For ``deadpool``, which writes its arguments to the file that is returned; ``coordinates``:
     whether somebody answers "status"."""
-    told, stand_in = tmp_path / "told", tmp_path / "deadpool"
+    told = tmp_path / "told"
     answer = "exit 0" if coordinates else "exit 2"
-    stand_in.write_text(f'#!/bin/sh\n[ "$1" != status ] || {answer}\necho "$@" > {told}\n')
-    stand_in.chmod(0o755)
+    stand_in(tmp_path, deadpool=f'[ "$1" != status ] || {answer}\necho "$@" > {told}')
     return told
 
 
@@ -230,19 +214,10 @@ def ssh(
 ) -> subprocess.CompletedProcess[str]:
     """The script, with a stand-in for ssh that reaches only this host. ``before``: where its
     commands are looked for first."""
-    reach = tmp_path / "reach"
-    reach.write_text('#!/bin/bash\nshift\nexec bash -c "$*"\n')
-    reach.chmod(0o755)
+    reach = stand_in(tmp_path, reach='shift\nexec bash -c "$*"') / "reach"
     here = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     path = here if before is None else f"{before}:{here}"
-    return subprocess.run(
-        [str(SSH), *arguments],
-        env=environment({"SSH": str(reach), "PATH": path}),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
+    return run_among(tmp_path, SSH, *arguments, **environment({"SSH": str(reach), "PATH": path}))
 
 
 @pytest.mark.slow
@@ -304,12 +279,8 @@ def test_ssh_awaits_the_result_that_an_agent_has_seen(tmp_path: Path) -> None:
     for node, status in enumerate((69, 0)):
         (agents / f"{node}.log").touch()
         (agents / f"{node}.status").write_text(f"{status}\n")
-    pause = tmp_path / "sleep"  # while it waits, the result is seen
-    pause.write_text(f"#!/bin/sh\nmkdir {run} && touch {run}/final.json\n")
-    verdict = tmp_path / "deadpool"
-    verdict.write_text('#!/bin/sh\necho "$@"\n')
-    for command in (pause, verdict):
-        command.chmod(0o755)
+    pause = f"mkdir {run} && touch {run}/final.json"  # while it waits, the result is seen
+    stand_in(tmp_path, sleep=pause, deadpool='echo "$@"')
     done = ssh(tmp_path, "wait", str(hosts), str(run), before=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"status --verdict {run}\n"), done.stderr
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.waiting import PATIENCE_SECONDS
+from tests.common.programs import run_among, stand_in
 
 SLURM = Path(__file__).parents[2] / "scripts" / "slurm"
 NOTICE = 300
@@ -23,22 +23,13 @@ def first_act(tmp_path: Path, end: int, squeue: str) -> list[str]:
     told, programs = tmp_path / "told", tmp_path / "bin"
     os.mkfifo(told)
     held = os.open(told, os.O_RDWR)  # what is told before the agent listens is not lost
-    programs.mkdir()
     clock = 'case $1 in +%s) echo 1000 ;; -d) [ "$2" = far ] && echo 999999 ;; esac'
     tell = _TELL.format(told=told)
-    stand_ins = {"date": clock, "squeue": squeue, "sleep": tell, "deadpool": tell}
-    for name, text in stand_ins.items():
-        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
-        (programs / name).chmod(0o755)
+    stand_in(programs, date=clock, squeue=squeue, sleep=tell, deadpool=tell)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_JOB_END_TIME": str(end)}
-    done = subprocess.run(
-        [SLURM / "node.sh", tmp_path / "run", str(NOTICE), "bash", "-c", _AGENT.format(told=told)],
-        env={**os.environ, **slurm, "PATH": f"{programs}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=True,
-    )
+    agent = ("bash", "-c", _AGENT.format(told=told))
+    done = run_among(programs, SLURM / "node.sh", tmp_path / "run", str(NOTICE), *agent, **slurm)
+    assert done.returncode == 0, done.stderr
     os.close(held)  # everybody has ended who could hold its output
     return done.stdout.split()
 
@@ -62,18 +53,8 @@ def sourced(
     tmp_path: Path, call: str, programs: dict[str, str] | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a function of job.sh, with these programs in front of those of the machine."""
-    (tmp_path / "bin").mkdir(exist_ok=True)
-    for name, text in (programs or {}).items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    return subprocess.run(
-        ["bash", "-c", f'. "$0" && {call}', SLURM / "job.sh"],
-        env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", **variables},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
+    folder = stand_in(tmp_path / "bin", **(programs or {}))
+    return run_among(folder, "bash", "-c", f'. "$0" && {call}', SLURM / "job.sh", **variables)
 
 
 SIZE = {"NODES": "2", "SPARES": "1", "GPUS_PER_NODE": "1", "NOTICE_SECONDS": "60"}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.health import Answer, Health, ask
 from deadpool_megatron.preflight.host import read_facts
 from deadpool_megatron.preflight.judge import HostFacts, Needs, Standing, problems
+from tests.common.programs import run_among, stand_in
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 WRAPPERS = Path(__file__).parents[2] / "configs" / "health"
@@ -82,14 +81,11 @@ def test_wrappers_translate(
     wrapper: str, program: str, ends: dict[int, int], tmp_path: Path
 ) -> None:
     """With a stand-in for the program, and without it."""
-    path = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    script = [str(WRAPPERS / wrapper)]
-    assert subprocess.run(script, env=path).returncode == 0
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    assert run_among(tmp_path, WRAPPERS / wrapper, **path).returncode == 0
     for given, expected in ends.items():
-        fake = tmp_path / program
-        fake.write_text(f"#!/bin/sh\nexit {given}\n")
-        fake.chmod(0o755)
-        assert subprocess.run(script, env=path).returncode == expected, given
+        stand_in(tmp_path, **{program: f"exit {given}"})
+        assert run_among(tmp_path, WRAPPERS / wrapper, **path).returncode == expected, given
 
 
 @pytest.mark.parametrize("number", [13, 31, 43, 45, 48, 63, 64, 74, 79, 94, 95, 999])

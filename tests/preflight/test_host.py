@@ -15,6 +15,7 @@ from deadpool_megatron import cli
 from deadpool_megatron.preflight import host
 from deadpool_megatron.preflight import host as gpus
 from deadpool_megatron.preflight.judge import HostFacts
+from tests.common.programs import stand_in
 
 ROOMY = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
 
@@ -41,10 +42,8 @@ GPU 2: NVIDIA H100 80GB HBM3 (UUID: GPU-3)
 def test_gpus_are_those_that_nvidia_smi_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTED}END\n")
-    program.chmod(0o755)
+    stand_in(tmp_path, **{"nvidia-smi": f"cat <<'END'\n{LISTED}END"})
     assert gpus.listed_gpus() == ("GPU-1", "MIG-5", "MIG-6", "GPU-3")
 
     def hangs(*_: object, **options: float) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.common.programs import stand_in
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SCRIPTS
 
 pytestmark = pytest.mark.slurm
 
 _DEADPOOL = """\
-#!/bin/bash
 [ "$1" = agent ] || exit 3
 printf '%s\\0' "$@" >{told}/$SLURM_PROCID.arguments
 env -0 >{told}/$SLURM_PROCID.environment
@@ -36,11 +36,9 @@ def large() -> Iterator[Cluster]:
 def test_every_node_is_told_the_same_and_has_what_megatron_wants(
     large: Cluster, tmp_path: Path
 ) -> None:
-    programs, told = tmp_path / "bin", tmp_path / "told"
-    programs.mkdir()
+    told = tmp_path / "told"
     told.mkdir()
-    (programs / "deadpool").write_text(_DEADPOOL.format(told=told))
-    (programs / "deadpool").chmod(0o755)
+    programs = stand_in(tmp_path / "bin", deadpool=_DEADPOOL.format(told=told))
     variables = {
         "CHECKOUT": str(SCRIPTS.parents[1]),
         "RUNS": str(tmp_path / "runs"),

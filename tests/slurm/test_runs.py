@@ -10,6 +10,7 @@ import pytest
 from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.run_result import read_result
 from deadpool_megatron.events import Kind
+from tests.common.programs import stand_in
 from tests.faults.harness.jobs import Layout, reference, trainer
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import LOADS, checkout, needs_megatron_lm
@@ -149,10 +150,9 @@ def test_the_next_job_leaves_out_a_node_that_was_put_aside(
     cluster: Cluster, jobs: Jobs, tmp_path: Path
 ) -> None:
     """Its own list of excluded nodes stays."""
-    check, sick = tmp_path / "check", cluster.nodes[1]
-    check.write_text(f"#!/bin/sh\ntest $(hostname) != {sick} || {{ echo bad row; exit 2; }}\n")
-    check.chmod(0o755)
-    settings = (*jobs.settings, "--deadpool-health-command", str(check))
+    sick = cluster.nodes[1]
+    stand_in(tmp_path, check=f"test $(hostname) != {sick} || {{ echo bad row; exit 2; }}")
+    settings = (*jobs.settings, "--deadpool-health-command", str(tmp_path / "check"))
     first, second = dataclasses.replace(jobs, nodes=3, spares=1, settings=settings).chain(2)
     first.wait_iteration(3)
     assert sick in cluster.nodes_of(first.number)

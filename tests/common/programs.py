@@ -1,0 +1,34 @@
+"""Programs that stand in for those of the machine, and commands that find them first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from tests.common.waiting import PATIENCE_SECONDS
+
+
+def stand_in(folder: Path, **programs: str) -> Path:
+    """Programs of bash, by their names; returns the folder."""
+    folder.mkdir(exist_ok=True)
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def run_among(
+    folder: Path, *command: str | Path, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A command to its end, whatever that is; programs of ``folder`` come before all others."""
+    path = f"{folder}:{os.environ['PATH']}"
+    return subprocess.run(
+        command,
+        env={**os.environ, "PATH": path, **variables},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
