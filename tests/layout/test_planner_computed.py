@@ -29,6 +29,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.replaying import REPLAY, key, step_parts, suspects
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
+from tests.layout.held import Content, chosen, holders, inventories
 
 EXTRAS = extras_part("step")
 OLD, NEW = Generation(1, 6), Generation(1, 7)
@@ -36,7 +37,6 @@ WHOLE = frozenset({"shard0", "extras@step"})
 STEP = frozenset({gradients_part("shard0"), UPDATE_PART, SUMS_PART, "extras@step"})
 OWN = WHOLE | STEP
 LINES = {1: 7, 2: NO_LIMIT}
-Content = dict[int, list[tuple[int, Generation, frozenset[str]]]]
 
 
 def layout(role: int, parts: tuple[str, ...] = ("main",)) -> RoleLayout:
@@ -144,12 +144,6 @@ class World:
         return group.roles if group is not None else (role,)
 
 
-def chosen(world: World) -> Restore:
-    answer = choose_restore(world.ask())
-    assert isinstance(answer, Restore), answer
-    return answer
-
-
 def decoding(answer: Restore, role: int, part: str = "main") -> Decoding:
     assert not answer.sources[role][part]
     return answer.recipes[role].decodings[part]
@@ -160,12 +154,12 @@ def test_of_several_groups_the_one_with_the_most_blocks_is_taken() -> None:
     other = world.place(4)
     world.protect(other, (NEW,))
     world.lost = {0}
-    found = decoding(chosen(world), 0)
+    found = decoding(chosen(world.ask()), 0)
     assert (len(found.group), sorted(found.blocks)) == (4, [1, 2, 3, 4, 5])
     (group,) = other.groups
     world.bad = {BadPart(node, group.blocks[0], NEW, "main") for node in range(8)}
     world.bad |= {BadPart(node, group.blocks[1], NEW, "main") for node in range(8)}
-    assert len(decoding(chosen(world), 0).group) == 2
+    assert len(decoding(chosen(world.ask()), 0).group) == 2
 
 
 @given(st.permutations([1, 2, 3]), st.integers(2, 4), st.integers(0, 3))
@@ -177,7 +171,7 @@ def test_blocks_of_codes_of_other_sizes_are_not_mixed(
     for other in parities[1:]:
         world.protect(world.place(size, other), (NEW,))
     world.lost = {lost % size}
-    found = decoding(chosen(world), lost % size)
+    found = decoding(chosen(world.ask()), lost % size)
     for number, places in found.blocks.items():
         block = number - size
         wanted = number if block < 0 else parity_role(found.group, found.parities, block)
@@ -267,36 +261,22 @@ def layout_with_steps(role: int) -> RoleLayout:
 
 def ask(content: Content, *, roles: int = 1, **more: object) -> RestoreQuery:
     """Nodes whose vaults hold ``content``; role r sits on node 9 and has come from node r."""
-    inventories = {
-        node: Inventory(
-            node,
-            1,
-            tuple(Holding(role, generation, parts) for role, generation, parts in held),
-            tuple(layout_with_steps(role) for role in sorted({role for role, _, _ in held})),
-        )
-        for node, held in content.items()
-    }
     seats = {role: Seat(9, role, 0) for role in range(roles)}
     owners = {role: Seat(role, 0, 0) for role in range(roles)}
-    query = RestoreQuery(3, roles, inventories, seats, owners, LINES)
+    held = inventories(content, layout_with_steps)
+    query = RestoreQuery(3, roles, held, seats, owners, LINES)
     return replace(query, **more)  # type: ignore[arg-type]
-
-
-def answer_to(query: RestoreQuery) -> Restore:
-    answer = choose_restore(query)
-    assert isinstance(answer, Restore), answer
-    return answer
 
 
 def test_what_failed_is_not_tried_again() -> None:
     content: Content = {1: [(0, g(5), WHOLE), (0, g(6), STEP), (0, g(7), STEP)]}
-    recipe = answer_to(ask(content)).recipes[0]
+    recipe = chosen(ask(content)).recipes[0]
     different = set(suspects(recipe, g(7), REPLAY))
     assert different == {BadPart(1, 0, g(7), SUMS_PART)}
-    assert answer_to(ask(content, bad_parts=frozenset(different))).generation == g(6)
+    assert chosen(ask(content, bad_parts=frozenset(different))).generation == g(6)
     damaged = set(suspects(recipe, g(7), key(g(6), gradients_part("shard0"))))
     assert damaged == {BadPart(1, 0, g(6), gradients_part("shard0"))}
-    assert answer_to(ask(content, bad_parts=frozenset(damaged))).generation == g(5)
+    assert chosen(ask(content, bad_parts=frozenset(damaged))).generation == g(5)
     assert list(suspects(recipe, g(7), "shard0")) == []
 
 
@@ -304,7 +284,7 @@ def test_what_failed_is_not_tried_again() -> None:
 def contents(draw: st.DrawFn) -> tuple[int, Content]:
     roles = draw(st.integers(1, 2))
     names = ["shard0", gradients_part("shard0"), UPDATE_PART, SUMS_PART]
-    content: Content = {}
+    content: dict[int, list[tuple[int, Generation, frozenset[str]]]] = {}
     for node in range(draw(st.integers(1, 3))):
         content[node] = []
         for role in range(roles):
@@ -320,27 +300,19 @@ def test_newest_that_all_roles_can_copy_or_recompute(case: tuple[int, Content]) 
     roles, content = case
     answer = choose_restore(ask(content, roles=roles))
 
-    def holders(role: int, generation: Generation, part: str) -> set[Source]:
-        return {
-            Source(node, role)
-            for node, held in content.items()
-            for r, found, parts in held
-            if (r, found) == (role, generation) and part in parts
-        }
-
     def producible(role: int, iteration: int) -> bool:
         """Written the slow way: is there any base from which every step is there?"""
-        if holders(role, g(iteration), "shard0"):
+        if holders(content, role, g(iteration), "shard0"):
             return True
         names = (gradients_part("shard0"), UPDATE_PART, SUMS_PART)
-        step = all(holders(role, g(iteration), name) for name in names)
+        step = all(holders(content, role, g(iteration), name) for name in names)
         return step and iteration > 5 and producible(role, iteration - 1)
 
     good = [
         iteration
         for iteration in range(5, 10)
         if all(
-            holders(role, g(iteration), "extras@step") and producible(role, iteration)
+            holders(content, role, g(iteration), "extras@step") and producible(role, iteration)
             for role in range(roles)
         )
     ]
@@ -360,5 +332,5 @@ def test_newest_that_all_roles_can_copy_or_recompute(case: tuple[int, Content]) 
         )
         for generation, parts in recipe.replay.sources.items():
             for name, found in parts.items():
-                assert set(found) == holders(role, generation, name)
+                assert set(found) == holders(content, role, generation, name)
                 assert found

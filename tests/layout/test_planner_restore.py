@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -29,10 +29,10 @@ from deadpool_megatron.layout.records import (
     Seat,
     Source,
 )
+from tests.layout.held import Content, chosen, holders, inventories
 
 ALL = frozenset({"main", "extras@step", "extras@evaluation", "extras@save"})
 STEP = frozenset({"main", "extras@step"})
-Content = Mapping[int, Iterable[tuple[int, Generation, frozenset[str]]]]
 PARTS = ["main", "extras@step", "extras@evaluation"]
 
 
@@ -57,24 +57,10 @@ def ask(
     **more: object,
 ) -> RestoreQuery:
     """A query about nodes whose vaults hold ``content``; roles sit on the node of their number."""
-    inventories = {
-        node: Inventory(
-            node,
-            1,
-            tuple(Holding(role, generation, parts) for role, generation, parts in held),
-            tuple(layout(role, replicas) for role in sorted({role for role, _, _ in held})),
-        )
-        for node, held in ((node, list(held)) for node, held in content.items())
-    }
+    held = inventories(content, lambda role: layout(role, replicas))
     owners = {role: Seat(role, 0, 0) for role in range(roles)}
     facts: dict[str, object] = {"kept": {1: NO_LIMIT}, **more}
-    return RestoreQuery(2, roles, inventories, owners if seats is None else seats, owners, **facts)  # type: ignore[arg-type]
-
-
-def chosen(query: RestoreQuery) -> Restore:
-    answer = choose_restore(query)
-    assert isinstance(answer, Restore), answer
-    return answer
+    return RestoreQuery(2, roles, held, owners if seats is None else seats, owners, **facts)  # type: ignore[arg-type]
 
 
 def test_boundary_is_the_latest_that_all_roles_have() -> None:
@@ -232,17 +218,9 @@ def test_what_is_chosen_is_producible_and_nothing_newer_is(case) -> None:  # typ
     roles, content = case
     answer = choose_restore(ask(content, roles=roles, kept={1: 7, 2: NO_LIMIT}))
 
-    def holders(role: int, generation: Generation, part: str) -> set[Source]:
-        return {
-            Source(node, role)
-            for node, held in content.items()
-            for r, gen, parts in held
-            if (r, gen) == (role, generation) and part in parts
-        }
-
     def producible(generation: Generation) -> bool:
-        return all(holders(role, generation, "main") for role in range(roles)) and any(
-            all(holders(role, generation, f"extras@{b}") for role in range(roles))
+        return all(holders(content, role, generation, "main") for role in range(roles)) and any(
+            all(holders(content, role, generation, f"extras@{b}") for role in range(roles))
             for b in ("step", "evaluation")
         )
 
@@ -255,7 +233,7 @@ def test_what_is_chosen_is_producible_and_nothing_newer_is(case) -> None:  # typ
     for role in range(roles):
         assert set(answer.sources[role]) == {"main", f"extras@{answer.boundary}"}
         for part, found in answer.sources[role].items():
-            assert set(found) == holders(role, answer.generation, part)
+            assert set(found) == holders(content, role, answer.generation, part)
 
 
 def seats_of(*nodes: int, per_node: int = 2) -> dict[int, Seat]:

@@ -27,8 +27,13 @@ from deadpool_megatron.layout.records import Generation, Restore
 from tests.persist.harness.world import DROP, TAKE, World, lose_a_node, no_room
 
 
-def test_an_export_goes_through_its_steps(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=4)
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """It exports every fourth iteration."""
+    return World(tmp_path, persist_interval=4)
+
+
+def test_an_export_goes_through_its_steps(world: World, tmp_path: Path) -> None:
     world.exports.tick()
     assert world.orders() == TAKE
     assert world.exports.status()["now"] == {"iteration": 4, "step": "taking"}
@@ -56,9 +61,8 @@ def test_an_export_goes_through_its_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("newest", "every", "due"), [(0, 1, 4), (2, 1, 4), (3, 1, 8), (0, 3, 6), (5, 3, 9)]
 )
-def test_what_is_due(tmp_path: Path, newest: int, every: int, due: int) -> None:
+def test_what_is_due(world: World, newest: int, every: int, due: int) -> None:
     """Every fourth iteration, two ahead at least, of those that are generations at all."""
-    world = World(tmp_path, persist_interval=4)
     world.state.record.protection.every = every
     for finished in range(newest, due - 1):
         world.state.reached = finished
@@ -95,8 +99,7 @@ def time_is_over(world: World) -> None:
         (time_is_over, "taking took more than 1800 s on node 0, 1"),
     ],
 )
-def test_what_ends_an_export(tmp_path: Path, happens: Callable[[World], None], said: str) -> None:
-    world = World(tmp_path, persist_interval=4)
+def test_what_ends_an_export(world: World, happens: Callable[[World], None], said: str) -> None:
     world.exports.tick()
     world.orders()
     happens(world)
@@ -106,8 +109,9 @@ def test_what_ends_an_export(tmp_path: Path, happens: Callable[[World], None], s
     world.work()
 
 
-def test_a_recovery_does_not_end_an_export_of_a_committed_generation(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=4)
+def test_a_recovery_does_not_end_an_export_of_a_committed_generation(
+    world: World, tmp_path: Path
+) -> None:
     world.exports.tick()
     world.taken(4)
     world.written()
@@ -121,8 +125,9 @@ def test_a_recovery_does_not_end_an_export_of_a_committed_generation(tmp_path: P
     assert (tmp_path / "exports" / "iter_0000004").is_dir()
 
 
-def test_the_end_of_a_run_waits_for_an_export_that_is_set_aside(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=4)
+def test_the_end_of_a_run_waits_for_an_export_that_is_set_aside(
+    world: World, tmp_path: Path
+) -> None:
     world.exports.tick()
     finish(world)
     world.state.reached = 4
@@ -136,8 +141,7 @@ def test_the_end_of_a_run_waits_for_an_export_that_is_set_aside(tmp_path: Path) 
     assert world.exports.under_way() == []
 
 
-def test_an_export_of_a_line_that_was_left_does_not_count(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=4)
+def test_an_export_of_a_line_that_was_left_does_not_count(world: World) -> None:
     world.exports.tick()
     world.taken(4)
     place = world.written()
@@ -173,8 +177,7 @@ def test_a_recovery_loads_from_an_export_that_nobody_prunes_meanwhile(tmp_path: 
     ]
 
 
-def test_a_line_left_while_an_export_is_published_takes_it_along(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=4)
+def test_a_line_left_while_an_export_is_published_takes_it_along(world: World) -> None:
     found = published_during_a_recovery(world, {2: 1 << 62})
     assert [path.name for path in found] == ["iter_0000004"]
     assert world.fed == [DurableValid(4, str(found[0]))]
@@ -182,8 +185,9 @@ def test_a_line_left_while_an_export_is_published_takes_it_along(tmp_path: Path)
     world.work()
 
 
-def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=4)
+def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(
+    world: World, tmp_path: Path
+) -> None:
     world.exports.tick()
     world.finish(4)
     exported = Restore("durable", Generation(0, 4), "save", str(tmp_path / "exports/iter_0000004"))
@@ -198,10 +202,9 @@ def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path)
 
 
 def test_what_the_program_has_loaded_can_be_fallen_back_to_and_stays_whose_it_is(
-    tmp_path: Path,
+    world: World, tmp_path: Path
 ) -> None:
     """It is told while the epoch is opened."""
-    world = World(tmp_path, persist_interval=4)
     loaded = tmp_path / "others" / "iter_0000003"
     loaded.mkdir(parents=True)
     (loaded / "data").touch(0o400)
@@ -247,12 +250,11 @@ def test_a_save_of_another_epoch_does_not_count(tmp_path: Path, epoch: int) -> N
 
 
 def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An export that it costs is to be removed there, and the journal needs threads as well."""
     answers = threading.Event()
     monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *_, **__: answers.wait(20.0))
-    world = World(tmp_path, persist_interval=4)
     world.exports.tick()
     no_room(world)
 

@@ -24,14 +24,14 @@ WHY = "the time is over"
 DUMP = DumpRequested(WHY)
 
 
-def leaving(directory: Path, **settings: object) -> World:
-    """A run that has 100 seconds left, and orders its last export."""
-    exports = str(directory / "exports")
-    world = World(directory, **{"persist_directory": exports, **settings})
-    world.exports.carry_out(EndRun(WHY, 100.0))
-    assert not world.fed, "training goes on"
-    world.exports.tick()
-    return world
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """Of a run that has 100 seconds left, and orders its last export."""
+    made = World(tmp_path, persist_directory=str(tmp_path / "exports"))
+    made.exports.carry_out(EndRun(WHY, 100.0))
+    assert not made.fed, "training goes on"
+    made.exports.tick()
+    return made
 
 
 def told(world: World) -> list[object]:
@@ -41,8 +41,7 @@ def told(world: World) -> list[object]:
     ]
 
 
-def test_a_last_export_and_then_the_dump(tmp_path: Path) -> None:
-    world = leaving(tmp_path)
+def test_a_last_export_and_then_the_dump(world: World, tmp_path: Path) -> None:
     assert world.orders() == TAKE
     assert "within 100 s; a last checkpoint is written in the background" in world.complaint()
     world.exports.carry_out(BeginExport(5, str(tmp_path)))
@@ -91,9 +90,8 @@ def too_little_time(world: World) -> None:
     ],
 )
 def test_an_export_that_comes_to_nothing_costs_no_dump(
-    tmp_path: Path, happens: Callable[[World], None], said: str
+    world: World, happens: Callable[[World], None], said: str
 ) -> None:
-    world = leaving(tmp_path)
     world.orders()
     happens(world)
     world.exports.tick()
@@ -103,8 +101,7 @@ def test_an_export_that_comes_to_nothing_costs_no_dump(
     assert told(world) == [DUMP]
 
 
-def test_the_dump_has_the_room_of_an_export_that_came_to_nothing(tmp_path: Path) -> None:
-    world = leaving(tmp_path)
+def test_the_dump_has_the_room_of_an_export_that_came_to_nothing(world: World) -> None:
     world.taken(2)
     (place,) = {Path(m["directory"]) for _, t, m in world.sent if t == "export-write"}
     place.mkdir(parents=True)
@@ -121,8 +118,7 @@ def test_the_dump_has_the_room_of_an_export_that_came_to_nothing(tmp_path: Path)
     assert told(world) == [DUMP]
 
 
-def test_the_dump_does_not_wait_for_ever_for_the_room(tmp_path: Path) -> None:
-    world = leaving(tmp_path)
+def test_the_dump_does_not_wait_for_ever_for_the_room(world: World) -> None:
     world.orders()
     no_room(world)
     world.exports.carry_out(EndRun(WHY, 0.0))

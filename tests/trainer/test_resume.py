@@ -14,17 +14,6 @@ from tests.trainer.ranks import run_ranks
 pytestmark = pytest.mark.slow
 
 DUE = "--eval-interval 2 --eval-iters 1 --log-interval 4"
-EXACT = (
-    "bf16",
-    "bf16-whole",
-    "fp32",
-    "fp32-whole",
-    "fp16",
-    "overlap",
-    "instances",
-    "sequence-parallel",
-    "moe-bias-jitter",
-)
 
 
 def save_in_the_middle(arguments: str, folder: Path) -> dict[str, Any]:
@@ -71,7 +60,7 @@ def _differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_resume_is_exact(name: str, text: str, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[name]
     arguments = f"{MODEL} {text} {flags} {DUE}"
