@@ -20,12 +20,11 @@ from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.events import Event, Kind, to_line
-from deadpool_megatron.observe.story import Story
 from deadpool_megatron.observe.view import view
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
 from tests.common.ports import free_port
-from tests.common.synthetic_run import status_of
+from tests.common.synthetic_run import status_of, story_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 #: the time for a scrape, unless the server is told otherwise
@@ -46,10 +45,8 @@ def told(
     events: list[Event], status: dict[str, Any] | None = None, now: float = 0.0
 ) -> dict[str, list[Any]]:
     """Every metric's samples."""
-    story = Story()
-    for event in events:
-        story.take(event)
-    found = metrics(view(story, status, "R", now), {"run": "r", "version": "v"})
+    seen = view(story_of(*events), status, "R", now)
+    found = metrics(seen, {"run": "r", "version": "v"})
     return {metric.name: metric.samples for metric in found}
 
 

@@ -9,22 +9,10 @@ import pytest
 
 from deadpool_megatron.cli import report
 from deadpool_megatron.events import Event, Kind, date, to_line
-from deadpool_megatron.observe.story import Story
 from deadpool_megatron.observe.view import view
 from tests.cli.told import CarryOut
 from tests.common.event_schema import check_event
-from tests.common.synthetic_run import events_of, write_run
-
-
-def story_of(events: list[Event]) -> Story:
-    story = Story()
-    for event in events:
-        story.take(event)
-    return story
-
-
-def struck_events() -> list[Event]:
-    return list(events_of(10, 6, 0.0, began=1000.0))
+from tests.common.synthetic_run import story_of, struck_events, write_run
 
 
 def test_a_failure_is_told_in_ten_lines_at_most(tmp_path: Path, carry_out: CarryOut) -> None:
@@ -81,7 +69,7 @@ def test_a_hang_is_told_with_who_is_where() -> None:
     for kind in (Kind.EPOCH_CLOSED, Kind.EPOCH_OPENED):
         events = struck_events()
         at = next(n for n, event in enumerate(events) if event.kind is kind)
-        seen = view(story_of([*events[:at], hang, *events[at:]]), None, "R", 1100.0)
+        seen = view(story_of(*events[:at], hang, *events[at:]), None, "R", 1100.0)
         text = "\n".join(report.describe_failure(seen.story.failures[0], seen))
         assert all(part in text for part in ("4-66", "192 more"))
         facts = report.to_dict(Path(), seen)["failures"][0]
@@ -101,7 +89,7 @@ def test_late_messages_are_no_refusals_and_planned_changes_no_failures() -> None
         (Kind.EPOCH_OPENED, {"phases": {}}, 1111.0),
     ):
         events.append(Event(kind, 2, 1, data=data, wall_seconds=at))
-    seen = view(story_of(events), None, "R", 1112.0)
+    seen = view(story_of(*events), None, "R", 1112.0)
     text = report.describe(Path("R"), seen)
     rows = {line.split()[0]: line.split()[1:] for line in text if line.startswith("  ")}
     assert "2 late messages of closed epochs ignored (normal after a failure)" in "\n".join(text)

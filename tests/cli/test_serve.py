@@ -1,4 +1,5 @@
-"""The page of a run: in a real browser while a node is lost, and closed to whoever has no token."""
+"""The page of a run: in a real browser while a node is lost, closed to whoever has no token, and of
+a server that no connection holds for ever."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from http.client import HTTPMessage
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from deadpool_megatron.cli import serve
+from deadpool_megatron.cli import http_server, serve
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.observe.view import State, view
 from tests.cli.start.refused import old_run
@@ -350,3 +352,25 @@ def test_bad_addresses_and_readers_that_go_away_leave_nothing_on_the_terminal(
         for one in (first, *others):
             one.close()
     assert capfd.readouterr().err == ""
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(204)
+        self.end_headers()
+
+
+def test_requests_that_never_end_take_neither_its_threads_nor_its_answers() -> None:
+    server = http_server.LimitedServer("127.0.0.1", 0, Answers)
+    before = threading.active_count()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with ExitStack() as stack:
+        stack.callback(server.server_close)
+        stack.callback(server.shutdown)
+        for _ in range(3 * http_server.MOST_REQUESTS):
+            one = stack.enter_context(socket.create_connection(server.server_address[:2]))
+            one.sendall(b"GET / HTTP/1.0\r\n")
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}", timeout=10) as answer:
+            assert answer.status == 204
+        most = before + 1 + http_server.MOST_REQUESTS
+        wait_for("threads to end", lambda: threading.active_count() <= most)

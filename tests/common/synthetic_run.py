@@ -12,6 +12,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
+from deadpool_megatron.observe.story import Story
 
 WORLD_SIZE = 8
 PHASES = {
@@ -76,6 +77,17 @@ def events_of(iterations: int, strike: int | None, shift: float, began: float) -
     yield event(Kind.EVALUATION, 1, {"loss": (2.5).hex()}, role=6, iteration=iterations)
     yield event(Kind.STATE_HASH, 1, {"sha256": "a" * 64}, role=0, iteration=5)
     yield event(Kind.RUN_ENDED, 1, {"exit_status": 0})
+
+
+def struck_events() -> list[Event]:
+    return list(events_of(10, 6, 0.0, began=1000.0))
+
+
+def story_of(*found: Event, story: Story | None = None) -> Story:
+    story = story or Story()
+    for event in found:
+        story.take(event)
+    return story
 
 
 def recovery_events(iteration: int, killed: float) -> Iterator[Event]:

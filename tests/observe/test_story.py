@@ -11,19 +11,7 @@ import pytest
 
 from deadpool_megatron import events
 from deadpool_megatron.events import DAMAGE, Event, EventLog, EventTail, Kind, to_line
-from deadpool_megatron.observe.story import Story
-from tests.common.synthetic_run import events_of
-
-
-def story_of(*found: Event, story: Story | None = None) -> Story:
-    story = story or Story()
-    for event in found:
-        story.take(event)
-    return story
-
-
-def struck_events() -> list[Event]:
-    return list(events_of(10, 6, 0.0, began=1000.0))
+from tests.common.synthetic_run import events_of, story_of, struck_events
 
 
 def at(found: Iterable[Event], kind: Kind) -> int:

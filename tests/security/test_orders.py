@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent.exporter import NodeExports
 from deadpool_megatron.cluster.coordinator import durable
-from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.run_directory import cleanup, directory
 from deadpool_megatron.cluster.run_directory import leftover_slots as slots
 from deadpool_megatron.cluster.run_directory.directory import OutsideError, RunDirectory, write_json
 from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
 from deadpool_megatron.ownership import OwnershipError
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.shm.segment import Segment, copy_name
+from tests.persist.test_node import node_of
 from tests.security.test_clean import RUN, make_run
 from tests.security.users import ATTACKER, VICTIM, as_user, needs_root
 
@@ -44,14 +40,7 @@ async def test_an_order_to_remove_a_directory_of_somebody(tmp_path: Path) -> Non
     thesis = tmp_path / "thesis"
     thesis.mkdir()
     (thesis / "text").write_text("years of work")
-    (tmp_path / "segments").mkdir()
-    run = RunDirectory(tmp_path / "run")
-    (run.path / "logs").mkdir(parents=True)
-    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id=RUN)
-    said: list[Any] = []
-    logs = LocalLogs(tmp_path / "segments" / "logs")
-    options: Any = SimpleNamespace(node=0, run=run, info=info, segments=tmp_path / "segments")
-    exports = NodeExports(options, None, logs, said.append)  # type: ignore[arg-type]
+    exports, _, said = node_of(tmp_path)
     facts = {"name": "1.1", "iteration": 1, "dump": {"roles": [0]}, "directory": str(thesis)}
     exports.order({"t": "export-dump", **facts})
     exports.order({"t": "export-drop", "name": "1.1"})

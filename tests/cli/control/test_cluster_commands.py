@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,42 +18,20 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.settings import Settings
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, Run, deadpool, environment
+from tests.cluster.running import FAST, MEMBER, Run, deadpool, start
 from tests.common.told import read_final
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[object]:
-    """Starts commands in the background, each in a session of its own."""
-    children: list[subprocess.Popen[bytes]] = []
-
-    def begin(*arguments: str, **extra: str) -> subprocess.Popen[bytes]:
-        with open(tmp_path / f"command-{len(children)}.out", "wb") as output:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "deadpool_megatron", *arguments],
-                env=environment(extra),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        children.append(child)
-        return child
-
-    yield begin
-    for child in children:
-        child.kill()
-        child.wait()
-
-
 @pytest.mark.full
 @pytest.mark.slow
-def test_agent_without_the_run_directory(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_agent_without_the_run_directory(tmp_path: Path) -> None:
     """It has only an address, an id and the secret; the other one coordinates."""
     run = RunDirectory(tmp_path / "r")
     size = ("--nodes", "2", "--nproc-per-node", "1", *FAST)
     member = ("--preload", "", "--", MEMBER, "--iterations", "10")
-    first = start("agent", "--run-dir", str(run.path), "--node-id", "1", *size, *member)
+    place = ("--run-dir", str(run.path), "--node-id", "1")
+    first = start(tmp_path / "first.out", "agent", *place, *size, *member)
     wait_for("the coordinator to listen", run.coordinator.exists)
     found = read_json(run.coordinator)
     secret = (run.path / "secret").read_text()
@@ -67,7 +42,7 @@ def test_agent_without_the_run_directory(start, tmp_path: Path) -> None:  # type
     (far / "lockstep").symlink_to(run.path / "lockstep")
     address = ("--coordinator", f"{found['host']}:{found['port']}", "--run-id", run_id)
     away = ("agent", "--run-dir", str(far), "--node-id", "0", "--preload", "")
-    second = start(*away, *address, DEADPOOL_SECRET=secret)
+    second = start(tmp_path / "second.out", *away, *address, DEADPOOL_SECRET=secret)
     assert first.wait(PATIENCE_SECONDS) == 0
     assert second.wait(PATIENCE_SECONDS) == 0
     assert not list((far / "journal").iterdir()), "no standby looks into a journal of its own"

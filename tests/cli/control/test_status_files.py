@@ -31,6 +31,8 @@ def run(tmp_path: Path) -> RunDirectory:
 def test_the_verdict_is_one_line_in_which_no_character_acts(
     run: RunDirectory, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    status, _, err = carry_out("status", "--verdict", str(run.path))
+    assert (status, "has no verdict" in err) == (2, True)
     run.final.write_text(json.dumps(FINAL))
     for arguments in (("status", "--verdict"), ("status",), ("stop", "--wait", "5")):
         status, out, _ = carry_out(*arguments, str(run.path))

@@ -43,12 +43,18 @@ def slots() -> Iterator[Path]:
     shutil.rmtree(segment_root(run_id), ignore_errors=True)
 
 
-def launcher_of(slots: Path, directory: Path, *, ended_epoch: int = 0) -> launch.Launcher:
-    run_id = slots.parents[1].name.removeprefix("deadpool-")
-    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), ended_epoch=ended_epoch)
+def launcher_in(directory: Path, run_id: str = "", **more: Any) -> launch.Launcher:
+    """For a run of one node."""
+    facts = {"settings": Settings(), **more}
+    info = RunInfo(run_id or uuid.uuid4().hex[:8], 1, 1, 0, 1, ("x.py",), **facts)
     run = RunDirectory(directory)
-    run.create(info)
     return launch.Launcher(run, info, (), 0, print, lambda: None, numbers=(0,))
+
+
+def launcher_of(slots: Path, directory: Path, **more: Any) -> launch.Launcher:
+    launcher = launcher_in(directory, slots.parents[1].name.removeprefix("deadpool-"), **more)
+    launcher.directory.create(launcher.info)
+    return launcher
 
 
 @pytest.mark.parametrize("ended_epoch", [1, 0])
@@ -91,14 +97,12 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
 def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run_id, run = uuid.uuid4().hex[:8], RunDirectory(tmp_path)
     settings = Settings(connect_seconds=5, spare_timeout_seconds=10)
-    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), settings)
+    launcher = launcher_in(tmp_path, settings=settings)
     # After the checks, as a file system that fails when the run has begun.
-    junk = run.journal / "junk"
+    junk = launcher.directory.journal / "junk"
     monkeypatch.setattr(launch, "preload_modules", lambda *_: junk.touch())
     monkeypatch.setattr(service, "_SAID_SECONDS", 0.5)
-    launcher = launch.Launcher(run, info, (), 0, print, lambda: None, numbers=(0,))
     with capfd.disabled():  # an agent keeps no descriptors but its own
         assert launcher.run() == 2
     why = f"{junk} does not belong into a journal"
@@ -109,10 +113,7 @@ def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shell has jobs in its background ignore interrupts, and nohup the end of the session."""
-    info = RunInfo(uuid.uuid4().hex[:8], 1, 1, 0, 1, ("x.py",), Settings())
-    launcher = launch.Launcher(
-        RunDirectory(tmp_path), info, (), 0, print, lambda: None, numbers=(0,)
-    )
+    launcher = launcher_in(tmp_path)
     numbers = (signal.SIGHUP, signal.SIGINT)
     minded: list[bool] = []
 

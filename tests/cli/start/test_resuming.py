@@ -59,14 +59,16 @@ class Host:
         Others(self.new, 2, 1, 60.0).done()
 
 
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(tmp_path, monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("status", "said"),
     [(0, "is complete (20 iterations), and has no durable state"), (1, "run has no durable state")],
 )
-def test_a_run_that_has_left_nothing_says_how_it_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, said: str
-) -> None:
-    host = Host(tmp_path, monkeypatch)
+def test_a_run_that_has_left_nothing_says_how_it_ended(host: Host, status: int, said: str) -> None:
     host.old.latest.unlink()
     write_json(host.old.final, {"exit_status": status, "reason": "", "iterations": 20})
     with pytest.raises(CommandError, match=re.escape(said)):
@@ -74,18 +76,16 @@ def test_a_run_that_has_left_nothing_says_how_it_ended(
 
 
 def test_a_run_that_had_computed_nothing_is_begun_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    host: Host, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    host = Host(tmp_path, monkeypatch)
     write_json(host.old.latest, Restore("initial", Generation(0, 0)).to_dict())
     resume_point(host.old, ARGS)
     assert "that run had computed nothing: begins at iteration 0" in capsys.readouterr().out
 
 
 def test_what_another_host_writes_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    host: Host, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    host = Host(tmp_path, monkeypatch)
     found = valid_in(resume_point(host.old, ARGS, host.others))
     assert [(one.kind, one.generation.iteration) for one in found] == [("dump", 7), ("durable", 5)]
     assert host.pauses == 1
@@ -94,10 +94,7 @@ def test_what_another_host_writes_is_waited_for(
 
 
 @pytest.mark.parametrize("how", ["all have looked", "alone", "somebody has decided"])
-def test_there_is_nobody_to_wait_for(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = Host(tmp_path, monkeypatch)
+def test_there_is_nobody_to_wait_for(host: Host, how: str) -> None:
     others: Others | None = host.others
     if how == "all have looked":
         Others(host.new, 2, 1, 60.0).done()
@@ -109,8 +106,7 @@ def test_there_is_nobody_to_wait_for(
     assert host.pauses == 0
 
 
-def test_the_wait_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(tmp_path, monkeypatch)
+def test_the_wait_ends(host: Host) -> None:
     host.others.patience_seconds = -1.0
     assert resume_point(host.old, ARGS, host.others)["kind"] == "durable"
     assert host.looks == 1
@@ -137,11 +133,8 @@ def test_frozen_weights_come_along_with_a_dump_only(
     assert "\n" not in str(told.value)
 
 
-def test_a_dump_that_is_not_whole_any_more_is_not_gone_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dump_that_is_not_whole_any_more_is_not_gone_on_from(host: Host) -> None:
     """The newest state that the run has told of; somebody has removed a file of it."""
-    host = Host(tmp_path, monkeypatch)
     dump = host.old.dump / "1-9"
     dump.mkdir(parents=True)
     write_json(host.old.latest, Restore("dump", Generation(1, 9), path=str(dump)).to_dict())
@@ -152,10 +145,9 @@ def test_a_dump_that_is_not_whole_any_more_is_not_gone_on_from(
 
 
 def test_another_number_of_roles_goes_on_from_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The newest one; a dump is of the roles that wrote it."""
-    host = Host(tmp_path, monkeypatch)
     fewer = argparse.Namespace(nodes=1, nproc_per_node=1, command=["train.py"])
     saved = Restore("durable", Generation(1, 5), path=str(tmp_path))
     dump = Restore("dump", Generation(1, 9), path=str(tmp_path))
@@ -174,10 +166,9 @@ def test_another_number_of_roles_goes_on_from_a_checkpoint(
 
 
 def test_a_checkpoint_that_was_taken_back_is_not_gone_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It became valid, then its loss turned out to be none, and the run went back behind it."""
-    host = Host(tmp_path, monkeypatch)
     taken_back = Restore("durable", Generation(1, 9), path=str(tmp_path))
     write_json(host.old.latest, taken_back.to_dict())
     assert Restore.from_dict(resume_point(host.old, ARGS)) == taken_back
@@ -191,10 +182,10 @@ def test_a_checkpoint_that_was_taken_back_is_not_gone_on_from(
 
 
 def test_unfinished_exports_of_the_run_before_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one that was killed while it exported; its number is gone with it."""
-    host, exports = Host(tmp_path, monkeypatch), tmp_path / "exports"
+    exports = tmp_path / "exports"
     info = replace(INFO, settings=Settings(persist_directory=str(exports)))
     write_json(host.old.path / "run.json", info.to_dict())
     left = unfinished_export(exports, INFO.run_id, "1.7")
@@ -222,14 +213,9 @@ def test_unfinished_exports_of_the_run_before_are_removed(
 )
 @pytest.mark.parametrize("how", ["gone", "without its index", "empty"])
 def test_each_checkpoint_is_looked_at_and_the_older_ones_come_along(
-    hurt: tuple[int, ...],
-    left: list[int],
-    how: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    host: Host, hurt: tuple[int, ...], left: list[int], how: str, tmp_path: Path
 ) -> None:
     """30 and 20 were saved by the run, 10 is what it had begun with itself."""
-    host = Host(tmp_path, monkeypatch)
     saved = []
     for k in (30, 20, 10):
         place = tmp_path / f"{k}"
@@ -258,14 +244,10 @@ def test_each_checkpoint_is_looked_at_and_the_older_ones_come_along(
     ids=["whole", "at once", "being written anew", "without its index", "of an earlier run"],
 )
 def test_what_nobody_was_told_of_is_found_by_looking(
-    shards: int,
-    index: int | None,
-    wanted: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    host: Host, shards: int, index: int | None, wanted: list[int], tmp_path: Path
 ) -> None:
     """The program saves from second 10 on."""
-    host, place = Host(tmp_path, monkeypatch), tmp_path / "saves" / "iter_0000009"
+    place = tmp_path / "saves" / "iter_0000009"
     place.mkdir(parents=True)
     (place / "metadata.json").touch()
     take_saves(host.old, place.parent)

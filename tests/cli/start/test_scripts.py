@@ -46,6 +46,7 @@ def refused(options: str, command: str) -> str:
         "pretrain_gpt.py --deadpool-replicas 2",
         "-m deadpool_megatron.trainer --train-iters 5",
         "train.py",
+        "-m my_trainer @some.args",
     ],
 )
 def test_other_commands_are_left_alone(command: str) -> None:
@@ -146,9 +147,3 @@ def test_argument_files_of_the_embedded_trainer_are_read_once(tmp_path: Path) ->
     inner.write_text("--seed 7")
     args = adopted("", f"-m deadpool_megatron.trainer @{outer} --train-iters 3")
     assert args.command[2:] == ["--lr", "1", "--seed", "7", "--train-iters", "3"]
-
-
-def test_files_that_another_program_reads_are_left_to_it(tmp_path: Path) -> None:
-    (tmp_path / "some.args").write_text("--seed 7")
-    command = f"-m my_trainer @{tmp_path}/some.args"
-    assert adopted("", command).command == command.split()
