@@ -18,6 +18,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     point_at,
     read_valid,
     take_saves,
+    write_json,
 )
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.layout.records import Generation, Restore
