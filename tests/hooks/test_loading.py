@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from deadpool_megatron.hooks.checkpoints.loading import exact_load
 from tests.hooks.capture.gpu_rig import plain_inner
@@ -72,3 +74,37 @@ def test_a_checkpoint_after_one_that_could_not_be_loaded_is_loaded_as_the_first(
         trained.update()
     assert later.state() == at_once.state()
     assert [one["step"] for one in later.state()[0]] == [8.0, 8.0]
+
+
+class Rated:
+    """Two parameters of a kind with rates of their own, as --decoupled-lr makes them."""
+
+    def __init__(self, *rates: float) -> None:
+        kind = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False}
+        groups = [
+            {**kind, "is_decoupled_lr": False, "max_lr": rate, "min_lr": 0.0, "lr": rate / 2}
+            for rate in rates
+        ]
+        adam = torch.optim.AdamW(
+            [{"params": [torch.nn.Parameter(torch.ones(3))], **one} for one in groups]
+        )
+        self.optimizer = FP32Optimizer(adam, OptimizerConfig(), lambda *_: None)
+
+        for parameter in (one for group in adam.param_groups for one in group["params"]):
+            parameter.grad = torch.zeros(3)
+        adam.step()
+
+    def rates(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("own", [(1.0, 2.0), (2.0, 1.0), (1.0,)])
+def test_groups_of_a_kind_are_loaded_by_their_rates(own: tuple[float, ...]) -> None:
+    """Those of a checkpoint are role 0's; others may have them in another order, or some only."""
+    saved = Rated(1.0, 2.0).optimizer.state_dict()
+    loaded = Rated(*own)
+    for group in loaded.optimizer.param_groups:
+        group["lr"] = 9.0
+    with exact_load(loaded.optimizer, None):
+        loaded.optimizer.load_state_dict(saved)
+    assert loaded.rates() == [rate / 2 for rate in own]

@@ -10,10 +10,12 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer import optimizer as base
 
 from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.megatron_extras import command_counts
@@ -127,6 +129,27 @@ def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
+def _groups_told_apart(parts: Iterable[Mapping[str, Any]]) -> Iterator[None]:
+    """Within, Megatron knows parameter groups by their rates as well where several that are to be
+    loaded are of a kind, as with --decoupled-lr: before 0.19 it takes one of them for all
+    (optimizer.py:383)."""
+    keys = base.param_group_identifier_keys
+    groups = [part.get("optimizer", part).get("param_groups", ()) for part in parts]
+    kinds = [{tuple(group.get(key) for key in keys) for group in own} for own in groups]
+    if any(len(own) > len(found) for own, found in zip(groups, kinds, strict=True)):
+        _know_groups_by((*keys, "max_lr", "min_lr"))
+    try:
+        yield
+    finally:
+        _know_groups_by(keys)
+
+
+def _know_groups_by(keys: tuple[str, ...]) -> None:
+    for module in (base, distrib_optimizer):
+        module.param_group_identifier_keys = keys
+
+
+@contextlib.contextmanager
 def _changed_before_load(optimizer: Any, changes: Sequence[_Change]) -> Iterator[None]:
     """Within, make changes to the state of each inner optimizer before it is loaded."""
     load: Callable[[Any], None] = optimizer.load_state_dict
@@ -136,7 +159,8 @@ def _changed_before_load(optimizer: Any, changes: Sequence[_Change]) -> Iterator
         parts = loaded if isinstance(loaded, list) else loaded.values() if several else [loaded]
         for part, change in itertools.product(parts, changes):
             change(part.get("optimizer", part))
-        load(loaded)
+        with _groups_told_apart(parts):
+            load(loaded)
 
     optimizer.load_state_dict = load_state_dict
     try:
