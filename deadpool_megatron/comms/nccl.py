@@ -42,18 +42,13 @@ from torch._C._distributed_c10d import BarrierOptions, HashStore, Store
 from torch.distributed import ProcessGroup
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.comms.in_flight import works
 from deadpool_megatron.comms.in_flight.attached_epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.device_time import (
     CudaClock,
     read_positions,
 )
 from deadpool_megatron.comms.in_flight.waiters import WaiterPool
-from deadpool_megatron.comms.in_flight.works import (
-    StreamWork,
-    book,
-    communication_failed,
-    is_asynchronous,
-)
 from deadpool_megatron.comms.inner import (
     OPENS_A_GROUP,
     EpochClosed,
@@ -356,7 +351,7 @@ class NcclGroup(InnerGroup):
             if self._blocks.is_open_here():
                 self._blocks.keep(error)
                 return None
-            if not communication_failed(error) and not epoch.closed:
+            if not works.communication_failed(error) and not epoch.closed:
                 raise
             problem = str(error)
         finally:
@@ -369,7 +364,7 @@ class NcclGroup(InnerGroup):
         self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Start an operation; one that is not asynchronous is a wait of the current stream."""
-        if is_asynchronous(args, kwargs) or self._blocks.is_open_here():
+        if works.is_asynchronous(args, kwargs) or self._blocks.is_open_here():
             return operation(*args, **kwargs)
         return self.epoch.progress.stream_waits.around(lambda: operation(*args, **kwargs))
 
@@ -378,9 +373,9 @@ class NcclGroup(InnerGroup):
             # Collected in a block, or on the current stream: nobody waits for it.
             if not self._blocks.is_open_here():
                 self.epoch.check(operation)
-                book(self, operation)
+                works.book(self, operation)
             return None
-        return StreamWork(inner, self, operation, sequence)
+        return works.StreamWork(inner, self, operation, sequence)
 
     def connect(self, peers: Collection[int]) -> None:
         """Exchange a byte with each of them, in the thread that makes the group."""
@@ -457,7 +452,7 @@ class NcclGroup(InnerGroup):
         problem = self._blocks.leave()
         self._check("end of a block")
         if problem is not None:
-            if not communication_failed(problem):
+            if not works.communication_failed(problem):
                 raise problem
             self.epoch.fault(self.description, "coalesced", str(problem))
         return self._work(answer, "coalesced", self.messages)

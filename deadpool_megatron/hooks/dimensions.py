@@ -14,13 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from deadpool_megatron.hooks.capture import fp8
-from deadpool_megatron.hooks.capture.optimizer import (
-    inner_optimizers,
-    is_distributed,
-    layer_wise,
-    plain_tensors,
-)
+from deadpool_megatron.hooks.capture import fp8, optimizer
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.state.packing import fingerprint
 
@@ -41,11 +35,11 @@ def rebuild_from_peers(loop: ProtectedLoop) -> None:
     rank has those of others from their owners.
     """
     distributed = False
-    for inner in inner_optimizers(loop.optimizer):
+    for inner in optimizer.inner_optimizers(loop.optimizer):
         if hasattr(inner, "_copy_main_params_to_model_params"):
             inner._copy_main_params_to_model_params()
-        distributed = distributed or is_distributed(inner)
-    for chain in layer_wise(loop.optimizer):
+        distributed = distributed or optimizer.is_distributed(inner)
+    for chain in optimizer.layer_wise(loop.optimizer):
         # Since 0.18 the buffers of the chunks may be cut so that each shard has whole parameters.
         if getattr(chain, "use_buffer_param_sync", False):
             distributed = True
@@ -72,7 +66,7 @@ def verify_tensor(loop: ProtectedLoop) -> None:
         raw
         for parameter in parameters(loop, expert=False)
         if not getattr(parameter, "tensor_model_parallel", False)
-        for raw in plain_tensors(parameter)
+        for raw in optimizer.plain_tensors(parameter)
     ]
     group = parallel_state.get_tensor_model_parallel_group()
     compare_with_peers(replicated, group, "tensor-replicated parameters")
@@ -139,7 +133,7 @@ def parameters(loop: ProtectedLoop, *, expert: bool) -> list[torch.nn.Parameter]
 def plain_parameters(loop: ProtectedLoop, *, expert: bool) -> list[Tensor]:
     """The same; of quantised ones what they wrap."""
     found = parameters(loop, expert=expert)
-    return [raw for parameter in found for raw in plain_tensors(parameter)]
+    return [raw for parameter in found for raw in optimizer.plain_tensors(parameter)]
 
 
 def _shared_embedding(chunk: object):  # type: ignore[no-untyped-def]

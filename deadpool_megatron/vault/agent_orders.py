@@ -29,17 +29,11 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.file_systems import LIKELY_CLEANERS
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import room
+from deadpool_megatron.vault import member_dialogue, room
 from deadpool_megatron.vault.disk.dump import damaged, dump, dump_held
 from deadpool_megatron.vault.disk.pinned_snapshot import snapshot_bytes, take
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import MALFORMED, Code, VaultError
-from deadpool_megatron.vault.member_dialogue import (
-    LocalLink,
-    LocalServer,
-    MemberDialogue,
-    MemberDialogues,
-)
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Segment, parse_name
 from deadpool_megatron.vault.transport import Transport, begin_thread
@@ -68,12 +62,12 @@ class Vault:
         self._settings = settings
         self._transport = transport
         self._state = VaultState(node, directory, settings, self._emit, transport, interface)
-        self._members = MemberDialogues(self._state)
+        self._members = member_dialogue.MemberDialogues(self._state)
         self._server = Server(self._state, transport)
-        self._links = LocalServer(local_listener, self._dialogue)
+        self._links = member_dialogue.LocalServer(local_listener, self._dialogue)
         self._order_lock = threading.Lock()
         self._event_lock = threading.Lock()
-        self._agent: LocalLink | None = None
+        self._agent: member_dialogue.LocalLink | None = None
         self._alone_since = time.monotonic()
         self._kept_events: collections.deque[Event] = collections.deque(maxlen=_MOST_KEPT_EVENTS)
         self._damaged: set[tuple[Segment, int, str, int]] = set()
@@ -151,12 +145,12 @@ class Vault:
 
     # Local connections.
 
-    def _dialogue(self, link: LocalLink, stopping: threading.Event) -> None:
+    def _dialogue(self, link: member_dialogue.LocalLink, stopping: threading.Event) -> None:
         hello = link.receive(stopping)
         if hello is None:
             return
         if hello.get("t") == "member":
-            MemberDialogue(self._state, self._members, link, hello).run(stopping)
+            member_dialogue.MemberDialogue(self._state, self._members, link, hello).run(stopping)
         elif hello.get("t") == "agent":
             self._obey(link, stopping)
         else:
@@ -169,7 +163,7 @@ class Vault:
             else:
                 self._agent.send({"t": "event", "event": event.to_dict()})
 
-    def _obey(self, link: LocalLink, stopping: threading.Event) -> None:
+    def _obey(self, link: member_dialogue.LocalLink, stopping: threading.Event) -> None:
         with self._event_lock:
             self._agent = link
             while self._kept_events:
@@ -182,7 +176,7 @@ class Vault:
                 if self._agent is link:
                     self._agent, self._alone_since = None, time.monotonic()
 
-    def _order(self, link: LocalLink, message: Mapping[str, Any]) -> None:
+    def _order(self, link: member_dialogue.LocalLink, message: Mapping[str, Any]) -> None:
         kind, number = str(message.get("t")), message.get("id")
         orders: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "close": lambda m: self.close_epoch(int(m["epoch"])),

@@ -14,6 +14,7 @@ from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory import leftover_slots
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -21,12 +22,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_RUN_ID,
     RunDirectory,
     RunInfo,
-)
-from deadpool_megatron.cluster.run_directory.leftover_slots import (
-    NodeTaken,
-    claim,
-    end_leftovers,
-    take_up,
 )
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import EpochRecord
@@ -57,10 +52,10 @@ def run_agent(options: AgentOptions) -> int:
     needed = posix.needed_by_agent(info.nodes + info.spares, info.nproc_per_node)
     if complaint := posix.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
-    lock = claim(options.segments, options.node)
+    lock = leftover_slots.claim(options.segments, options.node)
     run_id = options.info.run_id
-    end_leftovers(options.run, run_id, options.node, options.segments)
-    former = take_up(options.run, run_id, options.segments, options.siblings)
+    leftover_slots.end_leftovers(options.run, run_id, options.node, options.segments)
+    former = leftover_slots.take_up(options.run, run_id, options.segments, options.siblings)
     if former is not None:
         print(f"node {options.node} adopts the slots of node {former}", file=sys.stderr)
     failpoints.load()
@@ -107,11 +102,11 @@ def dump_orphans(
         if not number.isdigit() or not any(directory.glob("*.seg")):
             continue
         try:
-            lock = claim(directory, int(number))
-        except (NodeTaken, FileNotFoundError):
+            lock = leftover_slots.claim(directory, int(number))
+        except (leftover_slots.NodeTaken, FileNotFoundError):
             continue
         try:
-            end_leftovers(run, info.run_id, int(number), directory)
+            leftover_slots.end_leftovers(run, info.run_id, int(number), directory)
             written += dump_kept(int(number), directory, info.settings, kept, run.dump)
             remove_segments(directory)
         except SegmentError as error:

@@ -23,12 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deadpool_megatron.cluster.link.pacing import (
-    Metronome,
-    RetransmitQueue,
-    answer_seconds,
-    contact_seconds,
-)
+from deadpool_megatron.cluster.link import pacing
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
@@ -103,7 +98,7 @@ class Greetings:
         self._join = join
         self._under_way: list[_Greeting] = []  # the oldest first
         self._count = 0
-        self._patience_seconds = answer_seconds(settings)
+        self._patience_seconds = pacing.answer_seconds(settings)
         self.why = "never reached"  # the last one that failed did so
         self.is_urgent = False
 
@@ -166,7 +161,7 @@ class Greetings:
             later = [one for one in self._under_way if one.number > greeting.number and one.writer]
             self._leave([one for one in self._under_way if one not in later])
             self._under_way, self.is_urgent = later, False
-            self._patience_seconds = answer_seconds(self._settings)
+            self._patience_seconds = pacing.answer_seconds(self._settings)
             return session
         return None
 
@@ -174,7 +169,7 @@ class Greetings:
         """Leave all of them."""
         self._leave(self._under_way)
         self._under_way, self.is_urgent = [], False
-        self._patience_seconds = answer_seconds(self._settings)
+        self._patience_seconds = pacing.answer_seconds(self._settings)
 
     def _leave(self, greetings: list[_Greeting]) -> None:
         for greeting in greetings:
@@ -230,10 +225,10 @@ class CoordinatorLink:
         self._lost_at = 0.0  # the end of the last session
         self._heard_at = 0.0
         self._number = 0
-        self._pace = Metronome(settings.beat_interval_seconds)
+        self._pace = pacing.Metronome(settings.beat_interval_seconds)
         self._told: Mapping[str, Any] = {}  # in beats of this session
-        self._telling = Metronome(_TELLING_SECONDS)
-        self._unacknowledged = RetransmitQueue(_MOST_REPORTS, _MOST_REPORT_BYTES)
+        self._telling = pacing.Metronome(_TELLING_SECONDS)
+        self._unacknowledged = pacing.RetransmitQueue(_MOST_REPORTS, _MOST_REPORT_BYTES)
         self._retained: deque[tuple[float, int, bytes]] = deque()
         self._boot = ""
         self._ordered = 0  # newest order had of that coordinator
@@ -271,7 +266,7 @@ class CoordinatorLink:
     @property
     def contact_seconds(self) -> float:
         """With an older newest acknowledged beat than this, contact is in doubt."""
-        return contact_seconds(self._pace.seconds, self._settings)
+        return pacing.contact_seconds(self._pace.seconds, self._settings)
 
     @property
     def beat_is_due(self) -> bool:
@@ -376,7 +371,7 @@ class CoordinatorLink:
             limit = self.contact_seconds
         elif self._boot or self._greetings.tasks:
             # The fence has a limit from the first welcome on, and the next one may be elsewhere.
-            limit = answer_seconds(self._settings)
+            limit = pacing.answer_seconds(self._settings)
         else:
             limit = self._settings.connect_seconds
         if address is not None:
@@ -412,14 +407,14 @@ class CoordinatorLink:
             if session.term > self._session.term:
                 self.supersede(f"went over to term {session.term}")
             self._session.writer.close()
-        self._session, self._told, self._telling = session, {}, Metronome(_TELLING_SECONDS)
+        self._session, self._told, self._telling = session, {}, pacing.Metronome(_TELLING_SECONDS)
         self._refused = session.welcome.get("t") == "refused"
         if not self._refused:
             self._heard(session.joined_at, session.term)
         self._unacknowledged.acknowledge(int(session.welcome.get("seen", 0)))
         self._term = max(self._term, session.term)
         asked = float(session.welcome.get("beat_seconds", 0.0))
-        self._pace = Metronome(max(asked, self._settings.beat_interval_seconds))
+        self._pace = pacing.Metronome(max(asked, self._settings.beat_interval_seconds))
         boot, self._boot = self._boot, str(session.welcome.get("boot", ""))
         if boot != self._boot:
             self._ordered = 0
@@ -437,7 +432,7 @@ class CoordinatorLink:
         successor may end before it has arrived.
         """
         frames = {number: data for _, number, data in self._retained} | dict(self._unacknowledged)
-        self._unacknowledged = RetransmitQueue(_MOST_REPORTS, _MOST_REPORT_BYTES)
+        self._unacknowledged = pacing.RetransmitQueue(_MOST_REPORTS, _MOST_REPORT_BYTES)
         for number in sorted(frames):
             self._unacknowledged.add(number, frames[number])
 

@@ -7,17 +7,12 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import GRACE_SECONDS, ExitStatus, FailureKind, process_name
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import membership
 from deadpool_megatron.cluster.machine.actions import EmitEvent
 from deadpool_megatron.cluster.machine.blame import SHOWN_FAILURES, Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.ending import end_as_found
 from deadpool_megatron.cluster.machine.epoch import close, save_and_end, step_reported
-from deadpool_megatron.cluster.machine.membership import (
-    drop_node,
-    failure_of,
-    put_aside,
-    quarantine,
-)
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import BadPart, Generation
@@ -63,7 +58,7 @@ def raised(core: Core, event: ev.MemberRaised) -> None:
     if (role := core.player(event)) is not None:
         end = ev.MemberLost(event.node, event.slot, event.incarnation, 1, last_line=event.text)
         name = process_name(event.node, event.slot, event.incarnation)
-        failure = failure_of(end, f"{name} raised {event.text}", role)
+        failure = membership.failure_of(end, f"{name} raised {event.text}", role)
         core.state.blame.suspect(failure, core.now, grace_seconds=2 * GRACE_SECONDS)
 
 
@@ -146,11 +141,11 @@ def audit_failed(core: Core, event: ev.AuditFailed) -> None:
     failure = Failure(f"{cause} computed or held wrong numbers", kind, signature, node=nodes[0])
     left = []
     for node in nodes:
-        if not put_aside(core, node, f"as {failure.cause}", kind):
+        if not membership.put_aside(core, node, f"as {failure.cause}", kind):
             left.append(node)
-        quarantine(core, node, failure.cause)
+        membership.quarantine(core, node, failure.cause)
     for node in left:
-        drop_node(core, node, replace(failure, node=node))
+        membership.drop_node(core, node, replace(failure, node=node))
     close(core, failure)
 
 

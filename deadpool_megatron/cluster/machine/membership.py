@@ -20,18 +20,12 @@ from deadpool_megatron.cluster.failures import (
     same_text,
     signal_name,
 )
-from deadpool_megatron.cluster.machine import epoch
+from deadpool_megatron.cluster.machine import ending, epoch
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine import state as states
 from deadpool_megatron.cluster.machine.actions import DropNode, RecordQuarantined, RecordRemoved
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.ending import (
-    check_ended,
-    dump,
-    end_as_found,
-    finish,
-)
 from deadpool_megatron.cluster.machine.pauses import consider_pause
 from deadpool_megatron.cluster.run_directory.directory import member_log_name
 from deadpool_megatron.events import Kind
@@ -76,9 +70,9 @@ def lose_node(core: Core, node: int, failure: Failure, *, silent_seconds: float 
     give_up(core, node, failure.cause, failure.kind)
     match state.doing:
         case states.Dumping():
-            dump(core)
+            ending.dump(core)
         case states.LeaveTaking():
-            check_ended(core)
+            ending.check_ended(core)
         case states.Closing() | states.WaitingSpare():
             epoch.close(core, failure, silent_seconds=silent_seconds)
         case _ if is_needed:
@@ -334,7 +328,7 @@ def _end_as_other_model(core: Core, known: records.RoleLayout, layout: records.R
         " the state ('deadpool clean RUN') and start with another --run-dir"
     )
     words = LastWords(ExitStatus.BAD_INPUT, reason, FailureKind.OTHER_PROGRAM)
-    finish(core, words, keeps_slots=True)
+    ending.finish(core, words, keeps_slots=True)
 
 
 def lost(core: Core, event: ev.MemberLost) -> None:
@@ -358,7 +352,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     begins = not state.lineage.ever_ran and not state.survived
     if event.exit_code == ExitStatus.BAD_INPUT and begins:
         # The command itself says that its arguments cannot work: no other process will like them.
-        end_as_found(core, LastWords(ExitStatus.BAD_INPUT, event.last_line or cause))
+        ending.end_as_found(core, LastWords(ExitStatus.BAD_INPUT, event.last_line or cause))
         return
     is_first = status is states.MemberStatus.STARTING and event.incarnation == 0
     is_other = event.exit_code == ExitStatus.OTHER_PROGRAM
@@ -372,12 +366,12 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     device_is_lost = _is_broken(event) and not on_purpose
     if device_is_lost:
         if begins and _cannot_begin_without(core, event.node):
-            end_as_found(core, LastWords(ExitStatus.BAD_INPUT, failure.cause, failure.kind))
+            ending.end_as_found(core, LastWords(ExitStatus.BAD_INPUT, failure.cause, failure.kind))
             return
         _device_lost(core, event, failure)
     by_itself = f"the program ended: {event.last_line or cause} [{failure.evidence}]"
     if event.exit_code == 0 and not on_purpose and role is not None and begins:
-        end_as_found(core, LastWords(ExitStatus.BAD_INPUT, by_itself))
+        ending.end_as_found(core, LastWords(ExitStatus.BAD_INPUT, by_itself))
         return
     if state.heard_epoch is not None and role is not None:
         if event.exit_code in (0, ExitStatus.EXTRAS_OUTGROWN) and not on_purpose:
@@ -397,7 +391,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
         slot_too = replace(failure, signature=(*failure.signature, str(place)))
         epoch.note_failure(core, slot_too)
         if state.last_words is not None:
-            end_as_found(core, state.last_words)
+            ending.end_as_found(core, state.last_words)
     if state.phase in states.LAST_PHASES:
         return
     if not device_is_lost:

@@ -31,13 +31,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout import records
-from deadpool_megatron.layout.parity_groups import (
-    MEMBERS,
-    BlockMembers,
-    ParityGroup,
-    ParityPlacement,
-)
+from deadpool_megatron.layout import parity_groups, records
 from deadpool_megatron.vault import room
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
@@ -62,7 +56,7 @@ class Parity(Copies):
 
     def __init__(self, record: records.EpochRecord) -> None:
         super().__init__(record)
-        self.placement = ParityPlacement.of_record(record)
+        self.placement = parity_groups.ParityPlacement.of_record(record)
         self._blocks: dict[int, ParityBlock] = {}
         begin_thread("load-code", partial(load_code, record.replicas))
 
@@ -165,7 +159,7 @@ class ParityBlock:
         state: VaultState,
         scheme: Parity,
         number: int,
-        place: tuple[ParityGroup, int],
+        place: tuple[parity_groups.ParityGroup, int],
     ) -> None:
         self._state = state
         self._scheme = scheme
@@ -268,7 +262,7 @@ class ParityBlock:
         """Return what the sealed block is made of, if it has all that it has to have."""
         state = self._state
         with state.lock:
-            places = state.table.find(self._number, generation, MEMBERS)
+            places = state.table.find(self._number, generation, parity_groups.MEMBERS)
             sealed = state.table.held(self._number).get(generation, set())
             expected = {role: {*self._coded(role)} for role in self._group.roles}
         if not places:
@@ -278,7 +272,7 @@ class ParityBlock:
         if found != places[0].checksum:
             state.mark_bad(places[0], found)
             return None
-        contributions = BlockMembers.decode(members).contributions
+        contributions = parity_groups.BlockMembers.decode(members).contributions
         whole = all(
             names <= sealed and names <= {*contributions.get(role, ())}
             for role, names in expected.items()
@@ -301,10 +295,10 @@ class ParityBlock:
             segment = room.ensure_copy(state, layout, generation)
             slot = self._claim(segment, generation)
             try:
-                room.reserve(state, segment, [MEMBERS, *names], slot, generation)
+                room.reserve(state, segment, [parity_groups.MEMBERS, *names], slot, generation)
                 with state.lock:
                     self._require_going()
-                    for name in (MEMBERS, *names):
+                    for name in (parity_groups.MEMBERS, *names):
                         state.open_part(segment, slot, name, self._epoch)
 
                     def begin(name: str) -> Combination:
@@ -401,13 +395,13 @@ class ParityBlock:
                 for role in self._group.roles
             }
         contributions = {role: parts for role, parts in given.items() if parts}
-        members = BlockMembers(
+        members = parity_groups.BlockMembers(
             self._group.roles, self._index, self._scheme.placement.parities, contributions
         ).encode()
         # First of all, so that a block which counts always says what it is made of.
-        view = segment.data(slot, MEMBERS, len(members))
+        view = segment.data(slot, parity_groups.MEMBERS, len(members))
         view[:] = members
-        parts = {MEMBERS: (len(members), checksum(view))}
+        parts = {parity_groups.MEMBERS: (len(members), checksum(view))}
         for name in sorted({name for one in given.values() for name in one}):
             longest = max(one[name][0] for one in given.values() if name in one)
             parts[name] = longest, checksum(segment.data(slot, name, longest))
@@ -425,7 +419,7 @@ class ParityBlock:
             making.is_sealed = True
             self._give_up(generation)
             state.changed.notify_all()
-        shards = [name for name in parts if name != MEMBERS]
+        shards = [name for name in parts if name != parity_groups.MEMBERS]
         state.fail_point_corrupt("vault.received", segment, slot, shards)
 
     def _await(self, making: _Making, offer: Offer) -> None:
