@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     StepHooks,
     UnsupportedOptimizer,
     inner_optimizers,
+    param_group_values,
     parameters_of,
 )
 from deadpool_megatron.hooks.capture.step_keeper import StepKeeper
@@ -256,7 +256,7 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
         assert all(copy.wait(10.0) for copy in copies)
         filled.append(step)
     wanted = {part.name: bytes(vault.parts[now][part.name]) for part in shard.parts}
-    live = extras.param_group_values(loop.optimizer)
+    live = param_group_values(loop.optimizer)
     for part in shard.parts:
         load(part, vault.parts[Generation(1, 0)][part.name])
     skipped = 0
@@ -277,7 +277,7 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
         "filled": filled,
         "skipped": skipped,
         "inner": len(inner),
-        "groups_moved_on": live != extras.param_group_values(loop.optimizer),
+        "groups_moved_on": live != param_group_values(loop.optimizer),
         "report": reports[0],
         "copied": all(results),
     }
