@@ -9,15 +9,10 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deadpool_megatron.layout import sizing
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityGroup, parity_layout
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.layout.replaying import generations_kept, step_parts
-from deadpool_megatron.layout.sizing import (
-    block_bytes,
-    copy_bytes,
-    kept_bytes,
-    own_bytes,
-)
 from deadpool_megatron.vault.memory import allocated_bytes
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, steps_name
 from tests.vault.harness import segment_bytes
@@ -37,12 +32,12 @@ def layouts(draw: st.DrawFn) -> RoleLayout:
 @settings(max_examples=15)
 @given(layouts())
 def test_own_slots_and_copies(layout: RoleLayout) -> None:
-    assert own_bytes(layout) >= segment_bytes(layout)
-    assert copy_bytes(layout, ()) == 0
+    assert sizing.own_bytes(layout) >= segment_bytes(layout)
+    assert sizing.copy_bytes(layout, ()) == 0
     names = [part.name for part in layout.parts[1:]]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         Segment.create(Path(name) / copy_name(0), layout, None, names)
-        assert allocated_bytes(Path(name)) <= copy_bytes(
+        assert allocated_bytes(Path(name)) <= sizing.copy_bytes(
             layout, (p.nbytes for p in layout.parts[1:])
         )
 
@@ -59,7 +54,7 @@ def test_chains(layout: RoleLayout, full_every: int) -> None:
         Segment.create(Path(name) / copy_name(0), layout, None, [*shards, "extras@step"])
         slots = generations_kept(layout, full_every)
         Segment.create(Path(name) / steps_name(0), layout, None, others, slots)
-        assert allocated_bytes(Path(name)) <= kept_bytes(layout, list(shards), full_every)
+        assert allocated_bytes(Path(name)) <= sizing.kept_bytes(layout, list(shards), full_every)
 
 
 @settings(max_examples=15)
@@ -69,4 +64,4 @@ def test_blocks(layout: RoleLayout, roles: int) -> None:
     group = ParityGroup(tuple(of), (1 << 33,), (9,))
     made = parity_layout(of, group, 0, 1)
     longest = {part.name: part.nbytes for part in made.parts if part.name != MEMBERS}
-    assert block_bytes(made.slots, roles, longest) >= segment_bytes(made)
+    assert sizing.block_bytes(made.slots, roles, longest) >= segment_bytes(made)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.parity_groups import (
     MEMBERS,
     BlockMembers,
@@ -20,17 +21,6 @@ from deadpool_megatron.layout.parity_groups import (
     parity_role,
 )
 from deadpool_megatron.layout.placement import missing_copies
-from deadpool_megatron.layout.records import (
-    PARITY_BASE,
-    EpochRecord,
-    Generation,
-    NodeAddress,
-    PartInfo,
-    Restore,
-    RoleLayout,
-    Seat,
-    is_parity_role,
-)
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 
 
@@ -45,33 +35,33 @@ def record(
     size: int,
     parities: int,
     nodes: dict[int, int] | None = None,
-) -> EpochRecord:
+) -> records.EpochRecord:
     """``nodes``: place -> number of the node that sits there, if another."""
     training = len(domains) - spares
     at = nodes or {}
     seats = {
-        place * nproc + slot: Seat(at.get(place, place), slot, 0)
+        place * nproc + slot: records.Seat(at.get(place, place), slot, 0)
         for place in range(training)
         for slot in range(nproc)
     }
     seated = {seat.node for seat in seats.values()}
     gone = set(range(training)) - seated
-    return EpochRecord(
+    return records.EpochRecord(
         epoch=1,
         seats=seats,
         nodes={
-            node: NodeAddress("h", 1, domain, node not in seated)
+            node: records.NodeAddress("h", 1, domain, node not in seated)
             for node, domain in enumerate(domains)
             if node not in gone
         },
-        restore=Restore("initial", Generation(1, 0)),
+        restore=records.Restore("initial", records.Generation(1, 0)),
         replicas=parities,
         protection=plan(size),
     )
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> tuple[EpochRecord, int]:
+def clusters(draw: st.DrawFn) -> tuple[records.EpochRecord, int]:
     training = draw(st.integers(1, 12))
     spares = draw(st.integers(0, 3))
     racks = draw(st.integers(1, training + spares))
@@ -82,7 +72,7 @@ def clusters(draw: st.DrawFn) -> tuple[EpochRecord, int]:
 
 @settings(max_examples=150)
 @given(clusters())
-def test_groups_of_any_cluster(drawn: tuple[EpochRecord, int]) -> None:
+def test_groups_of_any_cluster(drawn: tuple[records.EpochRecord, int]) -> None:
     """Each role once, distinct nodes, holders outside; m lost nodes leave k of k+m blocks."""
     record, size = drawn
     groups, m = parity_groups(record), record.replicas
@@ -114,7 +104,7 @@ def test_groups_of_any_cluster(drawn: tuple[EpochRecord, int]) -> None:
 
 @settings(max_examples=150)
 @given(clusters())
-def test_no_domain_twice_where_that_can_be(drawn: tuple[EpochRecord, int]) -> None:
+def test_no_domain_twice_where_that_can_be(drawn: tuple[records.EpochRecord, int]) -> None:
     record, _ = drawn
     groups = parity_groups(record)
     domain = {node: address.domain for node, address in record.nodes.items()}
@@ -184,9 +174,9 @@ def test_a_spare_that_takes_over_takes_the_place(parities: int) -> None:
 
 def test_numbers_of_parity_roles() -> None:
     number = parity_role((1, 5, 9), 2, 0)
-    assert PARITY_BASE <= number < 1 << 52
-    assert is_parity_role(number)
-    assert not is_parity_role(40_000)
+    assert records.PARITY_BASE <= number < 1 << 52
+    assert records.is_parity_role(number)
+    assert not records.is_parity_role(40_000)
     others = {
         number,
         parity_role((1, 5, 9), 2, 1),
@@ -197,10 +187,10 @@ def test_numbers_of_parity_roles() -> None:
     assert len(others) == 5
 
 
-def a_layout(role: int, sizes: dict[str, int], slots: int = 2) -> RoleLayout:
-    parts = [PartInfo(name, nbytes, (role,)) for name, nbytes in sizes.items()]
-    extras = PartInfo("extras@step", 4096, (role,))
-    return RoleLayout(role, (*parts, extras), (role,), slots, f"hash-{role}-{sizes}")
+def a_layout(role: int, sizes: dict[str, int], slots: int = 2) -> records.RoleLayout:
+    parts = [records.PartInfo(name, nbytes, (role,)) for name, nbytes in sizes.items()]
+    extras = records.PartInfo("extras@step", 4096, (role,))
+    return records.RoleLayout(role, (*parts, extras), (role,), slots, f"hash-{role}-{sizes}")
 
 
 def test_layout_of_a_parity_role() -> None:

@@ -10,14 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.sizing import node_needs
+from deadpool_megatron.planning import traffic
 from deadpool_megatron.planning.answer import Assessment, assess
 from deadpool_megatron.planning.plan_file import Plan, PlanError
-from deadpool_megatron.planning.traffic import (
-    NodeLoad,
-    node_loads,
-    place,
-    timing,
-)
 from deadpool_megatron.settings import Settings
 from tests.planning.plans import make
 
@@ -41,8 +36,8 @@ def total(found: Assessment, name: str) -> int:
     return sum(getattr(load, name) for load in found.loads.values())
 
 
-def loads_of(plan: Plan) -> dict[int, NodeLoad]:
-    return node_loads(plan, place(plan))
+def loads_of(plan: Plan) -> dict[int, traffic.NodeLoad]:
+    return traffic.node_loads(plan, traffic.place(plan))
 
 
 @pytest.mark.parametrize(("group", "blocks"), [(2, 1), (4, 1), (4, 2)])
@@ -77,8 +72,8 @@ def test_a_node_by_hand() -> None:
         assert load.unique_bytes == 2 * (SHARD + EXTRAS)
         assert load.own_slots_bytes == load.copies_bytes == slots
         assert load.out_bytes_per_step == load.in_bytes_per_step == 2 * (SHARD + EXTRAS)
-    assert loads[8] == NodeLoad(0, 0, 0, 0, 0)
-    times = timing(plan, place(plan), loads, 20)
+    assert loads[8] == traffic.NodeLoad(0, 0, 0, 0, 0)
+    times = traffic.timing(plan, traffic.place(plan), loads, 20)
     assert times.copy_seconds == SHARD / 20e9
     assert times.checksum_seconds == SHARD / 5e9
     assert times.ship_seconds == 2 * (SHARD + EXTRAS) / 10e9
@@ -93,7 +88,7 @@ def test_a_node_by_hand() -> None:
 def test_what_is_sent_arrives_and_memory_grows_with_lag_and_copies(
     racks: int | None, lag: int, replicas: int
 ) -> None:
-    def loads(lag: int, replicas: int) -> list[NodeLoad]:
+    def loads(lag: int, replicas: int) -> list[traffic.NodeLoad]:
         protection = {"max_lag": lag, "replicas": replicas}
         cluster = {"racks": racks}
         return list(loads_of(make(cluster=cluster, protection=protection)).values())

@@ -12,13 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from deadpool_megatron.state.extras import (
-    ExtrasError,
-    capture_random_states,
-    decode,
-    encode,
-    restore_random_states,
-)
+from deadpool_megatron.state import extras
 
 
 def test_values_come_back() -> None:
@@ -32,7 +26,7 @@ def test_values_come_back() -> None:
         "odd": torch.tensor([math.inf, -math.inf, -0.0, 1e-45]),
         "lr": 1e-3,
     }
-    found = decode(encode(values))
+    found = extras.decode(extras.encode(values))
     assert found["counters"] == {"iteration": 3}
     assert found["blob"] == b"\x00\x01"
     assert found["lr"] == 1e-3
@@ -45,28 +39,28 @@ def test_values_come_back() -> None:
 
 def test_blobs_come_back_from_anywhere_within() -> None:
     answer = ({"lm loss": torch.ones(3, dtype=torch.bfloat16) / 3}, None, 0.7, b"x", "\x00")
-    losses, *others = decode(encode({"answer": answer}))["answer"]
+    losses, *others = extras.decode(extras.encode({"answer": answer}))["answer"]
     assert torch.equal(losses["lm loss"], answer[0]["lm loss"])
     assert others == [None, 0.7, b"x", "\x00"]
 
 
 def test_decoded_tensors_are_fresh() -> None:
-    payload = encode({"scale": torch.ones(2)})
-    first, second = decode(payload), decode(payload)
+    payload = extras.encode({"scale": torch.ones(2)})
+    first, second = extras.decode(payload), extras.decode(payload)
     first["scale"].zero_()
     assert second["scale"].tolist() == [1, 1]
 
 
 def test_what_cannot_be_encoded_is_named() -> None:
-    with pytest.raises(ExtrasError, match="counters cannot be encoded"):
-        encode({"log_sums": {"loss": "0x0p+0"}, "counters": {"samples": object()}})
+    with pytest.raises(extras.ExtrasError, match="counters cannot be encoded"):
+        extras.encode({"log_sums": {"loss": "0x0p+0"}, "counters": {"samples": object()}})
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_not_executed(payload: bytes) -> None:
     try:
-        decode(payload)
-    except ExtrasError:
+        extras.decode(payload)
+    except extras.ExtrasError:
         pass
 
 
@@ -88,16 +82,16 @@ _ENTRY = _JSON | st.fixed_dictionaries(
 def test_odd_headers_are_refused(header: object) -> None:
     text = json.dumps(header).encode()
     try:
-        decode(len(text).to_bytes(8, "little") + text + bytes(8))
-    except ExtrasError:
+        extras.decode(len(text).to_bytes(8, "little") + text + bytes(8))
+    except extras.ExtrasError:
         pass
 
 
 @given(st.integers(1, 40))
 def test_truncated_extras_are_refused(cut: int) -> None:
-    payload = encode({"blob": bytes(100)})
-    with pytest.raises(ExtrasError):
-        decode(payload[:-cut])
+    payload = extras.encode({"blob": bytes(100)})
+    with pytest.raises(extras.ExtrasError):
+        extras.decode(payload[:-cut])
 
 
 def test_random_states_go_on_where_they_were() -> None:
@@ -105,7 +99,7 @@ def test_random_states_go_on_where_they_were() -> None:
         return [random.random(), float(np.random.rand()), torch.rand(1).item(), random.gauss(0, 1)]
 
     draw()
-    kept = decode(encode(capture_random_states()))
+    kept = extras.decode(extras.encode(extras.capture_random_states()))
     wanted = [draw(), draw()]
-    restore_random_states(kept)
+    extras.restore_random_states(kept)
     assert [draw(), draw()] == wanted

@@ -15,15 +15,10 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault import member_dialogue
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Frozen, VaultError
 from deadpool_megatron.vault.member import SlotWriter, VaultClient, free_slot
-from deadpool_megatron.vault.member_dialogue import (
-    LocalLink,
-    LocalServer,
-    MemberDialogue,
-    MemberDialogues,
-)
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
 from tests.common.waiting import wait_for
 from tests.vault.fake_network import QuickListener
@@ -137,17 +132,17 @@ class Vault:
     def start(self) -> None:
         """The first one, or the next one after :meth:`stop`."""
         self.state = VaultState(0, self.directory, Settings(), lambda _: None)
-        self.members = MemberDialogues(self.state)
+        self.members = member_dialogue.MemberDialogues(self.state)
         seats = {role: Seat(0, 0, 0) for role in range(2)}
         self.state.adopt(record_of(1, seats=seats))
         self.listener = QuickListener(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(str(self.path))
         self.listener.listen()
-        self.links: list[LocalLink] = []
-        self.server = LocalServer(self.listener, self.talk)
+        self.links: list[member_dialogue.LocalLink] = []
+        self.server = member_dialogue.LocalServer(self.listener, self.talk)
         self.server.start()
 
-    def talk(self, link: LocalLink, stopping: threading.Event) -> None:
+    def talk(self, link: member_dialogue.LocalLink, stopping: threading.Event) -> None:
         self.links.append(link)
         receive = link.receive
 
@@ -158,7 +153,7 @@ class Vault:
 
         link.receive = hear  # type: ignore[method-assign]
         if (hello := hear(stopping)) is not None:
-            MemberDialogue(self.state, self.members, link, hello).run(stopping)
+            member_dialogue.MemberDialogue(self.state, self.members, link, hello).run(stopping)
 
     def stop(self) -> None:
         self.server.stop()

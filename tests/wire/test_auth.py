@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.auth import (
-    AuthenticationError,
-    Handshake,
-    accept,
-    create_secret,
-    load_secret,
-)
+from deadpool_megatron.wire import auth, framing
 from tests.wire.visitors import SECRET
 
 
@@ -23,17 +16,17 @@ def test_the_secret_is_made_once_and_belongs_to_its_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DEADPOOL_SECRET", raising=False)
-    create_secret(tmp_path)
+    auth.create_secret(tmp_path)
     path = tmp_path / "secret"
     assert path.stat().st_mode & 0o777 == 0o600
-    first = load_secret(tmp_path)
-    create_secret(tmp_path)
-    assert load_secret(tmp_path) == first
+    first = auth.load_secret(tmp_path)
+    auth.create_secret(tmp_path)
+    assert auth.load_secret(tmp_path) == first
     assert [entry.name for entry in tmp_path.iterdir()] == ["secret"]
     for mode in (0o640, 0o604, 0o620, 0o601):
         path.chmod(mode)
-        with pytest.raises(AuthenticationError, match="can be read by others: chmod 600 it"):
-            load_secret(tmp_path)
+        with pytest.raises(auth.AuthenticationError, match="can be read by others: chmod 600 it"):
+            auth.load_secret(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "\n", "short", " " * 40])
@@ -43,33 +36,33 @@ def test_a_secret_that_could_be_guessed_is_refused(
     (tmp_path / "secret").write_text(text)
     (tmp_path / "secret").chmod(0o600)
     monkeypatch.delenv("DEADPOOL_SECRET", raising=False)
-    with pytest.raises(AuthenticationError, match="less than 16 characters") as caught:
-        load_secret(tmp_path)
+    with pytest.raises(auth.AuthenticationError, match="less than 16 characters") as caught:
+        auth.load_secret(tmp_path)
     assert "short" not in str(caught.value)
 
 
 def test_the_environment_comes_first_and_a_line_end_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create_secret(tmp_path)
+    auth.create_secret(tmp_path)
     with open(tmp_path / "secret", "ab") as file:
         file.write(b"\n")
     monkeypatch.delenv("DEADPOOL_SECRET", raising=False)
-    known = load_secret(tmp_path)
+    known = auth.load_secret(tmp_path)
     monkeypatch.setenv("DEADPOOL_SECRET", known.decode() + "\n")
-    assert load_secret(tmp_path / "elsewhere") == known
+    assert auth.load_secret(tmp_path / "elsewhere") == known
     (tmp_path / "elsewhere").mkdir()
-    create_secret(tmp_path / "elsewhere")  # another one would only mislead
+    auth.create_secret(tmp_path / "elsewhere")  # another one would only mislead
     monkeypatch.delenv("DEADPOOL_SECRET")
-    with pytest.raises(AuthenticationError, match="no run secret: set DEADPOOL_SECRET"):
-        load_secret(tmp_path / "elsewhere")
+    with pytest.raises(auth.AuthenticationError, match="no run secret: set DEADPOOL_SECRET"):
+        auth.load_secret(tmp_path / "elsewhere")
 
 
 ADDRESS = "10.0.0.1:29400"
 
 
-def sides(realm: str = "run") -> tuple[Handshake, Handshake]:
-    return Handshake(SECRET, realm, ADDRESS), Handshake(SECRET, realm, ADDRESS)
+def sides(realm: str = "run") -> tuple[auth.Handshake, auth.Handshake]:
+    return auth.Handshake(SECRET, realm, ADDRESS), auth.Handshake(SECRET, realm, ADDRESS)
 
 
 def test_both_sides_prove_themselves() -> None:
@@ -85,11 +78,11 @@ def test_a_recorded_conversation_cannot_be_played_again() -> None:
     answer = connecting.answer(challenge)
     _, fresh = sides()
     fresh.challenge(hello)
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(auth.AuthenticationError):
         fresh.verify(answer)
     again, _ = sides()
     again.hello()
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(auth.AuthenticationError):
         again.answer(challenge)
 
 
@@ -98,7 +91,7 @@ def test_a_proof_sent_back_to_its_maker_is_worth_nothing() -> None:
     _, accepting = sides()
     challenge = accepting.challenge({"t": "hello", "run": "run", "nonce": "0" * 32, "to": ADDRESS})
     for stolen in ({"t": "answer", "proof": challenge["proof"]}, challenge):
-        with pytest.raises(AuthenticationError):
+        with pytest.raises(auth.AuthenticationError):
             accepting.verify(stolen)
     # Or it opens a second connection, to have its own challenge answered there.
     connecting, _ = sides()
@@ -107,16 +100,16 @@ def test_a_proof_sent_back_to_its_maker_is_worth_nothing() -> None:
     mirrored = other.challenge(
         {"t": "hello", "run": "run", "nonce": challenge["nonce"], "to": ADDRESS}
     )
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(auth.AuthenticationError):
         accepting.verify({"t": "answer", "proof": mirrored["proof"]})
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(auth.AuthenticationError):
         connecting.answer({"t": "challenge", "nonce": hello["nonce"], "proof": mirrored["proof"]})
 
 
 def test_a_proof_for_one_service_does_not_open_another() -> None:
     connecting, _ = sides("run/vault")
     _, accepting = sides("run")
-    with pytest.raises(AuthenticationError, match="another run"):
+    with pytest.raises(auth.AuthenticationError, match="another run"):
         accepting.challenge(connecting.hello())
     _, vault = sides("run/vault")
     challenge = accepting.challenge({**connecting.hello(), "run": "run"})
@@ -124,7 +117,7 @@ def test_a_proof_for_one_service_does_not_open_another() -> None:
         vault.challenge({**connecting.hello(), "nonce": connecting.hello()["nonce"]})
     )
     del challenge
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(auth.AuthenticationError):
         accepting.verify(answer)
 
 
@@ -133,9 +126,9 @@ def test_a_proof_for_one_service_does_not_open_another() -> None:
 )
 def test_improper_nonces(nonce: object) -> None:
     connecting, accepting = sides()
-    with pytest.raises(AuthenticationError, match="no proper nonce"):
+    with pytest.raises(auth.AuthenticationError, match="no proper nonce"):
         accepting.challenge({"t": "hello", "run": "run", "nonce": nonce})
-    with pytest.raises(AuthenticationError, match="no proper nonce"):
+    with pytest.raises(auth.AuthenticationError, match="no proper nonce"):
         connecting.answer({"t": "challenge", "nonce": nonce, "proof": ""})
 
 
@@ -143,10 +136,10 @@ def test_improper_nonces(nonce: object) -> None:
 def test_improper_proofs(proof: object) -> None:
     connecting, accepting = sides()
     accepting.challenge(connecting.hello())
-    with pytest.raises(AuthenticationError) as caught:
+    with pytest.raises(auth.AuthenticationError) as caught:
         accepting.verify({"t": "answer", "proof": proof})
     assert SECRET.decode() not in str(caught.value)
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(auth.AuthenticationError):
         connecting.answer({"t": "challenge", "nonce": os.urandom(16).hex(), "proof": proof})
 
 
@@ -154,8 +147,8 @@ def test_a_door_stays_shut_to_whoever_does_not_know_the_secret() -> None:
     """The blocking form, which vaults use: the challenge is followed by a look at the answer."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        stranger = Handshake(b"another secret", "run", "")
+        stranger = auth.Handshake(b"another secret", "run", "")
         framing.send(theirs, stranger.hello())
         framing.send(theirs, {"t": "answer", "proof": stranger._proof("connect")})
-        with pytest.raises(AuthenticationError):
-            accept(ours, SECRET, "run")
+        with pytest.raises(auth.AuthenticationError):
+            auth.accept(ours, SECRET, "run")

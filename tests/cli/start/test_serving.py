@@ -11,12 +11,7 @@ from deadpool_megatron.cli.common import CommandError, RequestRefused, RunNotRea
 from deadpool_megatron.cli.start import serving
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunDirectoryError,
-    RunInfo,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory import directory
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import AuthenticationError
@@ -38,8 +33,8 @@ def attach(run: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator)
     monkeypatch.setattr(serving, "ask", coordinator)
     monkeypatch.setattr(serving, "_ATTACH_PAUSE_SECONDS", 0.0)
     settings = Settings(spare_timeout_seconds=60.0)
-    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), settings)
-    return serving._attach(RunDirectory(run), info, None)
+    info = directory.RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), settings)
+    return serving._attach(directory.RunDirectory(run), info, None)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +42,7 @@ def attach(run: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator)
     [
         RunNotReachable("no coordinator"),
         CommandError("cannot read journal: Input/output error"),
-        RunDirectoryError("run.json: Stale file handle"),
+        directory.RunDirectoryError("run.json: Stale file handle"),
         OwnershipError("run cannot be looked at: Input/output error"),
         AuthenticationError("no run secret"),
         OSError("Stale file handle"),
@@ -64,10 +59,10 @@ def test_a_fenced_node_comes_back_though_the_file_of_domains_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What cuts a host off takes its file systems as well, for a moment longer."""
-    table, run = tmp_path / "domains", RunDirectory(tmp_path / "run")
+    table, run = tmp_path / "domains", directory.RunDirectory(tmp_path / "run")
     table.write_text("3 rack-a\n7 rack-b\n")
     settings = Settings(spare_timeout_seconds=60.0, domains_file=str(table))
-    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), settings)
+    info = directory.RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), settings)
     served: list[tuple[int, str]] = []
 
     def serve_once(options: AgentOptions) -> int:
@@ -90,7 +85,7 @@ def test_a_refusal_is_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_that_is_over_takes_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_json(RunDirectory(tmp_path).final, {"exit_status": 0})
+    directory.write_json(directory.RunDirectory(tmp_path).final, {"exit_status": 0})
     coordinator = Coordinator(CommandError("cannot read journal: Input/output error"))
     with pytest.raises(CommandError, match="cannot attach: cannot read journal"):
         attach(tmp_path, monkeypatch, coordinator)

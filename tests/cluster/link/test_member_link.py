@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.link import rendezvous
 from deadpool_megatron.cluster.link.member_link import (
     Handlers,
     MemberLink,
     StopOrder,
-)
-from deadpool_megatron.cluster.link.rendezvous import (
-    MAXIMUM_VALUE_BYTES,
-    MemberStore,
-    StoreError,
-    pack,
 )
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
@@ -181,7 +176,7 @@ class Line:
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
         self.asked = threading.Event()
-        self.store = MemberStore(self.send)
+        self.store = rendezvous.MemberStore(self.send)
 
     def send(self, message: Any) -> None:
         self.sent.append(dict(message))
@@ -200,7 +195,7 @@ def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> None:
         try:
             found.append(call())
-        except StoreError as error:
+        except rendezvous.StoreError as error:
             found.append(error)
 
     thread = threading.Thread(target=run)
@@ -209,7 +204,7 @@ def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
     def result() -> Any:
         thread.join(SECONDS)
         (value,) = found
-        if isinstance(value, StoreError):
+        if isinstance(value, rendezvous.StoreError):
             raise value
         return value
 
@@ -219,33 +214,33 @@ def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
 def test_a_value_is_waited_for_and_its_folder_is_asked_for_once(line: Line) -> None:
     result = in_thread(lambda: line.store.get(3, "world/1", SECONDS))
     assert line.asked.wait(SECONDS)
-    line.store.take(pack(3, {"world/0": "AA==", "world/1": "AQ=="}))
+    line.store.take(rendezvous.pack(3, {"world/0": "AA==", "world/1": "AQ=="}))
     assert result() == b"\1"
     assert line.store.get(3, "world/0", 0.0) == b"\0"
     assert not line.store.has(3, ["world/2"])
-    assert line.sent == [pack(3, {}, ["world"])]
+    assert line.sent == [rendezvous.pack(3, {}, ["world"])]
 
 
 def test_a_close_ends_a_wait_at_once_and_the_epoch_for_ever(line: Line) -> None:
     result = in_thread(lambda: line.store.wait(3, ["world/1"], 10 * SECONDS))
     assert line.asked.wait(SECONDS)
     line.store.close(3)
-    with pytest.raises(StoreError, match="epoch 3 is closed"):
+    with pytest.raises(rendezvous.StoreError, match="epoch 3 is closed"):
         result()
-    with pytest.raises(StoreError, match="epoch 3 is closed"):
+    with pytest.raises(rendezvous.StoreError, match="epoch 3 is closed"):
         line.store.set(3, "world/0", b"late")
     line.store.set(4, "world/0", b"new")
-    with pytest.raises(StoreError, match="epoch 3 is closed"):
+    with pytest.raises(rendezvous.StoreError, match="epoch 3 is closed"):
         line.store.has(3, ["world/0"])
     assert [message["epoch"] for message in line.sent] == [3, 4]
 
 
 def test_what_is_too_large_is_refused_and_what_nobody_wrote_is_named(line: Line) -> None:
-    for key, value in (("key", bytes(MAXIMUM_VALUE_BYTES + 1)), ("k" * 600, b"")):
-        with pytest.raises(StoreError, match="over the limit"):
+    for key, value in (("key", bytes(rendezvous.MAXIMUM_VALUE_BYTES + 1)), ("k" * 600, b"")):
+        with pytest.raises(rendezvous.StoreError, match="over the limit"):
             line.store.set(3, key, value)
     assert line.sent == []
     line.store.set(3, "world/0", b"me")
     assert line.store.get(3, "world/0", 0.0) == b"me"
-    with pytest.raises(StoreError, match="'world/1' was not written within 0 s"):
+    with pytest.raises(rendezvous.StoreError, match="'world/1' was not written within 0 s"):
         line.store.wait(3, ["world/1"], 0.0)

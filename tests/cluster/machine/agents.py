@@ -9,19 +9,9 @@ from dataclasses import dataclass, field
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state import Config
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    Holding,
-    Inventory,
-    Restore,
-    RoleLayout,
-    Seat,
-    Source,
-    is_due,
-)
 from deadpool_megatron.layout.schemes import SchemeKind as SchemeKind
 from tests.cluster.machine.rig import STEP, layout
 
@@ -36,21 +26,21 @@ BLOCK = frozenset({"main", MEMBERS})
 class Vault:
     """Sealed generations by role (own, copies and parity), and which epoch may add to them."""
 
-    held: dict[Held, set[Generation]] = field(default_factory=dict)
+    held: dict[Held, set[records.Generation]] = field(default_factory=dict)
     epoch: int = 0
     frozen: bool = True
-    promised: dict[Held, frozenset[Generation]] = field(default_factory=dict)
+    promised: dict[Held, frozenset[records.Generation]] = field(default_factory=dict)
 
-    def seal(self, role: int, generation: Generation, parts: frozenset[str] = STEP) -> None:
+    def seal(self, role: int, generation: records.Generation, parts: frozenset[str] = STEP) -> None:
         """Keeps the newest SLOTS: never the newest is overwritten, of the others the oldest."""
         assert not self.frozen
         kept = self.held.setdefault((role, parts), set()) | {generation}
         self.held[role, parts] = set(sorted(kept)[-SLOTS:])
 
-    def has(self, role: int, generation: Generation, parts: frozenset[str]) -> bool:
+    def has(self, role: int, generation: records.Generation, parts: frozenset[str]) -> bool:
         return generation in self.held.get((role, parts), ())
 
-    def gives(self, role: int, generation: Generation, part: str) -> bool:
+    def gives(self, role: int, generation: records.Generation, part: str) -> bool:
         return any(
             of == role and part in parts and generation in kept
             for (of, parts), kept in self.held.items()
@@ -61,7 +51,7 @@ class Vault:
         self.promised = {role: frozenset(kept) for role, kept in self.held.items()}
         self.epoch = max(self.epoch, epoch)
 
-    def adopt(self, record: EpochRecord) -> None:
+    def adopt(self, record: records.EpochRecord) -> None:
         # Rule 3: between its inventory and the next record a vault changes nothing.
         if self.frozen and self.promised:
             assert self.promised == {role: frozenset(kept) for role, kept in self.held.items()}
@@ -79,11 +69,11 @@ class Member:
     ``said``: its newest report of each kind, which its agent repeats to a new coordinator.
     """
 
-    seat: Seat
+    seat: records.Seat
     epoch: int = 0
     role: int | None = None
-    at: Generation | None = None
-    kept: Generation | None = None
+    at: records.Generation | None = None
+    kept: records.Generation | None = None
     entered: int = 0  # the iteration whose collective it has passed
     pause_at: int | None = None
     paused: bool = False
@@ -139,13 +129,13 @@ class Agents:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.nodes: dict[int, Node] = {}
-        self.announced: list[EpochRecord] = []
+        self.announced: list[records.EpochRecord] = []
         self.signal = 100  # every death has its own, so that none counts as a repetition
         self.losses_since_protected = 0
         self.tolerance = 0
-        self.common: Generation | None = None
-        self.committed: dict[Generation, set[int]] = {}
-        self.block_layouts: dict[int, RoleLayout] = {}
+        self.common: records.Generation | None = None
+        self.committed: dict[records.Generation, set[int]] = {}
+        self.block_layouts: dict[int, records.RoleLayout] = {}
         self.placements: dict[int, ParityPlacement] = {}
 
     def join(self, node: int) -> None:
@@ -179,7 +169,7 @@ class Agents:
                     if slot in here.members:  # an earlier coordinator's order was obeyed late
                         self.end_member(node, slot)
                     here.incarnations[slot] = incarnation
-                    here.members[slot] = Member(Seat(node, slot, incarnation))
+                    here.members[slot] = Member(records.Seat(node, slot, incarnation))
                     here.say(ev.MemberHello(node, slot, incarnation))
             case act.KillMember(_, slot, incarnation):
                 member = here.members.get(slot)
@@ -208,13 +198,15 @@ class Agents:
             case act.Dump(_, _, generation):
                 here.reports.append(ev.Dumped(node, generation))
 
-    def inventory(self, node: int, epoch: int) -> Inventory:
+    def inventory(self, node: int, epoch: int) -> records.Inventory:
         held = self.nodes[node].vault.held
-        return Inventory(
+        return records.Inventory(
             node,
             epoch,
             tuple(
-                Holding(role, one, parts) for (role, parts), kept in held.items() for one in kept
+                records.Holding(role, one, parts)
+                for (role, parts), kept in held.items()
+                for one in kept
             ),
             tuple(
                 self.block_layouts.get(role) or layout(role, self.config.world_size)
@@ -222,7 +214,7 @@ class Agents:
             ),
         )
 
-    def _adopt(self, node: int, record: EpochRecord) -> None:
+    def _adopt(self, node: int, record: records.EpochRecord) -> None:
         here = self.nodes[node]
         here.vault.adopt(record)
         if node in record.nodes:
@@ -257,7 +249,7 @@ class Agents:
     # Work of the open epoch.
 
     @property
-    def record(self) -> EpochRecord | None:
+    def record(self) -> records.EpochRecord | None:
         return self.announced[-1] if self.announced else None
 
     def player(self, role: int) -> Member | None:
@@ -294,7 +286,7 @@ class Agents:
         )
         return True
 
-    def _is_given(self, restore: Restore, role: int, part: str) -> bool:
+    def _is_given(self, restore: records.Restore, role: int, part: str) -> bool:
         """Whether a part can be had whole or from enough blocks of nodes that still live."""
         live = self._live(restore, restore.sources[role][part], part)
         recipe = restore.recipes.get(role)
@@ -304,7 +296,9 @@ class Agents:
         blocks = [self._live(restore, found, part) for found in decoding.blocks.values()]
         return sum(map(bool, blocks)) >= len(decoding.group)
 
-    def _live(self, restore: Restore, sources: Iterable[Source], part: str) -> list[Source]:
+    def _live(
+        self, restore: records.Restore, sources: Iterable[records.Source], part: str
+    ) -> list[records.Source]:
         live = [source for source in sources if source.node in self.nodes]
         for source in live:  # rule 3: what was promised is there
             vault = self.nodes[source.node].vault
@@ -332,7 +326,7 @@ class Agents:
         member = self.player(role)
         if member is None or member.at is None or member.entered == member.at.iteration:
             return False
-        member.at = Generation(member.epoch, member.entered)
+        member.at = records.Generation(member.epoch, member.entered)
         here = self.nodes[member.seat.node]
         if self.is_due(member.entered):
             member.kept = member.at
@@ -344,7 +338,7 @@ class Agents:
     def is_due(self, iteration: int) -> bool:
         """Whether the record wants the generation of ``iteration`` protected."""
         assert self.record is not None
-        return is_due(iteration, self.record.protection.every)
+        return records.is_due(iteration, self.record.protection.every)
 
     def buddies(self, role: int) -> tuple[int, ...]:
         assert self.record is not None

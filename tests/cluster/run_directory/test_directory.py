@@ -9,25 +9,15 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunInfo,
-    found_in,
-    identified,
-    is_there,
-    point_at,
-    read_valid,
-    take_saves,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 
 
-def made(path: Path, run_id: str) -> RunDirectory:
-    run = RunDirectory(path)
-    run.create(RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings()))
+def made(path: Path, run_id: str) -> run_files.RunDirectory:
+    run = run_files.RunDirectory(path)
+    run.create(run_files.RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings()))
     return run
 
 
@@ -43,15 +33,15 @@ def test_a_run_that_was_moved_has_its_own_checkpoints(tmp_path: Path) -> None:
     run = made(tmp_path / "run", "00000001")
     saved = checkpoint(run.path / "saves" / "iter_0000004", b"own")
     elsewhere = checkpoint(tmp_path / "saves" / "iter_0000003", b"own")
-    take_saves(run, run.path / "saves")
+    run_files.take_saves(run, run.path / "saves")
     os.utime(run.saves, (1, 1))
-    point_at(run.latest, [saved, elsewhere])
-    moved = RunDirectory(run.path.rename(tmp_path / "moved"))
+    run_files.point_at(run.latest, [saved, elsewhere])
+    moved = run_files.RunDirectory(run.path.rename(tmp_path / "moved"))
     other = made(tmp_path / "run", "00000002")
     checkpoint(other.path / "saves" / "iter_0000004", b"another's")
     own = str(moved.path / "saves" / "iter_0000004")
-    assert [one.path for one in read_valid(moved.latest)] == [own, elsewhere.path]
-    assert [one.path for one in found_in(moved.saves)] == [own]
+    assert [one.path for one in run_files.read_valid(moved.latest)] == [own, elsewhere.path]
+    assert [one.path for one in run_files.found_in(moved.saves)] == [own]
 
 
 @pytest.mark.parametrize("nbytes", [3, 5_000_000])
@@ -59,25 +49,25 @@ def test_another_checkpoint_of_the_same_name_is_not_the_one_that_was_saved(
     tmp_path: Path, nbytes: int
 ) -> None:
     """A copy is, whenever it was made."""
-    saved = identified(checkpoint(tmp_path / "iter_0000004", os.urandom(nbytes)))
+    saved = run_files.identified(checkpoint(tmp_path / "iter_0000004", os.urandom(nbytes)))
     kept = Path(saved.path).rename(tmp_path / "kept")
-    assert not is_there(saved)
+    assert not run_files.is_there(saved)
     checkpoint(Path(saved.path), os.urandom(nbytes))
-    assert not is_there(saved)
+    assert not run_files.is_there(saved)
     shutil.rmtree(saved.path)
     shutil.copytree(kept, saved.path, copy_function=shutil.copyfile)
-    assert is_there(saved)
+    assert run_files.is_there(saved)
 
 
 def test_the_dump_of_another_run_is_not_the_one_that_was_meant(tmp_path: Path) -> None:
     run = made(tmp_path / "run", "00000001")
     dump = run.dump / "1-7"
     dump.mkdir()
-    meant = identified(Restore("dump", Generation(1, 7), path=str(dump)))
-    assert is_there(meant)
+    meant = run_files.identified(Restore("dump", Generation(1, 7), path=str(dump)))
+    assert run_files.is_there(meant)
     run.path.rename(tmp_path / "moved")
     (made(tmp_path / "run", "00000002").dump / "1-7").mkdir()
-    assert not is_there(meant)
+    assert not run_files.is_there(meant)
 
 
 def test_what_another_run_has_in_the_place_of_a_run_does_not_count(tmp_path: Path) -> None:
@@ -90,7 +80,7 @@ def test_what_another_run_has_in_the_place_of_a_run_does_not_count(tmp_path: Pat
     with pytest.raises(JournalError, match="cannot read"):
         journal.numbers("epoch")
     other = made(tmp_path / "run", "00000002")
-    write_json(other.final, {"exit_status": 0})
+    run_files.write_json(other.final, {"exit_status": 0})
     assert other.has_final()
     assert not run.has_final()
     for ask in (journal.last_beat, lambda: journal.beat("1 1"), lambda: journal.numbers("epoch")):

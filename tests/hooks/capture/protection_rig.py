@@ -15,13 +15,7 @@ import torch
 from deadpool_megatron.hooks.capture.identity import role_layout
 from deadpool_megatron.hooks.capture.protection import Protection
 from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.platform.devices import (
-    CopyFailedError,
-    CopyHandle,
-    CpuPlatform,
-    PinnedSlots,
-    Platform,
-)
+from deadpool_megatron.platform import devices
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.errors import Frozen, Interrupted
@@ -103,7 +97,7 @@ class Vault:
             raise Frozen("the epoch has been closed")
 
 
-class Copy(CopyHandle):
+class Copy(devices.CopyHandle):
     """A copy that ends when it is told to."""
 
     def __init__(self) -> None:
@@ -112,7 +106,7 @@ class Copy(CopyHandle):
 
     def done(self) -> bool:
         if self.error:
-            raise CopyFailedError("device in error")
+            raise devices.CopyFailedError("device in error")
         return self.ended.is_set()
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -120,7 +114,7 @@ class Copy(CopyHandle):
         return self.done()
 
 
-class SlowPlatform(CpuPlatform):
+class SlowPlatform(devices.CpuPlatform):
     """Copies end when the test says so; host memory can be registered and is counted."""
 
     def __init__(self) -> None:
@@ -128,7 +122,7 @@ class SlowPlatform(CpuPlatform):
         self.copies: list[Copy] = []
         self.pinned: list[int] = []
 
-    def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> CopyHandle:
+    def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> devices.CopyHandle:
         self.copies.append(Copy())
         return self.copies[-1]
 
@@ -147,7 +141,7 @@ class SlowPlatform(CpuPlatform):
 class Rig:
     """A protection with two parts, its vault, and the switch that closes the epoch."""
 
-    def __init__(self, platform: Platform, **settings: Any) -> None:
+    def __init__(self, platform: devices.Platform, **settings: Any) -> None:
         self.vault = Vault()
         self.closed = 0
         self.interrupt_fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -167,7 +161,7 @@ class Rig:
             interrupt_fd=self.interrupt_fd,
             closed_epoch=lambda: self.closed,
             report_wait=lambda g, seconds, over: self.waits.append((g, over)),
-            pinned=PinnedSlots(platform, self.warnings.append),
+            pinned=devices.PinnedSlots(platform, self.warnings.append),
             updates=updates,
         )
 
@@ -238,8 +232,8 @@ def generation(iteration: int) -> Generation:
 def make() -> Iterator[Make]:
     rigs: list[Rig] = []
 
-    def build(platform: Platform | None = None, **settings: Any) -> Rig:
-        rigs.append(Rig(platform or CpuPlatform(), **settings))
+    def build(platform: devices.Platform | None = None, **settings: Any) -> Rig:
+        rigs.append(Rig(platform or devices.CpuPlatform(), **settings))
         return rigs[-1]
 
     yield build

@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from deadpool_megatron.hooks.capture import optimizer as optimizers
 from deadpool_megatron.hooks.capture.first_state import complete_state
-from deadpool_megatron.hooks.capture.optimizer import (
-    ShardState,
-    StepHooks,
-    UnsupportedOptimizer,
-    inner_optimizers,
-    param_group_values,
-    parameters_of,
-)
 from deadpool_megatron.hooks.capture.step_keeper import StepKeeper
 from deadpool_megatron.hooks.capture.update_replay import (
     InnerUpdate,
@@ -161,7 +154,7 @@ def test_values_that_were_not_there_are_taken_away() -> None:
     rig.adam.param_groups[0]["step"] = 7
     replay(rig.inner, used, rig.views(held))
     assert "step" not in rig.adam.param_groups[0]
-    assert len(parameters_of(rig.inner)) == 5
+    assert len(optimizers.parameters_of(rig.inner)) == 5
 
 
 def test_what_cannot_be_replayed_is_refused_at_start() -> None:
@@ -169,14 +162,16 @@ def test_what_cannot_be_replayed_is_refused_at_start() -> None:
     chained = SimpleNamespace(chained_optimizers=[rig.inner])
     refuse_what_cannot_be_replayed(chained)
     rig.inner.config = SimpleNamespace(use_precision_aware_optimizer=True)
-    with pytest.raises(UnsupportedOptimizer, match="precision-aware"):
+    with pytest.raises(optimizers.UnsupportedOptimizer, match="precision-aware"):
         refuse_what_cannot_be_replayed(chained)
     momentum = SimpleNamespace(optimizer=torch.optim.SGD(rig.parameters, lr=0.1))
-    with pytest.raises(UnsupportedOptimizer, match=r"not for SGD.*use --deadpool-protection"):
+    with pytest.raises(
+        optimizers.UnsupportedOptimizer, match=r"not for SGD.*use --deadpool-protection"
+    ):
         refuse_what_cannot_be_replayed(SimpleNamespace(chained_optimizers=[momentum]))
     rig.adam.param_groups[0]["lr"] = torch.tensor(0.1)
     del rig.inner.config
-    with pytest.raises(UnsupportedOptimizer, match="capturable"):
+    with pytest.raises(optimizers.UnsupportedOptimizer, match="capturable"):
         refuse_what_cannot_be_replayed(chained)
 
 
@@ -213,7 +208,7 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
     """On one rank: six iterations with steps kept, then all of them again from the first state."""
     loop, _ = make_loop(arguments)
     complete_state(loop.optimizer)
-    shard, vault, reports = ShardState(loop.optimizer), _Slots(), list[Any]()
+    shard, vault, reports = optimizers.ShardState(loop.optimizer), _Slots(), list[Any]()
     keeper = StepKeeper(
         loop.optimizer,
         shard,
@@ -235,7 +230,7 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
             for view, tensor in zip(part.views(held), part.tensors, strict=True):
                 view.copy_(tensor)
 
-    StepHooks(
+    optimizers.StepHooks(
         loop.optimizer,
         gate=lambda: None,
         before=[lambda index: keeper.capture(index, writer())],
@@ -256,11 +251,11 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
         assert all(copy.wait(10.0) for copy in copies)
         filled.append(step)
     wanted = {part.name: bytes(vault.parts[now][part.name]) for part in shard.parts}
-    live = param_group_values(loop.optimizer)
+    live = optimizers.param_group_values(loop.optimizer)
     for part in shard.parts:
         load(part, vault.parts[Generation(1, 0)][part.name])
     skipped = 0
-    inner = inner_optimizers(loop.optimizer)
+    inner = optimizers.inner_optimizers(loop.optimizer)
     for iteration in range(1, 7):
         slot = vault.parts[Generation(1, iteration)]
         values = codec.decode(slot[UPDATE_PART])["inner"]
@@ -277,7 +272,7 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
         "filled": filled,
         "skipped": skipped,
         "inner": len(inner),
-        "groups_moved_on": live != param_group_values(loop.optimizer),
+        "groups_moved_on": live != optimizers.param_group_values(loop.optimizer),
         "report": reports[0],
         "copied": all(results),
     }

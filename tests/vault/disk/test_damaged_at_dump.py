@@ -8,17 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.records import (
-    SUMS_PART,
-    UPDATE_PART,
-    BadPart,
-    Generation,
-    PartInfo,
-    Restore,
-    RoleLayout,
-    gradients_part,
-)
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.dump import damaged, dump, generation_name
 from deadpool_megatron.vault.disk.sources import newest_whole
@@ -27,10 +18,10 @@ from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, co
 from tests.vault.harness import Cluster, cluster, make_layout
 from tests.vault.protected import begin
 
-G = Generation
-STEP = (UPDATE_PART, SUMS_PART, gradients_part("shard"))
-LAYOUT = RoleLayout(
-    0, tuple(PartInfo(n, 64, (0,)) for n in ("shard", *STEP, "extras@step")), (0,), 2, "h"
+G = records.Generation
+STEP = (records.UPDATE_PART, records.SUMS_PART, records.gradients_part("shard"))
+LAYOUT = records.RoleLayout(
+    0, tuple(records.PartInfo(n, 64, (0,)) for n in ("shard", *STEP, "extras@step")), (0,), 2, "h"
 )
 
 
@@ -47,7 +38,7 @@ def half_lost(directory: Path) -> Iterator[Cluster]:
         yield running
 
 
-def strike(segment: Segment, generation: Generation, name: str) -> None:
+def strike(segment: Segment, generation: records.Generation, name: str) -> None:
     """One bit, after it was promised."""
     (slot,) = (one for one in range(segment.slots) if segment.generation(one) == generation)
     segment.data(slot, name)[5] ^= 1
@@ -80,7 +71,7 @@ def test_the_coordinator_is_told_and_the_one_before_can_be_gone_on_from(tmp_path
         assert newest_whole(base, 2, {1: NO_LIMIT})[0] is None
         node.dumped(base / "1-1", G(1, 1), "step")
     found, why_not = newest_whole(base, 2, {1: NO_LIMIT})
-    assert found == Restore("dump", G(1, 1), "step", str(base / "1-1"))
+    assert found == records.Restore("dump", G(1, 1), "step", str(base / "1-1"))
     assert why_not == ["generation 1:2 lacks part shard of role 1"]
 
 
@@ -121,7 +112,7 @@ def test_where_a_part_is_damaged_what_leads_to_it_is_written(tmp_path: Path, str
     (segment,) = state.table.segments.values()
     strike(segment, G(1, struck), "shard")
     dump(state, tmp_path / "dump" / generation_name(G(1, 4)), G(1, 4), "step")
-    assert damaged(state) == [BadPart(3, 0, G(1, struck), "shard")]
+    assert damaged(state) == [records.BadPart(3, 0, G(1, struck), "shard")]
     found, _ = newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})
     assert found is not None
     assert found.generation == G(1, 4)

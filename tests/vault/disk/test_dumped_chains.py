@@ -9,34 +9,29 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.records import (
-    SUMS_PART,
-    UPDATE_PART,
-    Generation,
-    PartInfo,
-    RoleLayout,
-    gradients_part,
-)
 from deadpool_megatron.vault.disk.dump import dump_files, generation_name
 from deadpool_megatron.vault.disk.sources import newest_whole, slots_of, snapshot_of_dump
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import Segment, checksum, dump_name
 
-G = Generation
+G = records.Generation
 SHARDS = ("first", "second")
-STEP = (UPDATE_PART, SUMS_PART, *map(gradients_part, SHARDS))
+STEP = (records.UPDATE_PART, records.SUMS_PART, *map(records.gradients_part, SHARDS))
 PARTS = (*SHARDS, *STEP, "extras@step")
 SIZE = 64
 
 
-def layout(role: int = 0, replicas: tuple[int, ...] = (0,)) -> RoleLayout:
-    parts = tuple(PartInfo(name, SIZE, replicas if "@" not in name else (role,)) for name in PARTS)
-    return RoleLayout(role, parts, replicas, 2, f"hash-{role}")
+def layout(role: int = 0, replicas: tuple[int, ...] = (0,)) -> records.RoleLayout:
+    parts = tuple(
+        records.PartInfo(name, SIZE, replicas if "@" not in name else (role,)) for name in PARTS
+    )
+    return records.RoleLayout(role, parts, replicas, 2, f"hash-{role}")
 
 
 def write(
-    directory: Path, node: int, slots: dict[int, set[str]], of: RoleLayout | None = None
+    directory: Path, node: int, slots: dict[int, set[str]], of: records.RoleLayout | None = None
 ) -> None:
     """A dump file with these parts of these iterations, the newest one in its first slot."""
     of = of or layout()
@@ -74,7 +69,7 @@ def test_what_can_be_recomputed_counts_as_there(files: list[dict[int, set[str]]]
 
         def base(shard: str) -> int:
             """The iteration to compute from; 0: there is none."""
-            step, at = {UPDATE_PART, SUMS_PART, gradients_part(shard)}, 4
+            step, at = {records.UPDATE_PART, records.SUMS_PART, records.gradients_part(shard)}, 4
             while at and shard not in held.get(at, ()):
                 at = at - 1 if step <= held.get(at, set()) else 0
             return at

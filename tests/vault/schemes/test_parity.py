@@ -10,15 +10,8 @@ import pytest
 import zfec
 
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout import records, schemes
 from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, ParityPlacement
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    Holding,
-    RoleLayout,
-    is_parity_role,
-)
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
 from tests.vault.harness import (
@@ -31,21 +24,23 @@ from tests.vault.harness import (
 )
 
 pytestmark = pytest.mark.slow
-FIRST = Generation(1, 0)
+FIRST = records.Generation(1, 0)
 SIZES = {0: 64 << 10, 1: 100_000, 2: 4096}
 BIG = 6 << 20
 
 
-def with_parity(record: EpochRecord, group: int = 3) -> EpochRecord:
+def with_parity(record: records.EpochRecord, group: int = 3) -> records.EpochRecord:
     scheme = SchemeNumbers(schemes.SchemeKind.PARITY, group=group)
     return replace(record, protection=ProtectionPlan(scheme))
 
 
-def layouts_of(sizes: dict[int, int], slots: int = 2) -> dict[int, RoleLayout]:
+def layouts_of(sizes: dict[int, int], slots: int = 2) -> dict[int, records.RoleLayout]:
     return {role: make_layout(role, nbytes, slots) for role, nbytes in sizes.items()}
 
 
-def block_of(running: Cluster, record: EpochRecord, number: int) -> tuple[Any, int, Segment]:
+def block_of(
+    running: Cluster, record: records.EpochRecord, number: int
+) -> tuple[Any, int, Segment]:
     """Group, number of the block and segment of a parity role at its holder."""
     found = ParityPlacement.of_record(record).block(number)
     assert found is not None
@@ -56,9 +51,9 @@ def block_of(running: Cluster, record: EpochRecord, number: int) -> tuple[Any, i
 
 def check_blocks(
     running: Cluster,
-    record: EpochRecord,
-    generation: Generation,
-    layouts: dict[int, RoleLayout],
+    record: records.EpochRecord,
+    generation: records.Generation,
+    layouts: dict[int, records.RoleLayout],
 ) -> None:
     """Every parity block is there, sealed, and just what zfec (or an XOR) makes of the parts."""
     for group in ParityPlacement.of_record(record).groups:
@@ -108,13 +103,13 @@ def test_many_generations_commit_in_few_slots(tmp_path: Path, parities: int) -> 
     with cluster(tmp_path, 3 + parities, roles=3, chunk_bytes=16384) as running:
         record = with_parity(running.record(1, replicas=parities))
         members = running.join(layouts, record)
-        train(members, *(Generation(1, iteration) for iteration in range(6)))
-        newest = Generation(1, 5)
+        train(members, *(records.Generation(1, iteration) for iteration in range(6)))
+        newest = records.Generation(1, 5)
         check_blocks(running, record, newest, layouts)
         held = {
             (node.number, holding.role, part)
             for node in running.nodes
-            for holding in map(Holding.from_dict, node.status()["holdings"])
+            for holding in map(records.Holding.from_dict, node.status()["holdings"])
             if holding.generation == newest
             for part in holding.parts
         }
@@ -139,7 +134,7 @@ def test_many_generations_commit_in_few_slots(tmp_path: Path, parities: int) -> 
         assert all(event.data["ship_seconds"] > 0 for event in commits)
         # The spares hold the blocks, and of each only as much memory as is used.
         spare = running.nodes[3]
-        (name,) = (n for n in spare.status()["segments"] if is_parity_role(int(n[5:-4])))
+        (name,) = (n for n in spare.status()["segments"] if records.is_parity_role(int(n[5:-4])))
         used = (spare.directory / name).stat().st_blocks * 512
         assert used < (1 + parities) * (max(SIZES.values()) + 1000) + (64 << 10)
 
@@ -165,7 +160,7 @@ def test_blocks_are_right_whatever_happens_in_the_middle(tmp_path: Path) -> None
         members = running.join(layouts, record)
         train(members, FIRST)
         for iteration, name in enumerate(["holder", "owner", "stopped", "wire"], 1):
-            generation = Generation(1, iteration)
+            generation = records.Generation(1, iteration)
             for member in members:
                 member.write(generation)
             if iteration in victims:

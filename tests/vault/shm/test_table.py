@@ -9,15 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.records import Generation, Seat
+from deadpool_megatron.vault.shm import segment as segments
 from deadpool_megatron.vault.shm import table as tables
-from deadpool_megatron.vault.shm.segment import (
-    PartState,
-    Segment,
-    SlotState,
-    checksum,
-    copy_name,
-    own_name,
-)
 from deadpool_megatron.vault.shm.table import Place, Table
 from tests.vault.harness import make_layout
 
@@ -26,29 +19,31 @@ LAYOUT = make_layout(3, nbytes=100)
 SHARD = ["shard", "tail", "extras@step"]
 
 
-def table_with_copy(directory: Path, slots: int = 2) -> tuple[Table, Segment]:
+def table_with_copy(directory: Path, slots: int = 2) -> tuple[Table, segments.Segment]:
     table = Table(directory)
     layout = make_layout(3, nbytes=100, slots=slots)
-    segment = Segment.create(directory / copy_name(3), layout, None, SHARD)
+    segment = segments.Segment.create(directory / segments.copy_name(3), layout, None, SHARD)
     table.segments[segment.path.name] = segment
     return table, segment
 
 
-def keep(segment: Segment, slot: int, names: list[str], epoch: int) -> None:
+def keep(segment: segments.Segment, slot: int, names: list[str], epoch: int) -> None:
     for name in names:
-        segment.seal_part(slot, name, 10, checksum(segment.data(slot, name, 10)), epoch)
+        segment.seal_part(slot, name, 10, segments.checksum(segment.data(slot, name, 10)), epoch)
 
 
-def own(table: Table, *generations: Generation) -> Segment:
+def own(table: Table, *generations: Generation) -> segments.Segment:
     """A member's segment with one sealed generation in each slot."""
-    segment = Segment.create(table.directory / own_name(3, SEAT), LAYOUT, SEAT, SHARD)
+    segment = segments.Segment.create(
+        table.directory / segments.own_name(3, SEAT), LAYOUT, SEAT, SHARD
+    )
     table.segments[segment.path.name] = segment
     for slot, generation in enumerate(generations):
         segment.mark_writing(slot)
         segment.begin(slot, generation, generation.lineage)
         segment.fill(slot, dict.fromkeys(SHARD, 10), generation.lineage)
         keep(segment, slot, SHARD, generation.lineage)
-        segment.set_state(slot, SlotState.SEALED)
+        segment.set_state(slot, segments.SlotState.SEALED)
     return segment
 
 
@@ -109,12 +104,12 @@ def test_frozen_answers_what_was_promised(tmp_path: Path) -> None:
     table.freeze()
     assert segment.is_frozen()
     state = segment.mark_writing(0)  # the late store; then it is killed before backing out
-    assert state is SlotState.SEALED
+    assert state is segments.SlotState.SEALED
     assert table.holdings() == before
     assert len(table.find(3, Generation(1, 1), "shard")) == 1
     table.adopt(Generation(1, 1), "step", 2, {3: SEAT})
-    assert segment.state(0) is SlotState.SEALED
-    assert segment.state(1) is SlotState.EMPTY
+    assert segment.state(0) is segments.SlotState.SEALED
+    assert segment.state(1) is segments.SlotState.EMPTY
     assert not segment.is_frozen()
     assert [h.generation for h in table.holdings()] == [Generation(1, 1)]
 
@@ -137,7 +132,7 @@ def test_a_member_does_not_write_beside_a_restore_of_the_epoch_before(tmp_path: 
     assert not segment.is_frozen()
     table.freeze()
     table.adopt(Generation(1, 3), "step", 3, {3: SEAT})
-    assert segment.state(slot) is SlotState.EMPTY
+    assert segment.state(slot) is segments.SlotState.EMPTY
     assert segment.is_frozen()
     other = table.claim(segment, Generation(1, 3), 3)
     assert other is not None
@@ -167,11 +162,11 @@ def test_adopting_drops_the_abandoned_and_nothing_else(tmp_path: Path) -> None:
         Generation(2, 6),
         Generation(3, 7),
     }
-    assert member.state(1) is SlotState.EMPTY
-    assert member.entry(0, "extras@evaluation").state is PartState.ABSENT
-    assert member.entry(0, "extras@save").state is PartState.SEALED
+    assert member.state(1) is segments.SlotState.EMPTY
+    assert member.entry(0, "extras@evaluation").state is segments.PartState.ABSENT
+    assert member.entry(0, "extras@save").state is segments.PartState.SEALED
     # Older generations keep their extras: only those after the resume point are abandoned.
-    assert segment.entry(0, "extras@evaluation").state is PartState.SEALED
+    assert segment.entry(0, "extras@evaluation").state is segments.PartState.SEALED
 
 
 def test_unsealed_things_of_an_older_epoch_are_dropped(tmp_path: Path) -> None:
@@ -182,8 +177,8 @@ def test_unsealed_things_of_an_older_epoch_are_dropped(tmp_path: Path) -> None:
     segment.fill(1, dict.fromkeys(SHARD, 10), 1)
     segment.fill_part(0, "extras@evaluation", 10, 1)
     table.adopt(Generation(1, 1), "evaluation", 2, {3: SEAT})
-    assert segment.state(1) is SlotState.EMPTY
-    assert segment.entry(0, "extras@evaluation").state is PartState.ABSENT
+    assert segment.state(1) is segments.SlotState.EMPTY
+    assert segment.entry(0, "extras@evaluation").state is segments.PartState.ABSENT
 
 
 def test_damaged_parts_are_not_promised(tmp_path: Path) -> None:
@@ -193,7 +188,7 @@ def test_damaged_parts_are_not_promised(tmp_path: Path) -> None:
     entry = segment.entry(0, "shard")
     table.mark_bad(Place(segment, 0, "shard", entry.nbytes, entry.checksum, entry.epoch))
     assert table.holdings()[0].parts == {"tail", "extras@step"}
-    assert segment.entry(0, "shard").state is PartState.BAD
+    assert segment.entry(0, "shard").state is segments.PartState.BAD
 
 
 def test_what_is_unneeded(tmp_path: Path) -> None:
@@ -217,21 +212,21 @@ def test_what_is_promised_is_read_after_the_fence_and_goes_with_its_segment(
     during the close may not either, nor any before what was abandoned is dropped."""
     table = Table(tmp_path)
     segment = own(table, Generation(1, 1), Generation(1, 2))
-    seen: list[tuple[bool, SlotState]] = []
+    seen: list[tuple[bool, segments.SlotState]] = []
     take = lambda: seen.append((segment.is_frozen(), segment.mark_writing(0)))  # noqa: E731
     monkeypatch.setattr(tables, "fence", take)
     table.freeze()
-    assert seen == [(True, SlotState.SEALED)]
+    assert seen == [(True, segments.SlotState.SEALED)]
     assert {holding.generation for holding in table.holdings()} == {Generation(1, 2)}
-    late = tmp_path / own_name(3, Seat(0, 0, 1))
-    Segment.create(late, LAYOUT, Seat(0, 0, 1), SHARD)
+    late = tmp_path / segments.own_name(3, Seat(0, 0, 1))
+    segments.Segment.create(late, LAYOUT, Seat(0, 0, 1), SHARD)
     assert table.attach(late.name).is_frozen()
-    states: list[SlotState] = []
+    states: list[segments.SlotState] = []
     monkeypatch.setattr(table, "let_write", lambda _: states.append(segment.state(1)))
     table.adopt(Generation(1, 1), "step", 2, {3: SEAT})
-    assert set(states) == {SlotState.EMPTY}
+    assert set(states) == {segments.SlotState.EMPTY}
     keep(segment, 1, SHARD, 2)
-    segment.set_state(1, SlotState.SEALED)
+    segment.set_state(1, segments.SlotState.SEALED)
     table.freeze()
     table.remove(segment)
     assert table.holdings() == ()

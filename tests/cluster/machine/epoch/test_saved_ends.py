@@ -10,19 +10,12 @@ import pytest
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout import planner
+from deadpool_megatron.layout import planner, records
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery
-from deadpool_megatron.layout.records import (
-    BadPart,
-    Generation,
-    Recipe,
-    Replay,
-    Restore,
-)
 from tests.cluster.machine.rig import Phase, Rig, g
 
 WHERE = {"persist_directory": "/exports"}
-DUMP = Restore("dump", g(7), "step", path="/dump/1-7")
+DUMP = records.Restore("dump", g(7), "step", path="/dump/1-7")
 
 
 def bug(rig: Rig) -> None:
@@ -99,11 +92,11 @@ def test_who_interrupts_it_does_not_lose_it(cause: Callable[[Rig], None], status
 # Bytes that turn out to be damaged when they are written.
 
 
-def bad(node: int, role: int, iteration: int, part: str = "main") -> frozenset[BadPart]:
-    return frozenset({BadPart(node, role, g(iteration), part)})
+def bad(node: int, role: int, iteration: int, part: str = "main") -> frozenset[records.BadPart]:
+    return frozenset({records.BadPart(node, role, g(iteration), part)})
 
 
-def sole_copies(*generations: Generation, nodes: int = 2) -> Rig:
+def sole_copies(*generations: records.Generation, nodes: int = 2) -> Rig:
     """No spare comes for the last node; its buddy holds the only copy of its role."""
     rig = Rig(nodes=nodes, spares=0).run()
     rig.feed(ev.NodeLost(nodes - 1, "gone"))
@@ -125,7 +118,7 @@ def test_a_generation_that_is_damaged_at_the_dump_makes_way_for_the_one_before()
     rig.feed(ev.Dumped(0, g(6), boundary="step", damaged=bad(0, 1, 7)))
     end = rig.one(act.Finish)
     assert (end.exit_status, end.keeps_slots) == (75, False)
-    assert end.resume == Restore("dump", g(6), "step", path="/dump/1-6")
+    assert end.resume == records.Restore("dump", g(6), "step", path="/dump/1-6")
 
 
 def test_a_run_of_which_every_generation_is_damaged_does_not_pass_for_saved() -> None:
@@ -157,10 +150,12 @@ def test_what_any_try_has_led_to_stays_known_of_a_node_that_has_written(
     """Another node cannot write, so a role recomputes from another generation than at first."""
     bases, choose = [g(5)], planner.choose_restore
 
-    def recomputed(query: RestoreQuery) -> Restore | NoRestore:
+    def recomputed(query: RestoreQuery) -> records.Restore | NoRestore:
         found, base = choose(query), bases[-1]
-        assert isinstance(found, Restore)
-        return replace(found, recipes={3: Recipe(replay=Replay(base, (g(7),), {base: {}}))})
+        assert isinstance(found, records.Restore)
+        return replace(
+            found, recipes={3: records.Recipe(replay=records.Replay(base, (g(7),), {base: {}}))}
+        )
 
     monkeypatch.setattr(planner, "choose_restore", recomputed)
     rig = Rig(nodes=4, spares=0, replicas=2).run()
