@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,11 @@ from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.run_result import read_result
 from deadpool_megatron.events import Kind
 from tests.faults.harness import jobs, layouts
-from tests.netns.lab.cluster import COUNTING_MEMBER, Cluster, Job, Obituary
+from tests.netns.lab.cluster import Cluster, Job, Measured, counting
 from tests.netns.lab.hosts import Host, Hosts
 
 pytestmark = pytest.mark.netns
 _VICTIM = 1
-Measured = Callable[[str, str], None]
 _NODES, _ITERATIONS = 3, 8
 _LAYOUT = jobs.Layout("dp3", f"{layouts.DISTRIBUTED} --global-batch-size 6", _NODES, 1)
 _SETTINGS = (
@@ -44,10 +43,8 @@ _RULES = {
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    job = Job((COUNTING_MEMBER, "--step-seconds", "0.05"), nodes=2, spares=1, preload="")
-    with Hosts(3, tmp_path) as hosts, Cluster(hosts, tmp_path / "run", job) as built:
-        built.wait_progress(5)
-        yield built
+    with counting(tmp_path, spares=1) as running:
+        yield running
 
 
 def test_a_cut_as_long_as_the_fence_allows(cluster: Cluster, measured: Measured) -> None:
@@ -64,32 +61,19 @@ def test_a_cut_as_long_as_the_fence_allows(cluster: Cluster, measured: Measured)
 def test_node_that_is_cut_off_stops_before_its_role_is_given_away(
     cluster: Cluster, measured: Measured, fault: str
 ) -> None:
-    (member,) = [Obituary(pid) for pid in cluster.members(_VICTIM)]
-    getattr(cluster.hosts.switch, fault)("host1")
-    began = time.time()
-    lost = cluster.wait_event(Kind.NODE_LOST)
-    decided = cluster.wait_event(Kind.EPOCH_DECIDED, since=began)
-    opened = cluster.wait_event(Kind.EPOCH_OPENED, since=began)
-    assert lost.node == _VICTIM
-    assert member.wall_seconds is not None, "its member still runs"
-    assert member.wall_seconds < lost.wall_seconds < decided.wall_seconds
+    switch = cluster.hosts.switch
+    _, stopped = cluster.lost_in_time(_VICTIM, lambda: getattr(switch, fault)("host1"))
+    assert [event.node for event in cluster.events(Kind.NODE_LOST)] == [_VICTIM]
     assert "cut off" in cluster.output(_VICTIM)
     cluster.wait_progress()
 
-    cluster.hosts.switch.clear()
-    cluster.hosts.switch.mend("host1")
-    mended = time.time()
-    joined = cluster.wait_event(Kind.NODE_JOINED, since=mended)
+    switch.clear()
+    joined, again = cluster.comes_back(lambda: switch.mend("host1"))
     assert joined.node == 3
     assert joined.data["spare"]
     (recovery,) = cluster.finish()["recoveries"]
     assert recovery["seats_changed"][str(_VICTIM)][1][0] == 2
-    measured(
-        f"cable of a node: {fault}",
-        f"members dead after {member.wall_seconds - began:.1f} s, taken for lost after"
-        f" {lost.wall_seconds - began:.1f} s, training after {opened.wall_seconds - began:.1f} s;"
-        f" a spare again {joined.wall_seconds - mended:.1f} s after the mend",
-    )
+    measured(f"cable of a node: {fault}", stopped + again)
 
 
 def watch(host: Host) -> None:
@@ -113,9 +97,7 @@ def seen(host: Host) -> dict[str, int]:
     }
 
 
-def test_copies_are_marked_and_nothing_else(
-    tmp_path: Path, measured: Callable[[str, str], None]
-) -> None:
+def test_copies_are_marked_and_nothing_else(tmp_path: Path, measured: Measured) -> None:
     """Two copies each, under a limit: and the bits are those of a quiet run."""
     program = jobs.trainer(_LAYOUT, _ITERATIONS)
     wanted = jobs.undisturbed(program)

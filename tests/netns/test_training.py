@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
 from tests.faults.harness import jobs, layouts
 from tests.netns.lab import disk, paced
-from tests.netns.lab.cluster import Cluster, Job, Obituary
+from tests.netns.lab.cluster import Cluster, Job, Measured
 from tests.netns.lab.hosts import Hosts
 
 pytestmark = pytest.mark.netns
@@ -24,7 +24,6 @@ _ITERATIONS = 50
 # Of the 3.2 s after which a node that is cut off ends its members, trying anew takes the rest.
 _CUT_SECONDS = 1.5
 _SETTINGS = ("--deadpool-set", "hash-interval=1", "--deadpool-set", "rejoin-seconds=10")
-Measured = Callable[[str, str], None]
 
 
 @contextmanager
@@ -89,7 +88,7 @@ def test_the_whole_run_directory_hangs_for_everybody(
 ) -> None:
     """Files that are open, too. Nobody is fenced, nobody takes over, training goes on."""
     with disk.mounted(tmp_path) as shared, training(shared.path, step_seconds) as cluster:
-        members = [pid for node in range(_NODES) for pid in cluster.members(node)]
+        members = cluster.members_of_all()
         began = time.time()
         for host in cluster.hosts:
             host.hide(cluster.run.path, "hang")
@@ -122,28 +121,10 @@ def test_coordinator_is_lost_then_a_node_is_cut_off(tmp_path: Path, measured: Me
             f"the next one after {taken.wall_seconds - began:.1f} s, longest pause between two"
             f" steps {cluster.longest_pause(began):.1f} s",
         )
-        (member,) = [Obituary(pid) for pid in cluster.members(1)]
-        cluster.hosts[1].cut()
-        began = time.time()
-        # The host that is off may be given up now, too.
-        lost = cluster.wait_for(
-            "its loss",
-            lambda: next((e for e in cluster.happened(Kind.NODE_LOST, began) if e.node == 1), None),
-        )
-        decided = cluster.wait_event(Kind.EPOCH_DECIDED, since=began)
-        assert member.wall_seconds is not None, "its member still runs"
-        assert member.wall_seconds < lost.wall_seconds < decided.wall_seconds
-        opened = cluster.wait_event(Kind.EPOCH_OPENED, since=decided.wall_seconds)
+        host = cluster.hosts[1]
+        began, stopped = cluster.lost_in_time(1, host.cut)
         assert cluster.newest_iteration() >= before
         cut_seconds = time.time() - began
-        cluster.hosts[1].mend()
-        mended = time.time()
-        joined = cluster.wait_event(Kind.NODE_JOINED, since=mended)
+        joined, again = cluster.comes_back(host.mend)
         assert joined.data["spare"]
-        measured(
-            f"training: cable of a node cut for {cut_seconds:.0f} s",
-            f"members dead after {member.wall_seconds - began:.1f} s, taken for lost after"
-            f" {lost.wall_seconds - began:.1f} s, training after"
-            f" {opened.wall_seconds - began:.1f} s; a spare again"
-            f" {joined.wall_seconds - mended:.1f} s after the mend",
-        )
+        measured(f"training: cable of a node cut for {cut_seconds:.0f} s", stopped + again)

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import Term, newest_term
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Event, Kind, read_events
-from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.running import Told
 from tests.common.told import read_final
 from tests.common.waiting import wait_for
@@ -28,6 +28,8 @@ COUNTING_MEMBER = str(Path(__file__).parents[2] / "cluster" / "counting_member.p
 _ROOT = Path(__file__).parents[3]
 # Deadlines are for hangs only: no test waits this long to pass.
 PATIENCE_SECONDS = 90.0
+# Notes a row ``fault | what happened`` for the end of the session.
+Measured = Callable[[str, str], None]
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,6 @@ class Cluster(Told):
         """Number of the newest record."""
         return max((e.epoch for e in self.events(Kind.EPOCH_OPENED)), default=0)
 
-    def record(self) -> EpochRecord:
-        """The newest record."""
-        newest = max(self.run.journal.glob("epoch-*.json"))
-        return EpochRecord.from_dict(read_json(newest))
-
     def term(self) -> Term:
         """Who coordinates now, as the journal says."""
         found = newest_term(Journal(self.run.journal))
@@ -158,6 +155,40 @@ class Cluster(Told):
         inside = self.hosts[node].processes()
         listing = read_json(self.run.node(node))
         return [inside[int(pid)] for pid in listing["members"].values()]
+
+    def members_of_all(self) -> list[int]:
+        """Those of all nodes that train."""
+        return [pid for node in range(self.job.nodes) for pid in self.members(node)]
+
+    def lost_in_time(self, node: int, fault: Callable[[], None]) -> tuple[float, str]:
+        """A fault comes over a node: its member has ended before others are to play its role.
+
+        Returns when it came, and what was measured.
+        """
+        (member,) = [Obituary(pid) for pid in self.members(node)]
+        fault()
+        began = time.time()
+        # Another one, which was off before, may be given up now, too.
+        lost = self.wait_for(
+            f"the loss of node {node}",
+            lambda: next((e for e in self.happened(Kind.NODE_LOST, began) if e.node == node), None),
+        )
+        decided = self.wait_event(Kind.EPOCH_DECIDED, since=began)
+        assert member.wall_seconds is not None, "its member still runs"
+        assert member.wall_seconds < lost.wall_seconds < decided.wall_seconds
+        opened = self.wait_event(Kind.EPOCH_OPENED, since=decided.wall_seconds)
+        return began, (
+            f"members dead after {member.wall_seconds - began:.1f} s, taken for lost after"
+            f" {lost.wall_seconds - began:.1f} s, training after"
+            f" {opened.wall_seconds - began:.1f} s"
+        )
+
+    def comes_back(self, mend: Callable[[], None]) -> tuple[Event, str]:
+        """A node that was lost joins again once its fault is mended; and what was measured."""
+        mend()
+        mended = time.time()
+        joined = self.wait_event(Kind.NODE_JOINED, since=mended)
+        return joined, f"; a spare again {joined.wall_seconds - mended:.1f} s after the mend"
 
     # Waiting.
 
@@ -209,3 +240,19 @@ class Cluster(Told):
 
     def wait_over(self) -> None:
         self.wait_end()
+
+
+@contextmanager
+def counting(
+    directory: Path, settings: tuple[str, ...] = (), nodes: int = 2, spares: int = 2
+) -> Iterator[Cluster]:
+    """Counting members that have begun, on nodes all of which have joined."""
+    job = Job((COUNTING_MEMBER, "--step-seconds", "0.05"), nodes, spares, settings, "")
+    with (
+        Hosts(nodes + spares, directory) as hosts,
+        Cluster(hosts, directory / "run", job) as cluster,
+    ):
+        cluster.wait_progress(5)
+        # A spare that joined late is in no record yet; then nobody's loss would be missed.
+        cluster.wait_event(Kind.NODE_JOINED, count=nodes + spares)
+        yield cluster

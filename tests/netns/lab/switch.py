@@ -61,14 +61,6 @@ class Switch:
         """Nothing arrives at the host."""
         self._set(f"deaf {port}", f'oifname "{port}" drop')
 
-    def part(self, one: str, other: str) -> None:
-        """The two hosts do not reach each other; everybody else reaches both."""
-        self._set(
-            f"part {one} {other}",
-            f'iifname "{one}" oifname "{other}" drop',
-            f'iifname "{other}" oifname "{one}" drop',
-        )
-
     def lose(self, port: str, percent: int) -> None:
         """Of all frames of a host so many get lost, in each direction."""
         chance = f"numgen random mod 100 < {percent} drop"
