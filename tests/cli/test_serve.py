@@ -28,7 +28,7 @@ import pytest
 
 from deadpool_megatron.cli import http_server, serve
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.observe.view import State, view
+from deadpool_megatron.observe.view import view
 from tests.cli.start.refused import old_run
 from tests.cli.told import CarryOut
 from tests.cluster.running import Run, environment, send
@@ -124,51 +124,6 @@ LOST = Event(Kind.NODE_LOST, 1, 9, data={"cause": "connection closed"}, wall_sec
 CLOSED = Event(
     Kind.EPOCH_CLOSED, 1, data={"kind": "node-lost", "cause": "node 9"}, wall_seconds=3.6
 )
-
-
-RECOVERED = Event(Kind.RECOVERED, 2, data={"seconds": 0.2, "phases": {}}, wall_seconds=3.8)
-WAITS = Event(Kind.WAITING_FOR_SPARE, data={"text": "x", "limit_seconds": 9.0}, wall_seconds=3.7)
-ATTACH, FAILING = "--run-dir R --attach", {"failing": {"kind": "node-lost"}}
-
-
-@pytest.mark.parametrize(
-    ("told", "change", "now", "look", "spares", "advice"),
-    [
-        ((), {}, 4.0, "good", (2, 2), None),
-        ((), {"epoch": 0}, 4.0, "", None, None),
-        ((), {"fewer_copies": [3]}, 4.0, "wait", (2, 2), None),
-        ((), {"spares": []}, 4.0, "wait", (0, 2), ATTACH),
-        ((), {}, 99.0, "wait", (2, 2), "status R"),
-        ((LOST, CLOSED), {"phase": "closing", **FAILING}, 4.0, "wait", (2, 2), None),
-        ((LOST, CLOSED, WAITS), {"phase": State.WAITING, **FAILING}, 4.0, "bad", (2, 2), ATTACH),
-        ((LOST, CLOSED), FAILING, 4.0, "wait", (2, 2), None),  # replays
-        ((LOST, CLOSED, RECOVERED), {}, 4.0, "good", (2, 2), None),
-        ((LOST, CLOSED, RECOVERED), None, 4.0, "wait", None, "--run-dir R"),
-        ((), None, 99.0, "bad", None, "--run-dir R"),
-        ((Event(Kind.RUN_ENDED, data={"exit_status": 0}),), None, 4.0, "good", None, None),
-        ((Event(Kind.RUN_ENDED, data={"exit_status": 75}),), None, 4.0, "wait", None, None),
-        ((Event(Kind.RUN_ENDED, data={"exit_status": 1}),), None, 4.0, "bad", None, None),
-    ],
-)
-def test_the_banner_says_whether_it_is_all_right_and_advises_what_is_to_be_done_now(
-    told: tuple[Event, ...],
-    change: dict[str, Any] | None,
-    now: float,
-    look: str,
-    spares: Any,
-    advice: str | None,
-) -> None:
-    page = page_of("0x1p+1", "0x1p+1", "0x1p+1")
-    for event in told:
-        page.take(event)
-    status = None if change is None else {**status_of(2, 4, now), "fewer_copies": [], **change}
-    found = drawn(page, status, now)
-    banner = found["banner"]
-    assert (banner["look"], banner["spares"]) == (look, spares)
-    assert bool(banner["to_do"]) == (advice is not None)
-    assert (advice or "") in banner["to_do"]
-    assert (banner["failure"] is None) == (CLOSED not in told)
-    assert [one["node"] for one in found["lost"]] == [9] * (LOST in told)
 
 
 def test_a_run_without_a_process_has_no_pace_and_says_what_is_left() -> None:

@@ -85,6 +85,9 @@ class Synthetic:
         self.add(Kind.WAITING_FOR_SPARE, text="roles [1] wait for a spare", limit_seconds=300.0)
         self.set(phase="waiting for a spare")
 
+    def replay(self) -> None:
+        self.set(phase="running")
+
     def recover(self) -> None:
         self.add(Kind.EPOCH_DECIDED, generation=[1, 0])
         self.open()
@@ -100,11 +103,23 @@ class Synthetic:
         if self.written is None:
             self.written = len(self.events)
 
+    def lose_copy(self) -> None:
+        self.set(fewer_copies=[3])
+
+    def lose_spares(self) -> None:
+        self.set(spares=[])
+
+    def stand_still(self) -> None:
+        self.now += 95.0
+
     def lose_coordinator(self) -> None:
         self.status = None
 
     def end(self, status: int = 0, kind: str = "", reason: str = "") -> None:
         self.add(Kind.RUN_ENDED, exit_status=status, kind=kind, reason=reason)
+
+    def end_badly(self) -> None:
+        self.end(1)
 
     def end_by_bug(self) -> None:
         self.crash()
@@ -143,7 +158,8 @@ def shown(run: Synthetic, skew: float = 0.0) -> tuple[View, dict[str, dict[str, 
     banner = drawn["banner"]
     failures = [one for one in drawn["recoveries"] if not one["planned"]]
     found["page"] = {
-        **{name: banner[name] for name in ("title", "to_do", "state")},
+        **{name: banner[name] for name in ("title", "to_do", "state", "look", "spares")},
+        "failed": banner["failure"] is not None,
         "iteration": drawn["iteration"],
         "survived": drawn["survived"],
         "causes": [one["text"] for one in failures],
@@ -217,10 +233,14 @@ def hold(run: Synthetic, skew: float = 0.0) -> View:
     story = seen.story
     failures = [one for one in story.shown if not one.planned]
     is_open = seen.status is not None and seen.status["epoch"] and seen.state is not State.OVER
+    no_epoch = seen.status is None or seen.exposed is None
     expected = {
         "state": seen.state,
         "title": seen.title,
         "to_do": seen.to_do,
+        "look": seen.look,
+        "spares": None if no_epoch else (len(seen.status["spares"]), 2),
+        "failed": bool(failures),
         "iteration": seen.iteration,
         "survived": story.survived,
         "causes": [label(one, story.hosts) for one in failures],
@@ -258,30 +278,41 @@ def test_all_views_agree(acts: list[str], end: str | None, skew: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("acts", "state", "look"),
+    ("acts", "state", "look", "advice"),
     [
-        ((), State.RUNNING, "good"),
-        (("fill_disk", "step"), State.RUNNING, "wait"),
-        (("lose_node",), State.RECOVERING, "wait"),
-        (("drain",), State.PLANNED, "wait"),
-        (("lose_node", "wait"), State.WAITING, "bad"),
-        (("lose_node", "recover"), State.RUNNING, "good"),
-        (("take_over",), State.TAKEOVER, "wait"),
-        (("step", "lose_coordinator"), State.UNANSWERED, "wait"),
-        (("end",), State.OVER, "good"),
-        (("end_saved",), State.OVER, "wait"),
-        (("end_by_bug",), State.OVER, "bad"),
+        ((), State.RUNNING, "good", ""),
+        (("fill_disk", "step"), State.RUNNING, "wait", "make room"),
+        (("lose_copy",), State.RUNNING, "wait", ""),
+        (("lose_spares",), State.RUNNING, "wait", "--attach"),
+        (("step", "stand_still"), State.RUNNING, "wait", f"status {RUN}"),
+        (("lose_node",), State.RECOVERING, "wait", ""),
+        (("lose_node", "replay"), State.RECOVERING, "wait", ""),
+        (("drain",), State.PLANNED, "wait", ""),
+        (("lose_node", "wait"), State.WAITING, "bad", "--attach"),
+        (("lose_node", "recover"), State.RUNNING, "good", ""),
+        (("take_over",), State.TAKEOVER, "wait", ""),
+        (("step", "lose_coordinator"), State.UNANSWERED, "wait", f"--run-dir {RUN}"),
+        (("step", "lose_coordinator", "stand_still"), State.UNANSWERED, "bad", f"--run-dir {RUN}"),
+        (("end",), State.OVER, "good", ""),
+        (("end_saved",), State.OVER, "wait", "continue with"),
+        (("end_badly",), State.OVER, "bad", ""),
+        (("end_by_bug",), State.OVER, "bad", "fix the program"),
     ],
 )
-def test_each_state_has_its_row(acts: tuple[str, ...], state: State, look: str) -> None:
+def test_each_state_has_its_row(
+    acts: tuple[str, ...], state: State, look: str, advice: str
+) -> None:
     run = Synthetic()
-    assert hold(run).state is State.STARTING
+    starting = hold(run)
+    assert (starting.state, starting.look) == (State.STARTING, "")
     assert set(TABLE) == set(State)
     run.open()
     for act in acts:
         run.do(act)
     seen = hold(run)
     assert (seen.state, seen.look) == (state, look)
+    assert advice in seen.to_do
+    assert bool(seen.to_do) == bool(advice)
     assert seen.title.startswith(TABLE[state]["title"].partition("{")[0])
 
 
