@@ -99,3 +99,10 @@ def test_an_interpreter_of_the_user_runs_all_parts(tmp_path: Path) -> None:
     ran = (tmp_path / "ran").read_text().splitlines()
     assert len(ran) == len(parts)
     assert " tests/megatron_lm --full --deselect tests/megatron_lm/test_tags.py" in ran[3]
+
+
+def test_what_is_no_interpreter_is_told(tmp_path: Path) -> None:
+    command = [ROOT / "scripts" / "compat.sh", "--python", tmp_path / "none"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == f"compat: {tmp_path}/none is no Python that runs"
