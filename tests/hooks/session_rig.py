@@ -22,6 +22,7 @@ from deadpool_megatron.cluster.link.member_link import MemberLink
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.in_flight.attached_epoch import Observed
 from deadpool_megatron.hooks import session as session_module
+from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.hooks.loop import SteppedLoop
 from deadpool_megatron.hooks.session import Session
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
@@ -38,6 +39,13 @@ QUICK = dataclasses.replace(
 
 class Exited(BaseException):
     """In place of os._exit."""
+
+
+class BareEntry(EpochEntry):
+    """With everything taken away but what it is given."""
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
 
 
 class FakeCommunicators(Observed):

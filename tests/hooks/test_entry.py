@@ -15,24 +15,26 @@ import torch.distributed as dist
 from deadpool_megatron.hooks import entry as entry_module
 from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat, Source
-from deadpool_megatron.platform.devices import CopyFailedError, CpuPlatform, Platform
+from deadpool_megatron.platform.devices import CopyFailedError, CpuPlatform
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.member import VaultClient
 from fake_nccl import KIND
 from fake_nccl.fake import NAN_CHECK
 from tests.comms.ranks import DEADLINE_SECONDS, Member, run
-from tests.vault.harness import Node, cluster, make_layout
+from tests.hooks.session_rig import BareEntry
+from tests.vault.harness import cluster, make_layout
 
 
-class Entry(EpochEntry):
-    """With everything around the vault of a node taken away."""
-
-    def __init__(self, node: Node, restore: Restore, client: VaultClient) -> None:
-        self.generation, self.boundary = restore.generation, restore.boundary
-        self.settings, self._vault = node.settings, client
-        self._link: Any = SimpleNamespace(interrupt_fd=os.eventfd(0, os.EFD_CLOEXEC))
-        protection = SimpleNamespace(layout=make_layout(0))
-        self._built: Any = SimpleNamespace(protection=protection, frozen=None)
+def entry_of(vault: Any, restore: Restore, settings: Settings) -> BareEntry:
+    """One that restores from this vault."""
+    protection = SimpleNamespace(layout=make_layout(0))
+    return BareEntry(
+        generation=restore.generation,
+        boundary=restore.boundary,
+        settings=settings,
+        _vault=vault,
+        _link=SimpleNamespace(interrupt_fd=os.eventfd(0, os.EFD_CLOEXEC)),
+        _built=SimpleNamespace(protection=protection, frozen=None),
+    )
 
 
 def test_a_place_that_cannot_be_reached_is_named_by_the_part_it_has(tmp_path: Path) -> None:
@@ -48,7 +50,7 @@ def test_a_place_that_cannot_be_reached_is_named_by_the_part_it_has(tmp_path: Pa
         client = here.client(seat)
         client.register(make_layout(0), 2)
         with pytest.raises(RestoreFailed, match="unreachable") as failed:
-            Entry(here, record.restore, client)._restore_from_vault(record)
+            entry_of(client, record.restore, here.settings)._restore_from_vault(record)
     assert failed.value.part == "extras@step"
 
 
@@ -57,10 +59,9 @@ def test_bytes_that_were_damaged_before_they_were_sealed_are_named_by_their_part
     restore = Restore("memory", Generation(1, 3))
     sealed = SimpleNamespace(part=lambda _: b"\xcf" * 64, close=lambda: None)
     vault: Any = SimpleNamespace(restore=lambda *_, **__: sealed)
-    node: Any = SimpleNamespace(settings=Settings())
     record: Any = SimpleNamespace(epoch=2)
     with pytest.raises(RestoreFailed, match="not encoded extras") as failed:
-        Entry(node, restore, vault)._restore_from_vault(record)
+        entry_of(vault, restore, Settings())._restore_from_vault(record)
     assert failed.value.part == "extras@step"
 
 
@@ -151,14 +152,6 @@ def test_a_dump_of_another_model_is_refused_before_anything_is_taken(
     assert noted == []
 
 
-class Quiet(EpochEntry):
-    """With everything around the device taken away."""
-
-    def __init__(self, platform: Platform) -> None:
-        self._platform = platform
-        self._built = None
-
-
 def device_asserts(member: Member) -> bool:
     """A kernel that looks for what is no number has asserted, as on junk of an abort: this process
     has lost its device."""
@@ -166,7 +159,8 @@ def device_asserts(member: Member) -> bool:
     member.init("nccl")
     member.attach(0)
     platform = CpuPlatform()
-    assert Quiet(platform).quiesce(1.0)
+    entry = BareEntry(_platform=platform, _built=None)
+    assert entry.quiesce(1.0)
     value, copied = torch.tensor([torch.nan]), torch.zeros(1)
     waits = member.comms.stream_waits
     assert waits.begin()
@@ -182,7 +176,7 @@ def device_asserts(member: Member) -> bool:
     with pytest.raises(CopyFailedError, match="device-side"):
         platform.side_copy([copied], [value]).wait(DEADLINE_SECONDS)
     assert member.comms.drain(), "the communicators are gone"
-    return not Quiet(platform).quiesce(1.0)
+    return not entry.quiesce(1.0)
 
 
 @pytest.mark.slow

@@ -31,14 +31,6 @@ from tests.hooks.session_rig import QUICK, Rig, drained
 # Exceptions that are no EpochClosed (rule 11).
 
 
-def goes_on_after_the_close(rig: Rig) -> None:
-    """Epoch 1 is closed; the same process plays its role to the end in epoch 2."""
-    rig.drain(1)
-    rig.entry.loop.acts.clear()
-    rig.record(2)
-    rig.ends_well()
-
-
 def test_any_exception_after_a_close_counts_as_the_interrupt(
     rig: Rig, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,36 +61,40 @@ def test_an_exception_without_a_close_is_the_programs_own(rig: Rig) -> None:
     assert rig.entry.calls[-1] == "close"
 
 
-def test_an_exception_is_the_close_that_follows_its_report(rig: Rig) -> None:
-    rig.entry.loop.acts[1] = Mock(side_effect=ValueError("half a message of a peer that died"))
-    rig.record(1)
-    rig.expect("raised")
-    goes_on_after_the_close(rig)
+CAUSED = ValueError("the reader has no batch")
+CAUSED.__cause__ = CommunicatorFault("WORLD", "allreduce", "closed")
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "kind", "group"),
     [
-        RuntimeError("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]"),
-        ValueError("the reader has no batch"),
+        (ValueError("half a message of a peer that died"), "raised", None),
+        (
+            RuntimeError("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]"),
+            "fault",
+            None,
+        ),
+        (CAUSED, "fault", None),
+        (VaultError("the choice of a slot: frozen"), "fault", "vault"),
     ],
-    ids=["gloo", "cause"],
+    ids=["raised", "gloo", "cause", "vault"],
 )
-def test_an_exception_of_communication_is_no_fault_of_the_process(
-    rig: Rig, error: Exception
+def test_an_exception_is_the_close_that_follows_its_report(
+    rig: Rig, error: Exception, kind: str, group: str | None
 ) -> None:
-    """As a library wraps it. However late the death of the peer is known, this process stays."""
-
-    def step() -> None:
-        if isinstance(error, RuntimeError):
-            raise error
-        raise error from CommunicatorFault("WORLD", "allreduce", "closed")
-
-    rig.entry.loop.acts[1] = step
+    """Of communication, as a library wraps it, or of the vault it is no fault of the process.
+    However late the death of the peer is known, this process stays, and plays its role to the end
+    in epoch 2."""
+    rig.entry.loop.acts[1] = Mock(side_effect=error)
     rig.record(1)
-    assert rig.expect("fault")["epoch"] == 1
-    goes_on_after_the_close(rig)
-    assert rig.said("raised") == []
+    said = rig.expect(kind)
+    assert said["epoch"] == 1
+    assert group is None or said["group"] == group
+    rig.drain(1)
+    rig.entry.loop.acts.clear()
+    rig.record(2)
+    rig.ends_well()
+    assert len(rig.said("raised")) == (kind == "raised")
 
 
 def test_extras_without_room_end_the_process_with_their_status(
@@ -180,14 +176,6 @@ def test_failures_that_lead_to_a_new_decision(
     rig.record(2)
     rig.ends_well()
     assert len(rig.said("fault") + rig.said("restore-failed")) == 1
-
-
-def test_a_vault_that_fails_in_a_step_costs_the_epoch_and_no_process(rig: Rig) -> None:
-    rig.entry.loop.acts[1] = Mock(side_effect=VaultError("the choice of a slot: frozen"))
-    rig.record(1)
-    said = rig.expect("fault")
-    assert (said["epoch"], said["group"]) == (1, "vault")
-    goes_on_after_the_close(rig)
 
 
 def test_an_interrupt_without_a_close_is_reported_and_waited_out(rig: Rig) -> None:

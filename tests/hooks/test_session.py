@@ -25,6 +25,7 @@ from tests.hooks.session_rig import (
     ELSEWHERE,
     SEAT,
     SECONDS,
+    BareEntry,
     Exited,
     FakeLoop,
     Rig,
@@ -232,13 +233,8 @@ def test_who_cannot_leave_cleanly_says_so_and_ends(rig: Rig, unclean: str) -> No
 def test_builds_anew_only_when_the_role_changes() -> None:
     built: list[tuple[str, int]] = []
 
-    class Entry(EpochEntry):
+    class Entry(BareEntry):
         """Without anything to build."""
-
-        def __init__(self) -> None:
-            self.role = -1
-            self._built = None
-            self.program: Any = SimpleNamespace(serves=lambda loop, role: False)
 
         def _make_groups(self, role: int, world_size: int) -> None:
             built.append(("groups", role))
@@ -252,7 +248,7 @@ def test_builds_anew_only_when_the_role_changes() -> None:
         restore = Restore(kind, Generation(1, 0))
         return EpochRecord(2, {0: SEAT, 1: ELSEWHERE}, {}, restore)
 
-    entry = Entry()
+    entry = Entry(role=-1, _built=None, program=SimpleNamespace(serves=lambda *_: False))
     entry.adopt(record("memory"), 1)
     assert built == [("groups", 1), ("loop", 1)]
     entry.adopt(record("memory"), 1)

@@ -18,11 +18,12 @@ from deadpool_megatron.cluster.watch.windows import WINDOW_ITERATIONS, WINDOWS
 from deadpool_megatron.events import Event, Kind, to_line
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
 from tests.cluster.machine import rig as rig_module
-from tests.cluster.machine.rig import MEGA, Rig, large
+from tests.cluster.machine.rig import Rig
 from tests.common.event_schema import check_event
 
 SLOW = 2
 # For four roles with their slots and parity blocks, not for copies.
+MEGA = 1 << 20
 TIGHT = 15 * MEGA
 
 
@@ -94,7 +95,8 @@ def test_without_a_good_spare_or_without_the_setting_it_stays(evict: str) -> Non
 
 @pytest.fixture(autouse=True)
 def large_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rig_module, "layout", large)
+    """Shards beside which all the rest is small."""
+    monkeypatch.setattr(rig_module, "main_bytes", MEGA)
 
 
 def watchdog_of(rig: Rig) -> Watchdog:

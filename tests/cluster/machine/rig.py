@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state import Closing, Config, Deciding, Phase, State
+from deadpool_megatron.cluster.machine.machine import NOBODY, Machine
+from deadpool_megatron.cluster.machine.state import (
+    Closing,
+    Config,
+    Deciding,
+    MemberStatus,
+    Phase,
+    State,
+)
 from deadpool_megatron.events import Kind, to_line
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
@@ -20,7 +29,9 @@ from deadpool_megatron.layout.records import (
     PartInfo,
     Restore,
     RoleLayout,
-    Seat,
+)
+from deadpool_megatron.layout.records import (
+    Seat as Seat,
 )
 from deadpool_megatron.settings import Settings
 from tests.common.event_schema import check_event
@@ -28,21 +39,13 @@ from tests.common.event_schema import check_event
 A = TypeVar("A", bound=act.Action)
 STEP = frozenset({"main", "extras@step"})
 SIGKILL = 9
+main_bytes = 8  # of a shard
 
 
 def layout(role: int, world: int, *, layout_hash: str = "") -> RoleLayout:
-    parts = (PartInfo("main", 8, (role,)), PartInfo("extras@step", 8, (role,)))
+    parts = (PartInfo("main", main_bytes, (role,)), PartInfo("extras@step", 8, (role,)))
     peers = tuple(range(world))
     return RoleLayout(role, parts, peers, 2, layout_hash or f"hash{role}")
-
-
-MEGA = 1 << 20
-
-
-def large(role: int, world: int, *, layout_hash: str = "") -> RoleLayout:
-    """In place of :func:`layout`: a shard beside which all the rest is small."""
-    parts = (PartInfo("main", MEGA, (role,)), PartInfo("extras@step", 8, (role,)))
-    return RoleLayout(role, parts, tuple(range(world)), 2, layout_hash or f"hash{role}")
 
 
 class Rig:
@@ -68,6 +71,16 @@ class Rig:
     def anew(self) -> None:
         """As a machine of which nobody has heard."""
         self.machine = Machine(self.config, self.now)
+
+    def successor(self, *valid: Restore, gone: Mapping[int, str] = NOBODY, **config: Any) -> Rig:
+        """The next coordinator, with every record that was written; no agent has come yet.
+        ``gone``: nodes that the journal says were given up since."""
+        records = [write.record for write in self.of(act.WriteRecord, self.log)]
+        rig = copy.copy(self)
+        rig.config = replace(self.config, **config)
+        rig.take_over(records[-1], valid, gone=gone)
+        rig.last, rig.log = [], []
+        return rig
 
     def take_over(self, record: EpochRecord, valid: Sequence[Restore] = (), **more: Any) -> State:
         """As a coordinator that finds this record."""
@@ -110,22 +123,25 @@ class Rig:
         self.feed(*(ev.NodeJoined(n, "host", 1000 + n, f"node{n}") for n in nodes))
 
     def hello(self, *nodes: int) -> None:
-        places = [p for p in sorted(self.state.fleet.members) if p[0] in nodes]
-        self.feed(
-            *(
-                ev.MemberHello(*place, self.state.fleet.members[place].incarnation)
-                for place in places
-            )
-        )
+        self._tell(ev.MemberHello, nodes)
 
     def warm(self, *nodes: int) -> None:
-        places = [p for p in sorted(self.state.fleet.members) if p[0] in nodes]
-        self.feed(
-            *(
-                ev.MemberWarm(*place, self.state.fleet.members[place].incarnation)
-                for place in places
-            )
-        )
+        self._tell(ev.MemberWarm, nodes)
+
+    def _tell(self, kind: type[ev.MemberHello | ev.MemberWarm], nodes: tuple[int, ...]) -> None:
+        """Every member of these nodes says so."""
+        members = sorted(self.state.fleet.members.items())
+        self.feed(*(kind(*place, one.incarnation) for place, one in members if place[0] in nodes))
+
+    def reap(self) -> None:
+        """What was killed to serve as a fresh spare is started again, and is one."""
+        members = self.state.fleet.members
+        places = [*self.state.fleet.having(MemberStatus.KILLED)]
+        for place in places:
+            self.feed(ev.MemberLost(*place, members[place].incarnation, signal=SIGKILL))
+        nodes = {node for node, _ in places}
+        self.hello(*nodes)
+        self.warm(*nodes)
 
     def gather(self) -> None:
         """Everybody joins and says hello: DECIDING epoch 1."""
@@ -258,19 +274,3 @@ def killed(rig: Rig, role: int, number: int = SIGKILL) -> ev.MemberLost:
 
 def nodes_of(record: EpochRecord) -> dict[int, int]:
     return {role: seat.node for role, seat in record.seats.items()}
-
-
-__all__ = [
-    "MEGA",
-    "SIGKILL",
-    "STEP",
-    "Phase",
-    "Restore",
-    "Rig",
-    "Seat",
-    "g",
-    "killed",
-    "large",
-    "layout",
-    "nodes_of",
-]

@@ -12,10 +12,9 @@ from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.requests import refusal
-from deadpool_megatron.cluster.machine.state import MemberStatus
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.schemes import plan_in_words
-from tests.cluster.machine.bootstrapping.test_takeover import rejoin, repeat, successor
+from tests.cluster.machine.bootstrapping.test_takeover import rejoin, repeat
 from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 
@@ -114,17 +113,9 @@ def with_a_quarantined_node(nodes: int = 2) -> Rig:
         rig.opened()
         rig.steps(iteration + 1)
     assert nodes_of(rig.record)[1] == nodes
-    reap(rig)
+    rig.reap()
     assert rig.state.use_of(1) == "quarantined"
     return rig
-
-
-def reap(rig: Rig) -> None:
-    """The members of node 1 begin again, to be spares."""
-    for place in rig.state.fleet.having(MemberStatus.KILLED):
-        rig.feed(ev.MemberLost(*place, rig.state.fleet.members[place].incarnation, signal=9))
-    rig.hello(1)
-    rig.warm(1)
 
 
 def test_a_drain_waits_for_a_better_node_than_a_quarantined_one() -> None:
@@ -157,7 +148,7 @@ def test_a_quarantined_node_that_has_a_role_for_want_of_another_stays_quarantine
     rig.steps(11)
     assert nodes_of(rig.record) == {0: 0, 1: 1}
     assert rig.state.use_of(1) == "quarantined"
-    new = successor(rig)
+    new = rig.successor()
     assert new.state.use_of(1) == "quarantined"
     rejoin(new, rig)
     assert new.state.use_of(1) == "quarantined"
@@ -166,7 +157,7 @@ def test_a_quarantined_node_that_has_a_role_for_want_of_another_stays_quarantine
 def taken_over(old: Rig, *, restarted: bool = False) -> Rig:
     """The next coordinator has the requests from the journal before the agents are back."""
     known = tuple(Request.from_dict(one.to_dict()) for one in old.state.requests)
-    rig = successor(old, restarted=restarted)
+    rig = old.successor(restarted=restarted)
     rig.feed(ev.RequestsFound(known, restarted))
     return rig
 
@@ -180,7 +171,7 @@ OPEN = (
 
 def test_a_restart_of_all_processes_ends_what_was_open() -> None:
     old = begun()
-    rig = successor(old, restarted=True)
+    rig = old.successor(restarted=True)
     rig.feed(ev.RequestsFound(OPEN, restarted=True))
     rig.join(0, 1)
     assert outcome(rig, 1)[0] is Stage.ASKED
@@ -193,7 +184,7 @@ def test_a_restart_of_all_processes_ends_what_was_open() -> None:
 
 def test_a_new_start_ends_what_was_open_at_once() -> None:
     old = begun()
-    rig = successor(old, restarted=True, begins_anew=True)
+    rig = old.successor(restarted=True, begins_anew=True)
     rig.feed(ev.RequestsFound(OPEN, restarted=True))
     assert (outcome(rig, 1), outcome(rig, 2)) == (STARTED_AGAIN, STARTED_AGAIN)
 
@@ -262,7 +253,7 @@ def test_a_stop_with_a_dump_waits_for_the_agents_after_a_takeover() -> None:
     old = begun()
     ask(old, Verb.STOP, dump=True, reason="enough", until=old.now + 100)
     assert old.one(act.EndRun) == act.EndRun("enough", 100)
-    rig = successor(old)
+    rig = old.successor()
     found = replace(old.state.requests[0], until=rig.now + 60)
     rig.feed(ev.RequestsFound((found,)))
     rejoin(rig, old, 0, 1)

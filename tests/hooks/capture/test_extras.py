@@ -32,6 +32,7 @@ from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.vault.disk import extras_file
 from tests.gpu.digests import state_digests
 from tests.hooks.capture.plain_loop import captured, plain_loop, scaler, schedule
+from tests.hooks.session_rig import BareEntry
 
 
 class Model(torch.nn.Module):
@@ -217,35 +218,29 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(
     """Token counts of an interrupted forward would move the expert bias by a wrong step. Extras
     beside the checkpoint count, where they are of this role of this model."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-
-    class Entry(EpochEntry):
-        """With everything around the loop taken away."""
-
-        def __init__(self) -> None:
-            self.role = 0
-            self._vault: Any = SimpleNamespace(has_segment=lambda role: True)
-            protection = SimpleNamespace(
-                enter=lambda epoch, every, **more: None,
-                layout=SimpleNamespace(to_dict=dict, peers=(0,)),
-            )
-            self._built: Any = SimpleNamespace(
-                loop=loop,
-                protection=protection,
-                shard=SimpleNamespace(readopt=lambda: None),
-                cleanup=SimpleNamespace(forget=lambda: None),
-                frozen=None,
-            )
-            self._link: Any = SimpleNamespace(send=lambda message: None)
-            self.settings = Settings()
-            self.reports: Any = SimpleNamespace(told=[], tell_again=lambda told: None)
-            self.warned = list[str]()
-            self._identity = ["this model"]
-            self._pristine = self.capture_extras()
-
-        def _warn(self, text: str) -> None:
-            self.warned.append(text)
-
-    entry = Entry()
+    warned = list[str]()
+    protection = SimpleNamespace(
+        enter=lambda epoch, every, **more: None,
+        layout=SimpleNamespace(to_dict=dict, peers=(0,)),
+    )
+    built = SimpleNamespace(
+        loop=loop,
+        protection=protection,
+        shard=SimpleNamespace(readopt=lambda: None),
+        cleanup=SimpleNamespace(forget=lambda: None),
+        frozen=None,
+    )
+    entry = BareEntry(
+        role=0,
+        settings=Settings(),
+        reports=SimpleNamespace(told=[], tell_again=lambda told: None),
+        _vault=SimpleNamespace(has_segment=lambda role: True),
+        _built=built,
+        _link=SimpleNamespace(send=lambda message: None),
+        _warn=warned.append,
+        _identity=["this model"],
+    )
+    entry._pristine = entry.capture_extras()
     wanted = torch.rand(2)
     with torch.no_grad():
         loop.model.local_tokens_per_expert.fill_(99)
@@ -262,7 +257,7 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(
     assert entry.generation == Generation(4, 6)
     extras.restore_last(entry._late)
     assert torch.equal(torch.rand(2), wanted)
-    assert len(entry.warned) == 1
+    assert len(warned) == 1
     with torch.no_grad():
         loop.model.local_tokens_per_expert.fill_(5)
     saved, other = entry.capture_extras(), torch.rand(2)
@@ -271,11 +266,11 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(
     assert loop.model.local_tokens_per_expert.tolist() == [5, 5]
     extras.restore_last(entry._late)
     assert torch.equal(torch.rand(2), other)
-    assert len(entry.warned) == 1
+    assert len(warned) == 1
     entry._identity = ["another model"]
     entry.restore(record, 0)
     assert loop.model.local_tokens_per_expert.tolist() == [0, 0]
-    assert len(entry.warned) == 2
+    assert len(warned) == 2
     extras_file.path_in(tmp_path, 0, 2).write_bytes(extras_file.with_checksum(saved)[:-1])
     with pytest.raises(RestoreFailed, match="is damaged"):
         entry.restore(record, 0)

@@ -13,7 +13,6 @@ import torch
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown, UpdateCapture
-from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.platform.devices import CopyHandle, CpuPlatform, PinnedSlots
 from deadpool_megatron.state.packing import Part
@@ -27,6 +26,7 @@ from tests.hooks.capture.protection_rig import (
     Writer,
     generation,
 )
+from tests.hooks.session_rig import BareEntry
 
 make = protection_rig.make
 
@@ -35,22 +35,17 @@ def test_a_checkpoint_becomes_a_generation_at_the_boundary_that_it_includes(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or an evaluation that is in it would be done twice after the next failure."""
-
-    class Entry(EpochEntry):
-        """With everything around the protection taken away."""
-
-        def __init__(self, rig: Rig) -> None:
-            self.generation, self.boundary = generation(6), "save"
-            self._built = Mock(protection=rig.protection, frozen=None)
-
-        def capture_extras(self) -> bytes:
-            return b"after the save"
-
     rig = make()
+    entry = BareEntry(
+        generation=generation(6),
+        boundary="save",
+        capture_extras=lambda: b"after the save",
+        _built=Mock(protection=rig.protection, frozen=None),
+    )
     rig.protection.enter(EPOCH)
     restore = Restore("durable", generation(6), "save", "somewhere")
     monkeypatch.setattr(dimensions, "verify", lambda *_: None)
-    Entry(rig).verify(EpochRecord(EPOCH, {}, {}, restore), 0)
+    entry.verify(EpochRecord(EPOCH, {}, {}, restore), 0)
     rig.step(7)
     first = rig.vault.filled[0]
     assert {name for name in first.filled if "@" in name} == {"extras@save"}

@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from deadpool_megatron.hooks.capture.protection import SlotViews
-from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.platform.devices import CpuPlatform, PinnedSlots, host_range
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import packing
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.member import VaultClient
+from tests.hooks.session_rig import BareEntry
 from tests.vault.harness import make_layout, segment_bytes
 
 LAYOUT = make_layout(0, nbytes=3 << 20)
@@ -46,17 +45,10 @@ def test_copies_come_first(
         "", tmp_path, Seat(0, 0, 0), connect_seconds=0.0, memory_bytes=settings.memory_bytes
     )
     device = Device()
-
-    class Entry(EpochEntry):
-        """With everything around the vault taken away."""
-
-        def __init__(self) -> None:
-            self._vault, self.settings = client, settings
-            protection = SimpleNamespace(layout=LAYOUT, copied_parts=["shard"])
-            self._built: Any = SimpleNamespace(protection=protection)
-            self._pinned = PinnedSlots(device, lambda text: None)
-
-    Entry()._park()
+    protection = SimpleNamespace(layout=LAYOUT, copied_parts=["shard"])
+    built = SimpleNamespace(protection=protection)
+    pinned = PinnedSlots(device, lambda text: None)
+    BareEntry(_vault=client, settings=settings, _built=built, _pinned=pinned)._park()
     assert ("--deadpool-memory-gb" in capsys.readouterr().out) == (not fits)
     assert bool(list(tmp_path.glob(".parked-*"))) == fits
     assert device.locked == [3 << 20] * (LAYOUT.slots if fits else 0), "before there is a role"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,14 +13,9 @@ from deadpool_megatron.layout.records import Generation, Holding, Inventory, Res
 from tests.cluster.machine.rig import STEP, Phase, Rig, Seat, g, layout
 
 
-def started_again(old: Rig, *valid: Restore, **config: Any) -> Rig:
-    """The coordinator of the next processes; no agent has come yet."""
-    records = [write.record for write in old.of(act.WriteRecord, old.log)]
-    rig = copy.copy(old)
-    rig.config = replace(old.config, restarted=True, **config)
-    rig.take_over(records[-1], valid)
-    rig.last, rig.log = [], []
-    return rig
+def started_again(*valid: Restore, iteration: int | None = 7) -> Rig:
+    """The coordinator of the next processes of a run of two nodes; no agent has come yet."""
+    return Rig(nodes=2, spares=0).run(iteration).successor(*valid, restarted=True)
 
 
 def found(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]) -> Inventory:
@@ -34,12 +27,6 @@ def found(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...])
 def join(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]) -> None:
     inventory = found(rig, node, *roles, generations=generations) if roles else None
     rig.feed(ev.NodeJoined(node, "host", 1000 + node, f"node{node}", found=inventory))
-
-
-def outlived_by_their_slots(rig: Rig) -> Rig:
-    """What nodes hold is there after their agents, as on a cluster."""
-    rig.alter_nodes(returns=True)
-    return rig
 
 
 def closed(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]) -> None:
@@ -60,8 +47,7 @@ def said(rig: Rig) -> str:
 
 
 def test_a_lost_node_comes_back_under_another_number_with_its_slots() -> None:
-    old = Rig(nodes=2, spares=0).run(7)
-    rig = started_again(old)
+    rig = started_again()
     rig.state.fleet.removed[1] = "connection closed"
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 5, 1, generations=(g(7),))
@@ -73,8 +59,7 @@ def test_a_lost_node_comes_back_under_another_number_with_its_slots() -> None:
 
 
 def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why() -> None:
-    old = Rig(nodes=2, spares=0).run(7)
-    rig = started_again(old, Restore("durable", Generation(0, 5), "save", "/ck/5"))
+    rig = started_again(Restore("durable", Generation(0, 5), "save", "/ck/5"))
     come_and_close(rig, 0, generations=(g(7),))
     rig.journal()
     assert rig.record.restore.kind == "durable"
@@ -83,8 +68,7 @@ def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why() -> N
 
 def test_a_first_epoch_that_is_not_whole_in_memory_is_not_begun_anew() -> None:
     """No record says that it was ever open, and no agent tells its iterations again."""
-    old = Rig(nodes=2, spares=0).run(7)
-    rig = started_again(old)
+    rig = started_again()
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 1, generations=())
     closed(rig, 0, 0, generations=(g(7),))
@@ -95,8 +79,7 @@ def test_a_first_epoch_that_is_not_whole_in_memory_is_not_begun_anew() -> None:
 
 
 def test_a_first_epoch_in_which_nothing_was_computed_is_begun_anew() -> None:
-    old = Rig(nodes=2, spares=0).run()
-    rig = started_again(old)
+    rig = started_again(iteration=None)
     join(rig, 0, 0, generations=(g(0),))
     join(rig, 1, generations=())
     closed(rig, 0, 0, generations=(g(0),))
@@ -105,8 +88,7 @@ def test_a_first_epoch_in_which_nothing_was_computed_is_begun_anew() -> None:
 
 
 def test_a_command_that_the_state_does_not_fit_leaves_the_slots() -> None:
-    old = Rig(nodes=2, spares=0).run(7)
-    rig = started_again(old)
+    rig = started_again()
     come_and_close(rig, 0, 1, generations=(g(7),))
     rig.journal()
     assert rig.record.begins
@@ -116,15 +98,13 @@ def test_a_command_that_the_state_does_not_fit_leaves_the_slots() -> None:
 
 
 def test_an_abandoned_line_in_memory_is_not_taken_up() -> None:
-    old = Rig(nodes=2, spares=0).run(7)
-    rig = started_again(old)
+    rig = started_again()
     come_and_close(rig, 0, 1, generations=(g(7), g(9, lineage=5)))
     assert rig.pending.restore.generation == g(7)
 
 
 def test_another_model_ends_the_run_and_keeps_the_slots() -> None:
-    old = Rig(nodes=2, spares=0).run()
-    rig = started_again(old)
+    rig = started_again(iteration=None)
     come_and_close(rig, 0, 1, generations=(g(7),))
     rig.journal()
     rig.feed(ev.MemberRegistered(*rig.seat(0), layout(0, 2, layout_hash="another")))
@@ -166,8 +146,7 @@ def test_a_node_that_cannot_write_does_not_hold_up_the_end(how: str) -> None:
 
 def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
     """A node whose disk is full, in the epoch in which its slots were found as it came."""
-    old = Rig(nodes=2, spares=0).run(7)
-    rig = started_again(old)
+    rig = started_again()
     rig.alter("lineage", newest=7)
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 1, 1, generations=(g(7),))
@@ -185,8 +164,7 @@ def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
 
 
 def test_who_interrupts_a_start_loses_nothing_of_the_one_before() -> None:
-    old = Rig(nodes=2, spares=0).run(7)
-    rig = started_again(old)
+    rig = started_again()
     join(rig, 0, 0, generations=(g(7),))
     rig.feed(ev.UserStop("interrupted"))
     end = rig.one(act.Finish)
@@ -195,8 +173,7 @@ def test_who_interrupts_a_start_loses_nothing_of_the_one_before() -> None:
 
 @pytest.mark.parametrize("until", ["decided", "open"])
 def test_who_interrupts_a_run_has_done_with_it(until: str) -> None:
-    old = Rig(nodes=2, spares=0).run(7)
-    rig = started_again(old)
+    rig = started_again()
     come_and_close(rig, 0, 1, generations=(g(7),))
     rig.journal()
     if until == "open":
@@ -206,7 +183,8 @@ def test_who_interrupts_a_run_has_done_with_it(until: str) -> None:
 
 
 def test_nodes_whose_agents_ended_have_time_to_come_back() -> None:
-    rig = outlived_by_their_slots(Rig(nodes=2, spares=0).run())
+    rig = Rig(nodes=2, spares=0).run()
+    rig.alter_nodes(returns=True)  # what they hold is there after their agents, as on a cluster
     rig.feed(ev.NodeLost(1, "connection closed"))
     closed(rig, 0, 0, generations=(g(7),))
     assert rig.state.phase is Phase.WAITING_SPARE
@@ -222,7 +200,8 @@ def test_nothing_is_begun_where_iterations_were_finished(
     finished: int, ends: bool, anew: bool
 ) -> None:
     """Of the first epoch the record says nothing: how far it came stands in the events alone."""
-    rig = started_again(Rig().run(), finished=finished, from_scratch=anew)
+    more = {"finished": finished, "from_scratch": anew}
+    rig = Rig().run().successor(restarted=True, **more)
     rig.join(0, 1, 2)
     rig.closed()
     if ends and not anew:

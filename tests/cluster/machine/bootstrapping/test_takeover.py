@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 import pytest
 
@@ -14,25 +13,6 @@ from deadpool_megatron.cluster.machine.machine import NOBODY
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Holding, Inventory
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout, nodes_of
-
-
-def successor(
-    old: Rig,
-    *,
-    gone: Mapping[int, str] = NOBODY,
-    restarted: bool = False,
-    begins_anew: bool = False,
-) -> Rig:
-    """The next coordinator, with every record that was written. ``gone``: nodes that the journal
-    says were given up since. ``restarted``: its standby takes all processes for new;
-    ``begins_anew``: they were started by a new command.
-    """
-    records = [write.record for write in old.of(act.WriteRecord, old.log)]
-    rig = copy.copy(old)
-    rig.config = replace(old.config, restarted=restarted, begins_anew=begins_anew)
-    rig.take_over(records[-1], gone=gone)
-    rig.last, rig.log = [], []
-    return rig
 
 
 def rejoin(
@@ -74,7 +54,7 @@ def assert_untouched(rig: Rig) -> None:
 
 def test_run_ends_well_when_its_end_was_reported_to_the_dead_coordinator() -> None:
     old = Rig(spares=0).run()
-    rig = successor(old)
+    rig = old.successor()
     rejoin(rig, old, 0)
     rig.feed(ev.MemberDone(*old.seat(0), 1))
     rejoin(rig, old, 1)
@@ -85,7 +65,7 @@ def test_run_ends_well_when_its_end_was_reported_to_the_dead_coordinator() -> No
 
 def test_member_that_ended_while_nobody_looked_closes_the_epoch_when_all_are_back() -> None:
     old = Rig().run()
-    rig = successor(old)
+    rig = old.successor()
     rejoin(rig, old, 1, ended=[1])
     assert rig.one(act.StartMembers).slots == {0: 1}
     rejoin(rig, old, 0)
@@ -98,7 +78,7 @@ def test_member_that_ended_while_nobody_looked_closes_the_epoch_when_all_are_bac
 
 def test_replacement_that_was_started_already_is_not_the_player_of_the_role() -> None:
     old = Rig(spares=0).run()
-    rig = successor(old)
+    rig = old.successor()
     rejoin(rig, old, 0)
     rig.feed(ev.NodeJoined(1, "host", 1, "node1", {0: 1}, {0: 1}, 1))
     assert not rig.of(act.StartMembers, rig.log)
@@ -108,7 +88,7 @@ def test_replacement_that_was_started_already_is_not_the_player_of_the_role() ->
 @pytest.mark.parametrize("node", [1, 2])
 def test_node_that_does_not_come_back_is_lost(node: int) -> None:
     old = Rig(nodes=2, spares=1).run()
-    rig = successor(old)
+    rig = old.successor()
     rejoin(rig, old, *({0, 1, 2} - {node}))
     repeat(rig)
     assert rig.state.phase is Phase.BOOTSTRAPPING
@@ -132,7 +112,7 @@ def test_what_looks_like_a_restart_gives_up_no_node_that_has_time(
     """The standby's own agent never met the coordinator before, or an agent was started again."""
     old = Rig(nodes=2, spares=1).run()
     old.join(3)
-    rig = successor(old, restarted=taken_for == "restart")
+    rig = old.successor(restarted=taken_for == "restart")
     rejoin(rig, old, 3, epoch=0, restored=False)
     if taken_for == "restart":
         rejoin(rig, old, 2)
@@ -156,7 +136,7 @@ def test_what_looks_like_a_restart_gives_up_no_node_that_has_time(
 @pytest.mark.parametrize("lost", ["member", "node", "suspected", "fault", "inventory"])
 def test_failure_before_all_are_back_is_remembered(lost: str) -> None:
     old = Rig(nodes=2, spares=1).run()
-    rig = successor(old)
+    rig = old.successor()
     rejoin(rig, old, 0, 1)
     found = {
         "member": killed(old, 1),
@@ -183,7 +163,7 @@ def test_failure_before_all_are_back_is_remembered(lost: str) -> None:
 
 def test_a_node_that_does_not_come_back_is_the_cause_of_what_its_peers_saw() -> None:
     old = Rig(nodes=2, spares=1).run()
-    rig = successor(old)
+    rig = old.successor()
     rejoin(rig, old, 0, 2)
     rig.feed(ev.MemberFault(*old.seat(0), epoch=1, text="peer closed"))
     rig.tick(rig.settings.rejoin_seconds)
@@ -194,7 +174,7 @@ def test_a_node_that_does_not_come_back_is_the_cause_of_what_its_peers_saw() -> 
 
 def test_an_epoch_that_an_agent_has_closed_is_not_open() -> None:
     old = Rig(nodes=2, spares=0).run()
-    rig = successor(old)
+    rig = old.successor()
     rejoin(rig, old, 0, 1, closed=1)
     assert rig.one(act.CloseEpoch).epoch == 1
 
@@ -203,7 +183,7 @@ def test_dead_in_waiting_for_a_spare() -> None:
     old = Rig(nodes=2, spares=0).run()
     old.lose(1, g(7))
     assert old.state.phase is Phase.WAITING_SPARE
-    rig = successor(old)
+    rig = old.successor()
     rejoin(rig, old, 0, closed=1)
     rig.tick(rig.settings.rejoin_seconds)
     assert "node 1" in rig.one(act.CloseEpoch).cause
@@ -221,7 +201,7 @@ def test_dead_between_journal_and_announcement(had_it: tuple[int, ...]) -> None:
     old.feed(ev.MemberLost(*old.seat(1), signal=9))
     old.closed(g(7))
     record = old.pending
-    rig = successor(old)
+    rig = old.successor()
     for node in (0, 1, 2):
         rejoin(rig, old, node, closed=1, epoch=2 if node in had_it else 1, restored=node in had_it)
         assert rig.one(act.Welcome).record == record
@@ -241,7 +221,7 @@ def test_dead_in_pausing(before_all_are_back: bool) -> None:
     old = Rig(nodes=2, spares=1).run(7)
     old.feed(ev.DrainRequested(1))
     assert old.state.phase is Phase.PAUSING
-    rig = successor(old)
+    rig = old.successor()
     rejoin(rig, old, 0, 1)
     paused = ev.Paused(*old.seat(0), 1, 9)
     if before_all_are_back:
@@ -261,7 +241,7 @@ def test_dead_in_pausing(before_all_are_back: bool) -> None:
 
 def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure() -> None:
     old = Rig(nodes=2, spares=1).run()
-    rig = successor(old)
+    rig = old.successor()
     rejoin(rig, old, 0, 1, 2)
     assert rig.state.phase is Phase.RUNNING
     before = copy.deepcopy(rig)
@@ -280,7 +260,7 @@ def test_a_spare_that_was_lost_before_is_judged_by_the_copies_it_owed(
     old = Rig(nodes=2, spares=1).run()
     old.feed(ev.NodeLost(2, "gone"))
     assert not old.of(act.CloseEpoch)
-    rig = successor(old, gone={2: "gone"})
+    rig = old.successor(gone={2: "gone"})
     rejoin(rig, old, 0, 1)
     assert rig.state.phase is Phase.BOOTSTRAPPING
     if layouts_are_told:
@@ -295,7 +275,7 @@ def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored() -> None:
     old = Rig(spares=0).run()
     old.kill(1, g(7))
     old.journal()
-    rig = successor(old)
+    rig = old.successor()
     rejoin(rig, old, 0, 1, closed=1, epoch=1)
     assert rig.state.waiting_for() == "restored from roles [0, 1]"
     rig.feed(ev.Restored(*rig.seat(0), 1, g(0)))
@@ -309,7 +289,7 @@ def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored() -> None:
 def test_a_node_that_has_the_only_copy_is_waited_for(gone: Mapping[int, str]) -> None:
     """Its agent ended with the coordinator, or before: what it holds outlives it."""
     old = Rig(nodes=2, spares=0, protection="local").run()
-    rig = successor(old, gone=gone)
+    rig = old.successor(gone=gone)
     there, facts = {0: 0}, ("host", 1000, "node0")
     rig.feed(ev.NodeJoined(0, *facts, there, there, 1, 0, {0: 1}, returns=True))
     rig.steps(7)

@@ -16,8 +16,8 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore
 from deadpool_megatron.preflight.judge import HostFacts
-from tests.cluster.machine.bootstrapping.test_takeover import rejoin, successor
-from tests.cluster.machine.epoch.test_kinds import CUDA, ended, kinds, reap, recover
+from tests.cluster.machine.bootstrapping.test_takeover import rejoin
+from tests.cluster.machine.epoch.test_kinds import CUDA, ended, kinds, recover
 from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 GONE = "deadpool: no GPU for this process: AssertionError: Torch not compiled with CUDA enabled"
@@ -205,7 +205,7 @@ def go_on(rig: Rig, iteration: int = 3) -> None:
 def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed: bool, tmp_path: Path) -> None:
     """Whether its order to close has come to the agents or not."""
     old = found_wrong(Rig(nodes=3, spares=1).run(), 1)
-    rig, (note,) = successor(old), old.of(act.RecordQuarantined)
+    rig, (note,) = old.successor(), old.of(act.RecordQuarantined)
     journal = Journal(tmp_path)
     journal.write("epoch", 1, old.record.to_dict())
     note_node(journal, WRONG, note.node, note.cause, host=note.host)
@@ -246,7 +246,7 @@ def test_its_host_has_no_role_under_another_number_either(spares: int) -> None:
     rig = found_wrong(Hosts(3, spares).running(), 1)
     if spares:
         go_on(rig)
-        reap(rig)
+        rig.reap()
         rig.feed(ev.NodeLost(1, "its agent was started anew"))
     else:
         rig.closed(g(3))

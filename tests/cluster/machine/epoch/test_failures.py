@@ -46,18 +46,6 @@ def test_journal_that_cannot_write_ends_the_run_that_had_not_begun() -> None:
     assert "nothing was computed yet" in end.reason
 
 
-def test_failed_communication_waits_for_a_better_cause() -> None:
-    rig = Rig().run()
-    rig.feed(ev.MemberFault(0, 0, 0, 1, "connection reset"))
-    assert rig.state.phase is Phase.RUNNING
-    rig.tick(0.2)
-    rig.feed(ev.NodeLost(1, "agent gone"))
-    assert rig.one(act.CloseEpoch).cause == "node 1: agent gone"
-    rig.reopened(g(7))
-    rig.steps(8)
-    assert rig.state.recoveries.finished[-1].phases["detect"] == pytest.approx(0.2)
-
-
 def raised(rig: Rig, role: int = 0, text: str = "ValueError: bad sample 17") -> ev.MemberRaised:
     return ev.MemberRaised(*rig.seat(role), rig.record.epoch, text)
 
@@ -76,9 +64,11 @@ def test_time_without_progress_counts_from_the_exception() -> None:
     assert (report.kind, report.phases["detect"]) == ("process-crash", pytest.approx(0.6))
 
 
-def test_the_loss_of_a_peer_explains_an_exception() -> None:
+@pytest.mark.parametrize("is_fault", [True, False])
+def test_the_loss_of_a_peer_explains_failed_communication_or_an_exception(is_fault: bool) -> None:
     rig = Rig().run()
-    rig.feed(raised(rig))
+    rig.feed(ev.MemberFault(0, 0, 0, 1, "connection reset") if is_fault else raised(rig))
+    assert rig.state.phase is Phase.RUNNING
     rig.tick(0.2)
     rig.feed(ev.NodeLost(1, "agent gone"))
     assert rig.one(act.CloseEpoch).cause == "node 1: agent gone"

@@ -8,11 +8,10 @@ import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.state import MemberStatus
 from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
-from tests.cluster.machine.bootstrapping.test_takeover import rejoin, successor
+from tests.cluster.machine.bootstrapping.test_takeover import rejoin
 from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
 
 CUDA = "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"
@@ -22,15 +21,6 @@ XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 
 def ended(rig: Rig, role: int, line: str) -> ev.MemberLost:
     return ev.MemberLost(*rig.seat(role), exit_code=1, last_line=line)
-
-
-def reap(rig: Rig) -> None:
-    """What was killed to serve as a fresh spare is started again."""
-    fleet = rig.state.fleet
-    for place in fleet.having(MemberStatus.KILLED):
-        incarnation = fleet.members[place].incarnation
-        rig.feed(ev.MemberLost(*place, incarnation, signal=9, ordered=True))
-    rig.warm(*(node for node, _ in fleet.having(MemberStatus.KILLED)))
 
 
 def recover(rig: Rig, iteration: int) -> None:
@@ -84,7 +74,7 @@ def test_a_node_with_a_broken_device_has_no_role_any_more() -> None:
     recover(rig, 3)
     assert nodes_of(rig.record) == {0: 0, 1: 2}
     assert rig.record.history.wrong == {1}
-    reap(rig)
+    rig.reap()
     rig.lose(2, g(3), g(3, 2))
     assert rig.state.phase is Phase.WAITING_SPARE
     rig.join(4)
@@ -139,10 +129,7 @@ def test_a_node_put_aside_is_not_the_better_one_for_another() -> None:
     rig = Rig().run(1)
     for n in range(1, 4):
         crash_and_go_on(rig, n, pause_seconds=1)
-    for place in rig.state.fleet.having(MemberStatus.KILLED):  # the members of node 1 begin anew
-        rig.feed(ev.MemberLost(*place, rig.state.fleet.members[place].incarnation, signal=9))
-    rig.hello(1)
-    rig.warm(1)
+    rig.reap()
     for n in range(4, 8):
         rig.feed(killed(rig, 0, 11))
         recover(rig, n)
@@ -346,18 +333,11 @@ def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next() -> N
     """All agents had closed the epoch, and the last to come back is the one that tells again."""
     old = Rig(nodes=2, spares=0, nonfinite="rollback").run(4)
     nan(old, 5)
-    rig = successor(old)
+    rig = old.successor()
     rejoin(rig, old, 0, 1, closed=1)
     rig.feed(ev.NotFinite(1, 1, 1, 5, "loss", "nan"))
     rig.closed(g(4), g(5))
     assert rig.pending.restore.generation == g(4)
-
-
-def taken_over(rig: Rig) -> Rig:
-    """Another coordinator, with nothing but the journal of the first."""
-    records = [a.record for a in rig.of(act.WriteRecord, rig.log)]
-    rig.take_over(records[-1])
-    return rig
 
 
 def test_a_coordinator_that_takes_over_knows_what_failed_before() -> None:
@@ -365,8 +345,7 @@ def test_a_coordinator_that_takes_over_knows_what_failed_before() -> None:
     rig.feed(ended(rig, 1, "ValueError: sample 17"))
     recover(rig, 7)
     assert rig.record.emitted_up_to == 7
-    taken_over(rig)
-    ((iteration, failure),) = rig.state.blame.failures
+    ((iteration, failure),) = rig.successor().state.blame.failures
     assert (iteration, failure.exited, failure.node) == (7, True, 1)
     assert failure.signature == ("exit", "1", "ValueError: sample #")
 
@@ -376,12 +355,10 @@ def test_a_coordinator_that_takes_over_does_not_trust_the_checkpoint_of_a_bad_it
     rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)
     recover(rig, 4)
-    records = [a.record for a in rig.of(act.WriteRecord, rig.log)]
 
     def durable(found: Generation) -> Restore | None:
         restore = Restore("durable", found, "save", "/saves")
-        state = rig.take_over(records[-1], [restore])
-        return next(iter(state.lineage.valid), None)
+        return next(iter(rig.successor(restore).state.lineage.valid), None)
 
     assert durable(g(5)) is durable(g(6)) is None
     for good in (g(4), g(5, 2)):

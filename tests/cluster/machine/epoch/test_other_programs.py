@@ -7,8 +7,8 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.preflight.judge import HostFacts
-from tests.cluster.machine.bootstrapping.test_restart import come_and_close, started_again
-from tests.cluster.machine.bootstrapping.test_takeover import rejoin, successor
+from tests.cluster.machine.bootstrapping.test_restart import come_and_close
+from tests.cluster.machine.bootstrapping.test_takeover import rejoin
 from tests.cluster.machine.epoch.test_kinds import kinds
 from tests.cluster.machine.rig import SIGKILL, Phase, Rig, g, nodes_of
 
@@ -72,14 +72,14 @@ def test_before_the_first_iteration_the_run_ends_with_the_line() -> None:
 def test_a_start_after_all_have_ended_may_have_another_program() -> None:
     rig = Rig(nodes=2, spares=0).run(3)
     assert rig.record.history.start == 0
-    again = started_again(rig)
+    again = rig.successor(restarted=True)
     come_and_close(again, 0, 1, generations=(g(3),))
     assert again.pending.history.start == rig.record.epoch
 
 
 def test_a_takeover_is_no_start() -> None:
     rig = Rig(nodes=2, spares=1).run(3)
-    later = successor(rig)
+    later = rig.successor()
     rejoin(later, rig, 0, 1, 2)
     later.feed(ev.NodeLost(1, "gone"))
     later.closed(g(3))
