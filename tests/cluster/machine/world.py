@@ -67,6 +67,7 @@ class World(Agents):
         self.journal: deque[EpochRecord] = deque()
         self.journaled: list[EpochRecord] = []
         self.written: list[int] = []
+        self.noted: dict[int, str] = {}  # nodes given up since the newest record
         self.closed: list[int] = []
         self.finished: act.Finish | None = None
         self.exporting: Generation | None = None
@@ -114,6 +115,9 @@ class World(Agents):
             case act.WriteRecord(record):
                 self._check_written(record)
                 self.journal.append(record)
+                self.noted.clear()
+            case act.RecordRemoved(node, cause):
+                self.noted[node] = cause
             case act.Announce(record):
                 self._check_announced(record)
                 self.announced.append(record)
@@ -267,11 +271,14 @@ class World(Agents):
         self.feed(ev.JournalWritten(record.epoch))
         return True
 
-    def restart_coordinator(self, *, landed: bool, received: int = 0) -> None:
+    def restart_coordinator(
+        self, *, landed: bool, received: int = 0, notes_landed: bool = False
+    ) -> None:
         """It is killed, and a new one reads the journal. Agents join again, say what they run, and
         repeat what their members said. ``landed``: the record being written had become durable.
         ``received``: so many orders had reached each agent, which still obeys them; the other ones
-        are lost."""
+        are lost. ``notes_landed``: so had the notes of nodes that were given up since the record,
+        which a thread of its own writes."""
         if self.state.phase in LAST_PHASES or self.finished is not None:
             return
         if landed:
@@ -282,7 +289,9 @@ class World(Agents):
         self.last_words.clear()
         self.machine = Machine(self.config, self.now)
         if self.journaled:
-            self.machine.take_over(self.journaled[-1], ())
+            if not notes_landed:
+                self.noted.clear()
+            self.machine.take_over(self.journaled[-1], (), gone=self.noted)
             line: dict[int, int] = {}
             for record in self.journaled:
                 line = keep_line(line, record.restore, record.epoch)
@@ -307,7 +316,7 @@ class World(Agents):
         if self.state.phase is not Phase.RUNNING or self.state.blame.suspicion or to_pause:
             return
         epoch, known = self.state.epoch, knowledge(self.state)
-        self.restart_coordinator(landed=True)
+        self.restart_coordinator(landed=True, notes_landed=True)
         differences = {k: (v, known[k]) for k, v in knowledge(self.state).items() if v != known[k]}
         assert not differences, differences
         self.train()
