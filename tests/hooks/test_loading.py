@@ -108,3 +108,13 @@ def test_groups_of_a_kind_are_loaded_by_their_rates(own: tuple[float, ...]) -> N
     with exact_load(loaded.optimizer, None):
         loaded.optimizer.load_state_dict(saved)
     assert loaded.rates() == [rate / 2 for rate in own]
+
+
+def test_an_optimizer_without_a_first_state_has_one_to_load_into() -> None:
+    """Megatron has none for SGD, and makes what it loads into by it."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    sgd = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    optimizer = FP32Optimizer(sgd, OptimizerConfig(), None)
+    with exact_load(optimizer, None):
+        optimizer.init_state_fn(sgd, optimizer.config)
+    assert sgd.state[weight]["momentum_buffer"].tolist() == [0.0] * 3

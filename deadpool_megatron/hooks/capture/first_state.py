@@ -41,7 +41,7 @@ def complete_state(optimizer: Any) -> None:
                 # Megatron's own; for Apex two zeros, as wide as the parameter (fp32).
                 make(one, inner.config)
             else:
-                _complete_as_tried(one)
+                complete_as_tried(one)
         if is_hybrid(inner):
             inner.optimizer._sync_sub_optimizers_state_to_hdo()
         states = [inner.optimizer.state[parameter] for parameter in parameters_of(inner)]
@@ -87,7 +87,7 @@ def _complete_fused_adam(adam: Any) -> None:
                 adam.initialize_state(parameter, both)
 
 
-def _complete_as_tried(optimizer: Any) -> None:
+def complete_as_tried(optimizer: Any, *_: Any) -> None:
     """Zeros, where a first update of copies shows that they are the same as no state; or negative
     ones: to these a first gradient is added without losing the sign of its zeros, and the momentum
     of SGD begins as a copy of it. No random numbers are drawn."""

@@ -7,7 +7,6 @@ checkpoints completely but does not bring everything back; each place below says
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer import optimizer as base
 
-from deadpool_megatron.hooks.capture.first_state import complete_state
+from deadpool_megatron.hooks.capture.first_state import complete_as_tried, complete_state
 from deadpool_megatron.hooks.capture.megatron_extras import command_counts
 from deadpool_megatron.hooks.capture.optimizer import (
     group_rates,
@@ -42,7 +41,7 @@ def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
     for part in inner_optimizers(optimizer):
         if getattr(part, "init_state_fn", complete_state) is None and not is_distributed(part):
             # Megatron calls it to have what it can load into, and has none for SGD.
-            part.init_state_fn = functools.partial(_complete, part)
+            part.init_state_fn = complete_as_tried
     inner = [
         part
         for part in inner_optimizers(optimizer)
@@ -75,10 +74,6 @@ def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
             raise
         for part, states in zip(inner, kept, strict=True):
             _restore_identity(part.optimizer, states)
-
-
-def _complete(part: Any, *_: Any) -> None:
-    complete_state(part)
 
 
 def load_exactly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
