@@ -5,7 +5,7 @@
     .venv/bin/python scripts/mutate.py --draw 30 --seed 7
     .venv/bin/python scripts/mutate.py restore7 left5
     .venv/bin/python scripts/mutate.py --generate 60 --seed 7    # slips that nobody has seen before
-    .venv/bin/python scripts/mutate.py --map                     # after tests were added or moved
+    .venv/bin/python scripts/mutate.py --map tests/vault/test_pace.py    # after they were changed
 
 A slip is a few words of a file as they are, the same as they could have been by mistake or were
 before a fault was mended, and the tests that have to notice (tests/mutants/*.toml). It is made in a
@@ -16,9 +16,9 @@ A slip is noticed when one of its tests fails; the first that does ends its run.
 not end within its time counts as failed, and is shown as "by time": an assertion is better.
 
 --generate draws slips from the layout, the vault, the hooks, the cluster, the communicators and the
-exports, and tries each with the tests that enter its function, as --map has recorded them. What no
-test notices is printed as a known slip would be written. The score of record is in
-tests/mutants/generated/score.toml.
+exports, and tries each with the tests that enter its function, as --map has recorded them: first
+the quick ones, then a few whole runs. What no test notices is printed as a known slip would be
+written. The score of record is in tests/mutants/generated/score.toml.
 
 Exit status: 0 each slip was noticed; 1 at least one was not, or of generated ones fewer than chance
 explains; 2 bad arguments, or a slip that could not be tried: its text is not in its file exactly
@@ -47,6 +47,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
 
@@ -63,13 +67,16 @@ _MARK = "DEADPOOL_MUTATE"
 _TEST_SECONDS = 30
 _SLOW_TEST_SECONDS = 240
 _SPARE_SECONDS = 60
-# No test of a generated slip begins later.
+# No test of a generated slip begins later, but for the whole runs, each of which has its time.
 _GENERATED_SECONDS = 75
+_WHOLE_RUN_SECONDS = 150
 # What the forks have already: nothing of the package, which each of them imports from its copy, nor
 # of Megatron, before which its stand-ins for a CPU have to be there.
 _IMPORTED = ("pytest", "hypothesis.stateful", "torch.distributed.tensor", "wandb")
 # Of generated slips: what shows that the tests, or what they are made with, could not be imported.
 _NO_IMPORT = re.compile(r"while importing|loading conftest|during collection")
+# No test failed, and no process was left over: the shared memory may be that of another session.
+_LEFT_SEGMENTS = re.compile(r"^=+ left over by this session.*\n(?!process )", re.MULTILINE)
 _ENDED = (2, 3)  # the exit status where something ended the run, or raised outside of any test
 _FAILED_TESTS = 1  # pytest's exit status; 2 and above: it could not run them
 
@@ -89,6 +96,12 @@ class Slip:
     slow: bool = False
     equivalent: str = ""
     budget_seconds: float = 0.0
+
+    def limit_seconds(self) -> float:
+        """Return how long its tests may take."""
+        whole = sum(map(coverage_map.is_whole_run, self.tests)) if self.budget_seconds else 0
+        limit = _SLOW_TEST_SECONDS if self.slow else self.budget_seconds
+        return limit + whole * _WHOLE_RUN_SECONDS
 
     def applied(self, root: Path = ROOT) -> str:
         """The file's text with the slip in it. Raises ValueError if it cannot be made."""
@@ -168,13 +181,20 @@ class _NoShrinking:
 
 
 class _Budget:
-    """Skips the tests that would begin too late."""
+    """Skips the tests that would begin too late, but for whole runs."""
 
     def __init__(self, seconds: float) -> None:
         self._end_seconds = time.monotonic() + (seconds or math.inf)
 
-    def pytest_runtest_setup(self) -> None:
-        if time.monotonic() > self._end_seconds:
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        import pytest
+
+        for item in items:
+            if coverage_map.is_whole_run(item.nodeid):
+                item.add_marker(pytest.mark.timeout(_WHOLE_RUN_SECONDS))
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if time.monotonic() > self._end_seconds and not coverage_map.is_whole_run(item.nodeid):
             import pytest
 
             pytest.skip("begins too late")
@@ -247,8 +267,10 @@ class Copy:
         if status == _FAILED_TESTS and failed:
             late = "from pytest-timeout" in text
             trial.outcome, trial.by = "by time" if late else "noticed", failed[1]
-        elif status == _FAILED_TESTS:
+        elif status == _FAILED_TESTS and _LEFT_SEGMENTS.search(text):
             trial.by = "no test failed, but something was left over"
+        elif status == _FAILED_TESTS:
+            trial.outcome, trial.by = "noticed", "the whole run, which ended or left a process"
         elif status < 0:
             trial.outcome, trial.by = "by time", f"the whole run (signal {-status})"
         elif trial.slip.budget_seconds and (status in _ENDED or _NO_IMPORT.search(text)):
@@ -287,8 +309,7 @@ def run(slips: Sequence[Slip], jobs: int, directory: Path, root: Path = ROOT) ->
                 busy[copy.start(trial.slip, text)] = copy, trial
             for pid, (copy, trial) in list(busy.items()):
                 trial.seconds = time.monotonic() - trial.began_seconds
-                limit = _SLOW_TEST_SECONDS if trial.slip.slow else trial.slip.budget_seconds
-                if trial.seconds > limit + _SPARE_SECONDS:
+                if trial.seconds > trial.slip.limit_seconds() + _SPARE_SECONDS:
                     copy.end(pid)
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
@@ -354,7 +375,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("ids", nargs="*", metavar="ID", help="only these, slow ones as well")
+    parser.add_argument(
+        "ids", nargs="*", metavar="ID", help="only these, slow ones as well; of --map: tests"
+    )
     parser.add_argument("--draw", type=int, metavar="N", help="only so many, drawn at random")
     parser.add_argument("--generate", type=int, metavar="N", help="so many fresh ones instead")
     parser.add_argument("--map", action="store_true", help="record which test enters what")
@@ -370,7 +393,7 @@ def main() -> int:
     arguments = parser.parse_args()
     generated = arguments.root / _GENERATED
     if arguments.map:
-        coverage_map.write(coverage_map.chosen(coverage_map.record()), generated / "coverage.json")
+        coverage_map.update(generated / "coverage.json", arguments.ids)
         return 0
     try:
         slips = _chosen(arguments)

@@ -27,7 +27,8 @@ _NO_SLIPS = (
 # Calls that write text for people, name something for them, prepare a test, or only save time.
 _TEXT_CALLS = {
     *("print", "log", "_log", "debug", "info", "warn", "_warn", "warning", "error", "exception"),
-    *("print_exception", "set_process_name", "add_argument", "say", "hit", "set_context"),
+    *("print_exception", "print_exc", "set_process_name", "add_argument", "say"),
+    *("hit", "set_context", "perhaps_spoiled", "perhaps_damaged"),
     *("sleep", "freeze", "collect", "cast", "TypeVar", "NewType", "simplefilter"),
 }
 _TEXT_ARGUMENTS = {"strict", "daemon", "flush", "indent", "name", "help", "stacklevel"}
@@ -42,11 +43,17 @@ _CONTAINER_CALLS = {
     "discard",
     "setdefault",
     "remove",
+    "clear",
 }
 # What the state machine orders is done after it has answered: only the order of two orders matters.
 _ORDERS = {"act", "emit"}
 # A longer time or a larger block is no mistake: numbers are changed where they count something.
-_MEASURE = re.compile(r"(seconds|bytes|timeout)$", re.IGNORECASE)
+_MEASURE = re.compile(
+    r"(seconds|bytes|timeout|attempts|tries)$|^_?(most|max|least|min)_", re.IGNORECASE
+)
+# Nor is it one if what is exactly at the end of a time, or at such a number, counts as beyond it.
+_LIMIT = re.compile(r"^(now|deadline|due|until|monotonic)$|_seconds$|^_?(MOST|MAX)_")
+_STRICT = (cst.LessThan, cst.LessThanEqual, cst.GreaterThan, cst.GreaterThanEqual)
 _LARGEST_COUNT = 64
 _EXACT_FLOATS = ("0.0", "1.0")
 
@@ -91,6 +98,7 @@ class _Finder(cst.CSTVisitor):
         self._source = source.encode()
         self._scopes: list[cst.ClassDef | cst.FunctionDef] = []
         self._last: cst.CSTNode | None = None
+        self._limits: set[cst.CSTNode] = set()
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         function = next((s for s in self._scopes if isinstance(s, cst.FunctionDef)), None)
@@ -102,9 +110,11 @@ class _Finder(cst.CSTVisitor):
             self._last = _return_at_the_end(node)
         if function:
             self._ours(node)
+        if isinstance(node, cst.Comparison) and _has_limit(node):
+            self._limits.update(t for t in node.comparisons if isinstance(t.operator, _STRICT))
         code = cst.Module([]).code_for_node
         for kind, operator in _OPERATORS:
-            if isinstance(node, kind):
+            if isinstance(node, kind) and node not in self._limits:
                 for changed in operator(node):
                     if self._text(node) == code(node):
                         self._add(operator.__name__[len("operator_") :], node, code(changed))
@@ -161,6 +171,8 @@ def _cannot_matter(node: cst.CSTNode, is_outside: bool) -> bool:
             return bool(_TEXT_FUNCTIONS.search(name))
         case cst.If(test=cst.Name(value=name) | cst.Comparison(left=cst.Name(value=name))):
             return name in ("TYPE_CHECKING", "__name__")
+        case cst.If(test=test) if "failpoints.ACTIVE" in cst.Module([]).code_for_node(test):
+            return True  # only in tests
         case cst.Arg(keyword=cst.Name(value=name)):
             return name in _TEXT_ARGUMENTS or bool(_MEASURE.search(name))
         case cst.Integer():
@@ -172,6 +184,20 @@ def _cannot_matter(node: cst.CSTNode, is_outside: bool) -> bool:
         case cst.Call():
             return _called(node) in _TEXT_CALLS
     return isinstance(node, (*_NO_SLIPS, cst.Raise))  # its words: that it is raised does matter
+
+
+def _has_limit(comparison: cst.Comparison) -> bool:
+    """Whether it compares with a time, or with a number that only tunes."""
+    sides = [comparison.left, *(target.comparator for target in comparison.comparisons)]
+    return any(_LIMIT.search(_called(side) or _last_name(side)) for side in sides)
+
+
+def _last_name(node: cst.CSTNode) -> str:
+    """Return the name of a variable or an attribute; empty if it is neither."""
+    match node:
+        case cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name)):
+            return name
+    return ""
 
 
 def _called(node: cst.CSTNode) -> str:

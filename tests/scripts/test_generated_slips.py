@@ -26,6 +26,7 @@ import os
 
 _LIMIT = 2
 _WAIT_SECONDS = 2
+_MAX_TRIES = 2
 
 
 @decorated(True)
@@ -48,6 +49,11 @@ class Door:
             self.seen.add(one)
             self.tried.append(one)
         self.count += 1
+        if failpoints.ACTIVE and key:
+            self.hit(1)
+        while self.now < self.until_seconds:
+            self.seen.clear()
+            self.tried.clear()
         return self.hinge(lambda: not key)
 
     def __str__(self) -> str:
@@ -78,12 +84,19 @@ SLIPS = {
     ("drop", "Door.open", "self.count += 1", "pass"),
     ("augmented_assignment", "Door.open", "self.count += 1", "self.count = 1"),
     ("swap_op", "Door.open", "self.count += 1", "self.count -= 1"),
+    (
+        *("invert", "Door.open", "self.now < self.until_seconds"),
+        "(not (self.now < self.until_seconds))",
+    ),
+    ("drop", "Door.open", "self.seen.clear()", "pass"),
+    ("drop", "Door.open", "self.tried.clear()", "pass"),
     ("remove_unary_ops", "Door.open", "not key", "key"),
 }
 
 
 def test_slips_are_made_where_they_matter() -> None:
-    """Not in texts, types, decorators, defaults, times; nor of two changes in any order."""
+    """Not in texts, types, decorators, defaults, times, what only tests do, or limits that tune;
+    nor of two changes in any order."""
     found = {(c.kind, c.function, MODULE[c.begin : c.end], c.text) for c in changes(MODULE)}
     assert found == SLIPS
 
@@ -95,6 +108,31 @@ def test_each_slip_fits_its_module() -> None:
         changed = MODULE.replace(old, new)
         assert changed != MODULE
         compile(changed, "door.py", "exec")
+
+
+def test_whole_runs_are_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long they take, and whatever else is recorded again."""
+    monkeypatch.setattr(coverage_map, "WHOLE_RUNS", ("t.py::whole",))
+    function = "vault/a.py:f"
+    recorded = {
+        "t.py::whole": Recorded(200.0, {function, "vault/a.py:g"}),
+        "t.py::quick": Recorded(1.0, {function}),
+        "u.py::of_before": Recorded(2.0, {function}),
+    }
+    before = coverage_map.chosen(recorded)
+    assert before[function] == ["t.py::quick", "u.py::of_before", "t.py::whole"]
+    newer = {"u.py::newer": Recorded(3.0, {function})}
+    found = coverage_map.joined(before, coverage_map.chosen(newer), ["u.py"])
+    assert found[function] == ["u.py::newer", "t.py::quick", "t.py::whole"]
+    assert found["vault/a.py:g"] == ["t.py::whole"]
+    many = {function: [*map(str, range(200)), "t.py::whole"]}
+    tests = draw.tests_of("deadpool_megatron/vault/a.py", "f", many)
+    assert tests == [*map(str, range(coverage_map.FUNCTION_TESTS)), "t.py::whole"]
+
+
+def test_whole_runs_are_there() -> None:
+    slip = mutate.Slip("all", "", "", "", "", coverage_map.WHOLE_RUNS)
+    assert mutate.missing_tests(slip) == []
 
 
 def test_a_draw_repeats_and_takes_each_room_by_its_lines() -> None:
@@ -183,6 +221,21 @@ def test_what_no_test_notices_is_written_as_a_known_slip(tree: Path) -> None:
         "pass",
         "return True",
     }
+
+
+@pytest.mark.slow
+def test_a_slip_that_ends_the_whole_run_is_noticed(tree: Path) -> None:
+    """With the status of failed tests, and not one of them named."""
+    (tree / "slips").mkdir()
+    (tree / "slips" / "some.toml").write_text(
+        '[[slip]]\nid = "ends"\nfile = "deadpool_megatron/layout/gate.py"\nold = "return True"\n'
+        'new = "__import__(\'os\')._exit(1)"\nmeans = "it ends"\ntests = ["tests/test_gate.py"]\n'
+    )
+    command = [sys.executable, str(ROOT / "scripts" / "mutate.py"), "--root", str(tree)]
+    command += ["--slips", str(tree / "slips"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert '"noticed"' in done.stdout
 
 
 @pytest.mark.slow
