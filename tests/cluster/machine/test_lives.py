@@ -1,0 +1,216 @@
+"""Whole lives of small runs, line by line: all that the machine orders and tells, and what a user
+is shown at the end.
+
+Expected are the files in lives/. A change that is meant changes them as well: with
+``DEADPOOL_TEST_WRITE=1`` in the environment these tests write them again, and the difference is
+read like that of any other file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator.commands import describe
+from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.link.peers import Peers
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.layout.schemes import plan_of_kind
+from deadpool_megatron.preflight.health import Health
+from deadpool_megatron.preflight.judge import HostFacts
+from tests.cluster.machine.stale import OF_EPOCH
+from tests.cluster.machine.world import World
+
+LIVES = Path(__file__).parent / "lives"
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it, with sets in order."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if hasattr(value, "to_dict"):
+        return plain(value.to_dict())
+    if hasattr(value, "__dataclass_fields__"):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(plain, value))
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+class Told(World):
+    """A world that writes down what the machine does, with the time."""
+
+    def __init__(self, *size: int) -> None:
+        self.lines: list[str] = []
+        self.known: list[EpochRecord] = []
+        super().__init__(*size)
+
+    def feed(self, event: ev.Input) -> list[act.Action]:
+        self.now += 0.01
+        actions = super().feed(event)
+        if actions:
+            self.lines.append(f"{self.now:.2f} {type(event).__name__}")
+        self.known += [one.record for one in actions if isinstance(one, act.WriteRecord)]
+        for action in actions:
+            values = plain(action)
+            record = getattr(action, "record", None)
+            if record is not None and not isinstance(action, act.WriteRecord):
+                assert record in self.known  # it was shown when it was written
+                values["record"] = record.epoch
+            text = json.dumps(values, sort_keys=True, default=str)
+            self.lines.append(f"    {type(action).__name__} {text}")
+        return actions
+
+    def show(self) -> None:
+        """Write down what a user is shown."""
+        peers = cast(Peers, SimpleNamespace(agents={}, refusals={}))
+        shown = describe(self.state, peers, ReportedProgress())
+        self.lines.append(json.dumps(plain(shown), sort_keys=True, default=str))
+
+    def train_on(self, times: int) -> None:
+        for _ in range(times):
+            self.settle()
+            self.train()
+        self.settle()
+
+
+def nodes_and_processes_are_lost() -> Told:
+    """A node, a process, two nodes at once, a process in the recovery; drained, come again."""
+    world = Told(3, 3, 2, 1)
+    world.train_on(3)
+    world.lose(1)
+    world.train_on(2)
+    world.end_member(0, 0)
+    world.hear(0)
+    world.end_member(2, 1)
+    world.train_on(2)
+    world.feed(ev.DrainRequested(2))
+    world.train_on(3)
+    world.show()
+    world.join(9)
+    world.train_on(1)
+    world.feed(ev.MemberSuspected(0, 1, 0, "frozen"))
+    world.lose(0)
+    world.lose(3)
+    world.train_on(2)
+    world.show()
+    world.feed(ev.DumpRequested("time is over"))
+    world.train_on(3)
+    world.end_export("/exports/iter_0000008")
+    world.show()
+    return world
+
+
+def plans_change_and_coordinators() -> Told:
+    """Blocks instead of copies, a coordinator lost in each phase, numbers that are not finite."""
+    world = Told(3, 2, 1, 1)
+    world.train_on(2)
+    plan = plan_of_kind("parity", world.config.settings, 1, 3)
+    world.feed(ev.ProtectionRequested(plan, "a user"))
+    world.train_on(3)
+    world.show()
+    world.take_over_quietly()
+    world.lose(0)
+    world.hear_last_words()
+    world.restart_coordinator(landed=True, received=1)
+    world.settle()
+    world.tick(world.config.settings.rejoin_seconds)
+    world.train_on(2)
+    world.see_nan(1)
+    world.train_on(3)
+    world.feed(ev.ProtectionRequested(replace(plan, every=2), "a user"))
+    world.train_on(3)
+    sick = replace(HostFacts("host"), health=Health.OUT, health_text="row remapping failed")
+    world.feed(ev.FactsReported(2, sick))
+    world.train_on(3)
+    world.show()
+    world.feed(ev.UserStop("enough", keeps=True))
+    world.train_on(1)
+    world.show()
+    return world
+
+
+def each_kind_of_report_comes_once() -> Told:
+    """Of each role in turn, in an epoch in which all train."""
+    world = Told(2, 2, 2, 1)
+    world.train_on(2)
+    for number, (kind, said) in enumerate(OF_EPOCH.items()):
+        record = world.state.record
+        if record is None or world.finished is not None or kind is ev.NodeInventory:
+            continue
+        seat = record.seats[number % world.config.world_size]
+        player = (seat.node, seat.slot, seat.incarnation, record.epoch)
+        world.feed(said(player, record.restore.generation))
+        for _ in range(3):
+            world.settle()
+            world.tick(20.0)
+            world.train_on(1)
+        if number % 3 == 0:
+            world.show()
+    return world
+
+
+def the_program_ends() -> Told:
+    """With an exception that repeats, after its last iteration, and once without being asked."""
+    world = Told(2, 1, 1, 1)
+    world.train_on(3)
+    for _ in range(4):
+        record = world.state.record
+        if record is None or world.finished is not None:
+            break
+        seat = record.seats[1]
+        place = (seat.node, seat.slot, seat.incarnation)
+        world.feed(ev.MemberRaised(*place, record.epoch, "ValueError: too large"))
+        world.nodes[seat.node].members.pop(seat.slot, None)
+        world.feed(ev.MemberLost(*place, exit_code=1))
+        world.train_on(2)
+        world.tick(1.0)
+    world.show()
+    return world
+
+
+def time_alone_ends_waits() -> Told:
+    """Nodes fall silent in each phase; nobody comes any more."""
+    world = Told(2, 1, 1, 1)
+    world.train_on(2)
+    for node in (0, 1):
+        world.feed(ev.NodeLost(node, "no beat", 3.0, FailureKind.NODE_FROZEN))
+        world.nodes.pop(node, None)
+        for _ in range(40):
+            world.settle()
+            world.tick(1.0)
+    for _ in range(30):
+        world.settle()
+        world.tick(60.0)
+    world.show()
+    return world
+
+
+@pytest.mark.parametrize(
+    "live",
+    [
+        nodes_and_processes_are_lost,
+        plans_change_and_coordinators,
+        each_kind_of_report_comes_once,
+        the_program_ends,
+        time_alone_ends_waits,
+    ],
+)
+def test_a_life_is_told_as_it_was_before(live: Callable[[], Told]) -> None:
+    found = "\n".join(live().lines) + "\n"
+    path = LIVES / f"{live.__name__}.txt"
+    if os.environ.get("DEADPOOL_TEST_WRITE"):
+        path.write_text(found)
+    assert found.splitlines() == path.read_text().splitlines()
