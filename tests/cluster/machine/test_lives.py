@@ -21,9 +21,11 @@ import pytest
 from deadpool_megatron.cluster.coordinator.commands import describe
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.journal.user_requests import Request, Verb
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.layout.schemes import plan_of_kind
 from deadpool_megatron.preflight.health import Health
@@ -181,6 +183,68 @@ def the_program_ends() -> Told:
     return world
 
 
+def users_ask() -> Told:
+    """For a node's roles elsewhere, another plan, checkpoints and the end; and a new coordinator
+    finds what was asked."""
+    world = Told(2, 2, 1, 1)
+    world.train_on(2)
+    plan = plan_of_kind("parity", world.config.settings, 1, 2).to_dict()
+    asked = [
+        Request(1, "a", Verb.PERSIST, {"directory": "/exports"}),
+        Request(2, "b", Verb.DRAIN, {"node": 1}),
+        Request(3, "c", Verb.PROTECT, {"plan": plan, "words": "parity"}),
+        Request(4, "d", Verb.DRAIN, {"node": 7}),
+        Request(5, "e", Verb.PERSIST, {"directory": "/elsewhere"}),
+    ]
+    for request in asked:
+        world.feed(ev.Asked(request))
+        world.train_on(2)
+        world.show()
+    world.feed(ev.Exported(1, 3, "/exports/iter_0000003"))
+    world.feed(ev.Exported(5, 4, "", "No space left on device"))
+    requests = world.state.requests
+    world.restart_coordinator(landed=True, received=10)
+    world.feed(ev.RequestsFound((*requests, Request(6, "f", Verb.DRAIN, {"node": 0}))))
+    world.train_on(2)
+    world.tick(world.config.settings.rejoin_seconds)
+    world.train_on(3)
+    world.show()
+    what = {"dump": True, "keeps": False, "reason": "maintenance", "ends": None}
+    world.feed(ev.Asked(Request(7, "g", Verb.STOP, what)))
+    world.feed(ev.DumpRequested("maintenance"))
+    world.train_on(3)
+    world.end_export("")
+    world.show()
+    return world
+
+
+def checkpoints_are_fallen_back_to() -> Told:
+    """Owner and buddy are lost twice. Of three checkpoints the newest is gone, one has an update of
+    a loss that was not finite; then no journal takes a record."""
+    world = Told(2, 4, 1, 1)
+    world.train_on(3)
+    for iteration in (1, 2, 3):
+        world.feed(ev.DurableValid(iteration, f"/saves/iter_{iteration}"))
+    for gone in ({"/saves/iter_3"}, set()):
+        seated = {seat.node for seat in world.state.seats.values()}
+        for node in sorted(seated):
+            world.lose(node)
+        world.settle()
+        world.feed(ev.CheckpointsFound(frozenset(gone)))
+        world.train_on(3)
+        world.show()
+        world.feed(ev.DurableValid(5, "/saves/iter_5"))
+        world.see_nan(0)
+        world.train_on(2)
+    world.feed(ev.Diverged("the loss of iteration 4 is another one than before"))
+    world.end_member(max(world.nodes), 0)
+    world.settle(until=Phase.DECIDING)
+    world.feed(ev.JournalFailed(world.state.epoch + 1, "No space left on device"))
+    world.train_on(2)
+    world.show()
+    return world
+
+
 def time_alone_ends_waits() -> Told:
     """Nodes fall silent in each phase; nobody comes any more."""
     world = Told(2, 1, 1, 1)
@@ -205,6 +269,8 @@ def time_alone_ends_waits() -> Told:
         plans_change_and_coordinators,
         each_kind_of_report_comes_once,
         the_program_ends,
+        users_ask,
+        checkpoints_are_fallen_back_to,
         time_alone_ends_waits,
     ],
 )
