@@ -1,0 +1,211 @@
+"""The whole life of a coordinator, line by line: what its agents are told, what it writes, what it
+shows.
+
+Expected is life.txt. A change that is meant changes it as well: with ``DEADPOOL_TEST_WRITE=1`` in
+the environment this test writes it again, and the difference is read like that of any other file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator import service
+from deadpool_megatron.cluster.coordinator.service import Coordinator
+from deadpool_megatron.cluster.journal.journal import Journal
+from deadpool_megatron.cluster.link import protocol
+from deadpool_megatron.cluster.link.peers import AgentPeer
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.events import Event, Kind, read_events
+from deadpool_megatron.layout.records import Generation, Holding, Inventory
+from deadpool_megatron.wire.forms import write
+from deadpool_megatron.wire.framing import FrameBuffer
+from tests.cluster.journal.journal_steps import coordinator
+from tests.cluster.machine.rig import STEP, layout
+
+EXPECTED = Path(__file__).parent / "life.txt"
+# What differs from one time to the next.
+_VOLATILE = re.compile(
+    r"seconds|^(now|phases|boot|pid|hostname|token|host|secret|port|coordinator|started|address|beat)$"
+)
+_NAMES = {kind: name for name, kind in protocol._OF_MEMBERS.items()}
+
+
+def plain(value: Any) -> Any:
+    """JSON without what differs from one time to the next."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items() if not _VOLATILE.search(str(k))}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+class Stream:
+    """The stream to an agent; what is written is kept."""
+
+    def __init__(self) -> None:
+        self.transport = self
+        self.sent = bytearray()
+        self.is_closed = False
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, data: bytes) -> None:
+        assert not self.is_closed
+        self.sent += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Life:
+    """A coordinator and its agents; ``lines``: what was seen."""
+
+    def __init__(self, one: Coordinator, directory: Path) -> None:
+        self.one, self.directory = one, directory
+        self.streams: dict[int, Stream] = {}
+        self.numbers: dict[int, int] = {}
+        self.lines: list[str] = []
+
+    def join(self, node: int, again: bool = False, **more: object) -> None:
+        writer: Any = Stream()
+        old = self.one.peers.agents.get(node)
+        peer = AgentPeer(node, f"boot{node}", writer, 0.0)
+        if again and old is not None:
+            peer.orders, peer.welcomed = old.orders, old.welcomed
+        self.streams[node], self.one.peers.agents[node] = writer, peer
+        message = {"t": "join", "node": node, "host": "h", "vault_port": 1, "domain": f"d{node}"}
+        self.one.agent_joined(peer, {**message, **more}, again)
+
+    def hear(self, node: int, message: dict[str, Any]) -> None:
+        self.numbers[node] = number = self.numbers.get(node, 0) + 1
+        peers = self.one.peers
+        peers._hand_over(peers.agents[node], {**message, "n": number}, peers._take)
+
+    def say(self, said: ev.OfMember) -> None:
+        m = {"t": _NAMES[type(said)], **write(said)}
+        seat = {"slot": said.slot, "incarnation": said.incarnation}
+        self.hear(said.node, {"t": "member", **seat, "m": m})
+
+    def tell(self, node: int, event: Event) -> None:
+        self.hear(node, protocol.report_of(event))
+
+    async def settle(self, what: str) -> None:
+        """Wait until nothing is left to do; write down what the agents were sent."""
+        self.one.feed(ev.Tick())
+        for _ in range(5):
+            while self.one._tasks:
+                await asyncio.wait(set(self.one._tasks), timeout=20)
+            await asyncio.sleep(0.01)
+        self.lines.append(f"{what}:")
+        for node, stream in sorted(self.streams.items()):
+            for message in FrameBuffer().feed(bytes(stream.sent)):
+                text = json.dumps(plain(message), sort_keys=True)
+                self.lines.append(f"    to {node}: {text}")
+            stream.sent.clear()
+
+    def show(self) -> None:
+        shown = plain(self.one.describe())
+        self.lines.append(f"    shown: {json.dumps(shown, sort_keys=True)}")
+
+    async def open(self, epoch: int, generation: Generation, starts: dict[int, int]) -> None:
+        """Both roles build and restore."""
+        for node, incarnation in starts.items():
+            self.say(ev.MemberHello(node, 0, incarnation, pid=7))
+        await self.settle("members run")
+        for node, incarnation in starts.items():
+            self.say(ev.MemberRegistered(node, 0, incarnation, layout(node, 2)))
+        for node in (0, 1):
+            incarnation = self.one.state.seats.get(node).incarnation  # type: ignore[union-attr]
+            self.say(ev.Restored(node, 0, incarnation, epoch, generation))
+        await self.settle("all have restored")
+
+
+async def live(one: Coordinator, directory: Path) -> list[str]:
+    one.sign.is_fresh = lambda now: True  # type: ignore[method-assign]
+    life = Life(one, directory)
+    life.join(0)
+    life.join(1)
+    await life.settle("two join")
+    await life.open(1, Generation(1, 0), {0: 0, 1: 0})
+    life.show()
+    for iteration in (1, 2, 3):
+        for role in (0, 1):
+            where = (1, role, role, iteration)
+            life.tell(role, Event(Kind.STEP, *where, data={"loss": (1.5).hex()}))
+            life.tell(role, Event(Kind.STATE_HASH, *where, data={"sha256": f"{iteration}"}))
+            life.tell(role, Event(Kind.COMMITTED, *where, data={"bytes": 10, "ship_seconds": 1.0}))
+            life.tell(role, Event(Kind.GATE_WAIT, *where, data={"seconds": 0.5, "over": True}))
+    life.tell(0, Event(Kind.LOG, 1, 0, data={"level": "warning", "text": "of an agent"}))
+    life.hear(1, {"t": "member", "slot": 0, "incarnation": 0, "m": phase("restore", 1)})
+    life.hear(0, {"t": "member", "slot": 0, "incarnation": 0, "m": {"t": "of another version"}})
+    life.hear(0, {"t": "inventory", "inventory": {}})
+    await life.settle("they train")
+    life.show()
+    life.join(1, again=True, told=1)
+    await life.settle("one connects again")
+    life.say(ev.MemberFault(0, 0, 0, 1, "peer closed"))
+    life.hear(1, {"t": "member-lost", "slot": 0, "incarnation": 0, "signal": 9})
+    await life.settle("a process dies")
+    for node in (0, 1):
+        held = tuple(Holding(role, Generation(1, 3), STEP) for role in (0, 1))
+        layouts = tuple(layout(role, 2) for role in (0, 1))
+        inventory = Inventory(node, 1, held, layouts)
+        life.hear(node, {"t": "inventory", "inventory": inventory.to_dict()})
+    await life.settle("both say what they hold")
+    life.show()
+    await life.open(2, Generation(1, 3), {1: 1})
+    late = {"loss": (2.5).hex()}
+    life.tell(0, Event(Kind.STEP, 1, 0, 0, 9, data=late))
+    life.tell(0, Event(Kind.STEP, 2, 0, 0, 4, data=late))
+    life.tell(1, Event(Kind.STEP, 2, 1, 1, 4, data=late))
+    life.hear(1, {"t": "member", "slot": 0, "incarnation": 1, "m": phase("replay", 2)})
+    life.hear(0, {"t": "member", "slot": 0, "incarnation": 0, "m": done(0, 1)})
+    await life.settle("they train on, and late reports come")
+    life.show()
+    one.orders.give(service.actions.DropNode(1, "it is left out", left_out=True))
+    life.hear(1, {"t": "member-lost", "slot": 0, "incarnation": 1, "signal": 9})
+    life.tell(1, Event(Kind.LOG, 2, 1, data={"level": "warning", "text": "the last word"}))
+    await life.settle("a node is dropped, and what it still says is not taken")
+    life.hear(0, {"t": "member", "slot": 0, "incarnation": 0, "m": done(0, 2)})
+    await life.settle("a role is done")
+    one.agent_left(one.peers.agents[0], "connection closed")
+    await life.settle("the other one is gone")
+    life.show()
+    one.files.close(10.0)
+    for path in sorted((directory / "journal").rglob("*")):
+        if path.is_file():
+            life.lines.append(f"journal: {path.name}")
+    for event in read_events(directory / "run" / "events.jsonl"):
+        life.lines.append(f"event: {json.dumps(plain(event.to_dict()), sort_keys=True)}")
+    return life.lines
+
+
+def phase(name: str, epoch: int) -> dict[str, Any]:
+    return {"t": "phase", "epoch": epoch, "phase": name, "seconds": 2.0}
+
+
+def done(role: int, epoch: int) -> dict[str, Any]:
+    said = {"t": "done", "epoch": epoch, "role": role, "state_hash": "ab", "samples": 5}
+    return {**said, "extra": {"tokens": 3}}
+
+
+def test_a_life_is_as_it_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "end_process", lambda error: pytest.fail(repr(error)))
+
+    async def begin() -> list[str]:
+        journal = Journal(tmp_path / "journal")
+        return await live(coordinator(lambda name: journal, tmp_path, "run"), tmp_path)
+
+    found = "\n".join(asyncio.run(begin())) + "\n"
+    if os.environ.get("DEADPOOL_TEST_WRITE"):
+        EXPECTED.write_text(found)
+    assert found.splitlines() == EXPECTED.read_text().splitlines()
