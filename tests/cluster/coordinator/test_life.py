@@ -1,8 +1,9 @@
 """The whole life of a coordinator, line by line: what its agents are told, what it writes, what it
 shows.
 
-Expected is life.txt. A change that is meant changes it as well: with ``DEADPOOL_TEST_WRITE=1`` in
-the environment this test writes it again, and the difference is read like that of any other file.
+Expected are the files in lives/. A change that is meant changes them as well: with
+``DEADPOOL_TEST_WRITE=1`` in the environment these tests write them again, and the difference is
+read like that of any other file.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import asyncio
 import json
 import os
 import re
+import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import service
+from deadpool_megatron.cluster.coordinator import commands, service
 from deadpool_megatron.cluster.coordinator.service import Coordinator
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.link import protocol
@@ -29,10 +32,10 @@ from deadpool_megatron.wire.framing import FrameBuffer
 from tests.cluster.journal.journal_steps import coordinator
 from tests.cluster.machine.rig import STEP, layout
 
-EXPECTED = Path(__file__).parent / "life.txt"
+LIVES = Path(__file__).parent / "lives"
 # What differs from one time to the next.
 _VOLATILE = re.compile(
-    r"seconds|^(now|phases|boot|pid|hostname|token|host|secret|port|coordinator|started|address|beat)$"
+    r"seconds|^(now|phases|settings|schema|identity|boot|pid|hostname|token|host|secret|port|coordinator|started|address|beat)$"
 )
 _NAMES = {kind: name for name, kind in protocol._OF_MEMBERS.items()}
 
@@ -180,13 +183,89 @@ async def live(one: Coordinator, directory: Path) -> list[str]:
     one.agent_left(one.peers.agents[0], "connection closed")
     await life.settle("the other one is gone")
     life.show()
-    one.files.close(10.0)
+    return ended(life)
+
+
+def ended(life: Life) -> list[str]:
+    """All lines, with those of the journal and of the events."""
+    life.one.files.close(10.0)
+    directory = life.directory
     for path in sorted((directory / "journal").rglob("*")):
-        if path.is_file():
+        if path.is_file() and "request" not in path.name:  # as many as there was time for
             life.lines.append(f"journal: {path.name}")
     for event in read_events(directory / "run" / "events.jsonl"):
         life.lines.append(f"event: {json.dumps(plain(event.to_dict()), sort_keys=True)}")
-    return life.lines
+    return [line.replace(str(directory), "DIR") for line in life.lines]
+
+
+async def asked(one: Coordinator, directory: Path) -> list[str]:
+    """Users ask for things; then both roles are done, one of them with a last save."""
+    one.sign.is_fresh = lambda now: True  # type: ignore[method-assign]
+    one.sign.look = lambda: 1  # type: ignore[method-assign]
+    life = Life(one, directory)
+    early = asyncio.create_task(one.command({"command": "status"}))
+    await asyncio.sleep(0.05)
+    assert not early.done(), "what earlier coordinators were asked is not known yet"
+    await one._commands.requests.begin()
+    await early
+    life.join(0)
+    life.join(1)
+    await life.open(1, Generation(1, 0), {0: 0, 1: 0})
+    for number, message in enumerate(
+        [
+            {"command": "info"},
+            {"command": "status"},
+            {"command": "no-such"},
+            {"command": "attach", "hostname": "more"},
+            {"command": "kill", "part": "role", "number": 5, "signal": "KILL"},
+            {"command": "kill", "part": "node", "number": 9, "signal": "KILL"},
+            {"command": "kill", "part": "role", "number": 1, "signal": "STOP"},
+            {"command": "drain", "node": 1},
+            {"command": "drain", "node": 4},
+            {"command": "protect", "every": 2},
+            {"command": "protect", "scheme": "parity", "group": 2},
+            {"command": "protect", "every": 2},
+            {"command": "persist", "directory": "not/absolute"},
+            {"command": "persist", "directory": f"{directory}/export"},
+        ]
+    ):
+        answer = await one.command({"token": f"t{number}", **message})
+        text = json.dumps(plain(answer), sort_keys=True)
+        life.lines.append(f"{message['command']}: {text}")
+        await life.settle("told")
+    for iteration in (1, 2):
+        for role in (0, 1):
+            where = (1, role, role, iteration)
+            life.tell(role, Event(Kind.STEP, *where, data={"loss": (1.5).hex()}))
+    saves = directory / "saves"
+    for unfinished in (".iter_0000001.epoch0", ".iter_0000001.epoch1", ".iter_0000002.epoch1"):
+        (saves / unfinished).mkdir(parents=True)
+        (saves / unfinished / "file").write_text("state")
+    for epoch, iteration in ((0, 1), (1, 2), (1, 2), (1, 3)):
+        final = f"{saves}/iter_000000{iteration}"
+        where = {"temporary": f"{saves}/.iter_000000{iteration}.epoch1", "final": final}
+        m = {"t": "durable-request", "epoch": epoch, "iteration": iteration, **where}
+        life.hear(0, {"t": "member", "slot": 0, "incarnation": 0, "m": m})
+        await life.settle(f"a role asks that iteration {iteration} of epoch {epoch} counts")
+        life.lines.append(f"    saves: {sorted(path.name for path in saves.iterdir())}")
+    for role in (0, 1):
+        m = {**done(role, 1), "early": "", "unsaved": ""}
+        life.hear(role, {"t": "member", "slot": 0, "incarnation": 0, "m": m})
+    limit = time.monotonic() + 20.0
+    while not all(stream.sent for stream in life.streams.values()):
+        assert time.monotonic() < limit
+        one.feed(ev.Tick())
+        await asyncio.sleep(0.01)
+    for node in (0, 1):
+        peer = one.peers.agents.pop(node)
+        one.agent_left(peer, "connection closed")
+    await life.settle("both roles are done")
+    assert one._over.is_set()
+    life.lines.append(f"status {one._exit_status}")
+    for path in sorted((directory / "run").glob("[fl]*.json")):
+        text = json.dumps(plain(json.loads(path.read_text())), sort_keys=True)
+        life.lines.append(f"{path.name}: {text}")
+    return ended(life)
 
 
 def phase(name: str, epoch: int) -> dict[str, Any]:
@@ -198,14 +277,23 @@ def done(role: int, epoch: int) -> dict[str, Any]:
     return {**said, "extra": {"tokens": 3}}
 
 
-def test_a_life_is_as_it_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("life", [live, asked])
+def test_a_life_is_as_it_was_before(
+    life: Callable[[Coordinator, Path], Coroutine[Any, Any, list[str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(service, "end_process", lambda error: pytest.fail(repr(error)))
+    monkeypatch.setattr(commands, "_KILL_SECONDS", 0.0)
+    monkeypatch.setattr(commands, "_STATUS_SECONDS", 60.0)
+    monkeypatch.setattr(commands, "_SHARE_OF_TIME", 1e9)  # made again for each who asks
 
     async def begin() -> list[str]:
         journal = Journal(tmp_path / "journal")
-        return await live(coordinator(lambda name: journal, tmp_path, "run"), tmp_path)
+        return await life(coordinator(lambda name: journal, tmp_path, "run"), tmp_path)
 
     found = "\n".join(asyncio.run(begin())) + "\n"
+    expected = LIVES / f"{life.__name__}.txt"
     if os.environ.get("DEADPOOL_TEST_WRITE"):
-        EXPECTED.write_text(found)
-    assert found.splitlines() == EXPECTED.read_text().splitlines()
+        expected.write_text(found)
+    assert found.splitlines() == expected.read_text().splitlines()
