@@ -25,6 +25,7 @@ from deadpool_megatron.cluster.journal.user_requests import Request, Verb
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.chosen_plan import memory_refusal
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.layout.schemes import plan_of_kind
@@ -245,6 +246,31 @@ def checkpoints_are_fallen_back_to() -> Told:
     return world
 
 
+def memories_differ() -> Told:
+    """One node has room for all, one for its own role, one for neither; then plans are asked for
+    that need more, less, and another cadence."""
+    world = Told(3, 3, 1, 1)
+    room = {0: 1 << 20, 1: 20_000, 2: 15_000, 3: 1 << 20, 4: 9_000, 5: 1 << 20}
+    for node, memory_bytes in room.items():
+        joined = world.nodes[node].join(node)
+        world.nodes[node].reports[0] = replace(joined, memory_bytes=memory_bytes)
+    world.train_on(3)
+    world.show()
+    settings = world.config.settings
+    for kind, every in (("parity", 1), ("buddy", 1), ("buddy", 2), ("local", 1), ("parity", 2)):
+        plan = plan_of_kind(kind, settings, every, 3)
+        refusal = memory_refusal(plan, world.state, settings)
+        world.lines.append(f"{kind} every {every}: {refusal!r}")
+        world.feed(ev.ProtectionRequested(plan, "a measurement"))
+        world.train_on(3)
+    world.show()
+    for node in (0, 3):
+        world.lose(node)
+        world.train_on(3)
+    world.show()
+    return world
+
+
 def time_alone_ends_waits() -> Told:
     """Nodes fall silent in each phase; nobody comes any more."""
     world = Told(2, 1, 1, 1)
@@ -270,6 +296,7 @@ def time_alone_ends_waits() -> Told:
         each_kind_of_report_comes_once,
         the_program_ends,
         users_ask,
+        memories_differ,
         checkpoints_are_fallen_back_to,
         time_alone_ends_waits,
     ],
