@@ -163,3 +163,11 @@ def test_numbers_that_are_not_finite(
     step: dict[str, object], found: tuple[str, str] | None
 ) -> None:
     assert not_finite(step) == found
+
+
+def test_each_exit_status_is_the_number_that_users_know() -> None:
+    """Scripts, job systems and older agents go by the numbers."""
+    numbers = [1, 2, 3, 4, 68, 69, 70, 71, 72, 73, 75, 76, 77, 130, 143]
+    assert [int(status) for status in ExitStatus] == numbers
+    assert ExitStatus.FAILED == 1
+    assert ExitStatus.SAVED == 75
