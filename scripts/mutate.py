@@ -17,7 +17,7 @@ not end within its time counts as failed, and is shown as "by time": an assertio
 
 --generate draws slips from the layout, the vault, the hooks, the cluster, the communicators and the
 exports, and tries each with the tests that enter its function, as --map has recorded them: first
-the quick ones, then a few whole runs. What no test notices is printed as a known slip would be
+the quick ones, then a whole run. What no test notices is printed as a known slip would be
 written. The score of record is in tests/mutants/generated/score.toml.
 
 Exit status: 0 each slip was noticed; 1 at least one was not, or of generated ones fewer than chance
