@@ -16,9 +16,9 @@ A slip is noticed when one of its tests fails; the first that does ends its run.
 not end within its time counts as failed, and is shown as "by time": an assertion is better.
 
 --generate draws slips from the layout, the vault, the hooks, the cluster, the communicators and the
-exports, and tries each with the tests that enter its function, as --map has recorded them: first
-the quick ones, then a whole run. What no test notices is printed as a known slip would be
-written. The score of record is in tests/mutants/generated/score.toml.
+exports, and tries each with the tests that enter its function, as --map has recorded them. What no
+test notices is printed as a known slip would be written. The score of record is in
+tests/mutants/generated/score.toml.
 
 Exit status: 0 each slip was noticed; 1 at least one was not, or of generated ones fewer than chance
 explains; 2 bad arguments, or a slip that could not be tried: its text is not in its file exactly
@@ -47,10 +47,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
 
@@ -67,9 +63,8 @@ _MARK = "DEADPOOL_MUTATE"
 _TEST_SECONDS = 30
 _SLOW_TEST_SECONDS = 240
 _SPARE_SECONDS = 60
-# No test of a generated slip begins later, but for the whole runs, each of which has its time.
+# No test of a generated slip begins later.
 _GENERATED_SECONDS = 75
-_WHOLE_RUN_SECONDS = 150
 # What the forks have already: nothing of the package, which each of them imports from its copy, nor
 # of Megatron, before which its stand-ins for a CPU have to be there.
 _IMPORTED = ("pytest", "hypothesis.stateful", "torch.distributed.tensor", "wandb")
@@ -96,12 +91,6 @@ class Slip:
     slow: bool = False
     equivalent: str = ""
     budget_seconds: float = 0.0
-
-    def limit_seconds(self) -> float:
-        """Return how long its tests may take."""
-        whole = sum(map(coverage_map.is_whole_run, self.tests)) if self.budget_seconds else 0
-        limit = _SLOW_TEST_SECONDS if self.slow else self.budget_seconds
-        return limit + whole * _WHOLE_RUN_SECONDS
 
     def applied(self, root: Path = ROOT) -> str:
         """The file's text with the slip in it. Raises ValueError if it cannot be made."""
@@ -181,20 +170,13 @@ class _NoShrinking:
 
 
 class _Budget:
-    """Skips the tests that would begin too late, but for whole runs."""
+    """Skips the tests that would begin too late."""
 
     def __init__(self, seconds: float) -> None:
         self._end_seconds = time.monotonic() + (seconds or math.inf)
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        import pytest
-
-        for item in items:
-            if coverage_map.is_whole_run(item.nodeid):
-                item.add_marker(pytest.mark.timeout(_WHOLE_RUN_SECONDS))
-
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if time.monotonic() > self._end_seconds and not coverage_map.is_whole_run(item.nodeid):
+    def pytest_runtest_setup(self) -> None:
+        if time.monotonic() > self._end_seconds:
             import pytest
 
             pytest.skip("begins too late")
@@ -309,7 +291,8 @@ def run(slips: Sequence[Slip], jobs: int, directory: Path, root: Path = ROOT) ->
                 busy[copy.start(trial.slip, text)] = copy, trial
             for pid, (copy, trial) in list(busy.items()):
                 trial.seconds = time.monotonic() - trial.began_seconds
-                if trial.seconds > trial.slip.limit_seconds() + _SPARE_SECONDS:
+                limit = _SLOW_TEST_SECONDS if trial.slip.slow else trial.slip.budget_seconds
+                if trial.seconds > limit + _SPARE_SECONDS:
                     copy.end(pid)
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:

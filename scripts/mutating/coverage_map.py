@@ -36,12 +36,6 @@ _SELECTION = (
     *("-m", "not matrix and not megatron_lm and not exhaustive", "--full", "--timeout=60"),
     *("--ignore=tests/scripts", "--ignore=tests/reach", "--ignore=tests/faults"),
 )
-# A whole run of pretrain_gpt.py that loses two nodes, for what no other test notices: nothing else
-# enters the way into Megatron-LM. One, as it takes half a minute; one of the trainer, tried with
-# 120 slips, noticed none that this and the quick tests had not.
-WHOLE_RUNS = (
-    "tests/megatron_lm/test_recoveries.py::test_every_sample_is_read_when_a_node_dies_at_the_end",
-)
 
 
 @dataclass
@@ -70,16 +64,13 @@ def chosen(recorded: Mapping[str, Recorded]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     spent: Counter[str] = Counter()
     for name in sorted(tests, key=lambda name: (tests[name].cost(), name)):
-        if is_whole_run(name) or tests[name].seconds > _TEST_SECONDS:
+        if tests[name].seconds > _TEST_SECONDS:
             continue
         for function in tests[name].functions:
             total = spent[function] + tests[name].seconds
             if total <= _FUNCTION_SECONDS and len(found[function]) < FUNCTION_TESTS:
                 found[function].append(name)
                 spent[function] = total
-    for name in filter(tests.__contains__, WHOLE_RUNS):
-        for function in tests[name].functions:
-            found[function].append(name)
     return {name: found[name] for name in sorted(found) if name.split("/")[0] in ROOMS}
 
 
@@ -87,19 +78,13 @@ def joined(
     before: Mapping[str, list[str]], newer: Mapping[str, list[str]], again: Sequence[str]
 ) -> dict[str, list[str]]:
     """Return a map in which those of the tests ``again`` are as recorded now, before the others."""
-    found = {
+    return {
         name: [
             *newer.get(name, ()),
             *(test for test in before.get(name, ()) if not test.startswith(tuple(again))),
         ]
         for name in sorted({*before, *newer})
     }
-    return {name: sorted(tests, key=is_whole_run) for name, tests in found.items()}
-
-
-def is_whole_run(test: str) -> bool:
-    """Return whether a test is one of those that are tried last."""
-    return test in WHOLE_RUNS
 
 
 def read(path: Path) -> dict[str, list[str]]:
@@ -160,4 +145,4 @@ def update(path: Path, again: Sequence[str] = ()) -> None:
         found = chosen(record(("--full", "--timeout=600", *again)))
         write(joined(read(path), found, again), path)
     else:
-        write(chosen(record() | record(("--full", "--timeout=600", *WHOLE_RUNS))), path)
+        write(chosen(record()), path)

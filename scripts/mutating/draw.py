@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from mutating.coverage_map import FUNCTION_TESTS, PACKAGE, ROOMS, is_whole_run
+from mutating.coverage_map import FUNCTION_TESTS, PACKAGE, ROOMS
 from mutating.operators import Change, changes
 
 # A draw whose score is less probable than this, if the score of record is right, falls short.
@@ -45,9 +45,7 @@ def tests_of(file: str, function: str, functions: Mapping[str, Sequence[str]]) -
         lists = [tests for key, tests in functions.items() if f"{key}\n".startswith(place)]
         if lists:
             in_turn = chain.from_iterable(zip_longest(*lists))
-            tests = [test for test in dict.fromkeys(in_turn) if test]
-            quick = [test for test in tests if not is_whole_run(test)][:FUNCTION_TESTS]
-            return quick + [test for test in tests if is_whole_run(test)]
+            return [test for test in dict.fromkeys(in_turn) if test][:FUNCTION_TESTS]
     return []
 
 

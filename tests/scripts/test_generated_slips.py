@@ -110,29 +110,10 @@ def test_each_slip_fits_its_module() -> None:
         compile(changed, "door.py", "exec")
 
 
-def test_whole_runs_are_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long they take, and whatever else is recorded again."""
-    monkeypatch.setattr(coverage_map, "WHOLE_RUNS", ("t.py::whole",))
-    function = "vault/a.py:f"
-    recorded = {
-        "t.py::whole": Recorded(200.0, {function, "vault/a.py:g"}),
-        "t.py::quick": Recorded(1.0, {function}),
-        "u.py::of_before": Recorded(2.0, {function}),
-    }
-    before = coverage_map.chosen(recorded)
-    assert before[function] == ["t.py::quick", "u.py::of_before", "t.py::whole"]
-    newer = {"u.py::newer": Recorded(3.0, {function})}
-    found = coverage_map.joined(before, coverage_map.chosen(newer), ["u.py"])
-    assert found[function] == ["u.py::newer", "t.py::quick", "t.py::whole"]
-    assert found["vault/a.py:g"] == ["t.py::whole"]
-    many = {function: [*map(str, range(200)), "t.py::whole"]}
-    tests = draw.tests_of("deadpool_megatron/vault/a.py", "f", many)
-    assert tests == [*map(str, range(coverage_map.FUNCTION_TESTS)), "t.py::whole"]
-
-
-def test_whole_runs_are_there() -> None:
-    slip = mutate.Slip("all", "", "", "", "", coverage_map.WHOLE_RUNS)
-    assert mutate.missing_tests(slip) == []
+def test_tests_that_are_recorded_again_come_first() -> None:
+    before = {"vault/a.py:f": ["t.py::quick", "u.py::before"], "vault/a.py:g": ["t.py::quick"]}
+    found = coverage_map.joined(before, {"vault/a.py:f": ["u.py::newer"]}, ["u.py"])
+    assert found == {**before, "vault/a.py:f": ["u.py::newer", "t.py::quick"]}
 
 
 def test_a_draw_repeats_and_takes_each_room_by_its_lines() -> None:
