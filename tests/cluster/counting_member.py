@@ -25,14 +25,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
 from deadpool_megatron.cluster.link.rendezvous import StoreError
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.records import (
-    BOUNDARIES,
-    EpochRecord,
-    Generation,
-    PartInfo,
-    RoleLayout,
-    extras_part,
-)
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.words import group_name
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable
 from deadpool_megatron.vault.member import VaultClient
@@ -124,7 +117,7 @@ class Counting:
             print(f"stop: {order}")
             return 0
 
-    def take_record(self, record: EpochRecord) -> None:
+    def take_record(self, record: records.EpochRecord) -> None:
         self.epoch = record.epoch
         self.pauses.reset()
         mine = [role for role, seat in record.seats.items() if seat == self.link.seat]
@@ -144,14 +137,17 @@ class Counting:
 
     # Recovery.
 
-    def layout(self) -> RoleLayout:
+    def layout(self) -> records.RoleLayout:
         assert self.role is not None
-        parts = [PartInfo("values", _FORMAT.size, (self.role,))]
-        parts += [PartInfo(extras_part(name), 64, (self.role,)) for name in BOUNDARIES]
+        parts = [records.PartInfo("values", _FORMAT.size, (self.role,))]
+        parts += [
+            records.PartInfo(records.extras_part(name), 64, (self.role,))
+            for name in records.BOUNDARIES
+        ]
         everybody = tuple(range(self.world_size))
-        return RoleLayout(self.role, tuple(parts), everybody, 2, f"counting-{VALUES}")
+        return records.RoleLayout(self.role, tuple(parts), everybody, 2, f"counting-{VALUES}")
 
-    def enter(self, record: EpochRecord) -> None:
+    def enter(self, record: records.EpochRecord) -> None:
         assert self.role is not None
         self.section = "load"
         failpoints.hit("member.restore")
@@ -193,7 +189,7 @@ class Counting:
             self.report_step(self.iteration - 1)
         self.lockstep.put(self.role, self.epoch, self.iteration)
 
-    def meet(self, record: EpochRecord) -> None:
+    def meet(self, record: records.EpochRecord) -> None:
         """As communicators do: everybody tells everybody, through the store."""
         keys = [f"world/{role}" for role in record.seats]
         try:
@@ -207,7 +203,7 @@ class Counting:
     def seal(self) -> None:
         """Write the present state as a generation and pass the commit gate."""
         failpoints.hit("member.seal", iteration=self.iteration)
-        generation = Generation(self.epoch, self.iteration)
+        generation = records.Generation(self.epoch, self.iteration)
         writer = self.vault.begin(generation, self.epoch)
         _FORMAT.pack_into(writer.part("values"), 0, *self.values)
         extras = str(self.iteration).encode()

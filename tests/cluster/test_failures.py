@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from deadpool_megatron.cluster.failures import (
-    MEANINGS,
-    ExitStatus,
-    FailureKind,
-    in_words,
-    is_broken_for_good,
-    kind_of_end,
-    rank,
-    same_text,
-)
+from deadpool_megatron.cluster import failures
 from deadpool_megatron.cluster.process.logs import fatal_words, last_words
 from deadpool_megatron.events import not_finite
 
-DEVICE = FailureKind.DEVICE_ERROR
-COMMUNICATOR = FailureKind.COMMUNICATOR_ERROR
-CRASH = FailureKind.PROCESS_CRASH
+DEVICE = failures.FailureKind.DEVICE_ERROR
+COMMUNICATOR = failures.FailureKind.COMMUNICATOR_ERROR
+CRASH = failures.FailureKind.PROCESS_CRASH
 FOR_GOOD = (48, 63, 74, 79, 94, 95)
 
 
@@ -83,16 +74,16 @@ FOR_GOOD = (48, 63, 74, 79, 94, 95)
         ("", CRASH),
     ],
 )
-def test_kind_of_end(line: str, kind: FailureKind) -> None:
-    assert kind_of_end(line) is kind
+def test_kind_of_end(line: str, kind: failures.FailureKind) -> None:
+    assert failures.kind_of_end(line) is kind
 
 
 def test_which_ends_say_that_the_device_is_broken_for_good() -> None:
     for number in FOR_GOOD:
-        assert is_broken_for_good(None, f"NVRM: Xid (PCI:1:0): {number}, x")
+        assert failures.is_broken_for_good(None, f"NVRM: Xid (PCI:1:0): {number}, x")
     for line in ("Xid 13", "Xid 31", "Xid", "uncorrectable ECC error encountered", ""):
-        assert not is_broken_for_good(1, line), line
-    assert is_broken_for_good(ExitStatus.NO_DEVICE, "")
+        assert not failures.is_broken_for_good(1, line), line
+    assert failures.is_broken_for_good(failures.ExitStatus.NO_DEVICE, "")
 
 
 def test_the_exception_counts_not_the_advice_that_torch_prints_after_it() -> None:
@@ -105,7 +96,7 @@ def test_the_exception_counts_not_the_advice_that_torch_prints_after_it() -> Non
         "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n"
     )
     assert last_words(log).startswith("torch.AcceleratorError: CUDA error")
-    assert kind_of_end(last_words(log)) is DEVICE
+    assert failures.kind_of_end(last_words(log)) is DEVICE
 
 
 def test_fatal_errors_of_cpp_and_of_python() -> None:
@@ -114,7 +105,7 @@ def test_fatal_errors_of_cpp_and_of_python() -> None:
         "  what():  [PG ID 0] Process group watchdog thread terminated with exception:"
         " CUDA error: unspecified launch failure\nmore\n"
     )
-    assert kind_of_end(fatal_words(aborted)) is DEVICE
+    assert failures.kind_of_end(fatal_words(aborted)) is DEVICE
     crashed = (
         "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
         '  File "x.py", line 1 in f\n'
@@ -130,17 +121,19 @@ def test_an_exception_logged_long_before_the_end_is_not_its_cause() -> None:
 
 def test_numbers_do_not_make_another_cause() -> None:
     first = "Rank 3: found NaN at 0x7f31, tried to allocate 2.10 GiB"
-    assert same_text(first) == same_text("Rank 11: found NaN at 0xabc, tried to allocate 1.5 GiB")
-    assert same_text(first) != same_text("Rank 3: found Inf at 0x7f31")
+    assert failures.same_text(first) == failures.same_text(
+        "Rank 11: found NaN at 0xabc, tried to allocate 1.5 GiB"
+    )
+    assert failures.same_text(first) != failures.same_text("Rank 3: found Inf at 0x7f31")
 
 
 def test_every_kind_has_words() -> None:
-    planned = {FailureKind.DRAINED, FailureKind.RESTART}
-    assert set(MEANINGS) == set(FailureKind)
-    assert {kind for kind, meaning in MEANINGS.items() if not meaning.to_do} == planned
-    assert max(map(rank, FailureKind)) < rank("of the future")
-    assert in_words("node-lost") == "a node was lost"
-    assert in_words("of the future") == "of the future"
+    planned = {failures.FailureKind.DRAINED, failures.FailureKind.RESTART}
+    assert set(failures.MEANINGS) == set(failures.FailureKind)
+    assert {kind for kind, meaning in failures.MEANINGS.items() if not meaning.to_do} == planned
+    assert max(map(failures.rank, failures.FailureKind)) < failures.rank("of the future")
+    assert failures.in_words("node-lost") == "a node was lost"
+    assert failures.in_words("of the future") == "of the future"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +161,6 @@ def test_numbers_that_are_not_finite(
 def test_each_exit_status_is_the_number_that_users_know() -> None:
     """Scripts, job systems and older agents go by the numbers."""
     numbers = [1, 2, 3, 4, 68, 69, 70, 71, 72, 73, 75, 76, 77, 130, 143]
-    assert [int(status) for status in ExitStatus] == numbers
-    assert ExitStatus.FAILED == 1
-    assert ExitStatus.SAVED == 75
+    assert [int(status) for status in failures.ExitStatus] == numbers
+    assert failures.ExitStatus.FAILED == 1
+    assert failures.ExitStatus.SAVED == 75

@@ -10,12 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunInfo,
-    read_json,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
@@ -27,16 +22,18 @@ ENDLESS = ("--step-seconds", "0.02")
 OTHER = "0123abcd"
 
 
-def finished_run(path: Path) -> RunDirectory:
+def finished_run(path: Path) -> run_files.RunDirectory:
     """Another run, which is over."""
-    run = RunDirectory(path)
-    run.create(RunInfo(OTHER, 2, 2, 0, 1, ("x.py",), Settings()))
+    run = run_files.RunDirectory(path)
+    run.create(run_files.RunInfo(OTHER, 2, 2, 0, 1, ("x.py",), Settings()))
     auth.create_secret(path)
-    write_json(run.final, {"exit_status": 0, "reason": "done", "iterations": 20, "run_id": OTHER})
+    run_files.write_json(
+        run.final, {"exit_status": 0, "reason": "done", "iterations": 20, "run_id": OTHER}
+    )
     return run
 
 
-def contents(run: RunDirectory) -> dict[Path, bytes]:
+def contents(run: run_files.RunDirectory) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
@@ -51,7 +48,7 @@ def test_a_link_that_leads_elsewhere_later_leads_no_run_to_the_end_of_another(
         before = contents(other)
         link.unlink()
         link.symlink_to(other.path)
-        send(read_json(tmp_path / "own" / "coordinator.json")["pid"])
+        send(run_files.read_json(tmp_path / "own" / "coordinator.json")["pid"])
         run.wait_event(Kind.COORDINATOR, 2)
         run.finish()
     assert contents(other) == before
@@ -115,7 +112,7 @@ def test_a_run_that_is_training_is_not_resumed(tmp_path: Path) -> None:
         asked = deadpool("run", "--resume", str(tmp_path / "old"), *command)
         assert asked.returncode == 2
         assert "that run is still training, at iteration" in asked.stderr
-        send(read_json(run.run.coordinator)["pid"])
+        send(run_files.read_json(run.run.coordinator)["pid"])
         asked = deadpool("run", "--resume", str(tmp_path / "old"), *command)
         assert asked.returncode == 2
         assert "that run is still training" in asked.stderr

@@ -11,14 +11,7 @@ import pytest
 import torch
 
 from fake_nccl import KIND
-from tests.faults.harness.jobs import (
-    Program,
-    assert_unnoticed,
-    fault,
-    recomputed,
-    run_program,
-    undisturbed,
-)
+from tests.faults.harness import jobs
 
 SCRIPT = Path(__file__).parents[2] / "configs" / "ddp.py"
 REPLICAS = 3
@@ -28,15 +21,17 @@ REPLICAS = 3
 @pytest.mark.full
 @pytest.mark.parametrize("communicator", ["gloo", KIND])
 def test_a_node_lost_in_the_backward_pass_changes_no_bit(tmp_path: Path, communicator: str) -> None:
-    program = Program((str(SCRIPT),), REPLICAS)
+    program = jobs.Program((str(SCRIPT),), REPLICAS)
     # DDP's reduction of a bucket: called by C++ in the backward pass.
     faults = [
-        fault("death", "comm", when_op="allreduce", when_role=1, when_iteration=6, target="node")
+        jobs.fault(
+            "death", "comm", when_op="allreduce", when_role=1, when_iteration=6, target="node"
+        )
     ]
     settings = f"--deadpool-communicator {communicator}"
-    outcome = run_program(tmp_path / "run", program, faults, spares=1, settings=settings)
-    assert_unnoticed(outcome, undisturbed(program), faults)
-    assert max(recomputed(outcome)) <= 1
+    outcome = jobs.run_program(tmp_path / "run", program, faults, spares=1, settings=settings)
+    jobs.assert_unnoticed(outcome, jobs.undisturbed(program), faults)
+    assert max(jobs.recomputed(outcome)) <= 1
 
 
 def test_a_schedule_reaches_the_groups_that_a_load_has_made() -> None:

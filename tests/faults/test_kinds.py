@@ -13,35 +13,15 @@ from deadpool_megatron.cluster.run_directory.bad_nodes import read_bad_nodes
 from deadpool_megatron.settings import Settings
 from fake_nccl import KIND
 from tests.cluster.running import deadpool
-from tests.faults.harness.jobs import (
-    Layout,
-    Outcome,
-    Program,
-    assert_unnoticed,
-    fault,
-    reference,
-    run_job,
-    run_program,
-    strike,
-    trainer,
-)
-from tests.faults.harness.layouts import (
-    EXPERTS,
-    FOUR_SHARDS,
-    INSTANCES,
-    PIPELINE,
-    PLAIN_OPTIMIZER,
-    PP2_DP2,
-    VIRTUAL,
-)
+from tests.faults.harness import jobs, layouts
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 # As in other tests of this layout, so that they share one undisturbed run.
 ITERATIONS = 12
-LOST = fault("nan", "loss", when_iteration=9, action="mark")
+LOST = jobs.fault("nan", "loss", when_iteration=9, action="mark")
 # Gradients of one role, summed over its peers: the norm shows them, the loss does not yet.
 WHERE = {"when_iteration": 5, "when_role": 1}
-SPOILED = fault("nan", "optimizer.before", when_iteration=9, when_role=3, action="mark")
+SPOILED = jobs.fault("nan", "optimizer.before", when_iteration=9, when_role=3, action="mark")
 UNTIED = "--untie-embeddings-and-output-weights"
 SAVES = "--save {run}/saves --save-interval"
 HANGING_TRAINER = str(Path(__file__).parent / "harness" / "hanging_trainer.py")
@@ -53,24 +33,24 @@ AUDITED = "--deadpool-audit-interval 1"
 @pytest.mark.parametrize(
     ("layout", "flags", "saving", "plan"),
     [
-        (PP2_DP2, "", "", LOST),
-        (PP2_DP2, "", "", SPOILED),
-        (PP2_DP2, UNTIED, "", SPOILED),
-        (PP2_DP2, "", f"{SAVES} 3", SPOILED),  # the iteration itself is saved
-        (PP2_DP2, "", f"{SAVES} 4", SPOILED),
+        (layouts.PP2_DP2, "", "", LOST),
+        (layouts.PP2_DP2, "", "", SPOILED),
+        (layouts.PP2_DP2, UNTIED, "", SPOILED),
+        (layouts.PP2_DP2, "", f"{SAVES} 3", SPOILED),  # the iteration itself is saved
+        (layouts.PP2_DP2, "", f"{SAVES} 4", SPOILED),
         # Here the role that reports the step has no part in the norm.
-        (PLAIN_OPTIMIZER, "", "", SPOILED),
-        (INSTANCES, "", "", SPOILED),
-        (EXPERTS, "", "", SPOILED),
+        (layouts.PLAIN_OPTIMIZER, "", "", SPOILED),
+        (layouts.INSTANCES, "", "", SPOILED),
+        (layouts.EXPERTS, "", "", SPOILED),
     ],
     ids=["loss", "tied", "untied", "saves-3", "saves-4", "plain", "instances", "experts"],
 )
 def test_a_number_that_is_nan_once_is_rolled_back_and_leaves_no_trace(
-    tmp_path: Path, layout: Layout, flags: str, saving: str, plan: dict[str, Any]
+    tmp_path: Path, layout: jobs.Layout, flags: str, saving: str, plan: dict[str, Any]
 ) -> None:
     settings = "--deadpool-nonfinite rollback"
     options = {"flags": flags, "saving": saving, "settings": settings}
-    outcome = strike(tmp_path / "run", layout, ITERATIONS, [plan], **options)
+    outcome = jobs.strike(tmp_path / "run", layout, ITERATIONS, [plan], **options)
     (recovery,) = outcome.final["recoveries"]
     assert (recovery["kind"], recovery["generation"]) == ("nonfinite-loss", [1, 8])
     (told,) = outcome.of_kind("nonfinite")
@@ -85,20 +65,24 @@ def test_a_chain_of_resumed_runs_computes_what_one_run_does(tmp_path: Path) -> N
     for number, iteration in enumerate((4, 7, 9, None)):
         spoiled = [] if iteration is None else [{**SPOILED, "match": {"iteration": iteration}}]
         directory = tmp_path / str(number)
-        run = run_job(directory, PP2_DP2, ITERATIONS, spoiled, arguments=resume, settings=settings)
+        run = jobs.run_job(
+            directory, layouts.PP2_DP2, ITERATIONS, spoiled, arguments=resume, settings=settings
+        )
         if iteration is not None:
             assert run.status == 4, run.story()
             assert run.of_kind("dumped")[0].data["generation"][1] < iteration
         resume = ("--resume", str(directory))
-    assert_unnoticed(run, reference(PP2_DP2, ITERATIONS), [])
+    jobs.assert_unnoticed(run, jobs.reference(layouts.PP2_DP2, ITERATIONS), [])
 
 
 @pytest.mark.parametrize("point", ["forward", "evaluation.microbatch", "save.begin"])
 def test_an_exception_costs_half_a_second_that_is_counted(tmp_path: Path, point: str) -> None:
     """Its process reports it and ends; its peers keep theirs."""
-    plan = [fault("bug", point, when_iteration=6, when_role=1, action="raise")]
+    plan = [jobs.fault("bug", point, when_iteration=6, when_role=1, action="raise")]
     flags, saving = "--eval-interval 3 --eval-iters 2", f"{SAVES} 3"
-    outcome = strike(tmp_path / "run", PP2_DP2, ITERATIONS, plan, flags=flags, saving=saving)
+    outcome = jobs.strike(
+        tmp_path / "run", layouts.PP2_DP2, ITERATIONS, plan, flags=flags, saving=saving
+    )
     (recovery,) = outcome.final["recoveries"]
     assert recovery["kind"] == "process-crash"
     assert "RuntimeError: raised by fault bug" in recovery["cause"]
@@ -111,10 +95,10 @@ def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
     tmp_path: Path, communicator: str
 ) -> None:
     """With NCCL no host waits for the others: marks in the streams tell who keeps them waiting."""
-    plain = trainer(FOUR_SHARDS, 80)
-    slow = Program((SLOW_TRAINER, "2", "0.2", *plain.command[2:]), FOUR_SHARDS.nodes)
+    plain = jobs.trainer(layouts.FOUR_SHARDS, 80)
+    slow = jobs.Program((SLOW_TRAINER, "2", "0.2", *plain.command[2:]), layouts.FOUR_SHARDS.nodes)
     settings = f"--deadpool-communicator {communicator} --deadpool-evict-slow on"
-    outcome = run_program(tmp_path / "run", slow, spares=1, settings=settings)
+    outcome = jobs.run_program(tmp_path / "run", slow, spares=1, settings=settings)
     assert outcome.status == 0, outcome.story()
     first = outcome.of_kind("slow-node")[0]
     assert (first.node, first.data["over"]) == (2, False)
@@ -129,11 +113,14 @@ def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
 
 def test_a_device_that_is_gone_costs_its_node_and_not_the_run(tmp_path: Path) -> None:
     """The process in the place of one that died finds no GPU: the spare takes the role."""
-    plain, plan = trainer(PP2_DP2, ITERATIONS), [fault("kill", "optimizer.before", **WHERE)]
-    struck = Program((GPU_TRAINER, "1", *plain.command[2:]), PP2_DP2.nodes)
+    plain, plan = (
+        jobs.trainer(layouts.PP2_DP2, ITERATIONS),
+        [jobs.fault("kill", "optimizer.before", **WHERE)],
+    )
+    struck = jobs.Program((GPU_TRAINER, "1", *plain.command[2:]), layouts.PP2_DP2.nodes)
     settings = f"--deadpool-communicator {KIND}"
-    outcome = run_program(tmp_path / "run", struck, plan, spares=1, settings=settings)
-    assert_unnoticed(outcome, reference(PP2_DP2, ITERATIONS), plan)
+    outcome = jobs.run_program(tmp_path / "run", struck, plan, spares=1, settings=settings)
+    jobs.assert_unnoticed(outcome, jobs.reference(layouts.PP2_DP2, ITERATIONS), plan)
     (aside,) = outcome.of_kind("node-aside")
     assert (aside.node, aside.data["kind"]) == (1, "device-error")
     assert "RuntimeError: No CUDA GPUs are available" in aside.data["cause"]
@@ -147,10 +134,10 @@ def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(
     tmp_path: Path, communicator: str
 ) -> None:
     """With NCCL no host waits in a communication: what the devices do tells who is missing."""
-    plain = trainer(PP2_DP2, ITERATIONS)
-    hanging = Program((HANGING_TRAINER, "1", "20", *plain.command[2:]), PP2_DP2.nodes)
+    plain = jobs.trainer(layouts.PP2_DP2, ITERATIONS)
+    hanging = jobs.Program((HANGING_TRAINER, "1", "20", *plain.command[2:]), layouts.PP2_DP2.nodes)
     settings = f"--deadpool-communicator {communicator} --deadpool-hang-seconds 5"
-    outcome = run_program(tmp_path / "run", hanging, spares=0, settings=settings)
+    outcome = jobs.run_program(tmp_path / "run", hanging, spares=0, settings=settings)
     assert outcome.status == 0, outcome.story()
     (recovery,) = outcome.final["recoveries"]
     assert recovery["kind"] == "hang"
@@ -175,14 +162,14 @@ def test_a_lost_node_leaves_no_trace_in_whatever_way_communicators_are_made(
     tmp_path: Path, way: str
 ) -> None:
     settings = f"--deadpool-communicator {KIND} --deadpool-set rebuild={way}"
-    lost = fault("lost", "backward", when_role=1, when_iteration=5, target="node")
+    lost = jobs.fault("lost", "backward", when_role=1, when_iteration=5, target="node")
     options = {"spares": 1, "settings": settings}
-    outcome = strike(tmp_path / "run", PP2_DP2, ITERATIONS, [lost], **options)
+    outcome = jobs.strike(tmp_path / "run", layouts.PP2_DP2, ITERATIONS, [lost], **options)
     (recovery,) = outcome.final["recoveries"]
     assert recovery["kind"] == "node-lost"
 
 
-def accused(outcome: Outcome) -> list[tuple[int | None, list[int], bool]]:
+def accused(outcome: jobs.Outcome) -> list[tuple[int | None, list[int], bool]]:
     """Of each audit that found something the iteration, the roles, and whether they are certain."""
     found = outcome.of_kind("audit-failed")
     return [(event.iteration, event.data["roles"], event.data["certain"]) for event in found]
@@ -196,13 +183,13 @@ def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path: Path) -> Non
     in iteration 7.
     """
     plan = [
-        fault("weight", "audit.weight", when_role=1, when_iteration=4, action="mark"),
-        fault("shard", "audit.state", when_role=2, when_iteration=6, action="mark"),
-        fault("gradient", "audit.gradient", when_role=3, when_iteration=7, action="mark"),
-        fault("pass", "audit.pass", when_role=0, when_iteration=10, action="mark"),
+        jobs.fault("weight", "audit.weight", when_role=1, when_iteration=4, action="mark"),
+        jobs.fault("shard", "audit.state", when_role=2, when_iteration=6, action="mark"),
+        jobs.fault("gradient", "audit.gradient", when_role=3, when_iteration=7, action="mark"),
+        jobs.fault("pass", "audit.pass", when_role=0, when_iteration=10, action="mark"),
     ]
     run = tmp_path / "run"
-    outcome = strike(run, FOUR_SHARDS, ITERATIONS, plan, spares=4, settings=AUDITED)
+    outcome = jobs.strike(run, layouts.FOUR_SHARDS, ITERATIONS, plan, spares=4, settings=AUDITED)
     assert accused(outcome) == [(4, [1], True), (6, [2], True), (7, [3], True), (10, [0], True)]
     recoveries = outcome.final["recoveries"]
     assert [r["kind"] for r in recoveries] == ["silent-corruption"] * 4
@@ -215,8 +202,8 @@ def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path: Path) -> Non
 def test_of_two_peers_that_are_both_sure_nobody_knows_who_is_wrong(tmp_path: Path) -> None:
     """The state before is saved, and the run ends rather than train on."""
     where = {"when_role": 1, "when_iteration": 4, "action": "mark"}
-    plan = [fault(name, "audit.pass", **where) for name in ("pass", "pass-once-more")]
-    outcome = run_job(tmp_path / "run", PP2_DP2, ITERATIONS, plan, settings=AUDITED)
+    plan = [jobs.fault(name, "audit.pass", **where) for name in ("pass", "pass-once-more")]
+    outcome = jobs.run_job(tmp_path / "run", layouts.PP2_DP2, ITERATIONS, plan, settings=AUDITED)
     assert outcome.status == 3, outcome.story()
     assert "node 0 and node 1" in outcome.final["reason"]
 
@@ -224,26 +211,30 @@ def test_of_two_peers_that_are_both_sure_nobody_knows_who_is_wrong(tmp_path: Pat
 def test_of_two_peers_the_one_that_does_not_repeat_itself_is_wrong(tmp_path: Path) -> None:
     """A single flip in a pass, and one in an update that is computed again."""
     plan = [
-        fault("pass", "audit.pass", when_role=1, when_iteration=4, action="mark"),
-        fault("update", "audit.update", when_role=3, when_iteration=7, action="mark"),
+        jobs.fault("pass", "audit.pass", when_role=1, when_iteration=4, action="mark"),
+        jobs.fault("update", "audit.update", when_role=3, when_iteration=7, action="mark"),
     ]
-    outcome = strike(tmp_path / "run", PP2_DP2, ITERATIONS, plan, spares=2, settings=AUDITED)
+    outcome = jobs.strike(
+        tmp_path / "run", layouts.PP2_DP2, ITERATIONS, plan, spares=2, settings=AUDITED
+    )
     assert accused(outcome) == [(4, [1], True), (7, [3], True)]
     assert [e.node for e in outcome.of_kind("node-aside")] == [1, 3]
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "role"), [(PIPELINE, 1), (VIRTUAL.flags, 4)], ids=["plain", "interleaved"]
+    ("pipeline", "role"),
+    [(layouts.PIPELINE, 1), (layouts.VIRTUAL.flags, 4)],
+    ids=["plain", "interleaved"],
 )
 def test_the_stage_that_computed_a_pass_wrong_is_named_not_its_replica(
     pipeline: str, role: int, tmp_path: Path
 ) -> None:
     """Of three replicas of two stages: what one stage of the second gives on is wrong, and with it
     what its later stage makes of it, in an interleaved pipeline even the first stage."""
-    layout = Layout("pp2-dp3", pipeline, nodes=6, members_per_node=1)
-    plan = [fault("pass", "audit.pass", when_role=role, when_iteration=4, action="mark")]
+    layout = jobs.Layout("pp2-dp3", pipeline, nodes=6, members_per_node=1)
+    plan = [jobs.fault("pass", "audit.pass", when_role=role, when_iteration=4, action="mark")]
     flags = "--global-batch-size 12"
-    outcome = strike(
+    outcome = jobs.strike(
         tmp_path / "run", layout, ITERATIONS, plan, spares=1, flags=flags, settings=AUDITED
     )
     assert accused(outcome) == [(4, [role], True)]

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness.jobs import (
-    MODEL,
-    Program,
-    assert_unnoticed,
-    end_members,
-    run_program,
-    undisturbed,
-)
+from tests.faults.harness import jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ITERATIONS = 40
@@ -23,16 +16,16 @@ def test_an_argument_file_is_read_once(tmp_path: Path) -> None:
     """A process that follows another one clips by the text that the first one had."""
     file, nested = tmp_path / "model.args", tmp_path / "nested.args"
     nested.write_text("--clip-grad 0.5")
-    file.write_text(f"# a model\n{MODEL} @{nested}\n")
+    file.write_text(f"# a model\n{jobs.MODEL} @{nested}\n")
     command = ("-m", "deadpool_megatron.trainer", f"@{file}", "--train-iters", str(ITERATIONS))
-    program = Program(command, 2)
-    wanted = undisturbed(program)
+    program = jobs.Program(command, 2)
+    wanted = jobs.undisturbed(program)
 
     def edit() -> None:
         nested.write_text("--clip-grad 0.01")
         file.write_text(file.read_text().replace("cosine", "linear"))
-        end_members(tmp_path / "run", 1)
+        jobs.end_members(tmp_path / "run", 1)
 
-    outcome = run_program(tmp_path / "run", program, when_stepping=(5, edit))
-    assert_unnoticed(outcome, wanted, [])
+    outcome = jobs.run_program(tmp_path / "run", program, when_stepping=(5, edit))
+    jobs.assert_unnoticed(outcome, wanted, [])
     assert len(outcome.final["recoveries"]) == 1

@@ -22,25 +22,13 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_json,
     segment_root,
 )
-from tests.faults.harness import layouts
-from tests.faults.harness.jobs import (
-    Outcome,
-    assert_unnoticed,
-    fault,
-    logged,
-    recomputed,
-    reference,
-    restart_kinds,
-    run_job,
-    run_program,
-    trainer,
-)
+from tests.faults.harness import jobs, layouts
 from tests.faults.harness.layouts import WHOLE_NODES
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 LAYOUT = layouts.PP2_DP2
 ITERATIONS = 40
-MEMBERS = fault(
+MEMBERS = jobs.fault(
     "all", "backward", when_role=1, when_iteration=3, target="members", nodes=[0, 2, 3, 1]
 )
 DOUBTED_ITERATIONS = 20
@@ -68,26 +56,26 @@ def test_members_then_everything_then_another_model(tmp_path: Path) -> None:
         posix.kill(int(read_json(directory / "coordinator.json")["pid"]))
         take_all_down(directory)
 
-    first = run_job(directory, LAYOUT, ITERATIONS, [MEMBERS], when_stepping=(7, all_of_it))
+    first = jobs.run_job(directory, LAYOUT, ITERATIONS, [MEMBERS], when_stepping=(7, all_of_it))
     assert first.status != 0
     assert not (directory / "final.json").exists()
     assert list(segment_root(RunDirectory(directory).read_run().run_id).glob("node*/own-*.seg"))
     # As many bytes in each tensor.
-    wrong = run_program(directory, trainer(LAYOUT, ITERATIONS, "--num-attention-heads 8"))
+    wrong = jobs.run_program(directory, jobs.trainer(LAYOUT, ITERATIONS, "--num-attention-heads 8"))
     assert wrong.status == 2, wrong.story()
     assert "the state in memory is of another model" in wrong.output
     assert "num_attention_heads is 4 there and 8 here" in wrong.final["reason"]
     assert read_json(directory / "final.json")["slots_kept"]
-    again = run_job(directory, LAYOUT, ITERATIONS, [])
-    assert set(restart_kinds(again)[1:]) == {"memory"}, again.story()
-    assert_unnoticed(again, reference(LAYOUT, ITERATIONS), [])
+    again = jobs.run_job(directory, LAYOUT, ITERATIONS, [])
+    assert set(jobs.restart_kinds(again)[1:]) == {"memory"}, again.story()
+    jobs.assert_unnoticed(again, jobs.reference(LAYOUT, ITERATIONS), [])
     assert "all" in first.fired
     assert "restarted: continues from generation" in again.output
 
 
 def fallen_back(
     directory: Path, saves: Path, iteration: int, damage: Callable[[], None]
-) -> tuple[Outcome, list[tuple[str, int]]]:
+) -> tuple[jobs.Outcome, list[tuple[str, int]]]:
     """A run that keeps no copies loses a node after this iteration; nothing moves while its
     checkpoints are damaged before. Also what each epoch began with."""
     run = RunDirectory(directory)
@@ -99,7 +87,7 @@ def fallen_back(
         damage()
         end_processes([*map(int, listing["started"])])
 
-    outcome = run_job(
+    outcome = jobs.run_job(
         directory,
         WHOLE_NODES,
         DOUBTED_ITERATIONS,
@@ -108,9 +96,9 @@ def fallen_back(
         spares=1,
         when_stepping=(iteration, strike),
     )
-    assert_unnoticed(outcome, reference(WHOLE_NODES, DOUBTED_ITERATIONS), [])
+    jobs.assert_unnoticed(outcome, jobs.reference(WHOLE_NODES, DOUBTED_ITERATIONS), [])
     restored = [event.data["generation"][1] for event in outcome.of_kind("epoch-decided")]
-    return outcome, list(zip(restart_kinds(outcome), restored, strict=True))
+    return outcome, list(zip(jobs.restart_kinds(outcome), restored, strict=True))
 
 
 def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path: Path) -> None:
@@ -124,7 +112,7 @@ def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path: Path) -> N
 
     outcome, restored = fallen_back(tmp_path / "run", saves, 16, damage)
     assert restored == [("initial", 0), ("durable", 15), ("durable", 5)], outcome.story()
-    told = logged(outcome)
+    told = jobs.logged(outcome)
     assert "iter_0000015 is not used any more" in told
     assert "iter_0000010 does not exist any more" in told
     # What was saved again in the place of the damaged one counts, and is whole.
@@ -143,13 +131,15 @@ def test_a_run_that_was_moved_is_continued_and_not_the_one_that_has_its_name(
     constant = "--lr-decay-style constant"  # another length is another schedule else
     for seed in ("1", "2"):
         flags = f"--save {place}/saves --save-interval 2 --seed {seed} {constant}"
-        done = run_job(place, WHOLE_NODES, 4, flags=flags)
+        done = jobs.run_job(place, WHOLE_NODES, 4, flags=flags)
         assert done.status == 0, done.story()
         if seed == "1":
             place.rename(moved)
     (tmp_path / "link").symlink_to(moved)
     resume = ("--resume", str(tmp_path / "link"))
-    new = run_job(tmp_path / "new", WHOLE_NODES, 6, flags=f"--seed 1 {constant}", arguments=resume)
+    new = jobs.run_job(
+        tmp_path / "new", WHOLE_NODES, 6, flags=f"--seed 1 {constant}", arguments=resume
+    )
     assert f"continues from the checkpoint {moved}/saves/iter_0000004 of iteration 4" in new.output
     assert new.status == 0, new.story()
 
@@ -165,7 +155,7 @@ def test_another_checkpoint_has_the_name_of_the_newest(tmp_path: Path) -> None:
 
     outcome, restored = fallen_back(tmp_path / "run", saves, 11, replace)
     assert restored == [("initial", 0), ("durable", 5)], outcome.story()
-    assert "iter_0000010 does not exist any more, or is not what was saved" in logged(outcome)
+    assert "iter_0000010 does not exist any more, or is not what was saved" in jobs.logged(outcome)
     # What was saved again has the name.
     assert fingerprint(saves / "iter_0000010") == fingerprint(saves / "own")
     assert len(list(saves.glob("iter_0000010.before-*"))) == 1
@@ -184,11 +174,13 @@ def test_a_plan_changes_and_nodes_die_and_the_coordinator_with_them(tmp_path: Pa
 
     plan = [
         # Of four micro-batches the second one of the 11th iteration of the epoch.
-        fault("node", "backward", when_role=0, when_epoch=2, nth=42, target="node"),
-        fault("coordinator", "coordinator.journal", when_epoch=3),
-        fault("evaluation", "evaluation.microbatch", when_role=1, when_iteration=28, target="node"),
+        jobs.fault("node", "backward", when_role=0, when_epoch=2, nth=42, target="node"),
+        jobs.fault("coordinator", "coordinator.journal", when_epoch=3),
+        jobs.fault(
+            "evaluation", "evaluation.microbatch", when_role=1, when_iteration=28, target="node"
+        ),
     ]
-    outcome = run_job(
+    outcome = jobs.run_job(
         directory,
         LAYOUT,
         PLANNED_ITERATIONS,
@@ -200,7 +192,7 @@ def test_a_plan_changes_and_nodes_die_and_the_coordinator_with_them(tmp_path: Pa
     )
     assert answers[0].returncode == 0, answers[0].stderr
     assert f"parity(3); every {EVERY} iterations" in answers[0].stdout
-    assert_unnoticed(outcome, reference(LAYOUT, PLANNED_ITERATIONS, EVALUATION), plan)
+    jobs.assert_unnoticed(outcome, jobs.reference(LAYOUT, PLANNED_ITERATIONS, EVALUATION), plan)
 
     # The coordinator that died had told of the plan in no record: the next one tells it again.
     first, change, *again = outcome.of_kind("protection")
@@ -208,7 +200,7 @@ def test_a_plan_changes_and_nodes_die_and_the_coordinator_with_them(tmp_path: Pa
     assert first.data["new"] == change.data["old"] == "buddy"
     assert (change.epoch, change.data["every"], change.data["most_lost"]) == (2, EVERY, 5)
     assert "deadpool protect" in change.data["why"]
-    planned, *failures = recomputed(outcome)
+    planned, *failures = jobs.recomputed(outcome)
     assert planned == 0, "the pause was after a protected iteration"
     assert len(failures) == 2
     assert max(failures) <= change.data["most_lost"]

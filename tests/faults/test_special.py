@@ -15,18 +15,8 @@ from deadpool_megatron.cluster.coordinator.files import DETAIL_VARIABLE
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
 from deadpool_megatron.events import Event, Kind
 from tests.common.limits import STOPPED
-from tests.faults.harness import layouts
+from tests.faults.harness import jobs, layouts
 from tests.faults.harness.cells import EVALUATION_INTERVAL
-from tests.faults.harness.jobs import (
-    Outcome,
-    assert_unnoticed,
-    await_event,
-    fault,
-    recomputed,
-    reference,
-    restart_kinds,
-    run_job,
-)
 from tests.faults.harness.jobs import strike as strike_layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
@@ -34,10 +24,10 @@ FULL = pytest.mark.full
 LAYOUT = layouts.PP2_DP2
 ITERATIONS = 12
 EVALUATION = f"--eval-interval {EVALUATION_INTERVAL} --eval-iters 2"
-FIRST = fault("first", "backward", when_role=0, when_iteration=4, target="node")
+FIRST = jobs.fault("first", "backward", when_role=0, when_iteration=4, target="node")
 
 
-def strike(tmp_path: Path, plan: list[dict[str, Any]], **options: Any) -> Outcome:
+def strike(tmp_path: Path, plan: list[dict[str, Any]], **options: Any) -> jobs.Outcome:
     """The job with these faults, with spares for all of them."""
     options = {"spares": 2, "refill": len(plan), **options}
     return strike_layout(tmp_path / "run", LAYOUT, ITERATIONS, plan, **options)
@@ -48,30 +38,32 @@ def strike(tmp_path: Path, plan: list[dict[str, Any]], **options: Any) -> Outcom
 def test_a_survivor_dies_in_each_phase_of_a_recovery(tmp_path: Path, phase: str) -> None:
     """Role 3 holds no copy of role 0, so the state is in memory all the time."""
     epoch = {} if phase == "drain" else {"when_epoch": 2}
-    second = fault("second", f"recovery.{phase}", when_role=3, target="node", **epoch)
+    second = jobs.fault("second", f"recovery.{phase}", when_role=3, target="node", **epoch)
     outcome = strike(tmp_path, [FIRST, second], spares=3)
-    assert max(recomputed(outcome)) <= 1
+    assert max(jobs.recomputed(outcome)) <= 1
 
 
 @FULL
 @pytest.mark.parametrize("phase", ["adopt", "rebuild", "restore"])
 def test_the_spare_dies_while_it_takes_over(tmp_path: Path, phase: str) -> None:
-    second = fault("second", f"recovery.{phase}", when_role=0, when_epoch=2, target="node")
+    second = jobs.fault("second", f"recovery.{phase}", when_role=0, when_epoch=2, target="node")
     outcome = strike(tmp_path, [FIRST, second], spares=2)
-    assert max(recomputed(outcome)) <= 1
+    assert max(jobs.recomputed(outcome)) <= 1
 
 
 @FULL
 def test_the_coordinator_dies_while_communicators_meet(tmp_path: Path) -> None:
     """In a recovery, with half of the addresses told: the same epoch goes on with the next one."""
-    second = fault("second", "coordinator.store", when_epoch=2, nth=4)
+    second = jobs.fault("second", "coordinator.store", when_epoch=2, nth=4)
     outcome = strike(tmp_path, [FIRST, second], spares=1)
     assert [event.epoch for event in outcome.of_kind("epoch-opened")] == [1, 2]
 
 
 @FULL
 def test_the_waiting_spare_dies(tmp_path: Path) -> None:
-    early = fault("early", "step.begin", when_role=1, when_iteration=2, target="node", nodes=[4])
+    early = jobs.fault(
+        "early", "step.begin", when_role=1, when_iteration=2, target="node", nodes=[4]
+    )
     strike(tmp_path, [early, FIRST], spares=2)
 
 
@@ -89,18 +81,18 @@ def test_then_a_node_dies_whose_copy_the_first_one_held(
     tmp_path: Path, point: str, match: dict[str, Any]
 ) -> None:
     """With two copies the second loss is in memory too, however soon it comes."""
-    second = fault("second", point, when_role=1, target="node", **match)
+    second = jobs.fault("second", point, when_role=1, target="node", **match)
     outcome = strike(tmp_path, [FIRST, second], spares=3, settings="--deadpool-replicas 2")
-    assert set(restart_kinds(outcome)[1:]) == {"memory"}
-    assert max(recomputed(outcome)) <= 1
+    assert set(jobs.restart_kinds(outcome)[1:]) == {"memory"}
+    assert max(jobs.recomputed(outcome)) <= 1
 
 
 @FULL
 def test_vault_killed_agent_killed_vault_stopped(tmp_path: Path) -> None:
     plan = [
-        fault("vault-killed", "step.begin", when_role=1, when_iteration=3, target="vault"),
-        fault("while-shipping", "vault.ship", when_role=2, when_iteration=5),
-        fault(
+        jobs.fault("vault-killed", "step.begin", when_role=1, when_iteration=3, target="vault"),
+        jobs.fault("while-shipping", "vault.ship", when_role=2, when_iteration=5),
+        jobs.fault(
             "vault-stopped",
             "step.begin",
             when_role=3,
@@ -109,7 +101,7 @@ def test_vault_killed_agent_killed_vault_stopped(tmp_path: Path) -> None:
             signal="STOP",
             resume_after_seconds=5,
         ),
-        fault("agent-killed", "backward", when_role=2, when_iteration=9, target="agent"),
+        jobs.fault("agent-killed", "backward", when_role=2, when_iteration=9, target="agent"),
     ]
     outcome = strike(tmp_path, plan)
     assert len(outcome.final["recoveries"]) == 1, "only the agent's death changes the epoch"
@@ -120,9 +112,9 @@ def test_vault_killed_agent_killed_vault_stopped(tmp_path: Path) -> None:
 @FULL
 def test_corruption_on_the_wire_and_in_the_slot(tmp_path: Path) -> None:
     plan = [
-        fault("wire", "vault.chunk", when_role=1, when_iteration=3, action="mark"),
-        fault("slot", "vault.sealed", when_role=2, when_iteration=5, action="mark"),
-        fault("then-death", "backward", when_role=0, when_iteration=6, target="node"),
+        jobs.fault("wire", "vault.chunk", when_role=1, when_iteration=3, action="mark"),
+        jobs.fault("slot", "vault.sealed", when_role=2, when_iteration=5, action="mark"),
+        jobs.fault("then-death", "backward", when_role=0, when_iteration=6, target="node"),
     ]
     outcome = strike(tmp_path, plan)
     assert outcome.of_kind("corruption"), "the damaged bytes were found, not loaded"
@@ -133,9 +125,9 @@ def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path: Path) ->
     """Nodes 0 and 1 hold each other's copies; the last checkpoint is three iterations old. When the
     next failure leads back to it through memory, the evaluation that it has in it stays done."""
     plan = [
-        fault("both", "backward", when_role=0, when_iteration=9, target="node", nodes=[1, 0]),
+        jobs.fault("both", "backward", when_role=0, when_iteration=9, target="node", nodes=[1, 0]),
         # What was restored is sealed beside the forward and backward passes: all have time for it.
-        fault(
+        jobs.fault(
             "held",
             "comm",
             when_op="allreduce",
@@ -146,20 +138,20 @@ def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path: Path) ->
             signal="STOP",
             resume_after_seconds=1.0,
         ),
-        fault("again", "optimizer.updated", when_role=3, when_iteration=7, when_epoch=2),
+        jobs.fault("again", "optimizer.updated", when_role=3, when_iteration=7, when_epoch=2),
     ]
     evaluation = "--eval-interval 3 --eval-iters 2"
     saves = f"--save {tmp_path / 'saves'} --save-interval 6"
     # On this one machine a node that is started now would find the slots of the dead ones.
     outcome = strike(tmp_path, plan, flags=evaluation, saving=saves, refill=0)
-    assert restart_kinds(outcome)[-2:] == ["durable", "memory"]
-    assert recomputed(outcome) == [2]
+    assert jobs.restart_kinds(outcome)[-2:] == ["durable", "memory"]
+    assert jobs.recomputed(outcome) == [2]
 
 
 @FULL
 def test_evaluation_on_one_replica_and_a_save_on_some_roles(tmp_path: Path) -> None:
     plan = [
-        fault(
+        jobs.fault(
             "last-microbatch-on-one-replica",
             "evaluation.microbatch",
             when_role=3,
@@ -167,15 +159,19 @@ def test_evaluation_on_one_replica_and_a_save_on_some_roles(tmp_path: Path) -> N
             target="node",
             nth=8,
         ),
-        fault("before-the-next-step", "step.begin", when_role=1, when_iteration=9, target="node"),
+        jobs.fault(
+            "before-the-next-step", "step.begin", when_role=1, when_iteration=9, target="node"
+        ),
     ]
     outcome = strike(tmp_path, plan, flags=EVALUATION)
     assert [e["iteration"] for e in outcome.final["evaluations"]] == [4, 8, 12]
 
 
-def struck_while_held(directory: Path, role: int, strike: Callable[[], tuple[str, str]]) -> Outcome:
+def struck_while_held(
+    directory: Path, role: int, strike: Callable[[], tuple[str, str]]
+) -> jobs.Outcome:
     """A role is stopped in iteration 5; then something happens, and a part of the run is killed."""
-    held = fault("held", "backward", when_role=role, when_iteration=5, signal="STOP")
+    held = jobs.fault("held", "backward", when_role=role, when_iteration=5, signal="STOP")
 
     def kill() -> None:
         command = ("kill", str(directory), *strike())
@@ -184,8 +180,8 @@ def struck_while_held(directory: Path, role: int, strike: Callable[[], tuple[str
         )
 
     options = {"spares": 1, "settings": " ".join(STOPPED), "when_stepping": (4, kill)}
-    outcome = run_job(directory, LAYOUT, ITERATIONS, [held], **options)
-    assert_unnoticed(outcome, reference(LAYOUT, ITERATIONS), [held])
+    outcome = jobs.run_job(directory, LAYOUT, ITERATIONS, [held], **options)
+    jobs.assert_unnoticed(outcome, jobs.reference(LAYOUT, ITERATIONS), [held])
     return outcome
 
 
@@ -202,10 +198,10 @@ def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
 
     def strike() -> tuple[str, str]:
         for role in range(LAYOUT.roles):
-            await_event(directory, committed(role))
+            jobs.await_event(directory, committed(role))
         return "--node", "0"
 
-    assert recomputed(struck_while_held(directory, 0, strike)) == [0]
+    assert jobs.recomputed(struck_while_held(directory, 0, strike)) == [0]
 
 
 @pytest.mark.parametrize(
@@ -229,6 +225,6 @@ def test_a_failure_after_a_clean_up_is_got_over(tmp_path: Path, removed: str, vi
         return victim, "1"
 
     outcome = struck_while_held(directory, 1, clean)
-    assert restart_kinds(outcome)[1:] == ["memory"], outcome.story()
-    assert max(recomputed(outcome)) <= 1
+    assert jobs.restart_kinds(outcome)[1:] == ["memory"], outcome.story()
+    assert max(jobs.recomputed(outcome)) <= 1
     assert "were removed, by RemoveIPC of systemd-logind" in outcome.output

@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.placement import (
-    CopyPlacement,
-    DomainsError,
-    domain_of,
-    is_covered,
-    missing_copies,
-    parse_domains,
-)
+from deadpool_megatron.layout import placement as placements
 from deadpool_megatron.layout.records import NodeAddress, Seat, nodes_of
 
 
@@ -32,7 +25,7 @@ def choose_buddies(
     spares: Collection[int],
     replicas: int,
 ) -> tuple[int, ...]:
-    return CopyPlacement(seats, domains, spares, replicas).buddies(role, tuple(peers))
+    return placements.CopyPlacement(seats, domains, spares, replicas).buddies(role, tuple(peers))
 
 
 def test_another_domain_is_worth_more_than_a_peer() -> None:
@@ -48,24 +41,24 @@ def test_a_dead_node_is_never_chosen() -> None:
     seats = {0: 0, 1: 1}
     assert choose_buddies(0, (0, 1), seats, {0: "a", 2: "c"}, {2}, 1) == (2,)
     assert choose_buddies(0, (0, 1), seats, {0: "a"}, (), 1) == ()
-    assert missing_copies(seats, {0: "a", 1: "b"}, (), 2) == {0, 1}
-    assert missing_copies(seats, {0: "a", 1: "b", 2: "c"}, {2}, 2) == frozenset()
+    assert placements.missing_copies(seats, {0: "a", 1: "b"}, (), 2) == {0, 1}
+    assert placements.missing_copies(seats, {0: "a", 1: "b", 2: "c"}, {2}, 2) == frozenset()
 
 
 def test_covered_counts_domains_not_roles() -> None:
     seats = {0: 0, 1: 0, 2: 1, 3: 2}
-    assert not is_covered((0, 1), 0, seats, own_domains(range(3)), 1)
-    assert is_covered((0, 1, 2), 0, seats, own_domains(range(3)), 1)
-    assert not is_covered((0, 1, 2), 0, seats, {0: "a", 1: "a", 2: "b"}, 1)
-    assert not is_covered((0, 2), 0, seats, {0: "a", 2: "b"}, 1)  # node 1 is dead
-    assert not is_covered((0,), 0, seats, own_domains(range(3)), 1)
+    assert not placements.is_covered((0, 1), 0, seats, own_domains(range(3)), 1)
+    assert placements.is_covered((0, 1, 2), 0, seats, own_domains(range(3)), 1)
+    assert not placements.is_covered((0, 1, 2), 0, seats, {0: "a", 1: "a", 2: "b"}, 1)
+    assert not placements.is_covered((0, 2), 0, seats, {0: "a", 2: "b"}, 1)  # node 1 is dead
+    assert not placements.is_covered((0,), 0, seats, own_domains(range(3)), 1)
 
 
 def test_spares_of_a_record_hold_copies() -> None:
     """Nodes without a role that are no spares do not: they are about to leave."""
     seats = {0: Seat(0, 0, 0), 1: Seat(0, 1, 0)}
     nodes = {node: NodeAddress(f"host{node}", 1, f"host{node}", node == 2) for node in range(3)}
-    placement = CopyPlacement(*nodes_of(seats, nodes), 2)
+    placement = placements.CopyPlacement(*nodes_of(seats, nodes), 2)
     assert placement.buddies(0, (0, 1)) == (2,)
     assert nodes_of(seats, nodes) == ({0: 0, 1: 0}, {n: f"host{n}" for n in nodes}, [2])
 
@@ -126,14 +119,14 @@ def test_a_spare_takes_the_place_of_the_node_it_replaces(case) -> None:  # type:
 
 
 def test_domains_file() -> None:
-    table = parse_domains("# racks\n0 rack-a\n1 rack-a # same\n\nhost7 rack-b\n")
-    assert domain_of(table, 1) == "rack-a"
-    assert domain_of(table, 2, "host7") == "rack-b"
-    assert domain_of(table, 3, "host9") == "node3"
-    assert domain_of(table, 4, "host7.cluster.example") == "rack-b"
+    table = placements.parse_domains("# racks\n0 rack-a\n1 rack-a # same\n\nhost7 rack-b\n")
+    assert placements.domain_of(table, 1) == "rack-a"
+    assert placements.domain_of(table, 2, "host7") == "rack-b"
+    assert placements.domain_of(table, 3, "host9") == "node3"
+    assert placements.domain_of(table, 4, "host7.cluster.example") == "rack-b"
 
 
 @pytest.mark.parametrize("text", ["0\n", "0 a b\n", "0 a\n0 b\n"])
 def test_malformed_domains_file_names_the_line(text: str) -> None:
-    with pytest.raises(DomainsError, match=r"line [12]"):
-        parse_domains(text)
+    with pytest.raises(placements.DomainsError, match=r"line [12]"):
+        placements.parse_domains(text)

@@ -10,16 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deadpool_megatron.layout import parity_groups as parity
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.parity_groups import (
-    MEMBERS,
-    BlockMembers,
-    ParityGroup,
-    parity_groups,
-    parity_layout,
-    parity_numbers,
-    parity_role,
-)
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 
@@ -75,7 +67,7 @@ def clusters(draw: st.DrawFn) -> tuple[records.EpochRecord, int]:
 def test_groups_of_any_cluster(drawn: tuple[records.EpochRecord, int]) -> None:
     """Each role once, distinct nodes, holders outside; m lost nodes leave k of k+m blocks."""
     record, size = drawn
-    groups, m = parity_groups(record), record.replicas
+    groups, m = parity.parity_groups(record), record.replicas
     assert sorted(r for group in groups for r in group.roles) == sorted(record.seats)
     live = len(record.nodes)
     short = missing_copies(
@@ -106,7 +98,7 @@ def test_groups_of_any_cluster(drawn: tuple[records.EpochRecord, int]) -> None:
 @given(clusters())
 def test_no_domain_twice_where_that_can_be(drawn: tuple[records.EpochRecord, int]) -> None:
     record, _ = drawn
-    groups = parity_groups(record)
+    groups = parity.parity_groups(record)
     domain = {node: address.domain for node, address in record.nodes.items()}
     seated = {seat.node for seat in record.seats.values()}
     sizes = Counter(domain[node] for node in seated)
@@ -128,7 +120,7 @@ def test_what_one_exchange_mends_leaves_all_others_in_their_place() -> None:
     takes over is in a rack of the group."""
     domains = [f"rack{node}" for node in range(12)]
     domains[4] = domains[1]
-    groups = parity_groups(record(domains, 0, 1, 4, 1))
+    groups = parity.parity_groups(record(domains, 0, 1, 4, 1))
     assert sorted(len(group.roles) for group in groups) == [4, 4, 4]
     moved = {role for group in groups for role in group.roles if role % 3 != group.roles[1] % 3}
     assert len(moved) == 2
@@ -140,7 +132,7 @@ def test_what_one_exchange_mends_leaves_all_others_in_their_place() -> None:
 def test_memory_is_even(size: int, parities: int, rack: int) -> None:
     """No node keeps more than one block above a quarter more than its share."""
     found = record([f"rack{node // rack}" for node in range(70)], 6, 4, size, parities)
-    groups = parity_groups(found)
+    groups = parity.parity_groups(found)
     load = Counter(holder for group in groups for holder in group.holders)
     share = load.total() / 70
     assert max(load.values()) <= 1.25 * share + 1
@@ -149,7 +141,7 @@ def test_memory_is_even(size: int, parities: int, rack: int) -> None:
 
 def test_one_node_in_a_rack_of_its_own_does_not_hold_everything() -> None:
     found = record(["all"] * 63 + ["own"], 0, 4, 4, 1)
-    load = Counter(holder for group in parity_groups(found) for holder in group.holders)
+    load = Counter(holder for group in parity.parity_groups(found) for holder in group.holders)
     assert max(load, key=load.__getitem__) == 63
     assert load[63] == 4 * load.total() / 64
 
@@ -158,8 +150,8 @@ def test_one_node_in_a_rack_of_its_own_does_not_hold_everything() -> None:
 def test_a_spare_that_takes_over_takes_the_place(parities: int) -> None:
     """Other groups stay as they are, and nearly all of their blocks stay where they are."""
     domains = [f"rack{node}" for node in range(40)]
-    before = parity_groups(record(domains, 4, 2, 4, parities))
-    after = parity_groups(record(domains, 4, 2, 4, parities, nodes={7: 37}))
+    before = parity.parity_groups(record(domains, 4, 2, 4, parities))
+    after = parity.parity_groups(record(domains, 4, 2, 4, parities, nodes={7: 37}))
     assert [group.roles for group in before] == [group.roles for group in after]
     assert [group.blocks for group in before] == [group.blocks for group in after]
     moved = [
@@ -173,16 +165,16 @@ def test_a_spare_that_takes_over_takes_the_place(parities: int) -> None:
 
 
 def test_numbers_of_parity_roles() -> None:
-    number = parity_role((1, 5, 9), 2, 0)
+    number = parity.parity_role((1, 5, 9), 2, 0)
     assert records.PARITY_BASE <= number < 1 << 52
     assert records.is_parity_role(number)
     assert not records.is_parity_role(40_000)
     others = {
         number,
-        parity_role((1, 5, 9), 2, 1),
-        parity_role((1, 5, 9), 3, 0),
-        parity_role((1, 5), 2, 0),
-        parity_role((15, 9), 2, 0),
+        parity.parity_role((1, 5, 9), 2, 1),
+        parity.parity_role((1, 5, 9), 3, 0),
+        parity.parity_role((1, 5), 2, 0),
+        parity.parity_role((15, 9), 2, 0),
     }
     assert len(others) == 5
 
@@ -198,28 +190,30 @@ def test_layout_of_a_parity_role() -> None:
         3: a_layout(3, {"shard0": 100, "shard1": 50}),
         7: a_layout(7, {"shard0": 300}, slots=3),
     }
-    group = ParityGroup((3, 7), (parity_role((3, 7), 2, 0), parity_role((3, 7), 2, 1)), (1, 2))
-    found = parity_layout(layouts, group, 1, 2)
+    group = parity.ParityGroup(
+        (3, 7), (parity.parity_role((3, 7), 2, 0), parity.parity_role((3, 7), 2, 1)), (1, 2)
+    )
+    found = parity.parity_layout(layouts, group, 1, 2)
     assert found.role == group.blocks[1]
     assert {part.name: part.nbytes for part in found.parts[:2]} == {"shard0": 300, "shard1": 50}
-    assert found.shard_parts == ("shard0", "shard1", MEMBERS)
+    assert found.shard_parts == ("shard0", "shard1", parity.MEMBERS)
     assert (found.peers, found.slots) == ((3, 7), 3)
-    assert parity_numbers(found) == (1, 2)
-    assert parity_layout(layouts, group, 0, 2).layout_hash != found.layout_hash
+    assert parity.parity_numbers(found) == (1, 2)
+    assert parity.parity_layout(layouts, group, 0, 2).layout_hash != found.layout_hash
     other = {**layouts, 7: replace(layouts[7], layout_hash="of another model")}
-    assert parity_layout(other, group, 1, 2).layout_hash != found.layout_hash
+    assert parity.parity_layout(other, group, 1, 2).layout_hash != found.layout_hash
     with pytest.raises(ValueError, match="role 3 is no parity block"):
-        parity_numbers(layouts[3])
+        parity.parity_numbers(layouts[3])
     # What is said of the contributions fits, whatever the sizes and checksums are.
     largest = (1 << 63) - 1, (1 << 64) - 1
     whole = {role: dict.fromkeys(("shard0", "shard1"), largest) for role in (3, 7)}
-    members = BlockMembers((3, 7), 1, 2, whole)
+    members = parity.BlockMembers((3, 7), 1, 2, whole)
     assert len(members.encode()) <= found.parts[-1].nbytes
-    assert BlockMembers.decode(members.encode()) == members
+    assert parity.BlockMembers.decode(members.encode()) == members
 
 
 def test_a_large_cluster_is_decided_at_once() -> None:
     """32,768 roles on 4,096 nodes in racks: every vault does this at each epoch."""
     found = record([f"rack{node // 16}" for node in range(4160)], 64, 8, 4, 2)
-    groups = parity_groups(found)
+    groups = parity.parity_groups(found)
     assert len(groups) == 8192

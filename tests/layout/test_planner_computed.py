@@ -8,41 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityPlacement, parity_role
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
-from deadpool_megatron.layout.records import (
-    SUMS_PART,
-    UPDATE_PART,
-    BadPart,
-    Decoding,
-    Generation,
-    Holding,
-    Inventory,
-    PartInfo,
-    Restore,
-    RoleLayout,
-    Seat,
-    Source,
-    extras_part,
-    gradients_part,
-)
 from deadpool_megatron.layout.replaying import REPLAY, key, step_parts, suspects
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from tests.layout.held import Content, chosen, holders, inventories
 
-EXTRAS = extras_part("step")
-OLD, NEW = Generation(1, 6), Generation(1, 7)
+EXTRAS = records.extras_part("step")
+OLD, NEW = records.Generation(1, 6), records.Generation(1, 7)
 WHOLE = frozenset({"shard0", "extras@step"})
-STEP = frozenset({gradients_part("shard0"), UPDATE_PART, SUMS_PART, "extras@step"})
+STEP = frozenset(
+    {records.gradients_part("shard0"), records.UPDATE_PART, records.SUMS_PART, "extras@step"}
+)
 OWN = WHOLE | STEP
 LINES = {1: 7, 2: NO_LIMIT}
 
 
-def layout(role: int, parts: tuple[str, ...] = ("main",)) -> RoleLayout:
+def layout(role: int, parts: tuple[str, ...] = ("main",)) -> records.RoleLayout:
     own = (role,)
-    shards = [PartInfo(name, 8 + role, own) for name in parts]
-    return RoleLayout(role, (*shards, PartInfo(EXTRAS, 8, own)), (0, 1), 2, f"hash{role}")
+    shards = [records.PartInfo(name, 8 + role, own) for name in parts]
+    return records.RoleLayout(
+        role, (*shards, records.PartInfo(EXTRAS, 8, own)), (0, 1), 2, f"hash{role}"
+    )
 
 
 @dataclass
@@ -54,10 +43,10 @@ class World:
     group: int
     parities: int
     parts: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    held: dict[int, set[tuple[int, Generation, str]]] = field(default_factory=dict)
-    layouts: dict[int, RoleLayout] = field(default_factory=dict)
+    held: dict[int, set[tuple[int, records.Generation, str]]] = field(default_factory=dict)
+    layouts: dict[int, records.RoleLayout] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
-    bad: set[BadPart] = field(default_factory=set)
+    bad: set[records.BadPart] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.layouts = {role: layout(role, self.parts.get(role, ("main",))) for role in self.seats}
@@ -71,7 +60,9 @@ class World:
         spares = set(domains) - set(self.seats.values())
         return ParityPlacement(self.seats, domains, spares, plan, parities or self.parities)
 
-    def protect(self, placement: ParityPlacement, generations: tuple[Generation, ...]) -> None:
+    def protect(
+        self, placement: ParityPlacement, generations: tuple[records.Generation, ...]
+    ) -> None:
         """Every role's own slot, its extras on all nodes, and the parity of its group."""
         for generation in generations:
             for role, node in self.seats.items():
@@ -90,28 +81,32 @@ class World:
         for node, held in self.held.items():
             if node in self.lost:
                 continue
-            parts: dict[tuple[int, Generation], set[str]] = {}
+            parts: dict[tuple[int, records.Generation], set[str]] = {}
             for role, generation, name in held:
                 parts.setdefault((role, generation), set()).add(name)
-            holdings = [Holding(*key, frozenset(names)) for key, names in sorted(parts.items())]
+            holdings = [
+                records.Holding(*key, frozenset(names)) for key, names in sorted(parts.items())
+            ]
             found = [self.layouts[role] for role in sorted({role for role, _ in parts})]
-            inventories[node] = Inventory(node, 1, tuple(holdings), tuple(found))
-        seats = {role: Seat(node, role, 0) for role, node in self.seats.items()}
+            inventories[node] = records.Inventory(node, 1, tuple(holdings), tuple(found))
+        seats = {role: records.Seat(node, role, 0) for role, node in self.seats.items()}
         return RestoreQuery(
             2, len(seats), inventories, seats, seats, {1: NO_LIMIT}, bad_parts=frozenset(self.bad)
         )
 
-    def sources(self, role: int, generation: Generation, name: str) -> set[Source]:
+    def sources(self, role: int, generation: records.Generation, name: str) -> set[records.Source]:
         """Places of intact bytes on live nodes."""
         return {
-            Source(node, role)
+            records.Source(node, role)
             for node, held in self.held.items()
             if node not in self.lost
             and (role, generation, name) in held
-            and BadPart(node, role, generation, name) not in self.bad
+            and records.BadPart(node, role, generation, name) not in self.bad
         }
 
-    def blocks(self, role: int, generation: Generation, name: str) -> dict[int, set[Source]]:
+    def blocks(
+        self, role: int, generation: records.Generation, name: str
+    ) -> dict[int, set[records.Source]]:
         """What is left of the group of a role, as the definition of the code says it."""
         group = self.placement.group_of(role)
         if group is None:
@@ -128,7 +123,7 @@ class World:
                 found[len(group.roles) + number] = places
         return found
 
-    def producible(self, generation: Generation) -> bool:
+    def producible(self, generation: records.Generation) -> bool:
         return all(
             self.sources(role, generation, EXTRAS)
             and all(
@@ -144,7 +139,7 @@ class World:
         return group.roles if group is not None else (role,)
 
 
-def decoding(answer: Restore, role: int, part: str = "main") -> Decoding:
+def decoding(answer: records.Restore, role: int, part: str = "main") -> records.Decoding:
     assert not answer.sources[role][part]
     return answer.recipes[role].decodings[part]
 
@@ -157,8 +152,8 @@ def test_of_several_groups_the_one_with_the_most_blocks_is_taken() -> None:
     found = decoding(chosen(world.ask()), 0)
     assert (len(found.group), sorted(found.blocks)) == (4, [1, 2, 3, 4, 5])
     (group,) = other.groups
-    world.bad = {BadPart(node, group.blocks[0], NEW, "main") for node in range(8)}
-    world.bad |= {BadPart(node, group.blocks[1], NEW, "main") for node in range(8)}
+    world.bad = {records.BadPart(node, group.blocks[0], NEW, "main") for node in range(8)}
+    world.bad |= {records.BadPart(node, group.blocks[1], NEW, "main") for node in range(8)}
     assert len(decoding(chosen(world.ask()), 0).group) == 2
 
 
@@ -190,7 +185,7 @@ def worlds(draw: st.DrawFn) -> World:
     world = World(roles, nodes, group, draw(st.integers(1, 2)), parts)
     world.lost = draw(st.sets(st.integers(0, nodes - 1), max_size=3))
     places = [
-        BadPart(node, role, generation, name)
+        records.BadPart(node, role, generation, name)
         for node, held in sorted(world.held.items())
         for role, generation, name in sorted(held)
         if name != EXTRAS
@@ -206,7 +201,7 @@ def test_what_is_chosen_is_producible_and_nothing_newer_is(world: World) -> None
     if not found:
         assert isinstance(answer, NoRestore)
         return
-    assert isinstance(answer, Restore)
+    assert isinstance(answer, records.Restore)
     assert answer.generation == found[0]
     for role in world.seats:
         for name in world.layouts[role].shard_parts:
@@ -234,35 +229,37 @@ def test_layouts_of_other_bytes_do_not_mix(parities: int) -> None:
         replace(one, layout_hash="strange") if one.role == group.blocks[0] else one
         for one in mine.layouts
     )
-    stranger = Inventory(-1, 1, (), tuple(x for x in mine.layouts if x.role == group.blocks[0]))
+    stranger = records.Inventory(
+        -1, 1, (), tuple(x for x in mine.layouts if x.role == group.blocks[0])
+    )
     inventories = {-1: stranger, **query.inventories, holder: replace(mine, layouts=strange)}
     answer = choose_restore(replace(query, inventories=inventories))
     if parities == 1:
         assert isinstance(answer, NoRestore)
     else:
-        assert isinstance(answer, Restore)
+        assert isinstance(answer, records.Restore)
         assert sorted(decoding(answer, 0).blocks) == [1, 3]
 
 
-def g(iteration: int) -> Generation:
+def g(iteration: int) -> records.Generation:
     """On the kept line: lineage 1 up to iteration 7, then lineage 2."""
-    return Generation(1 if iteration <= 7 else 2, iteration)
+    return records.Generation(1 if iteration <= 7 else 2, iteration)
 
 
-def layout_with_steps(role: int) -> RoleLayout:
+def layout_with_steps(role: int) -> records.RoleLayout:
     own = (role,)
     parts = (
-        PartInfo("shard0", 8, own),
-        *step_parts({"shard0": PartInfo("", 4, own)}, 64, role),
-        PartInfo("extras@step", 8, own),
+        records.PartInfo("shard0", 8, own),
+        *step_parts({"shard0": records.PartInfo("", 4, own)}, 64, role),
+        records.PartInfo("extras@step", 8, own),
     )
-    return RoleLayout(role, parts, (0, 1), 2, "same")
+    return records.RoleLayout(role, parts, (0, 1), 2, "same")
 
 
 def ask(content: Content, *, roles: int = 1, **more: object) -> RestoreQuery:
     """Nodes whose vaults hold ``content``; role r sits on node 9 and has come from node r."""
-    seats = {role: Seat(9, role, 0) for role in range(roles)}
-    owners = {role: Seat(role, 0, 0) for role in range(roles)}
+    seats = {role: records.Seat(9, role, 0) for role in range(roles)}
+    owners = {role: records.Seat(role, 0, 0) for role in range(roles)}
     held = inventories(content, layout_with_steps)
     query = RestoreQuery(3, roles, held, seats, owners, LINES)
     return replace(query, **more)  # type: ignore[arg-type]
@@ -272,10 +269,10 @@ def test_what_failed_is_not_tried_again() -> None:
     content: Content = {1: [(0, g(5), WHOLE), (0, g(6), STEP), (0, g(7), STEP)]}
     recipe = chosen(ask(content)).recipes[0]
     different = set(suspects(recipe, g(7), REPLAY))
-    assert different == {BadPart(1, 0, g(7), SUMS_PART)}
+    assert different == {records.BadPart(1, 0, g(7), records.SUMS_PART)}
     assert chosen(ask(content, bad_parts=frozenset(different))).generation == g(6)
-    damaged = set(suspects(recipe, g(7), key(g(6), gradients_part("shard0"))))
-    assert damaged == {BadPart(1, 0, g(6), gradients_part("shard0"))}
+    damaged = set(suspects(recipe, g(7), key(g(6), records.gradients_part("shard0"))))
+    assert damaged == {records.BadPart(1, 0, g(6), records.gradients_part("shard0"))}
     assert chosen(ask(content, bad_parts=frozenset(damaged))).generation == g(5)
     assert list(suspects(recipe, g(7), "shard0")) == []
 
@@ -283,8 +280,8 @@ def test_what_failed_is_not_tried_again() -> None:
 @st.composite
 def contents(draw: st.DrawFn) -> tuple[int, Content]:
     roles = draw(st.integers(1, 2))
-    names = ["shard0", gradients_part("shard0"), UPDATE_PART, SUMS_PART]
-    content: dict[int, list[tuple[int, Generation, frozenset[str]]]] = {}
+    names = ["shard0", records.gradients_part("shard0"), records.UPDATE_PART, records.SUMS_PART]
+    content: dict[int, list[tuple[int, records.Generation, frozenset[str]]]] = {}
     for node in range(draw(st.integers(1, 3))):
         content[node] = []
         for role in range(roles):
@@ -304,7 +301,7 @@ def test_newest_that_all_roles_can_copy_or_recompute(case: tuple[int, Content]) 
         """Written the slow way: is there any base from which every step is there?"""
         if holders(content, role, g(iteration), "shard0"):
             return True
-        names = (gradients_part("shard0"), UPDATE_PART, SUMS_PART)
+        names = (records.gradients_part("shard0"), records.UPDATE_PART, records.SUMS_PART)
         step = all(holders(content, role, g(iteration), name) for name in names)
         return step and iteration > 5 and producible(role, iteration - 1)
 
@@ -319,7 +316,7 @@ def test_newest_that_all_roles_can_copy_or_recompute(case: tuple[int, Content]) 
     if not good:
         assert isinstance(answer, NoRestore)
         return
-    assert isinstance(answer, Restore)
+    assert isinstance(answer, records.Restore)
     assert answer.generation == g(max(good))
     for role in range(roles):
         recipe = answer.recipes.get(role)

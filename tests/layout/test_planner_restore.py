@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.planner import (
-    NoRestore,
-    RestoreQuery,
-    assign_seats,
-    choose_restore,
-    is_thrown_away,
-    keep_line,
-)
 from deadpool_megatron.layout.records import (
     BadPart,
     Generation,
@@ -55,12 +48,12 @@ def ask(
     replicas: tuple[int, ...] = (),
     seats: Mapping[int, Seat] | None = None,
     **more: object,
-) -> RestoreQuery:
+) -> planner.RestoreQuery:
     """A query about nodes whose vaults hold ``content``; roles sit on the node of their number."""
     held = inventories(content, lambda role: layout(role, replicas))
     owners = {role: Seat(role, 0, 0) for role in range(roles)}
     facts: dict[str, object] = {"kept": {1: NO_LIMIT}, **more}
-    return RestoreQuery(2, roles, held, owners if seats is None else seats, owners, **facts)  # type: ignore[arg-type]
+    return planner.RestoreQuery(2, roles, held, owners if seats is None else seats, owners, **facts)  # type: ignore[arg-type]
 
 
 def test_boundary_is_the_latest_that_all_roles_have() -> None:
@@ -86,7 +79,9 @@ def test_replica_gives_the_shard_but_never_the_extras() -> None:
     answer = chosen(ask(content, replicas=(0, 1), layouts=layouts))
     assert answer.sources[0] == {"main": (Source(1, 1),), "extras@step": (Source(1, 0),)}
     content = {1: [(1, g(7), STEP), (0, g(7), frozenset({"main"}))]}
-    assert isinstance(choose_restore(ask(content, replicas=(0, 1), layouts=layouts)), NoRestore)
+    assert isinstance(
+        planner.choose_restore(ask(content, replicas=(0, 1), layouts=layouts)), planner.NoRestore
+    )
 
 
 def test_bad_parts_fall_to_the_next_source_then_the_next_generation() -> None:
@@ -115,7 +110,7 @@ def test_abandoned_lineages_are_never_chosen() -> None:
 def test_bytes_of_another_layout_are_not_used() -> None:
     content = {0: [(0, g(7), STEP)], 1: [(1, g(7), STEP)]}
     other = {1: layout(1, layout_hash="other")}
-    assert isinstance(choose_restore(ask(content, layouts=other)), NoRestore)
+    assert isinstance(planner.choose_restore(ask(content, layouts=other)), planner.NoRestore)
 
 
 @given(
@@ -155,8 +150,8 @@ def test_after_memory_comes_the_checkpoint_then_the_start_then_nothing() -> None
     assert (answer.kind, answer.generation, answer.path) == ("durable", g(5, 2), "/ck/5")
     assert (answer.boundary, answer.sources) == ("save", {})
     assert chosen(ask(content, start=start)) == Restore("initial", g(0, 2))
-    nothing = choose_restore(ask(content))
-    assert isinstance(nothing, NoRestore)
+    nothing = planner.choose_restore(ask(content))
+    assert isinstance(nothing, planner.NoRestore)
     assert "layout of role 1" in nothing.reason
 
 
@@ -174,11 +169,11 @@ def test_memory_that_the_checkpoint_has_left_far_behind_comes_after_it(
 
 
 def test_kept_line() -> None:
-    line = keep_line({1: NO_LIMIT}, Restore("memory", g(7)), 2)
+    line = planner.keep_line({1: NO_LIMIT}, Restore("memory", g(7)), 2)
     assert line == {1: 7, 2: NO_LIMIT}
-    assert keep_line(line, Restore("memory", g(9, 2)), 3) == {1: 7, 2: 9, 3: NO_LIMIT}
-    assert keep_line(line, Restore("memory", g(6)), 3) == {1: 6, 3: NO_LIMIT}
-    assert keep_line(line, Restore("durable", g(5, 3)), 3) == {3: NO_LIMIT}
+    assert planner.keep_line(line, Restore("memory", g(9, 2)), 3) == {1: 7, 2: 9, 3: NO_LIMIT}
+    assert planner.keep_line(line, Restore("memory", g(6)), 3) == {1: 6, 3: NO_LIMIT}
+    assert planner.keep_line(line, Restore("durable", g(5, 3)), 3) == {3: NO_LIMIT}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +188,7 @@ def test_kept_line() -> None:
 def test_a_checkpoint_is_thrown_away_by_what_it_includes(
     lineage: int, iteration: int, nonfinite: dict[int, int], is_away: bool
 ) -> None:
-    assert is_thrown_away(g(iteration, lineage), nonfinite) is is_away
+    assert planner.is_thrown_away(g(iteration, lineage), nonfinite) is is_away
 
 
 @st.composite
@@ -216,7 +211,7 @@ def contents(
 @given(contents())
 def test_what_is_chosen_is_producible_and_nothing_newer_is(case) -> None:  # type: ignore[no-untyped-def]
     roles, content = case
-    answer = choose_restore(ask(content, roles=roles, kept={1: 7, 2: NO_LIMIT}))
+    answer = planner.choose_restore(ask(content, roles=roles, kept={1: 7, 2: NO_LIMIT}))
 
     def producible(generation: Generation) -> bool:
         return all(holders(content, role, generation, "main") for role in range(roles)) and any(
@@ -226,7 +221,7 @@ def test_what_is_chosen_is_producible_and_nothing_newer_is(case) -> None:  # typ
 
     candidates = [gen for gen in (g(6), g(7), g(7, 2)) if producible(gen)]
     if not candidates:
-        assert isinstance(answer, NoRestore)
+        assert isinstance(answer, planner.NoRestore)
         return
     assert isinstance(answer, Restore)
     assert (answer.kind, answer.generation) == ("memory", max(candidates))
@@ -250,27 +245,29 @@ def members_of(*nodes: int, per_node: int = 2) -> dict[tuple[int, int], int]:
 
 def test_dead_member_is_replaced_on_its_slot() -> None:
     members = {**members_of(0, 1, 2), (1, 0): 3}
-    answer = assign_seats(seats_of(0, 1), members)
+    answer = planner.assign_seats(seats_of(0, 1), members)
     assert answer.seats == {**seats_of(0, 1), 2: Seat(1, 0, 3)}
 
 
 def test_warm_spares_first_then_lowest_id_and_avoided_ones_last() -> None:
     seats, members = seats_of(0, 1), members_of(0, 2, 3)
     warm = frozenset({(3, 0), (3, 1)})
-    assert assign_seats(seats, members, warm=warm).seats[2].node == 3
-    answer = assign_seats(seats, members, warm=frozenset({(2, 0)}), deprioritized=frozenset({2}))
+    assert planner.assign_seats(seats, members, warm=warm).seats[2].node == 3
+    answer = planner.assign_seats(
+        seats, members, warm=frozenset({(2, 0)}), deprioritized=frozenset({2})
+    )
     assert answer.seats[2].node == 3
 
 
 def test_too_few_spares_leave_whole_blocks_without_seat() -> None:
-    answer = assign_seats(seats_of(0, 1, 2), members_of(2, 3))
+    answer = planner.assign_seats(seats_of(0, 1, 2), members_of(2, 3))
     assert answer.unseated == (2, 3)
     assert answer.seats == {0: Seat(3, 0, 0), 1: Seat(3, 1, 0), 4: Seat(2, 0, 0), 5: Seat(2, 1, 0)}
 
 
 def test_spare_that_lacks_a_slot_does_not_fit() -> None:
     members = {**members_of(0), (2, 0): 0, **members_of(3)}
-    assert assign_seats(seats_of(0, 1), members).seats[2].node == 3
+    assert planner.assign_seats(seats_of(0, 1), members).seats[2].node == 3
 
 
 @given(
@@ -285,7 +282,7 @@ def test_survivors_stay_and_no_member_has_two_roles(
 ) -> None:
     old = seats_of(*range(training), per_node=per_node)
     live = [node for node in range(training + spares) if node not in dead]
-    answer = assign_seats(old, members_of(*live, per_node=per_node), leaving=leaving)
+    answer = planner.assign_seats(old, members_of(*live, per_node=per_node), leaving=leaving)
     assert set(answer.seats) | set(answer.unseated) == set(old)
     assert not set(answer.seats) & set(answer.unseated)
     assert len(set(answer.seats.values())) == len(answer.seats)

@@ -9,17 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout import records as rec
 from deadpool_megatron.layout.history import History
-from deadpool_megatron.layout.records import (
-    Generation,
-    Holding,
-    Inventory,
-    PartInfo,
-    RoleLayout,
-    Seat,
-    SeatTable,
-)
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.layout.words import group_name, roles_in
 
@@ -53,22 +45,24 @@ groups = st.one_of(
     ),
 )
 layouts = st.builds(
-    RoleLayout,
+    records.RoleLayout,
     role=roles,
-    parts=st.lists(st.builds(PartInfo, names, st.integers(0, 9), groups), max_size=3).map(tuple),
+    parts=st.lists(st.builds(records.PartInfo, names, st.integers(0, 9), groups), max_size=3).map(
+        tuple
+    ),
     peers=groups,
     slots=st.integers(2, 4),
     layout_hash=st.sampled_from("ab"),
     meaning=st.sampled_from(["", "last"]),
 )
 holdings = st.builds(
-    Holding,
+    records.Holding,
     roles,
-    st.builds(Generation, st.integers(0, 3), st.integers(0, 9)),
+    st.builds(records.Generation, st.integers(0, 3), st.integers(0, 9)),
     st.frozensets(names),
 )
 inventories = st.builds(
-    Inventory,
+    records.Inventory,
     st.integers(0, 9),
     st.integers(0, 9),
     st.lists(holdings, max_size=5).map(tuple),
@@ -89,19 +83,21 @@ def test_slots_are_as_large_as_copies_and_replicas_make_them() -> None:
 
 
 def test_a_seat_is_found_by_its_very_process_only() -> None:
-    table = SeatTable({0: Seat(4, 0, 2), 1: Seat(4, 1, 0), 2: Seat(5, 0, 0)})
+    table = records.SeatTable(
+        {0: records.Seat(4, 0, 2), 1: records.Seat(4, 1, 0), 2: records.Seat(5, 0, 0)}
+    )
     assert table.role_of(4, 0, 2) == 0
     assert table.role_of(4, 0, 1) is None
     assert table.role_of(6, 0, 0) is None
     assert table.role_by_place == {(4, 0): 0, (4, 1): 1, (5, 0): 2}
     assert table.nodes == {4, 5}
-    assert table == {0: Seat(4, 0, 2), 1: Seat(4, 1, 0), 2: Seat(5, 0, 0)}
+    assert table == {0: records.Seat(4, 0, 2), 1: records.Seat(4, 1, 0), 2: records.Seat(5, 0, 0)}
 
 
 @settings(max_examples=50)
 @given(inventory=inventories)
-def test_round_trip(inventory: Inventory) -> None:
-    assert Inventory.from_dict(json.loads(json.dumps(inventory.to_dict()))) == inventory
+def test_round_trip(inventory: records.Inventory) -> None:
+    assert records.Inventory.from_dict(json.loads(json.dumps(inventory.to_dict()))) == inventory
 
 
 @pytest.mark.parametrize(

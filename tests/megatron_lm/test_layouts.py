@@ -11,17 +11,9 @@ from typing import Any
 import pytest
 
 from tests.faults.harness.jobs import Outcome
+from tests.megatron_lm.harness import runs
 from tests.megatron_lm.harness.arguments import MOE
 from tests.megatron_lm.harness.checkout import TAG, TAGS, needs_megatron_lm
-from tests.megatron_lm.harness.runs import (
-    PP2_DP2,
-    SEGMENTS,
-    dies,
-    gpt,
-    output_of_members,
-    printed,
-    strike,
-)
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs_megatron_lm]
 
@@ -30,10 +22,10 @@ LAYERS = "tests.megatron_lm.harness.local_layers"
 #: the folder of a stand-in for a package that Muon needs
 EMERGING = Path(__file__).parent / "harness" / "emerging"
 COMMON = [
-    dies("forward", "forward", 0, 2, nth=2),
-    dies("update", "optimizer.inside", 3, 4),
-    dies("after-update", "optimizer.updated", 1, 6, target="self"),
-    dies("communication", "comm", 2, 8, nth=3),
+    runs.dies("forward", "forward", 0, 2, nth=2),
+    runs.dies("update", "optimizer.inside", 3, 4),
+    runs.dies("after-update", "optimizer.updated", 1, 6, target="self"),
+    runs.dies("communication", "comm", 2, 8, nth=3),
 ]
 # Dropout is 0.1 and the embeddings are tied unless it says otherwise.
 LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
@@ -53,7 +45,7 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "rerun_mode": "disabled",
         },
         # A spare for role 0 is there first.
-        [dies("forward", "forward", 1, 2, nth=2), *COMMON[1:]],
+        [runs.dies("forward", "forward", 1, 2, nth=2), *COMMON[1:]],
     ),
     "bf16, two optimizer instances, full recompute": (
         {
@@ -73,8 +65,8 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
     ),
     "fp16, first updates skipped, virtual pipeline, exit interval": (
         {
-            **PP2_DP2,
-            **SEGMENTS,
+            **runs.PP2_DP2,
+            **runs.SEGMENTS,
             "bf16": None,
             "fp16": True,
             "initial_loss_scale": 2.0**21,
@@ -84,10 +76,10 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "exit_interval": ITERATIONS,
         },
         [
-            dies("in-a-skipped-update", "gate", 0, 2),
-            dies("after-a-skipped-update", "log.begin", 3, 2),
-            dies("evaluation", "evaluation.end", 1, 4, target="self"),
-            dies("update", "optimizer.updated", 2, 6),
+            runs.dies("in-a-skipped-update", "gate", 0, 2),
+            runs.dies("after-a-skipped-update", "log.begin", 3, 2),
+            runs.dies("evaluation", "evaluation.end", 1, 4, target="self"),
+            runs.dies("update", "optimizer.updated", 2, 6),
         ],
     ),
     "sequence parallel, loader processes": (
@@ -100,12 +92,12 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "dataloader_type": "cyclic",
             "rerun_mode": "validate_results",
         },
-        [*COMMON[:3], dies("data", "data.next", 2, 8, nth=2)],
+        [*COMMON[:3], runs.dies("data", "data.next", 2, 8, nth=2)],
     ),
     "experts": (
         {
-            **PP2_DP2,
-            **SEGMENTS,
+            **runs.PP2_DP2,
+            **runs.SEGMENTS,
             **MOE,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
@@ -116,18 +108,18 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "log_interval": 3,
         },
         [
-            dies("forward", "forward", 0, 2, nth=2),
-            dies("first-update", "optimizer.updated", 3, 4, when_optimizer=0),
-            dies("evaluation", "evaluation.end", 3, 4, when_epoch=3),
+            runs.dies("forward", "forward", 0, 2, nth=2),
+            runs.dies("first-update", "optimizer.updated", 3, 4, when_optimizer=0),
+            runs.dies("evaluation", "evaluation.end", 3, 4, when_epoch=3),
             # In the middle of an interval of the log, and behind the evaluation.
-            dies("next-forward", "forward", 0, 5, nth=2),
-            dies("last-update", "optimizer.updated", 1, 6, when_optimizer=1, target="self"),
-            dies("log", "log.end", 3, 7),
+            runs.dies("next-forward", "forward", 0, 5, nth=2),
+            runs.dies("last-update", "optimizer.updated", 1, 6, when_optimizer=1, target="self"),
+            runs.dies("log", "log.end", 3, 7),
         ],
     ),
     "kinds of layers, segments that differ": (
         {
-            **PP2_DP2,
+            **runs.PP2_DP2,
             **MOE,
             "script": "pretrain_hybrid.py",
             "num_layers": None,
@@ -137,11 +129,11 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "deadpool_allow_unreviewed": f"spec={LAYERS}",
         },
         # A spare for role 0 is there first, and role 3 has other layers, none with experts.
-        [dies("forward", "forward", 3, 2, nth=2), *COMMON[1:]],
+        [runs.dies("forward", "forward", 3, 2, nth=2), *COMMON[1:]],
     ),
     "whole matrices dealt out": (
         {
-            **SEGMENTS,
+            **runs.SEGMENTS,
             "bf16": True,
             "optimizer": "dist_muon",
             "tensor_model_parallel_size": 2,
@@ -152,7 +144,7 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
     ),
     "experts by quantiles, yarn": (
         {
-            **PP2_DP2,
+            **runs.PP2_DP2,
             **MOE,
             "position_embedding_type": "yarn",
             "moe_router_score_function": "sqrtsoftplus",
@@ -167,12 +159,12 @@ if TAG not in ("core_v0.16.1", "core_v0.17.1"):
     muon = {"bf16": True, "optimizer": "muon", "use_distributed_optimizer": True}
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     LAYOUTS["whole matrices dealt out by buffers"] = (
-        {**SEGMENTS, **muon, **overlap, "calculate_per_token_loss": True}
+        {**runs.SEGMENTS, **muon, **overlap, "calculate_per_token_loss": True}
         | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         COMMON,
     )
     LAYOUTS["whole matrices dealt out, experts"] = (
-        {**SEGMENTS, **muon, **overlap, **MOE, "no_use_layer_wise_param_layout": True},
+        {**runs.SEGMENTS, **muon, **overlap, **MOE, "no_use_layer_wise_param_layout": True},
         COMMON,
     )
 #: flags and values that this tag does not have
@@ -204,8 +196,8 @@ def import_path(before: str) -> str:
 def test_layout_survives(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", import_path(os.environ["PYTHONPATH"]))
     flags, plan = LAYOUTS[name]
-    program = gpt(**{"train_iters": ITERATIONS, **flags})
-    outcome = strike(tmp_path / "run", program, plan, settings=SETTINGS.get(name, ""))
+    program = runs.gpt(**{"train_iters": ITERATIONS, **flags})
+    outcome = runs.strike(tmp_path / "run", program, plan, settings=SETTINGS.get(name, ""))
     assert len(outcome.final["steps"]) == ITERATIONS
     check = CHECKS.get(name)
     if check is not None:
@@ -220,12 +212,12 @@ def skipped_two(outcome: Outcome) -> None:
 
 
 def told_of_auxiliary_losses(outcome: Outcome) -> None:
-    lines = [text for facts in printed(outcome).values() for text in facts]
+    lines = [text for facts in runs.printed(outcome).values() for text in facts]
     assert any("load_balancing_loss" in line for line in lines)
 
 
 def told_of_timers_and_in_place(outcome: Outcome) -> None:
-    printed_by_members = output_of_members(outcome)
+    printed_by_members = runs.output_of_members(outcome)
     assert "forward-compute" in printed_by_members
     assert "takes role 1 in place" in printed_by_members
     causes = [event.data["cause"] for event in outcome.of_kind("epoch-closed")]
@@ -234,7 +226,7 @@ def told_of_timers_and_in_place(outcome: Outcome) -> None:
 
 def audited_with_passes(outcome: Outcome, iterations: Iterable[int] = (3, 6)) -> None:
     assert set(iterations) <= {event.iteration for event in outcome.of_kind("audited")}
-    assert "do not compare passes" not in output_of_members(outcome) + str(outcome.events)
+    assert "do not compare passes" not in runs.output_of_members(outcome) + str(outcome.events)
 
 
 CHECKS = {

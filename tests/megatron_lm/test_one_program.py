@@ -12,15 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness.jobs import (
-    Outcome,
-    Program,
-    assert_unnoticed,
-    await_event,
-    end_members,
-    run_program,
-    undisturbed,
-)
+from tests.faults.harness import jobs
 from tests.megatron_lm.harness.arguments import real_text
 from tests.megatron_lm.harness.checkout import needs_megatron_lm
 from tests.megatron_lm.harness.runs import copy_tree, gpt
@@ -43,7 +35,7 @@ def held_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEADPOOL_TEST_HOLD", "")
 
 
-def copied(folder: Path, **flags: object) -> Program:
+def copied(folder: Path, **flags: object) -> jobs.Program:
     """Two stages on two nodes, with a script and modules that a test may edit."""
     copy_tree(folder / "tree")
     script = folder / "tree" / "pretrain_gpt.py"
@@ -60,38 +52,38 @@ def edit_loss(script: Path) -> None:
 
 def struck(
     tmp_path: Path,
-    program: Program,
+    program: jobs.Program,
     change: Callable[[], None],
     node: int = 1,
     **options: Any,
-) -> Outcome:
+) -> jobs.Outcome:
     """Change something between two iterations, once the spare is warm, and end the process of a
     node then."""
     directory, changed = tmp_path / "run", tmp_path / "changed"
 
     def strike() -> None:
         if options.get("spares"):
-            await_event(directory, lambda event: event.kind == "member-warm")
+            jobs.await_event(directory, lambda event: event.kind == "member-warm")
         change()
         changed.touch()
-        end_members(directory, node)
+        jobs.end_members(directory, node)
 
     with pytest.MonkeyPatch.context() as patch:
         # It waits for so long before each of them.
         patch.setenv("DEADPOOL_TEST_HOLD", ",".join(f"{k}={changed}" for k in range(4, 9)))
-        return run_program(directory, program, when_stepping=(3, strike), **options)
+        return jobs.run_program(directory, program, when_stepping=(3, strike), **options)
 
 
-def causes(outcome: Outcome) -> str:
+def causes(outcome: jobs.Outcome) -> str:
     return " ".join(str(event.data["cause"]) for event in outcome.of_kind("node-aside"))
 
 
 def test_the_process_that_follows_reads_an_edited_script(tmp_path: Path) -> None:
     """Its node gets no role any more; a spare has the script as it was."""
     program = copied(tmp_path)
-    wanted, script = undisturbed(program), tmp_path / "tree" / "pretrain_gpt.py"
+    wanted, script = jobs.undisturbed(program), tmp_path / "tree" / "pretrain_gpt.py"
     outcome = struck(tmp_path, program, lambda: edit_loss(script), spares=1)
-    assert_unnoticed(outcome, wanted, [])
+    jobs.assert_unnoticed(outcome, wanted, [])
     assert f"{script}: sha256=" in causes(outcome), outcome.story()
 
 
@@ -99,7 +91,7 @@ def test_without_a_spare_the_run_waits_and_another_run_may_have_the_edited_scrip
     tmp_path: Path,
 ) -> None:
     program = copied(tmp_path)
-    wanted, script = undisturbed(program), tmp_path / "tree" / "pretrain_gpt.py"
+    wanted, script = jobs.undisturbed(program), tmp_path / "tree" / "pretrain_gpt.py"
 
     def edit() -> None:
         script.write_text(f"{script.read_text()}\n# edited\n")
@@ -109,17 +101,17 @@ def test_without_a_spare_the_run_waits_and_another_run_may_have_the_edited_scrip
     assert outcome.status == 75, outcome.story()
     assert f"{script}: sha256=" in causes(outcome), outcome.story()
     assert not (tmp_path / "bad-nodes.json").exists()
-    resumed = run_program(
+    resumed = jobs.run_program(
         tmp_path / "resumed", program, arguments=["--resume", str(outcome.directory)]
     )
-    assert_unnoticed(resumed, wanted, [])
+    jobs.assert_unnoticed(resumed, wanted, [])
     assert f"changed since the start before (1): {script}: sha256=" in resumed.output
 
 
 def test_a_node_that_comes_with_an_edited_module_is_excluded(tmp_path: Path) -> None:
     """Those that have the module as it was continue, and replace each other."""
     program = copied(tmp_path)
-    wanted, directory = undisturbed(program), tmp_path / "run"
+    wanted, directory = jobs.undisturbed(program), tmp_path / "run"
     module = tmp_path / "tree" / "megatron" / "training" / "training.py"
     statuses: list[int] = []
 
@@ -130,7 +122,7 @@ def test_a_node_that_comes_with_an_edited_module_is_excluded(tmp_path: Path) -> 
         statuses.append(agent.returncode)
 
     outcome = struck(tmp_path, program, attach, spares=1)
-    assert_unnoticed(outcome, wanted, [])
+    jobs.assert_unnoticed(outcome, wanted, [])
     assert statuses == [69], outcome.story()
     lost = " ".join(str(event.data["cause"]) for event in outcome.of_kind("node-lost"))
     assert f"{module}: sha256=" in lost, outcome.story()
@@ -139,7 +131,7 @@ def test_a_node_that_comes_with_an_edited_module_is_excluded(tmp_path: Path) -> 
 def test_the_process_that_follows_finds_other_data(tmp_path: Path) -> None:
     text = real_text(tmp_path / "data")
     program = copied(tmp_path, **text)
-    wanted, data = undisturbed(program), Path(f"{text['data_path']}.bin")
+    wanted, data = jobs.undisturbed(program), Path(f"{text['data_path']}.bin")
 
     def replace() -> None:
         shutil.copy(data, tmp_path / "other")
@@ -149,5 +141,5 @@ def test_the_process_that_follows_finds_other_data(tmp_path: Path) -> None:
 
     # The spare is built for this role, and has opened the data.
     outcome = struck(tmp_path, program, replace, node=0, spares=1)
-    assert_unnoticed(outcome, wanted, [])
+    jobs.assert_unnoticed(outcome, wanted, [])
     assert f"file {data} on " in causes(outcome), outcome.story()

@@ -14,18 +14,9 @@ from tests.faults.harness.jobs import (
     run_program,
     undisturbed,
 )
+from tests.megatron_lm.harness import runs
 from tests.megatron_lm.harness.arguments import real_text
 from tests.megatron_lm.harness.checkout import LOADS, needs_megatron_lm
-from tests.megatron_lm.harness.runs import (
-    BASE,
-    PP2_DP2,
-    assert_printed,
-    dies,
-    gpt,
-    held_tree,
-    output_of_members,
-    strike,
-)
 
 pytestmark = [
     pytest.mark.megatron_lm,
@@ -54,19 +45,19 @@ def test_numbers_of_layers_shift_on_real_text(
         "eval_iters": 1,
         "train_iters": 14,
     }
-    wanted = undisturbed(gpt(**flags))
+    wanted = undisturbed(runs.gpt(**flags))
     monkeypatch.setenv("DEADPOOL_TEST_HOLD", f"2={tmp_path}/run.faults.fired/spare-is-built")
-    program = gpt(within=held_tree(tmp_path / "tree").parent, **flags)
+    program = runs.gpt(within=runs.held_tree(tmp_path / "tree").parent, **flags)
     plan = [
-        dies("before-the-index", "recovery.rebuild", 3, when_epoch=1),
+        runs.dies("before-the-index", "recovery.rebuild", 3, when_epoch=1),
         fault("spare-is-built", "member.warm", when_node=5, action="mark"),
-        dies("same-class", "forward", 2, nth=2, after="spare-is-built"),
-        dies("other-class", "optimizer.updated", 0, nth=3, after="same-class"),
+        runs.dies("same-class", "forward", 2, nth=2, after="spare-is-built"),
+        runs.dies("other-class", "optimizer.updated", 0, nth=3, after="same-class"),
     ]
-    outcome = strike(tmp_path / "run", program, plan, wanted, spares=2)
+    outcome = runs.strike(tmp_path / "run", program, plan, wanted, spares=2)
     assert list((outcome.directory / "index").rglob("*GPTDataset*.npy"))
-    assert "built for role 1, takes role 2 in place" in output_of_members(outcome)
-    assert "built for role 2, rebuilt for role 0" in output_of_members(outcome)
+    assert "built for role 1, takes role 2 in place" in runs.output_of_members(outcome)
+    assert "built for role 2, rebuilt for role 0" in runs.output_of_members(outcome)
     assert all("adopt" in entry["phases"] for entry in outcome.final["recoveries"][-2:])
 
 
@@ -75,14 +66,14 @@ def test_saved_beside_training_and_loaded_by_another_run(tmp_path: Path) -> None
     """Kills between the beginning of a save and its end; what is loaded is such a checkpoint."""
     # From 0.17 on Megatron's default is a package that is not installed.
     own = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": None}
-    beside = gpt(**BASE, **own)
+    beside = runs.gpt(**runs.BASE, **own)
     plan = [
-        dies("begun", "save.written", 2, 6),
-        dies("under-way", "step.begin", 0, 10),
-        dies("last", "save.written", 3, 12),
+        runs.dies("begun", "save.written", 2, 6),
+        runs.dies("under-way", "step.begin", 0, 10),
+        runs.dies("last", "save.written", 3, 12),
     ]
-    wanted = undisturbed(gpt(**BASE))
-    saved = strike(tmp_path / "run", beside, plan, wanted)
+    wanted = undisturbed(runs.gpt(**runs.BASE))
+    saved = runs.strike(tmp_path / "run", beside, plan, wanted)
     assert restart_kinds(saved)[1:] == ["memory"] * 3
     saves = saved.directory / "saves"
     newest = saves / "latest_checkpointed_iteration.txt"
@@ -92,21 +83,23 @@ def test_saved_beside_training_and_loaded_by_another_run(tmp_path: Path) -> None
         assert (saves / f"iter_{iteration:07d}" / ".metadata").is_file()
 
     newest.write_text("6")
-    plan = [dies("first-step", "optimizer.inside", 2, 7)]
-    loaded = strike(tmp_path / "loaded", gpt(**BASE, load=saves), plan, wanted, after=6)
+    plan = [runs.dies("first-step", "optimizer.inside", 2, 7)]
+    loaded = runs.strike(
+        tmp_path / "loaded", runs.gpt(**runs.BASE, load=saves), plan, wanted, after=6
+    )
     assert [step["iteration"] for step in loaded.final["steps"]] == list(range(7, 13))
 
 
 def test_a_run_falls_back_to_what_its_program_has_loaded(tmp_path: Path) -> None:
     """Before its first save no copy is left of what a lost node had."""
     saves = tmp_path / "run" / "saves"
-    first = run_program(tmp_path / "run", gpt(**{**BASE, "exit_interval": 3}))
+    first = run_program(tmp_path / "run", runs.gpt(**{**runs.BASE, "exit_interval": 3}))
     assert (saves / "iter_0000003" / ".metadata").is_file(), first.story()
-    program = gpt(**{**BASE, "save": None, "load": saves})
-    lost = [dies("lost", "optimizer.inside", 2, 5)]
+    program = runs.gpt(**{**runs.BASE, "save": None, "load": saves})
+    lost = [runs.dies("lost", "optimizer.inside", 2, 5)]
     local = {"settings": "--deadpool-protection local"}
-    wanted = undisturbed(gpt(**BASE))
-    loaded = strike(tmp_path / "loaded", program, lost, wanted, after=3, **local)
+    wanted = undisturbed(runs.gpt(**runs.BASE))
+    loaded = runs.strike(tmp_path / "loaded", program, lost, wanted, after=3, **local)
     assert restart_kinds(loaded) == ["initial", "durable"]
 
 
@@ -114,31 +107,31 @@ def test_a_start_from_a_checkpoint_is_no_failure(tmp_path: Path) -> None:
     """Nothing fails: the epoch that has loaded is the only one, however long its first seal takes,
     as that of a large model does."""
     saves = tmp_path / "run" / "saves"
-    wanted = run_program(tmp_path / "run", gpt(**{**BASE, "exit_interval": 3}))
+    wanted = run_program(tmp_path / "run", runs.gpt(**{**runs.BASE, "exit_interval": 3}))
     assert (saves / "iter_0000003" / ".metadata").is_file(), wanted.story()
     stopped = {"signal": "STOP", "resume_after_seconds": 3}
     plan = [fault("late", "vault.seal", when_role=0, when_iteration=3, **stopped)]
-    program = gpt(**{**BASE, "save": None, "load": saves})
+    program = runs.gpt(**{**runs.BASE, "save": None, "load": saves})
     loaded = run_program(tmp_path / "loaded", program, plan)
-    assert_unnoticed(loaded, undisturbed(gpt(**BASE)), plan, after=3)
+    assert_unnoticed(loaded, undisturbed(runs.gpt(**runs.BASE)), plan, after=3)
     assert restart_kinds(loaded) == ["initial"]
     assert not loaded.of_kind("epoch-closed"), loaded.story()
 
 
 def test_no_spare_left_dumps_and_resumes(tmp_path: Path) -> None:
-    program = gpt(**BASE)
-    plan = [dies("only", "evaluation.end", 0, 4)]
+    program = runs.gpt(**runs.BASE)
+    plan = [runs.dies("only", "evaluation.end", 0, 4)]
     dumped = run_program(tmp_path / "run", program, plan, settings="--deadpool-spare-timeout 1")
     assert dumped.status == 75, dumped.story()
     resume = ("--resume", str(tmp_path / "run"))
-    other = gpt(**{**BASE, "num_layers_per_virtual_pipeline_stage": 1})
+    other = runs.gpt(**{**runs.BASE, "num_layers_per_virtual_pipeline_stage": 1})
     wrong = run_program(tmp_path / "wrong", other, arguments=resume)
     assert (wrong.status, wrong.of_kind("step")) == (2, []), wrong.story()
     assert "virtual_stages is 1 there and 2 here" in wrong.final["reason"]
     resumed = run_program(tmp_path / "resumed", program, arguments=resume)
     assert_unnoticed(resumed, undisturbed(program), [])
     (saved,) = (tmp_path / "run" / "dump").iterdir()
-    assert_printed(resumed, undisturbed(program), after=int(saved.name.partition("-")[2]))
+    runs.assert_printed(resumed, undisturbed(program), after=int(saved.name.partition("-")[2]))
     assert resumed.final["steps"][0]["iteration"] > 1, "it did not start anew"
 
 
@@ -155,10 +148,10 @@ def test_every_sample_is_read_when_a_node_dies_at_the_end(tmp_path: Path) -> Non
         "train_iters": 3,
     }
     plan = [
-        dies("last-step", "log.end", 1, 3),
-        dies("test", "evaluation.begin", 1, when_section="test"),
+        runs.dies("last-step", "log.end", 1, 3),
+        runs.dies("test", "evaluation.begin", 1, when_section="test"),
     ]
-    outcome = strike(tmp_path / "run", gpt(nodes=2, **flags), plan, spares=2)
+    outcome = runs.strike(tmp_path / "run", runs.gpt(nodes=2, **flags), plan, spares=2)
     assert set(restart_kinds(outcome)[1:]) == {"memory"}
 
 
@@ -174,7 +167,7 @@ def test_every_sample_is_read_when_a_node_dies_at_the_end(tmp_path: Path) -> Non
 def test_gradients_that_are_nan_once_leave_no_trace(
     tmp_path: Path, flags: dict[str, Any], kind: str
 ) -> None:
-    program = gpt(**{**PP2_DP2, "train_iters": 8, **flags})
+    program = runs.gpt(**{**runs.PP2_DP2, "train_iters": 8, **flags})
     plan = [fault("nan", "forward", when_iteration=5, when_role=3, action="mark")]
     outcome = run_program(tmp_path / "run", program, plan, settings="--deadpool-nonfinite rollback")
     assert_unnoticed(outcome, undisturbed(program), plan)
@@ -184,7 +177,7 @@ def test_gradients_that_are_nan_once_leave_no_trace(
 
 def test_nan_that_megatron_finds_ends_the_run_with_its_message(tmp_path: Path) -> None:
     # One update of this size leaves no finite parameter.
-    program = gpt(nodes=2, lr=1e30, train_iters=6, rerun_mode="disabled")
+    program = runs.gpt(nodes=2, lr=1e30, train_iters=6, rerun_mode="disabled")
     outcome = run_program(tmp_path / "run", program)
     assert outcome.status == 1, outcome.story()
     assert outcome.final["kind"] == "bug"

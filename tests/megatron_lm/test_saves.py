@@ -8,14 +8,7 @@ import pytest
 
 from deadpool_megatron.cli.storage.verifying import verify_checkpoint
 from deadpool_megatron.vault.shm.slot_check import Verdict
-from tests.faults.harness.jobs import (
-    Outcome,
-    Program,
-    assert_unnoticed,
-    restart_kinds,
-    run_program,
-    undisturbed,
-)
+from tests.faults.harness import jobs
 from tests.megatron_lm.harness.arguments import MOE
 from tests.megatron_lm.harness.checkout import LOADS
 from tests.megatron_lm.harness.runs import PP2_DP2, dies, gpt, held_tree, strike
@@ -37,20 +30,20 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[int]]] = {
 
 def fallen(
     directory: Path,
-    program: Program,
+    program: jobs.Program,
     nodes: list[int],
-    wanted: Outcome | None = None,
+    wanted: jobs.Outcome | None = None,
     settings: str = "",
     at: int = 8,
-) -> Outcome:
+) -> jobs.Outcome:
     """A run that loses an owner and its copies between two saves; dropout draws numbers in it."""
     plan = [dies("both", "forward", 0, at, nth=2, nodes=nodes)]
     outcome = strike(directory / "run", program, plan, wanted, refill=0, settings=settings)
-    assert restart_kinds(outcome)[-1] == "durable", outcome.story()
+    assert jobs.restart_kinds(outcome)[-1] == "durable", outcome.story()
     return outcome
 
 
-def fallen_back_to(outcome: Outcome) -> int:
+def fallen_back_to(outcome: jobs.Outcome) -> int:
     """The iteration that the last epoch began with."""
     return int(outcome.of_kind("epoch-decided")[-1].data["generation"][1])
 
@@ -66,8 +59,8 @@ def test_the_older_format_is_fallen_back_to_and_started_from(tmp_path: Path, lay
     found = verify_checkpoint(saved / "iter_0000009", lambda _: None)
     assert {one.verdict for one in found} == {Verdict.GOOD}
     (saved / "latest_checkpointed_iteration.txt").write_text("6")
-    again = run_program(tmp_path / "again", gpt(**{**flags, "save": None, "load": saved}))
-    assert_unnoticed(again, undisturbed(gpt(**flags)), [], after=6)
+    again = jobs.run_program(tmp_path / "again", gpt(**{**flags, "save": None, "load": saved}))
+    jobs.assert_unnoticed(again, jobs.undisturbed(gpt(**flags)), [], after=6)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +70,7 @@ def test_without_some_of_the_state_exports_are_fallen_back_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, less: dict[str, object]
 ) -> None:
     flags: dict[str, object] = {**SAVES, **PP2_DP2, **less}
-    wanted = undisturbed(gpt(**flags))
+    wanted = jobs.undisturbed(gpt(**flags))
     exports = tmp_path / "run" / "exports"
     monkeypatch.setenv("DEADPOOL_TEST_HOLD", f"8={exports / 'iter_0000005'}")
     program = gpt(within=held_tree(tmp_path / "tree").parent, **flags)

@@ -15,13 +15,7 @@ from deadpool_megatron.cluster.coordinator import checkpoints, durable
 from deadpool_megatron.cluster.coordinator.succession import RecoveredState
 from deadpool_megatron.cluster.machine.inputs import DurableValid
 from deadpool_megatron.cluster.machine.state import Phase
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    read_json,
-    read_valid,
-    unfinished_export,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory import directory
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore
 from tests.persist.harness.world import DROP, TAKE, World, lose_a_node, no_room
@@ -50,7 +44,9 @@ def test_an_export_goes_through_its_steps(world: World, tmp_path: Path) -> None:
     assert not place.exists()
     assert world.fed == [DurableValid(4, str(final))]
     assert [event.kind for event in world.events] == [Kind.DURABLE]
-    assert read_json(world.run.exported)["paths"] == [str(final.relative_to(world.run.path))]
+    assert directory.read_json(world.run.exported)["paths"] == [
+        str(final.relative_to(world.run.path))
+    ]
     world.exports.tick()
     assert world.orders() == [], "the next one is due behind iteration 4"
     world.state.reached = 5
@@ -172,7 +168,7 @@ def test_a_recovery_loads_from_an_export_that_nobody_prunes_meanwhile(tmp_path: 
     world = World(tmp_path, persist_interval=4, persist_keep=1)
     found = published_during_a_recovery(world, {1: 1 << 62})
     assert [path.name for path in found] == ["iter_0000004", "iter_0000008"]
-    assert read_json(world.run.exported)["paths"] == [
+    assert directory.read_json(world.run.exported)["paths"] == [
         str(path.relative_to(world.run.path)) for path in found
     ]
 
@@ -198,7 +194,7 @@ def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(
     asyncio.run(world.exports.save({"epoch": 1, "iteration": 3, **place}))
     assert world.done == [3]
     assert world.fed == [DurableValid(4, exported.path), DurableValid(3, str(saved))]
-    assert read_valid(world.run.latest)[0].path == exported.path
+    assert directory.read_valid(world.run.latest)[0].path == exported.path
 
 
 def test_what_the_program_has_loaded_can_be_fallen_back_to_and_stays_whose_it_is(
@@ -211,7 +207,7 @@ def test_what_the_program_has_loaded_can_be_fallen_back_to_and_stays_whose_it_is
     place = {"temporary": str(loaded), "final": str(loaded), "loaded": True}
     asyncio.run(world.exports.save({"epoch": 1, "iteration": 3, **place}))
     assert world.fed == [DurableValid(3, str(loaded))]
-    (noted,) = read_valid(world.run.latest)
+    (noted,) = directory.read_valid(world.run.latest)
     assert (noted.path, noted.identity) == (str(loaded), world.fed[0].identity)
     assert noted.identity
     assert not world.run.named.exists()
@@ -264,7 +260,7 @@ def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(
         await asyncio.sleep(0)
         try:
             async with asyncio.timeout(5.0):
-                await asyncio.to_thread(write_json, world.run.coordinator, {})
+                await asyncio.to_thread(directory.write_json, world.run.coordinator, {})
         finally:
             answers.set()
             await removal
@@ -276,8 +272,8 @@ def test_what_is_removed_cannot_be_published_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a coordinator that was thought dead while its files were synced."""
-    run, final = RunDirectory(tmp_path), tmp_path / "exports" / "iter_0000004"
-    left = unfinished_export(final.parent, "id", "1.3")
+    run, final = directory.RunDirectory(tmp_path), tmp_path / "exports" / "iter_0000004"
+    left = directory.unfinished_export(final.parent, "id", "1.3")
     left.mkdir(parents=True)
     (left / "__0_0.distcp").touch()
     restore = Restore("durable", Generation(1, 4), "save", str(final))

@@ -8,20 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
-from deadpool_megatron.cluster.machine.inputs import (
-    DumpExported,
-    DumpRequested,
-    DurableValid,
-    Exported,
-)
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.layout.records import Generation, Restore
 from tests.persist.harness.world import DROP, TAKE, World, lose_a_node, no_room
 
 WHY = "the time is over"
-DUMP = DumpRequested(WHY)
+DUMP = inputs.DumpRequested(WHY)
 
 
 @pytest.fixture
@@ -37,7 +32,8 @@ def world(tmp_path: Path) -> World:
 def told(world: World) -> list[object]:
     """What the machine was fed, whatever time it was given."""
     return [
-        replace(one, seconds=None) if isinstance(one, DumpRequested) else one for one in world.fed
+        replace(one, seconds=None) if isinstance(one, inputs.DumpRequested) else one
+        for one in world.fed
     ]
 
 
@@ -46,10 +42,10 @@ def test_a_last_export_and_then_the_dump(world: World, tmp_path: Path) -> None:
     assert "within 100 s; a last checkpoint is written in the background" in world.complaint()
     world.exports.carry_out(BeginExport(5, str(tmp_path)))
     why = "the run is about to end, and writes its own last export"
-    assert world.fed == [Exported(5, 0, "", why)]
+    assert world.fed == [inputs.Exported(5, 0, "", why)]
     world.fed.clear()
     path = world.finish(2)
-    assert told(world) == [DurableValid(2, str(path)), DUMP]
+    assert told(world) == [inputs.DurableValid(2, str(path)), DUMP]
     assert path.is_dir()
     dump = world.fed[-1]
     assert dump.seconds is not None
@@ -136,7 +132,7 @@ def test_an_export_of_the_interval_that_is_under_way_is_the_last_one(tmp_path: P
     world.exports.tick()
     assert world.orders() == []
     path = str(world.finish(4))
-    assert told(world) == [DurableValid(4, path), DUMP]
+    assert told(world) == [inputs.DurableValid(4, path), DUMP]
 
 
 def test_who_asked_before_a_failure_ended_the_run_is_answered(tmp_path: Path) -> None:
@@ -147,7 +143,7 @@ def test_who_asked_before_a_failure_ended_the_run_is_answered(tmp_path: Path) ->
     assert world.fed == [], "a recovery goes by"
     world.state.phase = Phase.DUMPING
     world.exports.tick()
-    assert world.fed == [Exported(5, 0, "", "the run is over")]
+    assert world.fed == [inputs.Exported(5, 0, "", "the run is over")]
 
 
 G7 = Generation(1, 7)
@@ -187,7 +183,7 @@ def test_what_was_dumped_becomes_a_checkpoint(tmp_path: Path) -> None:
     world.exports.tick()
     world.work()
     path = str(tmp_path / "exports" / "iter_0000007")
-    assert told(world) == [DurableValid(7, path, "step"), DumpExported(G7, path)]
+    assert told(world) == [inputs.DurableValid(7, path, "step"), inputs.DumpExported(G7, path)]
     assert Path(path).is_dir()
 
 
@@ -211,7 +207,7 @@ def test_a_dump_that_cannot_become_a_checkpoint_is_answered(
     happens(world)
     world.exports.tick()
     world.exports.tick()
-    assert told(world) == [DumpExported(G7, "")]
+    assert told(world) == [inputs.DumpExported(G7, "")]
     world.work()
 
 
@@ -227,6 +223,6 @@ def test_a_checkpoint_that_is_being_published_is_not_disturbed(tmp_path: Path) -
     world.exports.tick()
     assert world.orders() == []
     world.work()
-    assert told(world) == [DurableValid(4, str(tmp_path / "exports" / "iter_0000004"))]
+    assert told(world) == [inputs.DurableValid(4, str(tmp_path / "exports" / "iter_0000004"))]
     world.exports.tick()
     assert world.orders() == [(0, "export-dump")]

@@ -26,14 +26,8 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     from deadpool_megatron.hooks.capture.optimizer import ShardState
     from deadpool_megatron.hooks.checkpoints.state_templates import make_template
     from deadpool_megatron.layout.records import Generation
+    from deadpool_megatron.persist import writing
     from deadpool_megatron.persist.state_template import read_template, write_template
-    from deadpool_megatron.persist.writing import (
-        GenerationSource,
-        filled,
-        join,
-        write_extras,
-        write_role,
-    )
     from deadpool_megatron.state import extras as codec
     from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
     from deadpool_megatron.vault.shm.segment import checksum
@@ -70,13 +64,13 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     template = read_template(folder, role, layout.layout_hash)
     hash_ = layout.layout_hash
     taken = Snapshot(role, hash_, Generation(1, 3), "evaluation", str(path), places)
-    source = GenerationSource(taken, folder)
-    told = json.loads(json.dumps(write_role(template, source, exported)))
-    write_extras(source, exported, role, dist.get_world_size())
+    source = writing.GenerationSource(taken, folder)
+    told = json.loads(json.dumps(writing.write_role(template, source, exported)))
+    writing.write_extras(source, exported, role, dist.get_world_size())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, told)
     if role == 0:
-        join(exported, everyone, filled(template.common, source))
+        writing.join(exported, everyone, writing.filled(template.common, source))
     dist.barrier()
 
 

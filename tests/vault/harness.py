@@ -17,19 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.records import (
-    UPDATE_PART,
-    EpochRecord,
-    Generation,
-    Inventory,
-    NodeAddress,
-    PartInfo,
-    Restore,
-    RoleLayout,
-    Seat,
-    Source,
-    extras_part,
-)
+from deadpool_megatron.layout import records
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.member import RestoredParts, VaultClient
@@ -46,7 +34,7 @@ RUN_ID = "test-run"
 VAULT = ("deadpool_megatron.vault.agent_orders", "deadpool_megatron.vault.transport")
 
 
-def segment_bytes(layout: RoleLayout) -> int:
+def segment_bytes(layout: records.RoleLayout) -> int:
     """Memory of an own segment with all its slots, headers included."""
     return Geometry(layout, None, layout.slots).nbytes
 
@@ -57,17 +45,17 @@ def make_layout(
     slots: int = 2,
     peers: tuple[int, ...] = (0, 1, 2),
     replicas: tuple[int, ...] | None = None,
-) -> RoleLayout:
+) -> records.RoleLayout:
     """Two shard parts and the extras of every boundary."""
     own = (role,)
-    return RoleLayout(
+    return records.RoleLayout(
         role=role,
         parts=(
-            PartInfo("shard", nbytes, replicas or own),
-            PartInfo("tail", 1000, replicas or own),
-            PartInfo("extras@step", 8192, own),
-            PartInfo("extras@evaluation", 8192, own),
-            PartInfo("extras@save", 8192, own),
+            records.PartInfo("shard", nbytes, replicas or own),
+            records.PartInfo("tail", 1000, replicas or own),
+            records.PartInfo("extras@step", 8192, own),
+            records.PartInfo("extras@evaluation", 8192, own),
+            records.PartInfo("extras@save", 8192, own),
         ),
         peers=peers,
         slots=slots,
@@ -75,7 +63,7 @@ def make_layout(
     )
 
 
-def content(role: int, generation: Generation, name: str, nbytes: int) -> bytes:
+def content(role: int, generation: records.Generation, name: str, nbytes: int) -> bytes:
     """The bytes every test writes and expects."""
     seed = f"{role}/{generation.lineage}/{generation.iteration}/{name}"
     return random.Random(seed).randbytes(nbytes)
@@ -153,7 +141,7 @@ class Node:
             VaultControl.connect(self.socket_path, self.events.append, DEADLINE)
         )
 
-    def client(self, seat: Seat) -> VaultClient:
+    def client(self, seat: records.Seat) -> VaultClient:
         """The connection of a member."""
         made = VaultClient(self.socket_path, self.directory, seat, connect_seconds=DEADLINE)
         self.clients.append(made)
@@ -174,7 +162,7 @@ class Node:
         assert self.process is not None
         assert self.process.wait(DEADLINE) == -signal.SIGKILL
 
-    def restart(self, record: EpochRecord) -> None:
+    def restart(self, record: records.EpochRecord) -> None:
         """Another vault takes over the slots in the epoch of this record."""
         self.start()
         self.adopt(record)
@@ -191,7 +179,7 @@ class Node:
     def order(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.loop(coroutine)
 
-    def adopt(self, record: EpochRecord) -> None:
+    def adopt(self, record: records.EpochRecord) -> None:
         assert self.control is not None
         self.order(self.control.adopt(record, DEADLINE))
 
@@ -199,7 +187,7 @@ class Node:
         assert self.control is not None
         self.order(self.control.close_epoch(epoch, DEADLINE))
 
-    def inventory(self) -> Inventory:
+    def inventory(self) -> records.Inventory:
         assert self.control is not None
         return self.order(self.control.inventory(DEADLINE))
 
@@ -207,10 +195,12 @@ class Node:
         assert self.control is not None
         return self.order(self.control.status(DEADLINE))
 
-    def dump(self, directory: Path, generation: Generation, boundary: str) -> list[str]:
+    def dump(self, directory: Path, generation: records.Generation, boundary: str) -> list[str]:
         return [str(path) for path in self.dumped(directory, generation, boundary)["files"]]
 
-    def dumped(self, directory: Path, generation: Generation, boundary: str) -> dict[str, Any]:
+    def dumped(
+        self, directory: Path, generation: records.Generation, boundary: str
+    ) -> dict[str, Any]:
         """What the vault answers to the order to dump."""
         assert self.control is not None
         return self.order(self.control.dump(directory, generation, boundary, DEADLINE))
@@ -253,26 +243,26 @@ class Member:
     def __init__(
         self,
         node: Node | LocalNode,
-        layout: RoleLayout,
+        layout: records.RoleLayout,
         epoch: int | None = None,
         incarnation: int = 0,
         slot: int = 0,
     ) -> None:
         self.layout = layout
         self.role = layout.role
-        self.seat = Seat(node.number, slot, incarnation)
+        self.seat = records.Seat(node.number, slot, incarnation)
         self.client = node.client(self.seat)
         self.interrupt = os.eventfd(0, os.EFD_CLOEXEC)
         self.waits: list[float] = []
         if epoch is not None:
             self.client.register(layout, epoch)
 
-    def write(self, generation: Generation, extras: bool = True) -> None:
+    def write(self, generation: records.Generation, extras: bool = True) -> None:
         names = [*self.layout.shard_parts, *(["extras@step"] if extras else [])]
         self.fill(generation, generation.lineage, names)
 
     def fill(
-        self, generation: Generation, epoch: int, names: Iterable[str], wrong: str = ""
+        self, generation: records.Generation, epoch: int, names: Iterable[str], wrong: str = ""
     ) -> None:
         """Fill parts of a slot with the expected bytes of a generation, one of them wrong perhaps.
         Those that have room to spare are shorter than it."""
@@ -280,20 +270,20 @@ class Member:
         sizes = {}
         for name in names:
             target = writer.part(name)
-            sizes[name] = {"extras@step": 777, UPDATE_PART: 40}.get(name, len(target))
+            sizes[name] = {"extras@step": 777, records.UPDATE_PART: 40}.get(name, len(target))
             target[: sizes[name]] = self.bytes_of(generation, name, sizes[name])
             target[0] ^= name == wrong
         writer.fill(sizes)
 
-    def bytes_of(self, generation: Generation, name: str, nbytes: int) -> bytes:
+    def bytes_of(self, generation: records.Generation, name: str, nbytes: int) -> bytes:
         return content(self.role, generation, name, nbytes)
 
-    def append(self, generation: Generation, boundary: str) -> None:
-        name = extras_part(boundary)
+    def append(self, generation: records.Generation, boundary: str) -> None:
+        name = records.extras_part(boundary)
         self.client.append(generation, name, content(self.role, generation, name, 555))
 
     def wait(
-        self, generation: Generation, boundary: str = "step", seconds: float = DEADLINE
+        self, generation: records.Generation, boundary: str = "step", seconds: float = DEADLINE
     ) -> str:
         """The gate; ``shut`` when it did not open in ``seconds``."""
 
@@ -314,12 +304,12 @@ class Member:
         except GateShutError:
             return "shut"
 
-    def step(self, generation: Generation) -> None:
+    def step(self, generation: records.Generation) -> None:
         """One iteration: fill, and wait at the gate of the next."""
         self.write(generation)
         assert self.wait(generation) == "committed"
 
-    def restore(self, record: EpochRecord) -> RestoredParts:
+    def restore(self, record: records.EpochRecord) -> RestoredParts:
         return self.client.restore(
             self.layout,
             record.epoch,
@@ -329,13 +319,15 @@ class Member:
             interrupted=self.interrupt,
         )
 
-    def check(self, record: EpochRecord, written_as: Generation | None = None) -> None:
+    def check(
+        self, record: records.EpochRecord, written_as: records.Generation | None = None
+    ) -> None:
         """Restore and compare every byte."""
         parts = self.restore(record)
         generation = written_as or record.restore.generation
         assert set(parts.names) == {
             *self.layout.shard_parts,
-            extras_part(record.restore.boundary),
+            records.extras_part(record.restore.boundary),
         }
         for name in parts.names:
             view = parts.part(name)
@@ -344,7 +336,7 @@ class Member:
         parts.close()
 
 
-def train(members: Iterable[Member], *generations: Generation) -> None:
+def train(members: Iterable[Member], *generations: records.Generation) -> None:
     """In lock step: all write a generation, and wait at the gate of the next iteration."""
     for generation in generations:
         for member in members:
@@ -410,9 +402,9 @@ class Cluster:
             if (self.directory / f"vault{node.number}.log").exists():
                 assert "Traceback" not in node.log()
 
-    def addresses(self, gone: set[int] | None = None) -> dict[int, NodeAddress]:
+    def addresses(self, gone: set[int] | None = None) -> dict[int, records.NodeAddress]:
         return {
-            node.number: NodeAddress(
+            node.number: records.NodeAddress(
                 "127.0.0.1", node.port, f"rack{node.number}", node.number >= self.roles
             )
             for node in self.nodes
@@ -422,34 +414,34 @@ class Cluster:
     def record(
         self,
         epoch: int,
-        restore: Restore | None = None,
-        seats: Mapping[int, Seat] | None = None,
+        restore: records.Restore | None = None,
+        seats: Mapping[int, records.Seat] | None = None,
         gone: set[int] | None = None,
         fewer: frozenset[int] = frozenset(),
         replicas: int = 1,
-    ) -> EpochRecord:
-        chosen = seats or {role: Seat(role, 0, 0) for role in range(self.roles)}
+    ) -> records.EpochRecord:
+        chosen = seats or {role: records.Seat(role, 0, 0) for role in range(self.roles)}
         addresses = self.addresses(gone)
         used = {seat.node for seat in chosen.values()}
-        return EpochRecord(
+        return records.EpochRecord(
             epoch=epoch,
             seats=chosen,
             nodes={
-                n: NodeAddress(a.host, a.vault_port, a.domain, n not in used)
+                n: records.NodeAddress(a.host, a.vault_port, a.domain, n not in used)
                 for n, a in addresses.items()
             },
-            restore=restore or Restore("initial", Generation(epoch, 0)),
+            restore=restore or records.Restore("initial", records.Generation(epoch, 0)),
             replicas=replicas,
             fewer_copies=fewer,
         )
 
-    def open(self, record: EpochRecord) -> None:
+    def open(self, record: records.EpochRecord) -> None:
         for node in self.nodes:
             if node.number in record.nodes:
                 node.adopt(record)
 
     def join(
-        self, layouts: Mapping[int, RoleLayout], record: EpochRecord | None = None
+        self, layouts: Mapping[int, records.RoleLayout], record: records.EpochRecord | None = None
     ) -> list[Member]:
         """Open epoch 1, or that of the record, and register a member for each role on the node of
         its number."""
@@ -457,7 +449,7 @@ class Cluster:
         self.open(record)
         return [Member(self.nodes[role], one, record.epoch) for role, one in layouts.items()]
 
-    def close(self, epoch: int, gone: set[int] | None = None) -> dict[int, Inventory]:
+    def close(self, epoch: int, gone: set[int] | None = None) -> dict[int, records.Inventory]:
         live = [node for node in self.nodes if node.number not in (gone or set())]
         for node in live:
             node.close_epoch(epoch)
@@ -465,18 +457,18 @@ class Cluster:
 
 
 def sources_from(
-    inventories: Mapping[int, Inventory],
-    generation: Generation,
-    layouts: Mapping[int, RoleLayout],
+    inventories: Mapping[int, records.Inventory],
+    generation: records.Generation,
+    layouts: Mapping[int, records.RoleLayout],
     boundary: str = "step",
     first: int | None = None,
-) -> dict[int, dict[str, tuple[Source, ...]]]:
+) -> dict[int, dict[str, tuple[records.Source, ...]]]:
     """What the planner would list; ``first`` is the node to try first."""
-    found: dict[int, dict[str, tuple[Source, ...]]] = {}
+    found: dict[int, dict[str, tuple[records.Source, ...]]] = {}
     for role, layout in layouts.items():
-        for name in (*layout.shard_parts, extras_part(boundary)):
+        for name in (*layout.shard_parts, records.extras_part(boundary)):
             holders = [
-                Source(node, role)
+                records.Source(node, role)
                 for node, inventory in inventories.items()
                 for holding in inventory.holdings
                 if (holding.role, holding.generation) == (role, generation)
@@ -489,26 +481,28 @@ def sources_from(
 
 
 def memory(
-    inventories: Mapping[int, Inventory],
-    generation: Generation,
-    layouts: Mapping[int, RoleLayout],
+    inventories: Mapping[int, records.Inventory],
+    generation: records.Generation,
+    layouts: Mapping[int, records.RoleLayout],
     boundary: str = "step",
     first: int | None = None,
-) -> Restore:
+) -> records.Restore:
     """Return what is restored from the sources of :func:`sources_from`."""
     found = sources_from(inventories, generation, layouts, boundary, first)
-    return Restore("memory", generation, boundary, sources=found)
+    return records.Restore("memory", generation, boundary, sources=found)
 
 
 def record_of(
     epoch: int = 1, roles: Collection[int] = (0,), count: int = 2, **more: Any
-) -> EpochRecord:
+) -> records.EpochRecord:
     """An epoch that begins with nothing, unless told: each role on the node of its number, the
     other ones of ``count`` nodes are spares."""
-    nodes = {n: NodeAddress("fake", n, f"rack{n}", n not in roles) for n in range(count)}
-    seats = {role: Seat(role, 0, 0) for role in roles}
-    restore = Restore("initial", Generation(epoch, 0))
-    return EpochRecord(**{"seats": seats, "nodes": nodes, "restore": restore, **more}, epoch=epoch)
+    nodes = {n: records.NodeAddress("fake", n, f"rack{n}", n not in roles) for n in range(count)}
+    seats = {role: records.Seat(role, 0, 0) for role in roles}
+    restore = records.Restore("initial", records.Generation(epoch, 0))
+    return records.EpochRecord(
+        **{"seats": seats, "nodes": nodes, "restore": restore, **more}, epoch=epoch
+    )
 
 
 @contextlib.contextmanager

@@ -13,15 +13,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.layout.records import (
-    Generation,
-    Recipe,
-    Replay,
-    Restore,
-    RoleLayout,
-    Source,
-    gradients_part,
-)
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.replaying import key, step_parts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import restore as restoring
@@ -38,11 +30,11 @@ from tests.vault.harness import content, make_layout, record_of
 
 LAYOUT = make_layout(0, nbytes=5000, replicas=(0, 1))
 EXTRAS, SHARDS = ["extras@step"], ["shard", "tail"]
-BASE, RESTORED = Generation(1, 3), Generation(1, 4)
+BASE, RESTORED = records.Generation(1, 3), records.Generation(1, 4)
 
 
 def keep(
-    segment: Segment, names: list[str], generation: Generation = RESTORED, slot: int = 0
+    segment: Segment, names: list[str], generation: records.Generation = RESTORED, slot: int = 0
 ) -> Segment:
     """Seal parts of a generation in a slot of a copy."""
     segment.reserve(names, [slot])
@@ -69,15 +61,15 @@ class House:
             self.servers.append(Server(self.states[node], transport))
             self.servers[node].start()
 
-    def keep(self, node: int, names: list[str], layout: RoleLayout = LAYOUT) -> Segment:
+    def keep(self, node: int, names: list[str], layout: records.RoleLayout = LAYOUT) -> Segment:
         """A sealed copy on a node."""
         return keep(room.ensure_copy(self.states[node], layout, BASE), names)
 
-    def obtainer(self, restore: Restore | None = None, late: bool = False) -> Restorer:
+    def obtainer(self, restore: records.Restore | None = None, late: bool = False) -> Restorer:
         """Of epoch 2; ``late``: others hear of it when node 0 has asked one once in vain."""
-        places = (Source(1, 0), Source(1, 1), Source(2, 0))
+        places = (records.Source(1, 0), records.Source(1, 1), records.Source(2, 0))
         listed = dict.fromkeys((*EXTRAS, *SHARDS), places)
-        restore = restore or Restore("memory", RESTORED, sources={0: listed})
+        restore = restore or records.Restore("memory", RESTORED, sources={0: listed})
         record = record_of(2, count=3, restore=restore)
         for state in self.states:
             state.close(1)
@@ -94,22 +86,22 @@ class House:
             self.states[0].pause = adopt_and_pause  # type: ignore[method-assign]
         return obtainer
 
-    def obtain(self, restore: Restore | None = None, late: bool = False) -> None:
+    def obtain(self, restore: records.Restore | None = None, late: bool = False) -> None:
         """Every part comes, as it was written."""
         places = self.obtainer(restore, late).obtain(LAYOUT)
         for name, place in places.items():
             assert bytes(place.view) == content(0, RESTORED, name, place.nbytes), name
 
-    def dumped(self, directory: Path, role: int) -> tuple[Path, Restore]:
+    def dumped(self, directory: Path, role: int) -> tuple[Path, records.Restore]:
         """All nodes write what they hold, and forget it; the file of a role, and what reads it."""
         for state in self.states:
             dump(state, directory, RESTORED, "step")
             for segment in list(state.table.segments.values()):
                 state.table.remove(segment)
         (path,) = directory.glob(f"dump-{role}-*.seg")
-        return path, Restore("dump", RESTORED, path=str(directory))
+        return path, records.Restore("dump", RESTORED, path=str(directory))
 
-    def refuse(self, match: str, restore: Restore | None = None) -> None:
+    def refuse(self, match: str, restore: records.Restore | None = None) -> None:
         with pytest.raises(RestoreUnavailable, match=match):
             self.obtainer(restore).obtain(LAYOUT)
         found = self.states[0].table.find(0, RESTORED, "shard")
@@ -220,7 +212,7 @@ def test_a_moment_without_descriptors_is_sat_out_while_a_dump_is_read(
 def test_a_base_is_not_held_against_what_it_became(house: House) -> None:
     """What is vouched for counts for the generation that it was said of. The chain was planned
     because all who held the part itself are gone."""
-    plain, step = make_layout(0, nbytes=1000), gradients_part("shard")
+    plain, step = make_layout(0, nbytes=1000), records.gradients_part("shard")
     steps = step_parts({"shard": replace(plain.parts[0], nbytes=300)}, 100, 0)
     layout = replace(plain, parts=(plain.parts[0], *steps, *plain.parts[2:]))
     whole = memoryview(content(0, RESTORED, "shard", 1000))
@@ -229,10 +221,10 @@ def test_a_base_is_not_held_against_what_it_became(house: House) -> None:
     )
     keep(room.ensure_copy(house.states[1], layout, BASE), ["shard"], BASE)
     keep(room.ensure_copy(house.states[1], layout, BASE, [step]), [step])
-    chain = {BASE: {"shard": (Source(1, 0),)}, RESTORED: {step: (Source(1, 0),)}}
-    recipe = Recipe(replay=Replay(BASE, (RESTORED,), chain))
-    extras = {0: {EXTRAS[0]: (Source(2, 0),)}}
-    restore = Restore("memory", RESTORED, sources=extras, recipes={0: recipe})
+    chain = {BASE: {"shard": (records.Source(1, 0),)}, RESTORED: {step: (records.Source(1, 0),)}}
+    recipe = records.Recipe(replay=records.Replay(BASE, (RESTORED,), chain))
+    extras = {0: {EXTRAS[0]: (records.Source(2, 0),)}}
+    restore = records.Restore("memory", RESTORED, sources=extras, recipes={0: recipe})
     places = house.obtainer(restore).obtain(layout)
     assert set(places) == {*EXTRAS, key(BASE, "shard"), key(RESTORED, step)}
     assert bytes(places[key(BASE, "shard")].view) == content(0, BASE, "shard", 1000)
@@ -270,7 +262,7 @@ def test_a_node_that_does_not_answer_is_waited_for_once(
 
     monkeypatch.setattr(transport, "connect", connect_or_wait)
     monkeypatch.setattr(restoring, "time", SimpleNamespace(monotonic=lambda: 100.0 + sum(waits)))
-    listed = dict.fromkeys((*EXTRAS, *SHARDS), (Source(1, 0), Source(2, 0)))
-    obtainer = house.obtainer(Restore("memory", RESTORED, sources={0: listed}))
+    listed = dict.fromkeys((*EXTRAS, *SHARDS), (records.Source(1, 0), records.Source(2, 0)))
+    obtainer = house.obtainer(records.Restore("memory", RESTORED, sources={0: listed}))
     assert set(obtainer.obtain(LAYOUT)) == {*EXTRAS, *SHARDS}
     assert waits == [5.0]

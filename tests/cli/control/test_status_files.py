@@ -9,12 +9,7 @@ import pytest
 
 import deadpool_megatron
 from deadpool_megatron.cli.control import status as status_command
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunInfo,
-    read_json,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.settings import Settings
 from tests.cli.told import CarryOut
 
@@ -22,14 +17,14 @@ FINAL = {"exit_status": 75, "reason": "no spare\x1b[31m", "iterations": 7}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    directory = RunDirectory(tmp_path / "run")
-    directory.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings()))
+def run(tmp_path: Path) -> run_files.RunDirectory:
+    directory = run_files.RunDirectory(tmp_path / "run")
+    directory.create(run_files.RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings()))
     return directory
 
 
 def test_the_verdict_is_one_line_in_which_no_character_acts(
-    run: RunDirectory, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
+    run: run_files.RunDirectory, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, _, err = carry_out("status", "--verdict", str(run.path))
     assert (status, "has no verdict" in err) == (2, True)
@@ -48,7 +43,7 @@ def test_the_verdict_is_one_line_in_which_no_character_acts(
 
 @pytest.mark.parametrize("text", ['{"exit', "", "{}", "[]", '{"exit_status": "a"}', "[" * 100_000])
 def test_a_verdict_that_is_damaged_is_none(
-    run: RunDirectory, carry_out: CarryOut, text: str
+    run: run_files.RunDirectory, carry_out: CarryOut, text: str
 ) -> None:
     """Not the status 1 of a training that has failed: it would end a chain of jobs."""
     run.final.write_text(text)
@@ -71,7 +66,7 @@ def test_roles_that_do_the_same_are_one_line_and_those_that_are_behind_come_firs
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"world_size": 1e999}', "{}"])
-def test_a_run_that_is_damaged(run: RunDirectory, carry_out: CarryOut, text: str) -> None:
+def test_a_run_that_is_damaged(run: run_files.RunDirectory, carry_out: CarryOut, text: str) -> None:
     (run.path / "run.json").write_text(text)
     status, out, err = carry_out("status", str(run.path))
     assert (status, out) == (2, "")
@@ -80,12 +75,14 @@ def test_a_run_that_is_damaged(run: RunDirectory, carry_out: CarryOut, text: str
 
 @pytest.mark.parametrize(("version", "told"), [("9.9", ", 9.9"), (None, "")])
 def test_a_run_of_another_version_is_not_called_damaged(
-    run: RunDirectory, carry_out: CarryOut, version: str | None, told: str
+    run: run_files.RunDirectory, carry_out: CarryOut, version: str | None, told: str
 ) -> None:
-    values = read_json(run.path / "run.json")
+    values = run_files.read_json(run.path / "run.json")
     assert values.pop("version") == deadpool_megatron.__version__
     values["settings"]["warp_factor"] = 9
-    write_json(run.path / "run.json", values if version is None else {**values, "version": version})
+    run_files.write_json(
+        run.path / "run.json", values if version is None else {**values, "version": version}
+    )
     status, out, err = carry_out("status", str(run.path))
     assert (status, out) == (2, "")
     assert f"was written by another version of deadpool{told}: use that one" in err

@@ -15,13 +15,7 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli.start import checks, launch, restarting, resuming
-from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunInfo,
-    segment_root,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory import cleanup, directory
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire import auth
@@ -36,24 +30,24 @@ def test_run_directory_that_is_taken(tmp_path: Path, complain: Complain) -> None
     old = old_run(tmp_path / "old")
     old.final.write_text("{}")
     parent = os.getppid()
-    write_json(old.node(0), {"agent": parent, "started": {str(parent): None, "1": 1}})
+    directory.write_json(old.node(0), {"agent": parent, "started": {str(parent): None, "1": 1}})
     assert "holds an earlier run" in complain(*run_arguments(old.path))
     started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
     listing = {"agent": parent, "started": {str(parent): int(started)}}
-    write_json(old.node(0), {**listing, "hostname": "elsewhere"})
+    directory.write_json(old.node(0), {**listing, "hostname": "elsewhere"})
     assert "holds an earlier run" in complain(*run_arguments(old.path))
-    write_json(old.node(0), listing)
+    directory.write_json(old.node(0), listing)
     assert "which is alive" in complain(*run_arguments(old.path))
     old.final.unlink()
     assert "which is alive" in complain(*run_arguments(old.path))
-    write_json(old.node(0), {})
+    directory.write_json(old.node(0), {})
     other = complain(*run_arguments(old.path, "--resume", str(tmp_path)))
     assert "leave --resume out" in other
 
 
 def test_a_start_that_came_to_nothing_makes_room(tmp_path: Path) -> None:
     run = old_run(tmp_path / "r")
-    write_json(run.final, {"exit_status": 2, "reason": "", "iterations": 0})
+    directory.write_json(run.final, {"exit_status": 2, "reason": "", "iterations": 0})
     checks.check_run_directory(run)
     assert not run.path.exists()
     assert (tmp_path / "r.failed-1" / "final.json").exists()
@@ -76,7 +70,7 @@ def test_a_full_disk_is_one_line_and_its_directory_can_be_used_again(
         line = complain(*arguments_of(path))
     first = "secret" if arguments_of is agent_arguments else "run.json"
     assert line.endswith(f": {path}/{first}: No space left on device")
-    checks.check_run_directory(RunDirectory(path))
+    checks.check_run_directory(directory.RunDirectory(path))
     (path / "logs").mkdir(exist_ok=True)
     (path / "logs" / "node0-agent.log").touch()
     assert "is not empty" in complain(*run_arguments(path))
@@ -97,7 +91,7 @@ def test_resume_points_that_cannot_be_used(tmp_path: Path, complain: Complain) -
     old.latest.rmdir()
     restore = Restore("durable", Generation(1, 5), path=str(tmp_path / "gone"))
     other = old_run(tmp_path / "other", world_size=4)
-    write_json(other.latest, restore.to_dict())
+    directory.write_json(other.latest, restore.to_dict())
     arguments = run_arguments(tmp_path / "r", "--resume", str(other.path))
     assert "has 4 roles, this one 2, and there is no checkpoint" in complain(*arguments)
 
@@ -107,7 +101,9 @@ def test_resume_does_not_leave_behind_what_cannot_be_written(
 ) -> None:
     """It may be newer than the checkpoint, which would be gone on from without a word."""
     old = old_run(tmp_path / "old")
-    write_json(old.latest, Restore("durable", Generation(1, 5), path=str(tmp_path)).to_dict())
+    directory.write_json(
+        old.latest, Restore("durable", Generation(1, 5), path=str(tmp_path)).to_dict()
+    )
 
     def full(*_: object) -> list[str]:
         raise VaultError("no space")
@@ -135,7 +131,7 @@ def test_run_whose_coordinator_is_dead_or_has_another_secret(
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    write_json(run.coordinator, {"host": "127.0.0.1", "port": port, "pid": 1})
+    directory.write_json(run.coordinator, {"host": "127.0.0.1", "port": port, "pid": 1})
     kill = ("kill", "--node", "1")
     for command in (("status",), ("stop",), ("drain", "--node", "1"), kill):
         line = complain(command[0], str(run.path), *command[1:])
@@ -159,14 +155,14 @@ def test_two_launchers_of_one_directory(
     """The second one has found nobody alive, as the first one has not started anything yet."""
     held = []
 
-    def first_was_faster(_info: RunInfo) -> None:
-        held.append(restarting.hold(RunDirectory(tmp_path / "r")))
+    def first_was_faster(_info: directory.RunInfo) -> None:
+        held.append(restarting.hold(directory.RunDirectory(tmp_path / "r")))
 
     monkeypatch.setattr(checks, "check_sizes", first_was_faster)
     assert "in use by another 'deadpool run'" in complain(*run_arguments(tmp_path / "r"))
     os.close(held.pop())
     monkeypatch.undo()
-    checks.check_run_directory(RunDirectory(tmp_path / "r"))
+    checks.check_run_directory(directory.RunDirectory(tmp_path / "r"))
 
 
 def test_a_second_launcher_neither_waits_for_the_first_nor_begins_its_run_again(
@@ -178,7 +174,7 @@ def test_a_second_launcher_neither_waits_for_the_first_nor_begins_its_run_again(
     os.close(lock)
 
     def it_comes_to_its_end(*_: object) -> None:
-        write_json(run.final, {"exit_status": 0, "reason": ""})
+        directory.write_json(run.final, {"exit_status": 0, "reason": ""})
 
     monkeypatch.setattr(restarting, "_await_end", it_comes_to_its_end)
     assert "holds an earlier run" in complain(*run_arguments(run.path))
@@ -191,11 +187,11 @@ def test_clean_of_a_run_whose_agent_is_just_coming_back(tmp_path: Path, complain
     held = cleanup.claim_segments(run, run_id)
     try:
         assert "is alive" in complain("clean", str(run.path))
-        assert segment_root(run_id).exists()
+        assert directory.segment_root(run_id).exists()
     finally:
         os.close(held)
     assert cli.main(["clean", str(run.path)]) == 0
-    assert not segment_root(run_id).exists()
+    assert not directory.segment_root(run_id).exists()
 
 
 @pytest.mark.usefixtures("imports_nothing")
@@ -209,9 +205,9 @@ def test_the_port_of_an_agent_may_be_taken_by_its_own_run_alone(
         arguments = ("agent", "--node-id", "0", "--preload", "", *where)
         line = complain(*arguments)
         assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in line
-        write_json(run.coordinator, {"host": "127.0.0.1", "port": port})
+        directory.write_json(run.coordinator, {"host": "127.0.0.1", "port": port})
         assert "so far it is good" in complain(*arguments)
-    assert not segment_root(run.read_run().run_id).exists()
+    assert not directory.segment_root(run.read_run().run_id).exists()
 
 
 def test_help_of_every_command_teaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,15 +29,7 @@ from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd
 from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    Holding,
-    Inventory,
-    NodeAddress,
-    Restore,
-    Seat,
-)
+from deadpool_megatron.layout import records
 from deadpool_megatron.preflight.judge import HostFacts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
@@ -47,8 +39,10 @@ from tests.common.waiting import until
 T = TypeVar("T")
 SECONDS = 20.0
 EPOCH = 3
-HELD = Inventory(0, EPOCH, (Holding(0, Generation(1, 7), frozenset({"shard0"})),))
-NOTHING = Inventory(0, EPOCH)
+HELD = records.Inventory(
+    0, EPOCH, (records.Holding(0, records.Generation(1, 7), frozenset({"shard0"})),)
+)
+NOTHING = records.Inventory(0, EPOCH)
 # Reports every line of its standard input as a sign of life.
 _ECHO = """
 import json, os, sys
@@ -101,13 +95,13 @@ class Control:
         await self._answer(self._closes, limit_seconds)
         self.orders.append(f"close {epoch}")
 
-    async def adopt(self, record: EpochRecord, _: float) -> None:
+    async def adopt(self, record: records.EpochRecord, _: float) -> None:
         self.orders.append(f"adopt {record.epoch}")
 
     async def status(self, _: float) -> dict[str, object]:
         return {}
 
-    async def inventory(self, limit_seconds: float) -> Inventory:
+    async def inventory(self, limit_seconds: float) -> records.Inventory:
         await self._answer(self._tells, limit_seconds)
         return HELD
 
@@ -251,7 +245,7 @@ def test_a_vault_that_still_comes_up_is_not_killed_for_its_inventory(
     keeper: VaultKeeper,
     monkeypatch: pytest.MonkeyPatch,
     vaults: Sequence[tuple[float, bool]],
-    told: Inventory,
+    told: records.Inventory,
     kills: list[int],
     seconds: float,
 ) -> None:
@@ -265,7 +259,7 @@ def test_a_vault_that_still_comes_up_is_not_killed_for_its_inventory(
         await asyncio.sleep(comes_up_seconds)
         return Control(tells=tells)
 
-    async def run() -> tuple[Inventory, float]:
+    async def run() -> tuple[records.Inventory, float]:
         await keeper.start()
         supervising = asyncio.create_task(keeper.supervise())
         await keeper.close_epoch(EPOCH)
@@ -356,9 +350,11 @@ def examiner(
     run = RunDirectory(directory)
     sent: list[Any] = []
     options = replace(options_of(run, info), facts=FACTS)
-    seats = {0: Seat(seat, 0, 0)}
-    nodes = {0: NodeAddress("127.0.0.1", 1, "node0", spare=seat != 0)}
-    record = EpochRecord(1, seats, nodes, Restore("initial", Generation(1, 0)))
+    seats = {0: records.Seat(seat, 0, 0)}
+    nodes = {0: records.NodeAddress("127.0.0.1", 1, "node0", spare=seat != 0)}
+    record = records.EpochRecord(
+        1, seats, nodes, records.Restore("initial", records.Generation(1, 0))
+    )
     made = Examiner(options, sent.append, lambda: record, command)
     return made, sent
 

@@ -14,17 +14,11 @@ from deadpool_megatron import cli
 from deadpool_megatron.cluster.coordinator.files import is_bad
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.run_directory import bad_nodes
-from deadpool_megatron.cluster.run_directory.bad_nodes import (
-    BadNode,
-    add_bad_node,
-    read_bad_nodes,
-    recent_hosts,
-    why_left_out,
-)
+from deadpool_megatron.cluster.run_directory import bad_nodes as quarantine
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.ownership import OwnershipError
 
-NODE = BadNode("node7", "device-error", 100.0, "0a0a0a0a", "Xid 79")
+NODE = quarantine.BadNode("node7", "device-error", 100.0, "0a0a0a0a", "Xid 79")
 #: an entry at a time that is filled in
 
 
@@ -35,54 +29,54 @@ def test_a_file_that_somebody_keeps_locked_is_left_in_time(
     with open(tmp_path / ".bad-nodes.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(OSError, match="another run has been writing it"):
-            add_bad_node(tmp_path, NODE)
+            quarantine.add_bad_node(tmp_path, NODE)
         assert cli.main(["bad-nodes", "--forget", "node7", str(tmp_path)]) == 2
-    add_bad_node(tmp_path, NODE)
+    quarantine.add_bad_node(tmp_path, NODE)
 
 
 def test_a_host_is_kept_once_for_each_run_and_the_oldest_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bad_nodes, "_MOST_KEPT", 2)
-    assert read_bad_nodes(tmp_path) == []
-    add_bad_node(tmp_path, NODE)
-    add_bad_node(tmp_path, replace(NODE, wall_seconds=200.0))
+    assert quarantine.read_bad_nodes(tmp_path) == []
+    quarantine.add_bad_node(tmp_path, NODE)
+    quarantine.add_bad_node(tmp_path, replace(NODE, wall_seconds=200.0))
     others = [replace(NODE, host=host) for host in ("node8", "node9")]
     for other in others:
-        add_bad_node(tmp_path, other)
-    assert read_bad_nodes(tmp_path) == others
+        quarantine.add_bad_node(tmp_path, other)
+    assert quarantine.read_bad_nodes(tmp_path) == others
 
 
 def test_a_file_that_others_could_have_written_or_that_is_damaged_is_refused(
     tmp_path: Path,
 ) -> None:
-    add_bad_node(tmp_path, NODE)
+    quarantine.add_bad_node(tmp_path, NODE)
     file = bad_nodes.bad_nodes_file(tmp_path)
     file.write_text(file.read_text().replace("node7", "node7,x y"))
     with pytest.raises(ValueError, match="is no name of a host"):
-        read_bad_nodes(tmp_path)
+        quarantine.read_bad_nodes(tmp_path)
     file.chmod(0o666)
     with pytest.raises(OwnershipError):
-        read_bad_nodes(tmp_path)
+        quarantine.read_bad_nodes(tmp_path)
     with pytest.raises(OwnershipError):
-        add_bad_node(tmp_path, NODE)
+        quarantine.add_bad_node(tmp_path, NODE)
 
 
 def test_old_ones_are_used_again_and_never_too_many_are_left_out() -> None:
     known = [replace(NODE, host=f"node{n}", wall_seconds=100.0 * n) for n in (4, 1, 2, 3)]
     again = replace(NODE, host="node1", wall_seconds=350.0)
-    assert recent_hosts([*known, again], 250.0, 9) == ["node1", "node3", "node4"]
-    assert recent_hosts([*known, again], 250.0, 2) == ["node1", "node4"]
+    assert quarantine.recent_hosts([*known, again], 250.0, 9) == ["node1", "node3", "node4"]
+    assert quarantine.recent_hosts([*known, again], 250.0, 2) == ["node1", "node4"]
 
 
 def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten(
     tmp_path: Path,
 ) -> None:
     """Not by the run itself, nor by one that had several nodes there and lost one of them."""
-    add_bad_node(tmp_path, NODE)
-    add_bad_node(tmp_path, replace(NODE, host="node8", alone=False))
+    quarantine.add_bad_node(tmp_path, NODE)
+    quarantine.add_bad_node(tmp_path, replace(NODE, host="node8", alone=False))
     now = NODE.wall_seconds + 3600.0
-    said = why_left_out(tmp_path, "node7", "another", now)
+    said = quarantine.why_left_out(tmp_path, "node7", "another", now)
     assert said.startswith("run 0a0a0a0a quarantined node7 on ")
     assert "(device-error: Xid 79)" in said
     assert f"'deadpool bad-nodes --forget node7 {tmp_path}'" in said
@@ -92,16 +86,16 @@ def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten
         ("node9", "another", now),
         ("node7", "another", now + 80 * 3600.0),
     ):
-        assert why_left_out(tmp_path, host, run, when) == ""
+        assert quarantine.why_left_out(tmp_path, host, run, when) == ""
     assert cli.main(["bad-nodes", "--forget", "node7", str(tmp_path)]) == 0
-    assert why_left_out(tmp_path, "node7", "another", now) == ""
-    assert [one.host for one in read_bad_nodes(tmp_path)] == ["node8"]
+    assert quarantine.why_left_out(tmp_path, "node7", "another", now) == ""
+    assert [one.host for one in quarantine.read_bad_nodes(tmp_path)] == ["node8"]
 
 
 def test_a_run_on_a_bad_host_is_refused_before_it_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    add_bad_node(tmp_path, replace(NODE, host=gethostname(), wall_seconds=time.time()))
+    quarantine.add_bad_node(tmp_path, replace(NODE, host=gethostname(), wall_seconds=time.time()))
     run = tmp_path / "run"
     size = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "")
     start = ["run", "--run-dir", str(run), *size, "--", "-m", "json.tool"]

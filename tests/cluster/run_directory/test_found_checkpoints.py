@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunInfo,
-    found_in,
-    take_saves,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 
@@ -37,18 +32,18 @@ def saves(tmp_path: Path) -> Path:
 
 def taken(directory: Path, folder: Path) -> Path:
     """Of a run whose checkpoints are in ``folder``."""
-    run, run_id = RunDirectory(directory), f"0000000{len(directory.name)}"
-    run.create(RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings()))
-    take_saves(run, folder)
+    run, run_id = run_files.RunDirectory(directory), f"0000000{len(directory.name)}"
+    run.create(run_files.RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings()))
+    run_files.take_saves(run, folder)
     os.utime(run.saves, times=(BEGIN_SECONDS,) * 2)
-    take_saves(run, folder)  # by a process that is built later
+    run_files.take_saves(run, folder)  # by a process that is built later
     return run.saves
 
 
 def test_the_newest_complete_one_is_first(saves: Path, tmp_path: Path) -> None:
     """Their lineage is not known. One is complete with files as old as the run, or as its index."""
     paths = [checkpoint(tmp_path, 4, 0, 0), checkpoint(tmp_path, 12, 7, 9)]
-    assert found_in(saves) == [
+    assert run_files.found_in(saves) == [
         Restore("durable", Generation(0, 12), "save", str(paths[1])),
         Restore("durable", Generation(0, 4), "save", str(paths[0])),
     ]
@@ -59,7 +54,7 @@ def test_what_is_incomplete_or_of_an_earlier_run_is_none(saves: Path, tmp_path: 
     checkpoint(tmp_path, 2, 5, 4)
     (checkpoint(tmp_path, 3, 5, 5) / ".metadata").unlink()
     (checkpoint(tmp_path, 4, 5, 5) / "metadata.json").unlink()
-    assert found_in(saves) == []
+    assert run_files.found_in(saves) == []
 
 
 def test_a_directory_that_cannot_be_read_costs_what_is_found_after_it(
@@ -68,11 +63,11 @@ def test_a_directory_that_cannot_be_read_costs_what_is_found_after_it(
     whole = checkpoint(tmp_path, 4, 5, 5)
     (tmp_path / "iter_0000008").mkdir()
     (tmp_path / "iter_0000008" / "metadata.json").touch()
-    assert [one.path for one in found_in(saves)] == [str(whole)]
+    assert [one.path for one in run_files.found_in(saves)] == [str(whole)]
     taken(tmp_path / "later", tmp_path)
-    assert found_in(saves) == []
-    take_saves(RunDirectory(saves.parent), tmp_path)
-    assert [one.path for one in found_in(saves)] == [str(whole)]
+    assert run_files.found_in(saves) == []
+    run_files.take_saves(run_files.RunDirectory(saves.parent), tmp_path)
+    assert [one.path for one in run_files.found_in(saves)] == [str(whole)]
     saves.write_text("{")
-    assert found_in(saves) == []
+    assert run_files.found_in(saves) == []
     saves.unlink()

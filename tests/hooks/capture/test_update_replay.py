@@ -10,15 +10,9 @@ import torch
 from torch import Tensor
 
 from deadpool_megatron.hooks.capture import optimizer as optimizers
+from deadpool_megatron.hooks.capture import update_replay
 from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.step_keeper import StepKeeper
-from deadpool_megatron.hooks.capture.update_replay import (
-    InnerUpdate,
-    refuse_what_cannot_be_replayed,
-    rehearse,
-    replay,
-    used_values,
-)
 from deadpool_megatron.layout.records import UPDATE_PART, Generation, gradients_part
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.state import extras as codec
@@ -69,7 +63,7 @@ class Rig:
             view.copy_(tensor)
         return held
 
-    def update(self, lr: float) -> tuple[InnerUpdate, memoryview]:
+    def update(self, lr: float) -> tuple[update_replay.InnerUpdate, memoryview]:
         """A live update; the second parameter has no gradient."""
         held = memoryview(bytearray(self.gradients.nbytes))
         for number, view in enumerate(self.gradients.views(held)):
@@ -77,13 +71,13 @@ class Rig:
             self.parameters[number].grad = None if number == 1 else view.clone()
         for group in self.adam.param_groups:
             group["lr"] = lr
-        used = InnerUpdate(used_values(self.inner), (1,))
+        used = update_replay.InnerUpdate(update_replay.used_values(self.inner), (1,))
         self.adam.step()
         for parameter in self.parameters:
             parameter.grad = None
         for group in self.adam.param_groups:
             group["lr"] = -1.0  # the scheduler goes on
-        return InnerUpdate.from_dict(used.to_dict()), held
+        return update_replay.InnerUpdate.from_dict(used.to_dict()), held
 
     def views(self, held: memoryview) -> list[Tensor]:
         return self.gradients.views(held)
@@ -98,7 +92,7 @@ def test_updates_again_give_the_same_bytes(name: str) -> None:
     assert start != wanted
     load(rig.part, start)
     for used, held in updates:
-        replay(rig.inner, used, rig.views(held))
+        update_replay.replay(rig.inner, used, rig.views(held))
     assert rig.bytes_now() == wanted
     assert rig.hooked == 3, "a replay calls no hooks"
     assert rig.adam.param_groups[1]["betas"] == (0.8, 0.9)
@@ -122,7 +116,7 @@ def test_the_rehearsal_works_on_copies_and_sees_one_wrong_bit(
 
     def compare(**changed: Any) -> str:
         values = {"update": used, "before": before, "held": held, "after": after} | changed
-        found = rehearse(
+        found = update_replay.rehearse(
             rig.inner,
             values["update"],
             rig.part,
@@ -141,7 +135,10 @@ def test_the_rehearsal_works_on_copies_and_sees_one_wrong_bit(
     rig.part.slice(other, rig.adam.state[rig.parameters[0]]["exp_avg"])[0, 0] += 1
     assert "of parameter 0" in compare(before=other)
     groups = [{**values, "lr": 4e-3} for values in used.groups]
-    assert compare(update=InnerUpdate(groups, used.without_gradient)) == "parameter of parameter 0"
+    assert (
+        compare(update=update_replay.InnerUpdate(groups, used.without_gradient))
+        == "parameter of parameter 0"
+    )
     assert "of parameter 0" in compare(after=before)
 
 
@@ -152,7 +149,7 @@ def test_values_that_were_not_there_are_taken_away() -> None:
     used, held = rig.update(1e-2)
     load(rig.part, start)
     rig.adam.param_groups[0]["step"] = 7
-    replay(rig.inner, used, rig.views(held))
+    update_replay.replay(rig.inner, used, rig.views(held))
     assert "step" not in rig.adam.param_groups[0]
     assert len(optimizers.parameters_of(rig.inner)) == 5
 
@@ -160,19 +157,19 @@ def test_values_that_were_not_there_are_taken_away() -> None:
 def test_what_cannot_be_replayed_is_refused_at_start() -> None:
     rig = Rig(*FLAGS["adamw-foreach"])
     chained = SimpleNamespace(chained_optimizers=[rig.inner])
-    refuse_what_cannot_be_replayed(chained)
+    update_replay.refuse_what_cannot_be_replayed(chained)
     rig.inner.config = SimpleNamespace(use_precision_aware_optimizer=True)
     with pytest.raises(optimizers.UnsupportedOptimizer, match="precision-aware"):
-        refuse_what_cannot_be_replayed(chained)
+        update_replay.refuse_what_cannot_be_replayed(chained)
     momentum = SimpleNamespace(optimizer=torch.optim.SGD(rig.parameters, lr=0.1))
     with pytest.raises(
         optimizers.UnsupportedOptimizer, match=r"not for SGD.*use --deadpool-protection"
     ):
-        refuse_what_cannot_be_replayed(SimpleNamespace(chained_optimizers=[momentum]))
+        update_replay.refuse_what_cannot_be_replayed(SimpleNamespace(chained_optimizers=[momentum]))
     rig.adam.param_groups[0]["lr"] = torch.tensor(0.1)
     del rig.inner.config
     with pytest.raises(optimizers.UnsupportedOptimizer, match="capturable"):
-        refuse_what_cannot_be_replayed(chained)
+        update_replay.refuse_what_cannot_be_replayed(chained)
 
 
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"
@@ -264,7 +261,7 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
                 skipped += 1
                 continue
             held = keeper.gradients[index].views(slot[keeper.gradients[index].name])
-            replay(inner[index], InnerUpdate.from_dict(used), held)
+            update_replay.replay(inner[index], update_replay.InnerUpdate.from_dict(used), held)
     keep_shard()
     return {
         "matched": vault.matched,

@@ -13,13 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults.harness.jobs import (
-    Outcome,
-    Program,
-    assert_unnoticed,
-    run_program,
-    undisturbed,
-)
+from tests.faults.harness import jobs
 from tests.faults.harness.jobs import dies as dies
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import checkout
@@ -83,10 +77,10 @@ def held_tree(directory: Path) -> Path:
 
 def gpt(
     nodes: int = 4, within: Path | None = None, script: str = "pretrain_gpt.py", **flags: object
-) -> Program:
+) -> jobs.Program:
     """A script of a tree, by default the checkout, with the small model's flags changed."""
     path = (within or tree()) / script
-    return Program((str(path), *small(**flags), "--deadpool"), nodes)
+    return jobs.Program((str(path), *small(**flags), "--deadpool"), nodes)
 
 
 def stock(folder: Path, within: Path, **more: object) -> list[Trained]:
@@ -97,27 +91,27 @@ def stock(folder: Path, within: Path, **more: object) -> list[Trained]:
 
 def strike(
     directory: Path,
-    program: Program,
+    program: jobs.Program,
     plan: Sequence[Mapping[str, Any]],
-    wanted: Outcome | None = None,
+    wanted: jobs.Outcome | None = None,
     after: int = 0,
     **options: Any,
-) -> Outcome:
+) -> jobs.Outcome:
     """Run with these faults; it has to end as ``wanted``, by default the same without faults.
 
     ``after``: the iteration of the checkpoint that it loads at its start.
     """
-    wanted = wanted or undisturbed(program)
+    wanted = wanted or jobs.undisturbed(program)
     options = {"spares": 2, "refill": len(plan), **options}
-    outcome = run_program(directory, program, plan, **options)
-    assert_unnoticed(outcome, wanted, plan, after)
+    outcome = jobs.run_program(directory, program, plan, **options)
+    jobs.assert_unnoticed(outcome, wanted, plan, after)
     if not after:
         # The first line of a run leaves Megatron's sums alone, so the second one is another.
         assert_printed(outcome, wanted)
     return outcome
 
 
-def assert_printed(outcome: Outcome, wanted: Outcome, after: int = 0) -> None:
+def assert_printed(outcome: jobs.Outcome, wanted: jobs.Outcome, after: int = 0) -> None:
     """The same lines about steps and evaluations, as far as the run is about them.
 
     ``after``: the iteration that it went on from; lines about that one may have been printed by the
@@ -131,7 +125,7 @@ def assert_printed(outcome: Outcome, wanted: Outcome, after: int = 0) -> None:
     assert not other, f"printed, and wanted: {other}"
 
 
-def printed(outcome: Outcome) -> dict[str, set[str]]:
+def printed(outcome: jobs.Outcome) -> dict[str, set[str]]:
     """The lines about steps and evaluations in the logs of all processes, by what they are about.
 
     A line that was told again by another process has to be the same line.
@@ -152,12 +146,12 @@ def _number(subject: str) -> int:
     return int(found[0])
 
 
-def output_of_members(outcome: Outcome) -> str:
+def output_of_members(outcome: jobs.Outcome) -> str:
     """What all training processes have printed."""
     return "\n".join(p.read_text() for p in sorted(outcome.directory.glob("logs/node*-slot*.log")))
 
 
-def scalars(outcome: Outcome) -> dict[str, list[tuple[int, float]]]:
+def scalars(outcome: jobs.Outcome) -> dict[str, list[tuple[int, float]]]:
     """All points of a run with :data:`BASE` by tag, sorted, as TensorBoard reads them. What tells
     of recoveries is left out: the curve of epochs has each iteration once, and where it steps up
     stands what that recovery has cost.

@@ -18,33 +18,25 @@ from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import TooLate, VaultError
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from deadpool_megatron.vault.shm.table import Place
-from tests.vault.harness import (
-    DEADLINE,
-    Cluster,
-    Member,
-    Node,
-    cluster,
-    content,
-    make_layout,
-    train,
-    wait_until,
-)
+from tests.vault import harness
 
 
-def order(node: Node, iteration: int, seconds: float = DEADLINE) -> Future[list[Snapshot]]:
+def order(
+    node: harness.Node, iteration: int, seconds: float = harness.DEADLINE
+) -> Future[list[Snapshot]]:
     """Have the vault take an iteration; the answer comes later."""
     assert node.control is not None
     taking = node.control.take("test", iteration, seconds)
     return asyncio.run_coroutine_threadsafe(taking, node.loop.loop)
 
 
-def two_members(running: Cluster) -> list[Member]:
+def two_members(running: harness.Cluster) -> list[harness.Member]:
     """The members of two roles, in epoch 1."""
-    return running.join({role: make_layout(role) for role in range(2)})
+    return running.join({role: harness.make_layout(role) for role in range(2)})
 
 
-def steps(members: list[Member], iterations: range) -> None:
-    train(members, *(Generation(1, iteration) for iteration in iterations))
+def steps(members: list[harness.Member], iterations: range) -> None:
+    harness.train(members, *(Generation(1, iteration) for iteration in iterations))
 
 
 def read(taken: Snapshot) -> Mapping[str, bytes]:
@@ -53,7 +45,7 @@ def read(taken: Snapshot) -> Mapping[str, bytes]:
     return {name: whole[start : start + n] for name, (start, n, _) in taken.parts.items()}
 
 
-def left(node: Node) -> list[str]:
+def left(node: harness.Node) -> list[str]:
     """Files of generations that were set aside."""
     return [path.name for path in node.directory.glob("taken-*")]
 
@@ -61,7 +53,7 @@ def left(node: Node) -> list[str]:
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_generation_is_taken_with_its_last_extras(tmp_path: Path, is_last: bool) -> None:
     """None come any more when another generation follows, or the members say that none does."""
-    with cluster(tmp_path, 2) as running:
+    with harness.cluster(tmp_path, 2) as running:
         members = two_members(running)
         taking = [order(node, 2) for node in running.nodes]
         steps(members, range(3))
@@ -75,76 +67,76 @@ def test_a_generation_is_taken_with_its_last_extras(tmp_path: Path, is_last: boo
         else:
             steps(members, range(3, 6))
         for role, one in enumerate(taking):
-            (taken,) = one.result(DEADLINE)
+            (taken,) = one.result(harness.DEADLINE)
             assert (taken.role, taken.generation) == (role, Generation(1, 2))
             assert taken.boundary == "evaluation"
             found = read(taken)
             assert set(found) == {"shard", "tail", "extras@evaluation"}
             for name, data in found.items():
-                assert data == content(role, Generation(1, 2), name, len(data)), name
+                assert data == harness.content(role, Generation(1, 2), name, len(data)), name
         drop_snapshots(running.nodes[0].directory)
         assert left(running.nodes[0]) == []
 
 
 def test_what_is_overwritten_is_not_taken(tmp_path: Path) -> None:
-    with cluster(tmp_path, 2) as running:
+    with harness.cluster(tmp_path, 2) as running:
         members = two_members(running)
         steps(members, range(5))
         with pytest.raises(TooLate, match="was overwritten"):
-            order(running.nodes[0], 1).result(DEADLINE)
+            order(running.nodes[0], 1).result(harness.DEADLINE)
         assert left(running.nodes[0]) == []
 
 
 def test_a_close_ends_it(tmp_path: Path) -> None:
-    with cluster(tmp_path, 2) as running:
+    with harness.cluster(tmp_path, 2) as running:
         members = two_members(running)
         taking = order(running.nodes[0], 3)
         steps(members, range(4))
         running.close(1)
         with pytest.raises(VaultError, match="epoch 1 was closed"):
-            taking.result(DEADLINE)
+            taking.result(harness.DEADLINE)
         assert left(running.nodes[0]) == []
 
 
 def test_without_room_it_is_refused_and_training_goes_on(tmp_path: Path) -> None:
     full = {"id": "full", "point": "persist.reserve", "action": "mark"}
-    with cluster(tmp_path, 2, faults=[full]) as running:
+    with harness.cluster(tmp_path, 2, faults=[full]) as running:
         members = two_members(running)
         taking = order(running.nodes[0], 2)
         with pytest.raises(VaultError, match=r"no room .* role 0: \d+ bytes needed on "):
-            taking.result(DEADLINE)
+            taking.result(harness.DEADLINE)
         steps(members, range(4))
         assert left(running.nodes[0]) == []
 
 
 def test_what_is_dropped_is_given_up_at_once(tmp_path: Path) -> None:
-    with cluster(tmp_path, 2) as running:
+    with harness.cluster(tmp_path, 2) as running:
         members = two_members(running)
         steps(members, range(2))
         taking = order(running.nodes[0], 7)
-        wait_until(lambda: left(running.nodes[0]), "a file")
+        harness.wait_until(lambda: left(running.nodes[0]), "a file")
         assert list(running.nodes[0].status()["segments"])[-1] == "taken-test-0"
         drop_snapshots(running.nodes[0].directory, "test")
         with pytest.raises(VaultError, match="it was dropped"):
-            taking.result(DEADLINE)
+            taking.result(harness.DEADLINE)
         steps(members, range(2, 4))
 
 
 def test_it_ends_with_its_deadline(tmp_path: Path) -> None:
-    with cluster(tmp_path, 2) as running:
+    with harness.cluster(tmp_path, 2) as running:
         members = two_members(running)
         steps(members, range(2))
         with pytest.raises(VaultError, match="waited too long for iteration 7"):
-            order(running.nodes[0], 7, seconds=0.1).result(DEADLINE)
+            order(running.nodes[0], 7, seconds=0.1).result(harness.DEADLINE)
 
 
 def test_what_was_written_is_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what was read before: the bytes go from the slot to the file, and are hashed there."""
-    layout = make_layout(0, nbytes=100_000)
+    layout = harness.make_layout(0, nbytes=100_000)
     state = VaultState(0, tmp_path, Settings(), lambda _: None)
     segment = Segment.create(tmp_path / copy_name(0), layout, None, ("shard",))
     segment.open_slot(0, Generation(1, 1), 1)
-    segment.data(0, "shard")[:] = content(0, Generation(1, 1), "shard", 100_000)
+    segment.data(0, "shard")[:] = harness.content(0, Generation(1, 1), "shard", 100_000)
     place = Place(segment, 0, "shard", 100_000, checksum(segment.data(0, "shard")), 1)
     taker = taking._Taker(state, "test", Generation(1, 1), 0)
     state.table.segments[segment.path.name] = segment

@@ -14,14 +14,7 @@ from deadpool_megatron.layout import records, schemes
 from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, ParityPlacement
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
-from tests.vault.harness import (
-    Cluster,
-    cluster,
-    content,
-    make_layout,
-    train,
-    wait_until,
-)
+from tests.vault import harness
 
 pytestmark = pytest.mark.slow
 FIRST = records.Generation(1, 0)
@@ -35,11 +28,11 @@ def with_parity(record: records.EpochRecord, group: int = 3) -> records.EpochRec
 
 
 def layouts_of(sizes: dict[int, int], slots: int = 2) -> dict[int, records.RoleLayout]:
-    return {role: make_layout(role, nbytes, slots) for role, nbytes in sizes.items()}
+    return {role: harness.make_layout(role, nbytes, slots) for role, nbytes in sizes.items()}
 
 
 def block_of(
-    running: Cluster, record: records.EpochRecord, number: int
+    running: harness.Cluster, record: records.EpochRecord, number: int
 ) -> tuple[Any, int, Segment]:
     """Group, number of the block and segment of a parity role at its holder."""
     found = ParityPlacement.of_record(record).block(number)
@@ -50,7 +43,7 @@ def block_of(
 
 
 def check_blocks(
-    running: Cluster,
+    running: harness.Cluster,
     record: records.EpochRecord,
     generation: records.Generation,
     layouts: dict[int, records.RoleLayout],
@@ -70,7 +63,7 @@ def check_blocks(
             assert (members.group, members.number) == (group.roles, j)
             for name in ("shard", "tail"):
                 blocks = [
-                    content(role, generation, name, part.nbytes)
+                    harness.content(role, generation, name, part.nbytes)
                     for role in group.roles
                     for part in layouts[role].parts
                     if part.name == name
@@ -100,10 +93,10 @@ def test_many_generations_commit_in_few_slots(tmp_path: Path, parities: int) -> 
     """Three roles of different size; extras travel whole to a buddy, shards as parity only. With
     two blocks three slots."""
     layouts = layouts_of(SIZES, slots=1 + parities)
-    with cluster(tmp_path, 3 + parities, roles=3, chunk_bytes=16384) as running:
+    with harness.cluster(tmp_path, 3 + parities, roles=3, chunk_bytes=16384) as running:
         record = with_parity(running.record(1, replicas=parities))
         members = running.join(layouts, record)
-        train(members, *(records.Generation(1, iteration) for iteration in range(6)))
+        harness.train(members, *(records.Generation(1, iteration) for iteration in range(6)))
         newest = records.Generation(1, 5)
         check_blocks(running, record, newest, layouts)
         held = {
@@ -123,12 +116,15 @@ def test_many_generations_commit_in_few_slots(tmp_path: Path, parities: int) -> 
         shipped = sum(node.count("bytes shipped") for node in running.nodes)
         each = sum(SIZES.values()) + 3 * 1000 + 3 * 777
         assert shipped == 6 * parities * each
-        commits = wait_until(  # a member hears of the commit before the agent hears of the event
-            lambda: (
-                len(found := [e for node in running.nodes for e in node.seen(Kind.COMMITTED)]) == 18
-                and found
-            ),
-            "all events have come",
+        commits = (
+            harness.wait_until(  # a member hears of the commit before the agent hears of the event
+                lambda: (
+                    len(found := [e for node in running.nodes for e in node.seen(Kind.COMMITTED)])
+                    == 18
+                    and found
+                ),
+                "all events have come",
+            )
         )
         assert sum(event.data["bytes"] for event in commits) == shipped
         assert all(event.data["ship_seconds"] > 0 for event in commits)
@@ -155,10 +151,10 @@ def test_blocks_are_right_whatever_happens_in_the_middle(tmp_path: Path) -> None
         in_the_middle("wire", "vault.chunk", 4, 1, action="mark"),
     ]
     victims = {1: 3, 2: 1}
-    with cluster(tmp_path, 4, roles=3, faults=plan, chunk_bytes=1 << 20) as running:
+    with harness.cluster(tmp_path, 4, roles=3, faults=plan, chunk_bytes=1 << 20) as running:
         record = with_parity(running.record(1))
         members = running.join(layouts, record)
-        train(members, FIRST)
+        harness.train(members, FIRST)
         for iteration, name in enumerate(["holder", "owner", "stopped", "wire"], 1):
             generation = records.Generation(1, iteration)
             for member in members:

@@ -8,44 +8,25 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
-from deadpool_megatron.layout.records import (
-    SUMS_PART,
-    UPDATE_PART,
-    EpochRecord,
-    Generation,
-    Inventory,
-    Restore,
-    RoleLayout,
-    Seat,
-    gradients_part,
-)
 from deadpool_megatron.layout.replaying import key, step_parts, unpack_sums
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member import RestoredParts
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, own_name
-from tests.vault.harness import (
-    Cluster,
-    Member,
-    Node,
-    cluster,
-    content,
-    make_layout,
-    train,
-    wait_until,
-)
+from tests.vault import harness
 
 EVERY = 4
 SHARDS = ("shard", "tail")
-STEP = {*map(gradients_part, SHARDS), UPDATE_PART, SUMS_PART}
+STEP = {*map(records.gradients_part, SHARDS), records.UPDATE_PART, records.SUMS_PART}
 PLAN = ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=EVERY))
 
 
-def with_steps(role: int) -> RoleLayout:
+def with_steps(role: int) -> records.RoleLayout:
     """The harness's layout with room for steps, gradients a third of their shard part."""
-    plain = make_layout(role)
+    plain = harness.make_layout(role)
     shards = {p.name: replace(p, nbytes=p.nbytes // 3) for p in plain.parts if "@" not in p.name}
     kept = step_parts(shards, 512, role)
     extras = [part for part in plain.parts if "@" in part.name]
@@ -55,41 +36,43 @@ def with_steps(role: int) -> RoleLayout:
 LAYOUTS = {role: with_steps(role) for role in range(2)}
 
 
-class Stepper(Member):
+class Stepper(harness.Member):
     """A member that keeps the step to each generation, and trusts its replays."""
 
-    def __init__(self, node: Node, epoch: int, role: int) -> None:
+    def __init__(self, node: harness.Node, epoch: int, role: int) -> None:
         super().__init__(node, LAYOUTS[role], epoch)
         self.client.rehearsed(True)
 
-    def write(self, generation: Generation, extras: bool = True) -> None:
-        names = [*SHARDS, *map(gradients_part, SHARDS), UPDATE_PART, "extras@step"]
+    def write(self, generation: records.Generation, extras: bool = True) -> None:
+        names = [*SHARDS, *map(records.gradients_part, SHARDS), records.UPDATE_PART, "extras@step"]
         self.fill(generation, generation.lineage, names)
 
-    def bytes_of(self, generation: Generation, name: str, nbytes: int) -> bytes:
+    def bytes_of(self, generation: records.Generation, name: str, nbytes: int) -> bytes:
         """What an iteration gives is the same in every lineage."""
-        return content(self.role, Generation(1, generation.iteration), name, nbytes)
+        return harness.content(self.role, records.Generation(1, generation.iteration), name, nbytes)
 
 
-def opened(running: Cluster, **options: object) -> EpochRecord:
+def opened(running: harness.Cluster, **options: object) -> records.EpochRecord:
     record = replace(running.record(1, **options), protection=PLAN)  # type: ignore[arg-type]
     running.open(record)
     return record
 
 
 def go_on(members: list[Stepper], lineage: int, iterations: range) -> None:
-    train(members, *(Generation(lineage, iteration) for iteration in iterations))
+    harness.train(members, *(records.Generation(lineage, iteration) for iteration in iterations))
 
 
-def planned(inventories: Mapping[int, Inventory], seats: Mapping[int, Seat]) -> Restore:
+def planned(
+    inventories: Mapping[int, records.Inventory], seats: Mapping[int, records.Seat]
+) -> records.Restore:
     """What the coordinator would decide for epoch 2."""
-    owners = {role: Seat(role, 0, 0) for role in range(2)}
+    owners = {role: records.Seat(role, 0, 0) for role in range(2)}
     answer = choose_restore(RestoreQuery(2, 2, inventories, seats, owners, {1: NO_LIMIT}))
-    assert isinstance(answer, Restore), answer
+    assert isinstance(answer, records.Restore), answer
     return answer
 
 
-def held(inventory: Inventory, role: int) -> dict[int, set[str]]:
+def held(inventory: records.Inventory, role: int) -> dict[int, set[str]]:
     """Iteration -> parts but extras."""
     return {
         h.generation.iteration: {name for name in h.parts if not name.startswith("extras")}
@@ -100,25 +83,25 @@ def held(inventory: Inventory, role: int) -> dict[int, set[str]]:
 
 def expect_chain(parts: RestoredParts, role: int, base: int, last: int, lineage: int) -> None:
     """Base and steps, byte for byte, and the checksums of what they lead to."""
-    names = {"extras@step"} | {key(Generation(lineage, base), name) for name in SHARDS}
+    names = {"extras@step"} | {key(records.Generation(lineage, base), name) for name in SHARDS}
     for iteration in range(base + 1, last + 1):
-        names |= {key(Generation(lineage, iteration), name) for name in STEP}
+        names |= {key(records.Generation(lineage, iteration), name) for name in STEP}
     assert set(parts.names) == names
     for iteration in range(base, last + 1):
-        wanted = SHARDS if iteration == base else STEP - {SUMS_PART}
+        wanted = SHARDS if iteration == base else STEP - {records.SUMS_PART}
         for name in wanted:
-            view = parts.part(key(Generation(lineage, iteration), name))
-            written = Generation(1, iteration)
-            assert bytes(view) == content(role, written, name, len(view)), (iteration, name)
-    sums = unpack_sums(parts.part(key(Generation(lineage, last), SUMS_PART)))
+            view = parts.part(key(records.Generation(lineage, iteration), name))
+            written = records.Generation(1, iteration)
+            assert bytes(view) == harness.content(role, written, name, len(view)), (iteration, name)
+    sums = unpack_sums(parts.part(key(records.Generation(lineage, last), records.SUMS_PART)))
     for name in SHARDS:
-        nbytes = make_layout(role).parts[SHARDS.index(name)].nbytes
-        whole = content(role, Generation(1, last), name, nbytes)
+        nbytes = harness.make_layout(role).parts[SHARDS.index(name)].nbytes
+        whole = harness.content(role, records.Generation(1, last), name, nbytes)
         assert sums[name] == (nbytes, checksum(memoryview(whole)))
 
 
 def test_a_lost_role_comes_back_from_a_chain_and_only_right(tmp_path: Path) -> None:
-    with cluster(tmp_path, 3, roles=2, full_every=EVERY) as running:
+    with harness.cluster(tmp_path, 3, roles=2, full_every=EVERY) as running:
         opened(running)
         members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
         go_on(members, 1, range(7))
@@ -127,11 +110,11 @@ def test_a_lost_role_comes_back_from_a_chain_and_only_right(tmp_path: Path) -> N
         assert shipped < 2 * whole + 5 * (whole // 3 + 2000), "two whole copies, five steps"
         running.nodes[1].die()
         inventories = running.close(1, gone={1})
-        kept = Generation(1, 6)
+        kept = records.Generation(1, 6)
         found = held(inventories[0], 1)
         assert found[4] == set(SHARDS)
         assert found[5] == found[6] == STEP
-        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
+        seats = {0: records.Seat(0, 0, 0), 1: records.Seat(2, 0, 0)}
         restore = planned(inventories, seats)
         assert restore.generation == kept
         assert set(restore.recipes) == {1}
@@ -159,11 +142,14 @@ def test_a_lost_role_comes_back_from_a_chain_and_only_right(tmp_path: Path) -> N
 
 def test_what_is_recomputed_takes_no_slot_of_an_older_generation(tmp_path: Path) -> None:
     """The next failure may have to go back to it, until all have committed this one again."""
-    with cluster(tmp_path, 2, full_every=EVERY) as running:
+    with harness.cluster(tmp_path, 2, full_every=EVERY) as running:
         opened(running)
         members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
         go_on(members, 1, range(7))
-        seats, kept = {role: Seat(role, 0, 0) for role in range(2)}, Generation(1, 6)
+        seats, kept = (
+            {role: records.Seat(role, 0, 0) for role in range(2)},
+            records.Generation(1, 6),
+        )
         own = Segment.open(running.nodes[1].directory / own_name(1, seats[1]))
         (slot,) = (number for number in range(own.slots) if own.generation(number) == kept)
         own.invalidate_part(slot, "shard", PartState.BAD)  # as its vault does with damaged bytes
@@ -171,7 +157,7 @@ def test_what_is_recomputed_takes_no_slot_of_an_older_generation(tmp_path: Path)
         assert held(inventories[1], 1).keys() == {5, 6}
         query = RestoreQuery(2, 2, inventories, seats, seats, {1: NO_LIMIT})
         restore = choose_restore(query)
-        assert isinstance(restore, Restore)
+        assert isinstance(restore, records.Restore)
         assert restore.generation == kept
         assert set(restore.recipes) == {1}
         record = replace(running.record(2, restore, seats), protection=PLAN)
@@ -196,16 +182,16 @@ def test_chains_are_dumped_and_go_on_in_another_run(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
-    dump, kept = tmp_path / "dump", Generation(1, 2)
-    with cluster(first, 2, full_every=EVERY) as running:
+    dump, kept = tmp_path / "dump", records.Generation(1, 2)
+    with harness.cluster(first, 2, full_every=EVERY) as running:
         opened(running)
         members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
         go_on(members, 1, range(3))
         running.nodes[1].die()
         running.close(1, gone={1})
         assert len(running.nodes[0].dump(dump, kept, "step")) == 2
-    with cluster(second, 2, full_every=EVERY) as running:
-        restore = Restore("dump", Generation(3, 2), path=str(dump))
+    with harness.cluster(second, 2, full_every=EVERY) as running:
+        restore = records.Restore("dump", records.Generation(3, 2), path=str(dump))
         record = replace(running.record(3, restore), protection=PLAN)
         running.open(record)
         members = [Stepper(running.nodes[role], 3, role) for role in range(2)]
@@ -216,4 +202,4 @@ def test_chains_are_dumped_and_go_on_in_another_run(tmp_path: Path) -> None:
         members[1].fill(restore.generation, 3, SHARDS)
         for member in members:
             assert member.wait(restore.generation) == "committed"
-        wait_until(lambda: running.nodes[0].status()["committed"], "a commit")
+        harness.wait_until(lambda: running.nodes[0].status()["committed"], "a commit")
