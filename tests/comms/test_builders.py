@@ -1,15 +1,24 @@
-"""Groups connect side by side, in every process as many at once as it likes."""
+"""Groups connect side by side, as many at once as a process likes; late, or split from others."""
 
 from __future__ import annotations
 
 import threading
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
 
+from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.in_flight.waiters import Builders, Job
+from tests.common.waiting import wait_for
+
+from .ranks import Member, Ranks, run
 
 _ROLES = 4
 _DEADLINE_SECONDS = 20.0
@@ -75,3 +84,85 @@ def test_an_error_begins_no_further_group_and_leaves_none_hanging_unnoticed() ->
             thread.join(_DEADLINE_SECONDS)
     assert builders.finished
     assert not begun
+
+
+LIMIT_SECONDS = 20.0
+
+
+def makes_a_group_late(member: Member) -> float:
+    member.init(epoch=0)
+    member.say(("ready", None))
+    if member.rank == 0:
+        with pytest.raises(EpochClosed):
+            dist.new_group([0, 1], group_desc="LATE")
+    else:  # interrupted before it comes to this call
+        assert member.order("interrupted").wait(LIMIT_SECONDS)
+    assert len(c10d._world.pg_map) == 1
+    assert member.comms.drain()
+    member._client = None  # its lock is held by the call that was left
+    member.attach(1, deadline_seconds=5.0)
+    # The iteration is played again.
+    group = dist.new_group([0, 1], group_desc="LATE")
+    member.attach(2, deadline_seconds=5.0)
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    return value.item()
+
+
+def test_a_group_whose_making_is_interrupted_is_none() -> None:
+    """Else the next epoch waits in vain for a rank that had not begun to make it."""
+    with Ranks(2) as ranks:
+        ranks.start(makes_a_group_late).until_all()
+        wait_for("rank 0", lambda: "new_group" in (ranks.ask(0, "ask", "waiting_for") or ()))
+        ranks.interrupt(0)
+        ranks.say(1, "order", "interrupted")
+        assert ranks.results() == {0: 2.0, 1: 2.0}
+
+
+CPU = torch.device("cpu", 0)
+PARTS = [[0, 2], [3, 1]]
+
+
+def split() -> list[Any]:
+    """Groups by split_group and by DeviceMesh."""
+    parts = dist.split_group(split_ranks=PARTS, group_desc="PART")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return [parts, mesh.get_group("dp"), mesh.get_group("tp")]
+
+
+def splits(member: Member) -> Any:
+    member.init()
+    # As where a program has given ``device_id`` and there is an accelerator: the CPU plays it.
+    accelerator: Any = torch.accelerator
+    accelerator.is_available, accelerator.current_accelerator = lambda: True, lambda: CPU
+    dist.group.WORLD.bound_device_id = CPU
+    assert dist.group.WORLD.get_backend(CPU).supports_splitting
+    # How torch names what it splits.
+    named = [c10d._hash_ranks_to_str(sorted(part)) for part in PARTS if member.rank in part]
+    groups = split()
+    assert groups[0].group_name == named[0]
+    for epoch in range(2):
+        member.attach(epoch)
+        found = [seen(group) for group in groups]
+    late = split()
+    # By ranks of the parent, and not all of them.
+    last = dist.split_group(late[0], split_ranks=[[1]])
+    assert (last and last.ranks) == (late[0].ranks[1:] if late[0].rank() else None)
+    return found, [seen(group) for group in late]
+
+
+def seen(group: Any) -> tuple[Any, ...]:
+    value = torch.tensor([3.0 ** dist.get_rank()])
+    dist.all_reduce(value, group=group)
+    assert c10d._resolve_process_group(group.group_name) is group
+    return group.description, dist.get_process_group_ranks(group), group.rank(), value.item()
+
+
+def test_groups_that_are_split_from_another_are_those_that_torch_makes() -> None:
+    for rank, both in run(4, splits).items():
+        for found in both:
+            assert found == [
+                ("PART", ranks := [rank % 2, rank % 2 + 2], rank // 2, sum(3.0**r for r in ranks)),
+                ("mesh_dp", ranks, rank // 2, sum(3.0**r for r in ranks)),
+                ("mesh_tp", ranks := [rank & 2, rank | 1], rank % 2, sum(3.0**r for r in ranks)),
+            ]

@@ -8,6 +8,7 @@ one is taken whose pairs of values were drawn least (:func:`least_covered`).
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import tomllib
 from collections import Counter
@@ -149,6 +150,24 @@ def least_covered(seeds: Iterable[int], drawn: Mapping[Pair, int], tag: str = ""
 def count(choices: Iterable[Choice]) -> Counter[Pair]:
     """How often each pair was drawn."""
     return Counter(pair for choice in choices for pair in pairs(choice))
+
+
+def read_choices(path: Path) -> list[Choice]:
+    """What was drawn so far, each as the values of its features. Raises ValueError for a file of
+    another form."""
+    try:
+        rows = json.loads(path.read_text())["draws"]
+        return [dict(pair.split("=") for pair in row.split()) for row in rows]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"{path} is no table of pairs: name a new file") from None
+
+
+def write_choices(path: Path, choices: Sequence[Choice]) -> None:
+    """A line for each draw, and how many pairs they have between them."""
+    rows = ",\n".join(json.dumps(" ".join(map("=".join, one.items()))) for one in choices)
+    drawn = count(choices)
+    facts = {"possible": len(possible()), "drawn": len(drawn.keys() & set(possible()))}
+    path.write_text(f'{{"pairs": {json.dumps(facts)}, "draws": [\n{rows}\n]}}\n')
 
 
 def _choose(dice: random.Random, fixed: Choice) -> Choice | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import commit
-from tests.fuzz.command import read_choices
+from tests.fuzz.drawing import read_choices
 from tests.megatron_lm.harness.checkout import TAGS, needs_megatron_lm
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "fuzz.py"

@@ -14,8 +14,18 @@ from deadpool_megatron import arguments
 from deadpool_megatron.support.flags import Level
 from deadpool_megatron.support.judgement import judge
 from tests.fuzz import drawing
-from tests.fuzz.command import read_choices, write_choices
-from tests.fuzz.drawing import FEATURES, Draw, count, draw, forbidden, least_covered, pairs, without
+from tests.fuzz.drawing import (
+    FEATURES,
+    Draw,
+    count,
+    draw,
+    forbidden,
+    least_covered,
+    pairs,
+    read_choices,
+    without,
+    write_choices,
+)
 from tests.fuzz.minimal import smallest
 from tests.megatron_lm.harness.checkout import TAG, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Question, ask

@@ -23,7 +23,7 @@ _SAVES = (
     "tests/persist/test_coordination.py::test_a_save_of_another_epoch_does_not_count",
     "tests/persist/test_coordination.py::test_a_save_that_is_asked_for_again_is_made_valid_once",
 )
-_AGENT = "tests/cluster/agent/test_epochs.py::test_an_order_counts_in_its_epoch"
+_AGENT = "tests/cluster/agent/test_children.py::test_an_order_counts_in_its_epoch"
 _LINK = "tests/cluster/link/test_member_link.py::test_orders_reach_their_handlers_in_their_epoch"
 _STORE = "tests/cluster/link/test_store.py::test_nothing_of_another_epoch_gets_through"
 _VAULT = (
@@ -49,7 +49,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "record": (_AGENT, _LINK),
     "pause": (_LINK,),
     "store": (_STORE,),
-    "drained": ("tests/cluster/agent/test_epochs.py::test_who_left_an_older_epoch_is_waited_for",),
+    "drained": (
+        "tests/cluster/agent/test_children.py::test_who_left_an_older_epoch_is_waited_for",
+    ),
     # Between a vault, its member and other vaults.
     **dict.fromkeys(("ended", "fetch", "put", "restore", "waiting"), _VAULT),
     **dict.fromkeys(("bad", "committed"), (_MEMBER,)),

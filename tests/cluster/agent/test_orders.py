@@ -27,15 +27,20 @@ from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.wire import framing
 from tests.cluster.agent.test_children import (
     Control,
+    Played,
     Watch,
+    closes,
     in_no_time,
     info,
+    is_obeyed,
     keeper,
     note_starts,
+    opens,
     options_of,
+    played,
     short,
+    talking,
 )
-from tests.cluster.agent.test_epochs import Played, closes, is_obeyed, opens, played, talking
 from tests.common.waiting import until
 
 __all__ = ["info", "keeper", "played"]
