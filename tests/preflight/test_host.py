@@ -1,4 +1,4 @@
-"""What a host says of itself, ``deadpool check`` of it, and the word of the site and the kernel log."""
+"""What a host says of itself, ``deadpool check`` of it, and the word of site and kernel log."""
 
 from __future__ import annotations
 
