@@ -110,13 +110,16 @@ def checkpoints_seen(core: Core, event: ev.CheckpointsFound) -> None:
 def note_inventory(core: Core, event: ev.NodeInventory) -> None:
     """A node's vault has closed the epoch and promises what it holds."""
     state, inventory = core.state, event.inventory
+    if state.record is None or inventory.epoch != state.record.epoch:
+        core.refuse("inventory", node=inventory.node, **core.not_open(inventory.epoch))
+        return
+    if isinstance(
+        state.doing, states.TakingOver | states.Opening | states.Running | states.Pausing
+    ):
+        # The order of an earlier coordinator that the agent came to only now.
+        cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
+        close(core, Failure(cause, FailureKind.COORDINATOR))
     match state.doing:
-        case _ if state.record is None or inventory.epoch != state.record.epoch:
-            core.refuse("inventory", node=inventory.node, **core.not_open(inventory.epoch))
-        case states.TakingOver() | states.Opening() | states.Running() | states.Pausing():
-            # The order of an earlier coordinator that the agent came to only now.
-            cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
-            close(core, Failure(cause, FailureKind.COORDINATOR))
         case states.Closing(awaited=awaited) if inventory.node in awaited:
             awaited.remove(inventory.node)
             state.memory.promised[inventory.node] = inventory
