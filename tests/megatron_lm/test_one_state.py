@@ -30,11 +30,12 @@ EXPERTS: dict[str, object] = {
     "moe_router_force_load_balancing": True,
     "disable_bias_linear": True,
 }
+RATES: dict[str, object] = {"untie_embeddings_and_output_weights": True, "decoupled_lr": 5e-4}
 # With two nodes that hold each other's copies.
 LAYOUTS: dict[str, tuple[dict[str, object], list[int]]] = {
     "experts": ({**PP2_DP2, **EXPERTS}, [1, 0]),
     "experts-fp16": ({**FP16, **EXPERTS, "sequence_parallel": True}, [2, 0]),
-    "virtual-stages": ({**PP2_DP2, "num_layers_per_virtual_pipeline_stage": 1}, [1, 0]),
+    "virtual-stages": ({**PP2_DP2, **RATES, "num_layers_per_virtual_pipeline_stage": 1}, [1, 0]),
     "whole-fp16": ({**FP16, "hysteresis": 3}, [2, 0]),
     "asynchronous": ({**PP2_DP2, **EXPERTS, "async_save": True}, [1, 0]),
     "older": ({**PP2_DP2, **EXPERTS, "ckpt_format": "torch"}, [1, 0]),

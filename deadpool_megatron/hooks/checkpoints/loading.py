@@ -48,8 +48,10 @@ def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
     ]
     changes = [_keep_rates(optimizer)] if command_counts(scheduler) else []
+    # A distributed optimizer loads its own state before it is given what was saved.
+    own = [part.optimizer.param_groups for part in inner_optimizers(optimizer)]
     if not inner:
-        with _changed_before_load(optimizer, changes):
+        with _groups_told_apart(own), _changed_before_load(optimizer, changes):
             yield
         return
     # distrib_optimizer.py:642 asserts that there is one step, and finds none before the first.
@@ -63,6 +65,7 @@ def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
         # copies into them.
         stack.enter_context(torch.no_grad())
         changes.append(_supply_zero_step)
+        stack.enter_context(_groups_told_apart(own))
         stack.enter_context(_changed_before_load(optimizer, changes))
         for part in filter(is_distributed, inner):
             stack.enter_context(_missing_entries_kept(part))
@@ -124,14 +127,11 @@ def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _groups_told_apart(parts: Iterable[Mapping[str, Any]]) -> Iterator[None]:
-    """Within, Megatron knows parameter groups by their rates as well where several that are to be
-    loaded are of a kind, as with --decoupled-lr: before 0.19 it takes one of them for all
-    (optimizer.py:383)."""
+def _groups_told_apart(lists: Iterable[Sequence[Mapping[str, Any]]]) -> Iterator[None]:
+    """Within, Megatron knows parameter groups by their rates as well where several of a list are of
+    a kind, as with --decoupled-lr: before 0.19 it takes one of them for all (optimizer.py:383)."""
     keys = base.param_group_identifier_keys
-    groups = [part.get("optimizer", part).get("param_groups", ()) for part in parts]
-    kinds = [{tuple(group.get(key) for key in keys) for group in own} for own in groups]
-    if any(len(own) > len(found) for own, found in zip(groups, kinds, strict=True)):
+    if any(len(groups) > len({tuple(map(one.get, keys)) for one in groups}) for groups in lists):
         _know_groups_by((*keys, "max_lr", "min_lr"))
     try:
         yield
@@ -154,7 +154,10 @@ def _changed_before_load(optimizer: Any, changes: Sequence[_Change]) -> Iterator
         parts = loaded if isinstance(loaded, list) else loaded.values() if several else [loaded]
         for part, change in itertools.product(parts, changes):
             change(part.get("optimizer", part))
-        with _groups_told_apart(parts):
+        # Of role 0, which may have more of them than this one.
+        with _groups_told_apart(
+            part.get("optimizer", part).get("param_groups", ()) for part in parts
+        ):
             load(loaded)
 
     optimizer.load_state_dict = load_state_dict
