@@ -66,12 +66,13 @@ def run(args: argparse.Namespace) -> int:
                 *(one.seed, one.choice["tag"], str(directory / f"{one.seed}")),
                 *(args.only, not args.no_shrink),
             )
+            drawn = order.drawn
             result = Result(_tried(order, display, number / args.count, args.json))
             results[result] += 1
             if result not in BAD:
                 _remove(Path(order.directory))
             if result not in (Result.CANNOT_TRAIN, Result.REFUSED):
-                choices.append(order.drawn.choice)
+                choices.append(drawn.choice)
             if args.pairs:
                 drawing.write_choices(args.pairs, choices)
     finally:

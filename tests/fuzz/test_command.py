@@ -43,6 +43,7 @@ def test_a_draw_is_bit_identical(tmp_path: Path, seed: int) -> None:
     [
         (("-1",), "SEED and --count: a natural number"),
         (("1", "--count", "2", "--only", "saves"), "--only is of one draw"),
+        (("1", "--only", "router"), "others of this draw need them"),
         (("1", "--tag", "core_v0.15.0"), "invalid choice: 'core_v0.15.0'"),
         (("1", "--pairs", str(Path(__file__))), "is no table of pairs"),
     ],
