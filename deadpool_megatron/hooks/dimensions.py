@@ -62,10 +62,17 @@ def verify(loop: ProtectedLoop) -> None:
 def verify_tensor(loop: ProtectedLoop) -> None:
     """Norms, biases and routers, which are replicated over the tensor-parallel group: a missed sum
     over it shows here first."""
+    # Each rank has those of its own heads (--softmax-type learnable), and Megatron marks none.
+    of_heads = {
+        id(parameter)
+        for chunk in loop.model_chunks
+        for name, parameter in chunk.named_parameters()
+        if name.endswith("softmax_offset")
+    }
     replicated = [
         raw
         for parameter in parameters(loop, expert=False)
-        if not getattr(parameter, "tensor_model_parallel", False)
+        if not getattr(parameter, "tensor_model_parallel", False) and id(parameter) not in of_heads
         for raw in optimizer.plain_tensors(parameter)
     ]
     group = parallel_state.get_tensor_model_parallel_group()
