@@ -140,7 +140,7 @@ def record(selection: Sequence[str] = _SELECTION) -> dict[str, Recorded]:
 
 
 def update(path: Path, again: Sequence[str] = ()) -> None:
-    """Record tests anew in the map: those named, else all."""
+    """Record tests in the map again: those that are named, or all."""
     if again:
         found = chosen(record(("--full", "--timeout=600", *again)))
         write(joined(read(path), found, again), path)

@@ -187,7 +187,7 @@ def _cannot_matter(node: cst.CSTNode, is_outside: bool) -> bool:
 
 
 def _has_limit(comparison: cst.Comparison) -> bool:
-    """Whether it compares with a time, or with a number that only tunes."""
+    """Return whether a comparison is with a time, or with a number that only tunes."""
     sides = [comparison.left, *(target.comparator for target in comparison.comparisons)]
     return any(_LIMIT.search(_called(side) or _last_name(side)) for side in sides)
 
