@@ -118,3 +118,12 @@ def test_an_optimizer_without_a_first_state_has_one_to_load_into() -> None:
     with exact_load(optimizer, None):
         optimizer.init_state_fn(sgd, optimizer.config)
     assert sgd.state[weight]["momentum_buffer"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("moment", ["exp_avg", "momentum_buffer"])
+def test_a_step_of_zero_is_put_back_for_adam_alone(moment: str) -> None:
+    """Megatron does not write it. Muon, which is loaded beside an Adam of its own, keeps none."""
+    trained, found = Trained(), []
+    trained.load_state_dict = found.append
+    load(trained, {"optimizer": {"state": {0: {moment: torch.zeros(3)}}}})
+    assert ("common_step" in found[0]["optimizer"]["state"]) is (moment == "exp_avg")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deadpool_megatron.state import extras
 from deadpool_megatron.vault.disk import extras_file
-from tests.faults.harness.jobs import Outcome, assert_unnoticed, run_program, undisturbed
+from tests.faults.harness import jobs
 from tests.megatron_lm.harness.arguments import MOE
 from tests.megatron_lm.harness.checkout import LOADS
 from tests.megatron_lm.harness.runs import PP2_DP2, assert_printed, gpt, held_tree
@@ -58,7 +58,7 @@ def flags_of(layout: str) -> dict[str, object]:
     return {**SAVES, **LOG, **(STARTED.get(layout) or LAYOUTS[layout][0])}
 
 
-def entries(outcome: Outcome, saves: Path) -> dict[str, object]:
+def entries(outcome: jobs.Outcome, saves: Path) -> dict[str, object]:
     """Every extra beside the last checkpoint, by role and name."""
     roles = len(outcome.final["roles"])
     found: dict[str, object] = {}
@@ -88,7 +88,7 @@ def other(found: Mapping[str, object], wanted: Mapping[str, object]) -> set[str]
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_fall_back_gives_what_the_state_was(tmp_path: Path, layout: str) -> None:
     program = gpt(**flags_of(layout))
-    wanted = undisturbed(program)
+    wanted = jobs.undisturbed(program)
     outcome = fallen(tmp_path, program, LAYOUTS[layout][1], wanted)
     assert fallen_back_to(outcome) == 6
     assert_printed(outcome, wanted)
@@ -101,7 +101,7 @@ def test_a_fall_back_to_an_export_gives_what_the_state_was(
 ) -> None:
     """Between two lines of the log. It is whole once the next iteration is sealed."""
     flags = flags_of("experts")
-    wanted = undisturbed(gpt(**flags))
+    wanted = jobs.undisturbed(gpt(**flags))
     monkeypatch.setenv("DEADPOOL_TEST_HOLD", f"9={tmp_path}/run/exports/iter_0000007")
     held = gpt(within=held_tree(tmp_path / "tree").parent, **flags)
     outcome = fallen(tmp_path, held, [1, 0], wanted, "--deadpool-persist-interval 7", at=9)
@@ -114,20 +114,21 @@ def test_a_fall_back_to_an_export_gives_what_the_state_was(
 @pytest.mark.parametrize("layout", [*LAYOUTS, *STARTED])
 def test_a_start_from_a_checkpoint_gives_what_the_state_was(tmp_path: Path, layout: str) -> None:
     flags = flags_of(layout)
-    wanted = undisturbed(gpt(**flags))
+    wanted = jobs.undisturbed(gpt(**flags))
     states = entries(wanted, wanted.directory / "saves")
     flags["save"] = tmp_path / "saves"
-    first = run_program(tmp_path / "first", gpt(**flags, exit_interval=6))
+    first = jobs.run_program(tmp_path / "first", gpt(**flags, exit_interval=6))
     assert first.status == 75, first.story()
-    resumed = run_program(
-        tmp_path / "resumed", gpt(**flags), arguments=["--resume", str(first.directory)]
-    )
-    assert_unnoticed(resumed, wanted, [], after=6)
+    # A process that is lost before the first generation of its own is in no checkpoint's state.
+    faults = [jobs.dies("lost", "step.begin", 1, 7, target="self")]
+    resume = ["--resume", str(first.directory)]
+    resumed = jobs.run_program(tmp_path / "resumed", gpt(**flags), faults, arguments=resume)
+    jobs.assert_unnoticed(resumed, wanted, faults, after=6)
     assert_printed(resumed, wanted, after=6)
     assert other(entries(resumed, tmp_path / "saves"), states) == set()
     (tmp_path / "saves" / "latest_checkpointed_iteration.txt").write_text("6")
-    loaded = run_program(tmp_path / "loaded", gpt(**{**flags, "load": tmp_path / "saves"}))
-    assert_unnoticed(loaded, wanted, [], after=6)
+    loaded = jobs.run_program(tmp_path / "loaded", gpt(**{**flags, "load": tmp_path / "saves"}))
+    jobs.assert_unnoticed(loaded, wanted, [], after=6)
     # A run of its own: it counts what it logs from its own start.
     own = ("first_iteration", "newest/kept/sums", "newest/kept/loss_sums")
     found = other(entries(loaded, tmp_path / "saves"), states)
@@ -137,16 +138,16 @@ def test_a_start_from_a_checkpoint_gives_what_the_state_was(tmp_path: Path, layo
 def test_another_learning_rate_counts_only_where_it_is_asked_for(tmp_path: Path) -> None:
     """Megatron by itself would take that of the checkpoint, or find no parameter groups."""
     flags: dict[str, object] = {**PP2_DP2, "save": tmp_path / "saves", "save_interval": 3}
-    first = run_program(tmp_path / "first", gpt(**flags, exit_interval=3))
+    first = jobs.run_program(tmp_path / "first", gpt(**flags, exit_interval=3))
     assert first.status == 75, first.story()
     flags |= {"lr": 1e-4, "train_iters": 5, "save": tmp_path / "others"}
     resume = ["--resume", str(first.directory)]
-    refused = run_program(tmp_path / "refused", gpt(**flags), arguments=resume)
+    refused = jobs.run_program(tmp_path / "refused", gpt(**flags), arguments=resume)
     assert refused.status == 2, refused.story()
     line = refused.output.splitlines()[-1]
     assert "max_lr is 0.001 in the state and 0.0001 on the command line" in line
     flags["override_opt_param_scheduler"] = True
-    lower = run_program(tmp_path / "lower", gpt(**flags), arguments=resume)
+    lower = jobs.run_program(tmp_path / "lower", gpt(**flags), arguments=resume)
     assert lower.status == 0, lower.story()
     rates = {event.iteration: event.data["learning_rate"] for event in lower.of_kind("step")}
     assert {float.fromhex(rates[number]) for number in (4, 5)} == {1e-4}
@@ -154,6 +155,6 @@ def test_another_learning_rate_counts_only_where_it_is_asked_for(tmp_path: Path)
     for path in (tmp_path / "saves" / "iter_0000003").glob("deadpool-extras-*"):
         path.unlink()
     del flags["override_opt_param_scheduler"]
-    unread = run_program(tmp_path / "unread", gpt(**flags), arguments=resume)
+    unread = jobs.run_program(tmp_path / "unread", gpt(**flags), arguments=resume)
     assert unread.status == 1, unread.story()
     assert "cannot be loaded: " in unread.output.splitlines()[-1]

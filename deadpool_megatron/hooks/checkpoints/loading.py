@@ -98,7 +98,9 @@ def _supply_zero_step(loaded: dict[str, Any]) -> None:
     A run in fp16 has made no step while it looks for its loss scale.
     """
     state = loaded.get("state", {})
-    if state and not any(key == "common_step" or "step" in state[key] for key in state):
+    own = [one for one in state.values() if isinstance(one, dict)]
+    adam = any("exp_avg" in one for one in own) and not any("step" in one for one in own)
+    if adam and "common_step" not in state:
         state["common_step"] = torch.tensor(0.0)
 
 

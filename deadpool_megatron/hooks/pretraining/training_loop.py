@@ -85,8 +85,10 @@ class PretrainLoop(ProtectedLoop):
         # Sums of the log, as train() holds them once it has been entered and logged.
         self._sums: dict[str, Any] | None = None
         self._to_replay = 0
-        # The iteration of the checkpoint that was loaded last: training went on from it.
+        # The iteration of the checkpoint that the run continued from last. All roles have to agree
+        # on it, so that a process that takes over a role gets it with the state.
         self._passed = 0
+        self._just_loaded: int | None = None
         self._take_lengths: Callable[[], Iterable[float | None]] = tuple
         arguments = build.train_arguments
         arguments["forward_step_func"] = _faults_in_forward(arguments["forward_step_func"])
@@ -196,7 +198,7 @@ class PretrainLoop(ProtectedLoop):
         self.counters.update(iteration=iteration, **self._places())
         self._newest, self._operations = Newest(operations), operations
         self._saves.restore(0)
-        self._passed = iteration
+        self._passed = self._just_loaded = iteration
 
     def checkpoint_state(self) -> dict[str, Any]:
         """See :class:`ProtectedLoop`."""
@@ -236,6 +238,7 @@ class PretrainLoop(ProtectedLoop):
             "newest": self._newest.to_dict(),
             "first_iteration": self._first_iteration,
             "unfinished_save": self._saves.unfinished,
+            "passed": self._passed if self._passed == self.counters["iteration"] else 0,
             # After the iteration; exports need it (saved_state).
             "operations": self._operations,
         }
@@ -247,6 +250,9 @@ class PretrainLoop(ProtectedLoop):
         self._operations = kept["operations"]
         self._first_iteration = kept["first_iteration"]
         self._saves.restore(kept["unfinished_save"])
+        # What lies beside a checkpoint knows only of the one before.
+        self._passed = kept["passed"] if self._just_loaded is None else self._just_loaded
+        self._just_loaded = None
 
     # Entering train() and going on behind it.
 
