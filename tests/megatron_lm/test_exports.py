@@ -10,7 +10,7 @@ from deadpool_megatron.cli.storage.verifying import verify_checkpoint
 from deadpool_megatron.events import Kind
 from deadpool_megatron.vault.shm.slot_check import Verdict
 from tests.faults.harness.jobs import Outcome, Program, assert_unnoticed, run_program, undisturbed
-from tests.megatron_lm.harness.arguments import small
+from tests.megatron_lm.harness.arguments import MOE, small
 from tests.megatron_lm.harness.checkout import LOADS, TAG
 from tests.megatron_lm.harness.ranks import train
 from tests.megatron_lm.harness.runs import (
@@ -25,6 +25,14 @@ from tests.persist.harness.checkpoints import differences
 
 pytestmark = [pytest.mark.slow, pytest.mark.full(every_time=True), pytest.mark.megatron_lm]
 EXPORTED_SEGMENTS: dict[str, object] = {"split": "90,5,5", "eval_interval": 4, "eval_iters": 1}
+# Megatron turns the bias of a router to fp32 when it is first asked for its state.
+BIASED: dict[str, object] = {
+    **PP2_DP2,
+    **MOE,
+    "disable_bias_linear": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 PLAIN: dict[str, object] = {"bf16": True, "pipeline_model_parallel_size": 2}
 TRACKER = "latest_checkpointed_iteration.txt"
 FLAGS: dict[str, object] = {**PP2_DP2, "save": "{run}.saves", "save_interval": 1, "train_iters": 8}
@@ -59,8 +67,11 @@ def saved_and_exported(
     return outcome
 
 
-def test_an_export_is_what_megatron_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved_and_exported(tmp_path, monkeypatch, PP2_DP2)
+@pytest.mark.parametrize("layout", [PP2_DP2, BIASED], ids=["dense", "biased"])
+def test_an_export_is_what_megatron_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, object]
+) -> None:
+    saved_and_exported(tmp_path, monkeypatch, layout)
 
 
 @LOADS

@@ -133,8 +133,6 @@ class _Maker:
         for part in parts:
             for tensor, offset in part.places():
                 self._add(tensor, part.name, offset, tensor.dtype)
-        for name, tensor in frozen_and_buffers(loop):
-            self._add(tensor, f"buffer.{name}", 0, tensor.dtype, is_extra=True)
         offset = 0
         for _, tensor in large_frozen_weights(loop):
             self._add(tensor, FROZEN, offset, tensor.dtype)
@@ -148,6 +146,9 @@ class _Maker:
     def make(self) -> StateTemplate:
         with self._without_gathering():
             state = self._loop.checkpoint_state()
+        # Not before: a router makes its bias anew, in fp32, when it is asked for its state.
+        for name, tensor in frozen_and_buffers(self._loop):
+            self._add(tensor, f"buffer.{name}", 0, tensor.dtype, is_extra=True)
         padding = set(_padding(state))
         if "optimizer" in state:
             state["optimizer"] = self._marked_optimizer(state["optimizer"])
