@@ -118,6 +118,7 @@ def assert_printed(outcome: jobs.Outcome, wanted: jobs.Outcome, after: int = 0) 
     run before.
     """
     ours, theirs = printed(outcome), printed(wanted)
+    assert theirs, "nothing was printed"
     first = max(after + 1, min(step["iteration"] for step in outcome.final["steps"]))
     missing = {subject for subject in theirs if _number(subject) >= first} - ours.keys()
     assert not missing, f"not printed: {sorted(missing)}"
@@ -135,7 +136,6 @@ def printed(outcome: jobs.Outcome) -> dict[str, set[str]]:
         for line in _LINE.findall(log.read_text()):
             subject, _, facts = _TIMES.sub("", line).partition(" | ")
             found[subject].add(facts)
-    assert found, "nothing was printed"
     return dict(found)
 
 
