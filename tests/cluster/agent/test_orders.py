@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,6 @@ from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.contact import CoordinatorAddress
 from deadpool_megatron.cluster.agent.members import NodeMembers
 from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
-from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.children import ProcessEnd
-from deadpool_megatron.cluster.process.logs import Files
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
@@ -27,76 +23,18 @@ from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.wire import framing
 from tests.cluster.agent.test_children import (
     Control,
-    Played,
     Watch,
-    closes,
     in_no_time,
     info,
-    is_obeyed,
     keeper,
     note_starts,
-    opens,
     options_of,
-    played,
     short,
     talking,
 )
 from tests.common.waiting import until
 
-__all__ = ["info", "keeper", "played"]
-DUMP = {"t": "dump", "generation": [1, 7], "boundary": "step", "directory": "/dump"}
-_OVER = """
-import os, sys
-os.write(int(sys.argv[2]), b'{"over": true, "kept": %s}\\n')
-"""
-
-
-def test_what_is_closed_is_told_while_a_dump_is_written(played: Played) -> None:
-    """To the next coordinator, which gives up nodes that do not answer its close in time."""
-    told = "inventory of 1"
-    found = played.obeys(
-        *(opens(1), closes(1), told, DUMP, "dump begins", closes(1), closes(4), opens(99))
-    )
-    assert found == [
-        *(*is_obeyed(opens(1)), *is_obeyed(closes(1)), "dump begins", told, "dump ends"),
-        *(*is_obeyed(closes(4)), *is_obeyed(opens(99))),
-    ]
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_what_a_run_leaves_in_memory_stays_though_the_order_to_stop_was_lost(
-    played: Played, kept: bool
-) -> None:
-    played.options = replace(played.options, standby=("-c", _OVER % str(kept).lower()))
-    played.lives(lambda link: asyncio.Event().wait())
-    assert played.did == ["members stop: the run is over", f"slots {'stay' if kept else 'go'}"]
-
-
-@pytest.mark.parametrize("pid", [None, 1 << 30])
-def test_the_process_id_of_a_vault_that_has_ended_is_sent_nothing(
-    played: Played, monkeypatch: pytest.MonkeyPatch, pid: int | None
-) -> None:
-    """It may be that of any other process by now."""
-    sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(posix, "kill", lambda *one: sent.append(one))
-    monkeypatch.setattr(VaultKeeper, "living_pid", pid)
-    played.obeys({"t": "signal-part", "part": "vault", "signal": "KILL"}, opens(99))
-    assert sent == ([] if pid is None else [(pid, signal.SIGKILL)])
-
-
-def test_the_log_of_a_member_that_has_ended_does_not_stay_in_memory(
-    played: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    over: list[str] = []
-    monkeypatch.setattr(Files, "log_is_over", lambda _, log: over.append(log))
-    member: Any = SimpleNamespace(slot=0, incarnation=0, log="node0-slot0-3.log")
-
-    async def play(link: Any) -> None:
-        played.agent.member_ended(member, ProcessEnd(exit_code=0), "", False)
-        link._on_message({"t": "stop", "reason": "the end of the test"})
-
-    played.lives(play)
-    assert over == ["node0-slot0-3.log"]
+__all__ = ["info", "keeper"]
 
 
 class Stuck(Watch):
