@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
-import socket
 import stat
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +13,6 @@ import pytest
 
 from deadpool_megatron import file_systems
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
-from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, read_bad_nodes
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -24,7 +20,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     write_json,
 )
-from deadpool_megatron.cluster.run_directory.leftover_slots import take_up
 from deadpool_megatron.file_systems import write_once
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
@@ -59,50 +54,6 @@ def test_segments_are_noted_as_those_of_the_run_where_it_is_now(
         assert cleanup.is_held(RUN_ID)
         os.close(held)
         assert not cleanup.is_held(RUN_ID)
-
-
-@pytest.mark.parametrize(
-    ("hostname", "started", "expected"),
-    [
-        ("elsewhere", {str(os.getpid()): 1}, True),
-        (socket.gethostname(), {str(os.getpid()): posix.start_time(os.getpid())}, True),
-        (socket.gethostname(), {str(os.getpid()): 1}, False),
-    ],
-)
-def test_agents_that_cannot_be_seen_may_live_and_numbers_of_others_do_not(
-    hostname: str, started: dict[str, int | None], *, expected: bool, tmp_path: Path
-) -> None:
-    run = RunDirectory(tmp_path)
-    run.node(0).parent.mkdir()
-    write_json(run.node(0), {"agent": os.getpid(), "hostname": hostname, "started": started})
-    assert cleanup.may_be_alive(run) is expected
-
-
-def test_nodes_of_other_hosts_stay_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their processes cannot be seen from here; what follows the run finds them by these files."""
-    monkeypatch.setattr(cleanup, "segment_root", lambda run_id: tmp_path / "shared")
-    run = RunDirectory(tmp_path / "run")
-    run.node(0).parent.mkdir(parents=True)
-    for node, hostname in enumerate((socket.gethostname(), "elsewhere")):
-        write_json(run.node(node), {"agent": 1, "hostname": hostname, "started": {}})
-    cleanup.clean_run(run, RUN_ID)
-    assert list(run.node_listings()) == [1]
-
-
-def test_slots_of_a_node_whose_agent_is_yet_to_come_are_not_taken_up(tmp_path: Path) -> None:
-    """All agents of one command come at about the same time."""
-    run, run_id = RunDirectory(tmp_path), uuid.uuid4().hex[:8]
-    os.close(cleanup.claim_segments(run, run_id))
-    own, other = run.segments(run_id, 2), run.segments(run_id, 1)
-    try:
-        for directory in (own, other):
-            directory.mkdir(mode=0o700)
-        (other / "own-0.0.0.0.seg").touch()
-        assert take_up(run, run_id, own, {0, 1, 2}) is None
-        assert take_up(run, run_id, own, {0, 2}) == 1
-        assert not other.exists()
-    finally:
-        shutil.rmtree(own.parent, ignore_errors=True)
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])

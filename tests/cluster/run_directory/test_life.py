@@ -1,0 +1,278 @@
+"""The life of a run's files and memory, line by line: each thing that is asked, and its answer.
+
+Expected are the files in lives/, which ``DEADPOOL_TEST_WRITE=1`` in the environment has written
+again; the difference is read like that of any other file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron import UserError, __version__
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory import cleanup, leftover_slots
+from deadpool_megatron.cluster.run_directory import directory as run_files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.settings import Settings
+
+LIVES = Path(__file__).parent / "lives"
+RUN_ID = secrets.token_hex(4)  # processes of another run of this test are not its own
+INFO = RunInfo(RUN_ID, 2, 2, 1, 1, ("x.py",), Settings())
+HOST = "this-host"
+_NEVER = 1 << 40  # no process started then
+
+
+class Told:
+    """``lines``: each call, and what it answered, or raised."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.lines, self.names = directory, list[str](), dict[str, int]()
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        answer: Any = None
+        try:
+            answer = function(*arguments, **named)
+            shown = repr(sorted(answer) if isinstance(answer, frozenset) else answer)
+        except (OSError, ValueError, UserError, leftover_slots.NodeTaken) as error:
+            shown = f"{type(error).__name__}: {error}"
+        given = [*map(repr, arguments), *(f"{name}={value!r}" for name, value in named.items())]
+        self.note(f"{function.__name__}({', '.join(given)}): {shown}")
+        return answer
+
+    def note(self, line: str) -> None:
+        line = re.sub(r"<[\w.]*\.(\w+) object at \w+>|(Settings)\([^()]*\)", r"\1\2", line)
+        names = {"DIR": self.directory, "RUN": RUN_ID, "VERSION": __version__, **self.names}
+        for shown, name in names.items():
+            line = re.sub(rf"(?<!\w){re.escape(str(name))}(?!\d)", shown, line)
+        self.lines.append(re.sub("nbytes=[1-9][0-9]*", "nbytes=...", line))
+
+    def tree(self, path: Path) -> None:
+        self.note(f"    {sorted(str(found.relative_to(path)) for found in path.rglob('*'))}")
+
+    def compare(self, name: str) -> None:
+        expected, found = LIVES / f"{name}.txt", "\n".join(self.lines) + "\n"
+        if os.environ.get("DEADPOOL_TEST_WRITE"):
+            expected.write_text(found)
+        assert found.splitlines() == expected.read_text().splitlines()
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
+    for module in (run_files, cleanup):
+        monkeypatch.setattr(module, "SEGMENT_ROOT", tmp_path / "shm")
+    monkeypatch.setattr(cleanup.socket, "gethostname", lambda: HOST)
+    (tmp_path / "shm").mkdir()
+    return Told(tmp_path)
+
+
+def written(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_files_are_as_they_were_before(told: Told, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    told(run.read_run)
+    told(run.create, INFO)
+    told(run.create, replace(INFO, nodes=9))
+    told.tree(run.path)
+    told.note(f"{run.read_run() == INFO} {(run.path / 'run.json').stat().st_mode & 0o77}")
+    told(run.replace_run, replace(INFO, finished=7))
+    told.note(f"finished: {run.read_run().finished}")
+    kept = (run.path / "run.json").read_text()
+    for text in ("[]", "{", '{"run_id": "../../x"}', '{"version": 3, "settings": {"of_old": 1}}'):
+        written(run.path / "run.json", text)
+        told(run.read_run)
+    written(run.path / "run.json", '{"version": "0.1", "settings": {"of_old": 1}}')
+    told(run.read_run)
+    written(run.path / "run.json", kept)
+    run.path.chmod(0o777)
+    told(run.read_run)
+    told.note(f"only to show: {run.read_run(only_to_show=True).run_id}")
+    run.path.chmod(0o755)
+    for text in ("", "[1]", '{"exit_status": 0}', '{"exit_status": "0", "reason": ""}'):
+        if text:
+            written(run.final, text)
+        told(run.has_final)
+        told(run.read_final)
+        told(run_files.slots_are_kept, run)
+    written(run.final, '{"exit_status": 0, "reason": "", "iterations": 3, "slots_kept": true}')
+    told(run.read_final)
+    told(run_files.slots_are_kept, run)
+    for text in ("{}", '{"host": "h", "port": "7"}', '{"host": "h", "port": "x"}', "[]"):
+        told(run_files.address_in, text)
+    for node, text in enumerate(
+        (
+            *("{}", '{"agent": 7, "started": {"7": 1}}', '{"agent": "7"}', "{"),
+            *('{"agent": 7, "started": {"x": 1}}', '{"agent": 7, "started": {"8": null}}'),
+        )
+    ):
+        written(run.node(node), text)
+    told(run.node_listings)
+    run.run_id = "ffffffff"
+    for ask in (run.check_own, run.has_final, run.read_final, run.node_listings):
+        told(ask)
+    run.run_id = RUN_ID
+    for ask in (run.check_own, run.check_own, run.has_final):
+        told(ask)
+    told.compare("files")
+
+
+def test_checkpoints_are_as_they_were_before(told: Told, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create(INFO)
+    valid = []
+    for number, names in enumerate(
+        (["a.distcp", ".metadata"], ["a.distcp"], ["weights"], [".metadata"], []), 1
+    ):
+        path = tmp_path / "saves" / f"iter_{number}"
+        path.mkdir(parents=True)
+        for name in names:
+            written(path / name, f"{number}")
+        valid.append(Restore("durable", Generation(1, number), "save", str(path)))
+    dump = run.dump / "1-7"
+    dump.mkdir()
+    valid.append(Restore("dump", Generation(1, 7), path=str(dump)))
+    valid.append(Restore("dump", Generation(1, 8), path=str(run.dump)))
+    gone = Restore("durable", Generation(1, 9), "save", str(tmp_path / "gone"))
+    told(run_files.still_valid, run.latest, gone)
+    found = [
+        told(run_files.identified, one)
+        for one in (*valid, gone, Restore("initial", Generation(0, 0)))
+    ]
+    for one in (*found, replace(found[0], identity="ab"), replace(found[5], identity="other")):
+        told(run_files.is_there, one)
+    told(run_files.paths_gone, valid[:8])
+    told(run_files.point_at, run.latest, [found[0], found[5], found[7]])
+    told.note(run.latest.read_text())
+    told(run_files.read_valid, run.latest)
+    told(run_files.still_valid, run.latest, found[0])
+    told(run_files.valid_in, {})
+    run_files.point_at(run.latest, [found[0]] * 20)
+    told.note(f"remembered: {len(run_files.read_valid(run.latest))}")
+    written(run.latest, "{")
+    told(run_files.read_valid, run.latest)
+    told(run_files.still_valid, run.latest, found[0])
+    for path in (tmp_path / "saves", run.path / "saves"):
+        told(run_files.noted, path, run.path)
+        told(run_files.take_saves, run, path)
+        told.note(f"{run.saves.read_text()} {(path / 'deadpool-writer').read_text()}")
+    for name in ("1.1", "12.0123abcd.2", "x", "1", "../1.1"):
+        told(run_files.export_name, name)
+    for place in ("/d/n", "d/n", "/d/m"):
+        told(run_files.export_directory, place, "n")
+    (tmp_path / "link").symlink_to(run.dump)
+    for place in (run.dump, run.dump / "1-7", run.dump / "x", tmp_path / "link", tmp_path / "d"):
+        told(run_files.dump_directory, str(place), run)
+    final = Path("/s/iter_7")
+    for temporary in ("/s/iter_7", "/s/.iter_7.epoch3", "/t/.iter_7.epoch3", "/s/.iter_7.epochx"):
+        told(run_files.check_save, Path(temporary), final)
+    told(run_files.check_save, Path("/s/.home.epoch3"), Path("/s/home"))
+    for path in (final, Path("iter_7"), Path("/s/home")):
+        told(run_files.is_checkpoint, path)
+    told.compare("checkpoints")
+
+
+@pytest.fixture
+def processes(told: Told) -> Iterator[dict[str, int]]:
+    """Of two nodes, and of another run, by name."""
+    made: dict[str, subprocess.Popen[bytes]] = {}
+    for name, run_id in (("agent", ""), ("vault", RUN_ID), ("member", RUN_ID), ("other", "0")):
+        words = ["deadpool_megatron.vault"] if name == "vault" else []
+        place = str(told.directory / "shm" / f"deadpool-{RUN_ID}" / "node1")
+        command = ["bash", "-c", "read", *words, *([place] if name == "member" else [])]
+        environment = {**os.environ, "DEADPOOL_RUN_ID": run_id}
+        made[name] = subprocess.Popen(command, env=environment, stdin=-1, process_group=0)
+        told.names[f"<{name}>"] = made[name].pid
+    told.names["<this>"] = os.getpid()
+    yield {name: process.pid for name, process in made.items()}
+    for process in made.values():
+        posix.kill_group(process.pid)
+        process.wait()
+
+
+def test_memory_is_as_it_was_before(
+    told: Told, tmp_path: Path, processes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    told(cleanup.what_remains, run)
+    run.create(INFO)
+    for ask in (cleanup.may_be_alive, cleanup.what_remains):
+        told(ask, run)
+    told(cleanup.is_held, RUN_ID)
+    held = cleanup.claim_segments(run, RUN_ID)
+    told(cleanup.is_held, RUN_ID)
+    os.close(held)
+    (tmp_path / "shm" / "deadpool-xyz").mkdir(mode=0o700)
+    (tmp_path / "shm" / "deadpool-00000001").mkdir()
+    (tmp_path / "shm" / "deadpool-00000001").chmod(0o755)
+    (tmp_path / "shm" / "deadpool-00000002.ab").mkdir(mode=0o700)
+    told(cleanup.runs_in_memory)
+    nodes = [run.segments(RUN_ID, node) for node in range(4)]
+    locks = [leftover_slots.claim(nodes[node], node) for node in range(3)]
+    told(leftover_slots.claim, nodes[0], 0)
+    for node in (1, 2):
+        written(nodes[node] / "own-0.seg", "x" * (2 << 20))
+        written(nodes[node] / "logs" / f"node{node}-vault.log", f"printed {node}")
+    values = json.loads(cleanup.listing(processes["vault"], {1: (processes["other"], 3)}, nodes[0]))
+    found = {int(pid): ticks for pid, ticks in values.pop("started").items()}
+    told.note(f"{values} {[(pid, found[pid] == posix.start_time(pid)) for pid in found]}")
+    for node, hostname in ((1, HOST), (3, "elsewhere")):
+        pids = [processes["agent"], processes["member"]]
+        started = {str(pid): posix.start_time(pid) for pid in pids}
+        of_node = {"agent": pids[0], "hostname": hostname, "started": started}
+        run_files.write_json(run.node(node), of_node)
+    run_files.write_json(run.coordinator, {"hostname": HOST, "started": {os.getpid(): _NEVER}})
+    for ask in (cleanup.run_processes, cleanup.vault_processes):
+        told(ask, run, RUN_ID)
+    for node in (0, 1, 3):
+        told(cleanup.node_processes, run, node)
+    told(cleanup.may_be_alive, run)
+    told(cleanup.kept_memory, run, RUN_ID)
+    told(leftover_slots.take_up, run, RUN_ID, nodes[0])
+    for lock in locks[1:]:
+        os.close(lock)
+    monkeypatch.setattr(leftover_slots, "newest_sealed", lambda path: path.name == "node1")
+    told(leftover_slots.take_up, run, RUN_ID, nodes[0], {1, 2})
+    told(leftover_slots.take_up, run, RUN_ID, nodes[0])
+    told(leftover_slots.take_up, run, RUN_ID, nodes[0])
+    told(cleanup.run_processes, run, RUN_ID)
+    told.tree(tmp_path / "shm")
+    told(cleanup.clean_node, run, RUN_ID, 2, keep_slots=True)
+    told(cleanup.clean_node, run, RUN_ID, 2)
+    told.tree(run.path / "logs")
+    names = leftover_slots.held_names(run, RUN_ID, 0, nodes[0])
+    for path in (cleanup.owner_file(RUN_ID), nodes[0] / "agent.lock"):
+        path.rename(tmp_path / path.name)
+    told.note(str([name.look() for name in names]))
+    os.close(locks[0])
+    told(cleanup.is_held, RUN_ID)
+    written(nodes[3] / "x", "")
+    run.final.write_text('{"slots_kept": true}')
+    told(cleanup.what_remains, run)
+    told(leftover_slots.remove_unclaimed, RUN_ID)
+    told.tree(tmp_path / "shm")
+    told(cleanup.clean_run, run, RUN_ID, keep_slots=True)
+    told(cleanup.clean_run, run, RUN_ID)
+    told(cleanup.what_remains, run)
+    told(cleanup.remove_segments, nodes[0])
+    told.tree(tmp_path / "shm")
+    told(cleanup.may_be_alive, run)
+    told.note(f"listed: {list(run.node_listings())}")
+    of_node = {"agent": os.getpid(), "hostname": HOST, "started": {os.getpid(): _NEVER}}
+    run_files.write_json(run.node(1), of_node)
+    run.node(3).unlink()
+    told(cleanup.may_be_alive, run)
+    told.compare("memory")
