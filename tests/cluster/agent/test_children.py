@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,21 +17,14 @@ import pytest
 
 from deadpool_megatron.cluster.agent import node_check as module
 from deadpool_megatron.cluster.agent import vault_process as vault_keeper
-from deadpool_megatron.cluster.agent.agent import Agent
-from deadpool_megatron.cluster.agent.contact import StandbyKeeper
 from deadpool_megatron.cluster.agent.members import Member
 from deadpool_megatron.cluster.agent.node_check import Examiner
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultKeeper
-from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.link import protocol
-from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
-from deadpool_megatron.cluster.machine.inputs import NodeLost
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd
 from deadpool_megatron.cluster.process.fork_server import StartedMember
 from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.process.member_main import MemberSpec
-from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.records import (
@@ -56,19 +48,6 @@ HELD = records.Inventory(
     0, EPOCH, (records.Holding(0, records.Generation(1, 7), frozenset({"shard0"})),)
 )
 NOTHING = records.Inventory(0, EPOCH)
-# Reports every line of its standard input as a sign of life.
-_ECHO = """
-import json, os, sys
-for line in sys.stdin:
-    look = {"term": 1, "beat": line.strip(), "at": 1.0, "node": 9, "address": None}
-    os.write(int(sys.argv[2]), (json.dumps(look) + "\\n").encode())
-"""
-_CLAIMS = """
-import json, os, sys, time
-claim = {"claimed": 2, "at": 5.0, "node": 1, "address": ["10.0.0.7", 4000]}
-os.write(int(sys.argv[2]), (json.dumps(claim) + "\\n").encode())
-time.sleep(600)
-"""
 FACTS = HostFacts("at the start", noted="an earlier run put it aside")
 
 
@@ -133,10 +112,6 @@ def in_no_time(life: Coroutine[Any, Any, T]) -> T:
         return runner.run(life)
 
 
-def no_processes(*_: object, **__: object) -> Watch:
-    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-
 @pytest.fixture
 def info() -> RunInfo:
     return RunInfo(
@@ -187,15 +162,6 @@ async def test_the_vault_has_a_process_from_its_first_start_to_its_end(
     assert keeper.living_pid is None
 
 
-def test_a_moment_without_processes_is_sat_out(
-    keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    starts: list[Callable[..., Watch]] = [no_processes, no_processes, lambda *_, **__: Watch()]
-    monkeypatch.setattr(vault_keeper, "start_child", lambda *_, **__: starts.pop(0)())
-    asyncio.run(keeper.start())
-    assert keeper.pid == Watch.pid
-
-
 def note_starts(monkeypatch: pytest.MonkeyPatch, dies_after_seconds: float = 0.0) -> list[Watch]:
     """The vaults that have been started, each as its watch."""
     started: list[Watch] = []
@@ -206,23 +172,6 @@ def note_starts(monkeypatch: pytest.MonkeyPatch, dies_after_seconds: float = 0.0
 
     monkeypatch.setattr(vault_keeper, "start_child", start)
     return started
-
-
-async def test_a_vault_that_does_not_come_up_again_and_again(
-    keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short(monkeypatch)
-    started = note_starts(monkeypatch)
-
-    async def fails() -> None:
-        raise ConnectionError("it ended")
-
-    monkeypatch.setattr(keeper, "_bring_up", fails)
-    await keeper.start()
-    keeper._pause = 0.001
-    with pytest.raises(VaultGivenUp, match="8 times in a row: it ended"):
-        await asyncio.wait_for(keeper.supervise(), SECONDS)
-    assert len(started) == 8
 
 
 def test_a_vault_that_the_kernel_does_not_let_go(
@@ -288,71 +237,6 @@ def test_a_vault_that_still_comes_up_is_not_killed_for_its_inventory(
     assert found == told
     assert [watch.kills for watch in started] == kills
     assert took == pytest.approx(seconds, abs=0.5)
-
-
-def test_the_agent_says_so_and_ends(
-    tmp_path: Path, info: RunInfo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short(monkeypatch)
-    monkeypatch.setattr(vault_keeper, "start_child", no_processes)
-    run = RunDirectory(tmp_path / "run")
-    run.create(info)
-    options = options_of(run, info)
-    os.close(cleanup.claim_segments(run, info.run_id))
-    options.segments.mkdir()
-    agent = Agent(options)
-    said: list[Any] = []
-
-    async def live() -> int:
-        monkeypatch.setattr(CoordinatorLink, "send", lambda _, message: said.append(message))
-        return await asyncio.wait_for(agent.run(), SECONDS)
-
-    assert asyncio.run(live()) == ExitStatus.FENCED
-    cleanup.remove_segments(options.segments)
-    (report,) = [one for one in said if one["t"] == "given-up"]
-    lost = protocol.from_agent(0, report)
-    assert isinstance(lost, NodeLost)
-    assert lost.cause.startswith("no vault can be started: ")
-
-
-def kept(
-    directory: Path, program: str, on_look: Callable[[int, str, float], None]
-) -> StandbyKeeper:
-    log = directory / "log"
-    return StandbyKeeper(("-c", program), log, on_look=on_look, on_over=lambda kept: None)
-
-
-@pytest.mark.slow
-async def test_each_standby_is_told_its_place_and_whether_there_is_contact(tmp_path: Path) -> None:
-    heard: list[str] = []
-    keeper = kept(tmp_path, _ECHO, lambda term, beat, at: heard.append(beat))
-    keeper.start()
-    for place in (5, 5, 3):
-        keeper.place(lambda coordinator, place=place: place - (coordinator == 9))
-    keeper.contact(True)
-    await until(lambda: heard == ["place 5", "place 3", "found", "place 2"])
-    heard.clear()
-    assert keeper._watcher is not None
-    keeper._watcher.kill()
-    await until(lambda: heard == ["place 2", "found"])
-    await keeper.close(0.0)
-
-
-async def test_the_agent_beside_a_new_coordinator_knows_it_at_once(tmp_path: Path) -> None:
-    """Not only when another standby has started and looked: the fence would be quicker."""
-    looks: list[tuple[int, str, float]] = []
-    claimed = asyncio.Event()
-
-    def looked(term: int, beat: str, at: float) -> None:
-        looks.append((term, beat, at))
-        claimed.set()
-
-    keeper = kept(tmp_path, _CLAIMS, looked)
-    keeper.start()
-    await asyncio.wait_for(claimed.wait(), 20.0)
-    assert keeper.address == ("10.0.0.7", 4000)
-    await keeper.close(0.0)
-    assert looks[0] == (2, "claimed", 5.0)
 
 
 def examiner(

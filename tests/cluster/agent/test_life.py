@@ -21,9 +21,8 @@ LIVES = sorted((Path(__file__).parent / "lives").glob("*.txt"))
 
 @pytest.mark.parametrize("path", LIVES, ids=[path.stem for path in LIVES])
 def test_a_life_is_as_it_was_before(path: Path, tmp_path: Path) -> None:
-    expected = path.read_text().splitlines()
     found: list[str] = []
-    for number, life in enumerate("\n".join(expected).split("== ")[1:]):
+    for number, life in enumerate(path.read_text().split("== ")[1:]):
         header, *script = [line for line in life.splitlines() if not line.startswith("    ")]
         found.append(f"== {header}")
         (tmp_path / str(number)).mkdir()
@@ -32,4 +31,4 @@ def test_a_life_is_as_it_was_before(path: Path, tmp_path: Path) -> None:
             found += World(tmp_path / str(number), patch, **options).live(script)
     if os.environ.get("DEADPOOL_TEST_WRITE"):
         path.write_text("\n".join(found) + "\n")
-    assert found == expected
+    assert found == path.read_text().splitlines()

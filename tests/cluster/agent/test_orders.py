@@ -14,13 +14,11 @@ import pytest
 
 from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.contact import CoordinatorAddress
-from deadpool_megatron.cluster.agent.members import NodeMembers
 from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
-from deadpool_megatron.wire import framing
 from tests.cluster.agent.test_children import (
     Control,
     Watch,
@@ -30,7 +28,6 @@ from tests.cluster.agent.test_children import (
     note_starts,
     options_of,
     short,
-    talking,
 )
 from tests.common.waiting import until
 
@@ -120,33 +117,3 @@ async def test_the_newest_that_is_known_counts(tmp_path: Path) -> None:
     assert address.newest() == ("told", 2), "what cannot be read says nothing"
     seen.append(("seen", 3))
     assert address.newest() == ("seen", 3)
-
-
-async def test_a_save_that_waits_is_told_to_each_coordinator_until_it_is_valid(
-    tmp_path: Path, info: RunInfo
-) -> None:
-    """The one that was asked may have died in the sync of its files, long after it said yes."""
-    told: list[Any] = []
-    agent: Any = Agent(options_of(RunDirectory(tmp_path), info))
-    nothing: Any = SimpleNamespace(drop=lambda: None, repeat=lambda: None)
-    members = NodeMembers(
-        3, nothing, nothing, Settings(), agent, lambda report: told.append(report["m"])
-    )
-    vars(agent).update(_members=members, _exports=nothing, _store=nothing)
-    request = {"t": "durable-request", "epoch": 1, "iteration": 10}
-
-    def meet(boot: str) -> list[Any]:
-        told.clear()
-        agent._on_order({"t": "welcome", "boot": boot, "record": None})
-        return told
-
-    with talking(tmp_path, agent) as (members.by_slot[0], process):
-        meet("first")
-        framing.send(process, request)
-        await until(lambda: told == [request])
-        assert meet("second") == [request]
-        for iteration, left in ((5, [request]), (10, [])):
-            order = {"t": "durable-done", "iteration": iteration}
-            agent._on_order(order)
-            assert framing.receive(process) == order
-            assert meet(f"after {iteration}") == left, "5 was the answer to an earlier request"

@@ -219,6 +219,8 @@ class World:
         run = RunDirectory(directory / "run")
         self.run_id = f"{os.getpid():08x}"
         settings = Settings(**options.pop("settings", {}))
+        for name, outcomes in options.pop("next", {}).items():
+            self.next[name] = [_outcome(one) for one in outcomes]
         found = options.pop("found", None)
         self._found = None if found is None else Inventory.from_dict(found)
         if options.pop("launcher", False):
@@ -432,6 +434,7 @@ class World:
             self.note(f"exit status {await running}")
             loop.remove_signal_handler(signal.SIGTERM)
 
+        before = set(Path("/proc/self/fd").iterdir())
         try:
             with asyncio.Runner(loop_factory=_Loop) as runner:
                 runner.run(run())
@@ -442,6 +445,8 @@ class World:
             for end, _ in self.sockets.values():
                 end.close()
             cleanup.remove_segments(self.options.segments)
+        left_open = set(Path("/proc/self/fd").iterdir()) - before
+        self.lines.append(f"    left open: {len(left_open)}")
         return [self._plain(line) for line in self.lines]
 
     def _plain(self, line: str) -> str:
