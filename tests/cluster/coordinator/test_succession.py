@@ -9,13 +9,9 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import standby
-from deadpool_megatron.cluster.coordinator.standby import Standby
 from deadpool_megatron.cluster.coordinator.succession import (
     RecoveredState,
     look_up,
@@ -29,7 +25,6 @@ from deadpool_megatron.cluster.journal.terms import Rhythm, SignOfLife, claim_te
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.layout.records import Generation, Restore
-from deadpool_megatron.settings import Settings
 from tests.common.waiting import PATIENCE_SECONDS
 
 _RHYTHM = Rhythm(beat=0.01, gap=0.02, stall=0.04, alone=0.04)
@@ -109,14 +104,6 @@ def test_a_look_does_not_grow_with_the_journal(
     assert live(journal, meanwhile) == (["term 2 has begun"], [])
 
 
-def made(tmp_path: Path) -> Standby:
-    run = RunDirectory(tmp_path)
-    info = SimpleNamespace(settings=Settings(), nodes=2, spares=1, ended_term=0)
-    options: Any = SimpleNamespace(run=run, info=info, node=2, report_fd=1)
-    journal: Any = None
-    return Standby(options, journal)
-
-
 @pytest.mark.usefixtures("pipes_hang")
 def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path: Path) -> None:
     run, journal = RunDirectory(tmp_path), Journal(tmp_path / "journal")
@@ -128,18 +115,3 @@ def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path: Path)
     saved = Restore("durable", Generation(1, 4), "save", str(tmp_path))
     run.latest.write_text(json.dumps(saved.to_dict()))
     assert durable.look(20.0) == (saved,)
-
-
-def test_orders_of_the_agent_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = made(tmp_path)
-    assert (one._place, one._lost, one.was_in_touch) == (0, True, False)
-    pieces = [b"place 7\nfo", b"und\n", b"lost\nplace 12\n", b""]
-    monkeypatch.setattr(standby, "readable", lambda *_: True)
-    monkeypatch.setattr(os, "read", lambda *_: pieces.pop(0))
-    assert one._pause()
-    assert (one._place, one._lost) == (7, True)
-    assert one._pause()
-    assert (one._place, one._lost, one.was_in_touch) == (7, False, True)
-    assert one._pause()
-    assert (one._place, one._lost, one.was_in_touch) == (12, True, True)
-    assert not one._pause(), "the agent is gone"

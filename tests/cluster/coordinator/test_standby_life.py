@@ -1,0 +1,137 @@
+"""The whole life of a standby: what it says to its agent, waits for and claims; see lives/."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator import standby
+from deadpool_megatron.cluster.coordinator.standby import Standby, StandbyOptions
+from deadpool_megatron.cluster.journal import terms
+from deadpool_megatron.cluster.journal.journal import Journal, JournalError, LostRace
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.settings import Settings
+from tests.common import lives
+
+_READ = os.read
+PATH = Path(__file__).parent / "lives" / "standby.txt"
+
+
+class World:
+    """A standby, its journal, its agent and time; one line of the script is one of its pauses."""
+
+    def __init__(self, directory: Path, patch: pytest.MonkeyPatch, **options: int) -> None:
+        self.lines: list[str] = []
+        self._patch, self._directory, self._now, self._words = patch, directory, 1000.0, b""
+        self._coordinator: Exception | None = None
+        self._run, self.journal = RunDirectory(directory), Journal(directory / "journal")
+        self._reports, reports = os.pipe()
+        os.set_blocking(self._reports, False)
+        ended = options.get("ended_term", 0)
+        info = RunInfo("id", 2, 2, 1, 1, ("x",), Settings(), ended_term=ended)
+        place = (self._run, info, b"", options["node"], "h", self._listen, reports)
+        patch.setattr(standby.time, "monotonic", lambda: self._now)
+        patch.setattr(standby, "readable", self._pause)
+        patch.setattr(standby.os, "set_blocking", lambda *_: None)
+        patch.setattr(standby.os, "read", lambda *_: self._words)
+        patch.setattr(standby.auth, "connect", self._connect)
+        patch.setattr(standby.sys, "stderr", SimpleNamespace(write=self._print, flush=int))
+        self._standby = Standby(StandbyOptions(*place), self.journal)
+        if options.get("term"):
+            terms.claim_term(self.journal, 1, "h1", 9, 1)
+            self.journal.beat(terms.sign(1, 0))
+
+    def _listen(self) -> Any:
+        self._note("it listens")
+        close = partial(self._note, "it does not listen any more")
+        return SimpleNamespace(getsockname=lambda: ("h", 4000), close=close)
+
+    @contextlib.contextmanager
+    def _connect(self, address: tuple[str, int], *_: object) -> Iterator[None]:
+        self._note(f"it knocks at {address}")
+        if self._coordinator is not None:
+            raise self._coordinator
+        raise TimeoutError("no answer")
+        yield
+
+    def _print(self, text: str) -> None:
+        self._note(f"prints: {text}") if text.strip() else None
+
+    def _note(self, text: str) -> None:
+        with contextlib.suppress(BlockingIOError):
+            said = _READ(self._reports, 1 << 16).decode().splitlines()
+            self.lines += [f"    says {line}" for line in said]
+        self.lines.append(f"    {text}")
+
+    def _pause(self, _: int, seconds: float) -> bool:
+        self._note(f"it looks again in {seconds:.2f} s")
+        what, self._words = next(self._script, "gone"), b""
+        if what != "gone":
+            self.lines.append(what)
+        name, _, value = what.partition(": ")
+        match name:
+            case "wait":
+                self._now = round(self._now + float(value or seconds), 2)
+                return False
+            case "sign":
+                self._now = round(self._now + 0.2, 2)
+                self.journal.beat(value)
+                return False
+            case "claim":
+                number = int(value)
+                terms.claim_term(self.journal, number, f"h{number}", 9, number)
+                return False
+            case "journal":
+                error = {"race": LostRace("another"), "broken": JournalError("disk is away")}
+                if value == "mended":
+                    self._patch.setattr(Journal, "last_beat", self._last_beat)
+                    return False
+                self._last_beat = Journal.last_beat
+                name = "last_beat" if value == "broken" else "write"
+                self._patch.setattr(Journal, name, self._raise(error[value]))
+                return False
+            case "entry":
+                (self._directory / "journal" / "term-00000002.json").write_text(value)
+                return False
+            case "piece":
+                self._words = json.loads(value).encode()
+                return True
+            case "coordinator":
+                self._coordinator = ConnectionRefusedError() if value == "dead" else None
+                return False
+            case "result":
+                self._run.final.write_text(value)
+                return False
+        self._words = b"" if what == "gone" else what.encode() + b"\n"
+        return True
+
+    def _raise(self, error: Exception) -> Any:
+        def fails(*_: object) -> None:
+            raise error
+
+        return fails
+
+    def live(self, script: Sequence[str]) -> list[str]:
+        self._script = iter(script)
+        claimed = self._standby.watch()
+        self._note(f"was in touch: {self._standby.was_in_touch}")
+        if claimed is not None:
+            self._note(f"sign: {self.journal.last_beat()}, terms {self.journal.numbers('term')}")
+        return self.lines
+
+
+def live(script: Sequence[str], options: dict[str, Any], directory: Path) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        return World(directory, patch, **options).live(script)
+
+
+def test_a_life_is_as_it_was_before(tmp_path: Path) -> None:
+    lives.compare(PATH, live, tmp_path)

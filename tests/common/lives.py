@@ -1,0 +1,30 @@
+"""Lives line by line, with what comes of each: a file is what happens and what is expected.
+
+A line at the margin is what happens; below it, indented, is all that comes of it. A life begins
+with ``== its name {its options}``. A change that is meant changes these files as well: with
+``DEADPOOL_TEST_WRITE=1`` in the environment they are written again, and the difference is read like
+that of any other file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Live = Callable[[Sequence[str], dict[str, Any], Path], list[str]]
+
+
+def compare(path: Path, live: Live, directory: Path) -> None:
+    """``live(script, options, directory)``: the lines of the script, each with what comes of it."""
+    found: list[str] = []
+    for number, life in enumerate(path.read_text().split("== ")[1:]):
+        header, *script = [line for line in life.splitlines() if not line.startswith("    ")]
+        options = json.loads(header[header.index("{") :] if "{" in header else "{}")
+        (directory / str(number)).mkdir()
+        found += [f"== {header}", *live(script, options, directory / str(number))]
+    if os.environ.get("DEADPOOL_TEST_WRITE"):
+        path.write_text("\n".join(found) + "\n")
+    assert found == path.read_text().splitlines()
