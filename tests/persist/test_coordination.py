@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,40 +17,13 @@ from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory import directory
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore
-from tests.persist.harness.world import DROP, TAKE, World, lose_a_node, no_room
+from tests.persist.harness.world import World, no_room
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     """It exports every fourth iteration."""
     return World(tmp_path, persist_interval=4)
-
-
-def test_an_export_goes_through_its_steps(world: World, tmp_path: Path) -> None:
-    world.exports.tick()
-    assert world.orders() == TAKE
-    assert world.exports.status()["now"] == {"iteration": 4, "step": "taking"}
-    world.taken(4)
-    assert world.sent[0][1] == "export-write"
-    place = world.written()
-    world.orders()
-    assert not world.tasks, "only a tick publishes, in an open epoch"
-    world.exports.tick()
-    world.exports.tick()
-    world.work()
-    final = tmp_path / "exports" / "iter_0000004"
-    assert final.is_dir()
-    assert not place.exists()
-    assert world.fed == [DurableValid(4, str(final))]
-    assert [event.kind for event in world.events] == [Kind.DURABLE]
-    assert directory.read_json(world.run.exported)["paths"] == [
-        str(final.relative_to(world.run.path))
-    ]
-    world.exports.tick()
-    assert world.orders() == [], "the next one is due behind iteration 4"
-    world.state.reached = 5
-    world.exports.tick()
-    assert world.exports.status()["now"]["iteration"] == 8
 
 
 @pytest.mark.parametrize(
@@ -66,43 +38,8 @@ def test_what_is_due(world: World, newest: int, every: int, due: int) -> None:
     assert world.exports.status()["now"]["iteration"] == due
 
 
-def close(world: World) -> None:
-    world.state.standing_epoch = None
-
-
 def finish(world: World) -> None:
     world.state.phase = Phase.ENDING
-
-
-def other_moments(world: World) -> None:
-    world.hear(0, "taken", roles={"0": [[1, 4], "step"]})
-    world.hear(1, "taken", roles={"1": [[1, 4], "evaluation"]})
-
-
-def time_is_over(world: World) -> None:
-    assert world.exports._export is not None
-    world.exports._export.limit = 0.0
-
-
-@pytest.mark.parametrize(
-    ("happens", "said"),
-    [
-        (lose_a_node, "node 1 was lost"),
-        (close, "epoch 1 was closed"),
-        (finish, "the run is over"),
-        (other_moments, "the roles have pinned different moments"),
-        (no_room, "node 1: no room"),
-        (time_is_over, "taking took more than 1800 s on node 0, 1"),
-    ],
-)
-def test_what_ends_an_export(world: World, happens: Callable[[World], None], said: str) -> None:
-    world.exports.tick()
-    world.orders()
-    happens(world)
-    world.exports.tick()
-    assert world.orders()[:2] == DROP
-    assert f"no checkpoint of iteration 4 in the background: {said}" in world.warnings[0]
-    world.work()
 
 
 def test_a_recovery_does_not_end_an_export_of_a_committed_generation(
@@ -135,18 +72,6 @@ def test_the_end_of_a_run_waits_for_an_export_that_is_set_aside(
     world.work()
     assert (tmp_path / "exports" / "iter_0000004").is_dir()
     assert world.exports.under_way() == []
-
-
-def test_an_export_of_a_line_that_was_left_does_not_count(world: World) -> None:
-    world.exports.tick()
-    world.taken(4)
-    place = world.written()
-    world.state.lineage.kept = {1: 3, 2: 1 << 62}
-    world.state.record.epoch, world.state.standing_epoch = 2, 2
-    world.exports.tick()
-    assert "from an earlier state" in world.complaint()
-    world.work()
-    assert not place.exists()
 
 
 def published_during_a_recovery(world: World, kept: dict[int, int]) -> list[Path]:
