@@ -8,6 +8,7 @@ that of any other file.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -27,4 +28,5 @@ def compare(path: Path, live: Live, directory: Path) -> None:
         found += [f"== {header}", *live(script, options, directory / str(number))]
     if os.environ.get("DEADPOOL_TEST_WRITE"):
         path.write_text("\n".join(found) + "\n")
-    assert found == path.read_text().splitlines()
+    expected = path.read_text().splitlines()
+    assert found == expected, "\n".join(difflib.unified_diff(expected, found, lineterm="", n=1))

@@ -1,0 +1,185 @@
+"""The whole life of coordinators, one after the other, in virtual time: what each writes to its
+journal, orders, tells and prints; see lives/."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator import service
+from deadpool_megatron.cluster.coordinator.files import EventWriter, RunFiles
+from deadpool_megatron.cluster.journal.journal import Journal, JournalError
+from deadpool_megatron.cluster.journal.terms import claim_term
+from deadpool_megatron.cluster.link.peers import AgentPeer
+from deadpool_megatron.events import Event
+from deadpool_megatron.wire.framing import FrameBuffer
+from tests.cluster.agent.world import _Loop
+from tests.cluster.coordinator.test_life import Life, plain
+from tests.cluster.journal.journal_steps import coordinator
+from tests.cluster.machine.rig import layout
+from tests.common import lives
+
+PATH = Path(__file__).parent / "lives" / "whole.txt"
+_BEAT_SECONDS = 0.5
+
+
+class _AtOnceLoop(_Loop):
+    """What is to be done in a thread is done at once."""
+
+    def run_in_executor(self, _: Any, function: Callable[..., Any], *given: Any) -> Any:
+        done = self.create_future()
+        try:
+            done.set_result(function(*given))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+class Whole:
+    """Coordinators and their agents; a line of the script is what happens to them."""
+
+    def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
+        self.lines: list[str] = []
+        self._directory, self._patch, self._journal = directory, patch, Journal(directory / "j")
+        self._broken = self._full = ""
+        self._beats: dict[int, dict[str, Any]] = {}
+        self._silent: set[int] = set()
+        write, write_result = Journal.write, RunFiles.write_result
+
+        def written(journal: Journal, kind: str, number: int, entry: Any) -> None:
+            if self._broken:
+                raise JournalError(self._broken)
+            write(journal, kind, number, entry)
+            self._note(f"journal: {kind} {number}")
+
+        def result(files: RunFiles, *given: Any) -> None:
+            if self._full:
+                raise OSError(errno.ENOSPC, self._full)
+            write_result(files, *given)
+            self._note("the result is written")
+
+        def event(_: EventWriter, one: Event) -> None:
+            self._note(f"event: {json.dumps(plain(one.to_dict()), sort_keys=True)}")
+
+        def printed(text: str) -> None:
+            if text.strip() and not text.startswith((" ", "Traceback")):
+                self._note(f"prints: {text.strip()}")
+
+        patch.setattr(Journal, "write", written)
+        patch.setattr(RunFiles, "write_result", result)
+        patch.setattr(EventWriter, "write", event)
+        patch.setattr(service.sys, "stderr", SimpleNamespace(write=printed, flush=int))
+        patch.setattr(service, "end_process", lambda error: pytest.fail(repr(error)))
+        close = partial(self._note, "it does not listen any more")
+        listener = SimpleNamespace(run=asyncio.Event().wait, close=close)
+        patch.setattr(service, "Listener", lambda *_: listener)
+        patch.setattr(AgentPeer, "undelivered_bytes", lambda peer: peer.node)
+
+    def _note(self, text: str) -> None:
+        self.lines.append(f"    {text}")
+
+    def _begin(self) -> None:
+        one = coordinator(lambda name: self._journal, self._directory, "run")
+        self._life = Life(one, self._directory)
+        self._running = asyncio.create_task(one.run())
+
+    async def _beating(self) -> None:
+        while True:
+            await asyncio.sleep(_BEAT_SECONDS)
+            for node in [*self._life.streams]:
+                if node in self._life.one.peers.agents and node not in self._silent:
+                    beat = {"t": "beat", "b": 0.0, "o": 99, **self._beats.get(node, {})}
+                    peers = self._life.one.peers
+                    peers._hand_over(peers.agents[node], beat, peers._take)
+
+    async def do(self, what: str, value: Any) -> None:
+        life = self._life
+        match what.split():
+            case ["wait"]:
+                await asyncio.sleep(value)
+            case ["join", node]:
+                life.join(int(node), **value)
+            case ["node", node]:
+                life.hear(int(node), value)
+            case ["members"]:
+                for node, m in value:
+                    seat = {"slot": 0, "incarnation": m.pop("incarnation", 0)}
+                    if m["t"] == "registered":
+                        m["layout"] = layout(node, 2).to_dict()
+                    life.hear(node, {"t": "member", **seat, "m": m})
+            case ["beats", node]:
+                self._beats[int(node)] = value
+            case ["silent"]:
+                self._silent = set(value)
+            case ["leaves", node]:
+                peer = life.one.peers.agents.pop(int(node))
+                life.one.agent_left(peer, value)
+            case ["asks"]:
+                answer = await life.one.command({"token": "t", **value})
+                self._note(f"answer: {json.dumps(plain(answer), sort_keys=True)}")
+            case ["journal"]:
+                self._broken = value
+            case ["result"]:
+                self._full = value
+            case ["term"]:
+                claim_term(self._journal, value, "h", 1, 1)
+            case ["signal"]:
+                signal.raise_signal(signal.Signals[value])
+            case ["next"]:
+                self._running.cancel()
+                await asyncio.wait({self._running})
+                self._begin()
+
+    async def _settle(self) -> None:
+        for _ in range(30):
+            await asyncio.sleep(0)
+        for node, stream in sorted(self._life.streams.items()):
+            for message in FrameBuffer().feed(bytes(stream.sent)):
+                if message["t"] not in ("ack", "ping"):
+                    self._note(f"to {node}: {json.dumps(plain(message), sort_keys=True)}")
+            stream.sent.clear()
+
+    def live(self, script: Sequence[str]) -> list[str]:
+        async def run() -> None:
+            for name in ("monotonic", "time"):
+                self._patch.setattr(time, name, asyncio.get_running_loop().time)
+            self._begin()
+            beating = asyncio.create_task(self._beating())
+            await self._settle()
+            for line in script:
+                self.lines.append(line)
+                what, _, value = line.partition(": ")
+                await self.do(what, json.loads(value))
+                await self._settle()
+            if self._running.done():
+                self._note(f"exit status {self._running.result()}")
+            beating.cancel()
+            self._running.cancel()
+
+        with asyncio.Runner(loop_factory=_AtOnceLoop) as runner:
+            runner.run(run())
+        for path in sorted((self._directory / "run").glob("[fl]*.json")):
+            text = json.dumps(plain(json.loads(path.read_text())), sort_keys=True)
+            self._note(f"{path.name}: {text}")
+        text = "\n".join(self.lines).replace(str(self._directory), "DIR")
+        return re.sub(r"\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}", text).split("\n")
+
+
+def live(script: Sequence[str], _: dict[str, Any], directory: Path) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        return Whole(directory, patch).live(script)
+
+
+def test_a_life_is_as_it_was_before(tmp_path: Path) -> None:
+    lives.compare(PATH, live, tmp_path)
