@@ -67,7 +67,7 @@ def serve(options: AgentOptions, standby_port: int | None, rejoins: int = 0) -> 
     except RunDirectoryError:
         return status
     if ended == 0:  # else what agents that died have left may complete what was dumped
-        remove_unclaimed(info.run_id)
+        remove_unclaimed(run, info.run_id)
     return ended
 
 

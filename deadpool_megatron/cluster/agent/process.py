@@ -14,7 +14,7 @@ from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory import leftover_slots
+from deadpool_megatron.cluster.run_directory import cleanup, leftover_slots
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -108,6 +108,7 @@ def dump_orphans(
         try:
             leftover_slots.end_leftovers(run, info.run_id, int(number), directory)
             written += dump_kept(int(number), directory, info.settings, kept, run.dump)
+            cleanup.copy_logs(run, directory)
             remove_segments(directory)
         except SegmentError as error:
             unread.append(str(error))

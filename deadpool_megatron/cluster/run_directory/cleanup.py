@@ -203,7 +203,7 @@ def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = 
     """Remove what a node whose agent died has left: as if its host had been switched off."""
     pids = node_processes(run, node)
     end_processes(pids)
-    _copy_logs(run, run.segments(run_id, node))
+    copy_logs(run, run.segments(run_id, node))
     nbytes, directories = _remove([] if keep_slots else [run.segments(run_id, node)])
     run.check_own()
     run.node(node).unlink(missing_ok=True)
@@ -216,7 +216,7 @@ def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cl
     pids = run_processes(run, run_id)
     end_processes(pids)
     for directory in node_directories(run_id):
-        _copy_logs(run, directory)
+        copy_logs(run, directory)
     nbytes, directories = _remove([] if keep_slots else [segment_root(run_id)])
     for node, listing in run.node_listings().items():
         if is_here(listing):
@@ -289,7 +289,7 @@ def what_remains(run: RunDirectory) -> str:
     return kept_memory(run, run_id) or f"nothing of it is in the memory of {socket.gethostname()}"
 
 
-def _copy_logs(run: RunDirectory, segments: Path) -> None:
+def copy_logs(run: RunDirectory, segments: Path) -> None:
     """Copy what a node has printed last: it may be in its memory only."""
     LogCopier(segments / LOGS, run.logs).copy()
 

@@ -113,6 +113,7 @@ def take_up(
             continue  # it is alive, or another agent was first
         try:
             end_leftovers(run, run_id, number, directory)
+            cleanup.copy_logs(run, directory)
             segments = sorted(directory.glob("*.seg"))
             for path in segments:
                 path.rename(own / path.name)
@@ -124,12 +125,13 @@ def take_up(
     return None
 
 
-def remove_unclaimed(run_id: str) -> None:
+def remove_unclaimed(run: RunDirectory, run_id: str) -> None:
     """After the end of the run: the directories on this host whose agents are gone."""
     for directory in cleanup.node_directories(run_id):
         try:
             lock = _lock(directory, -1)
         except (NodeTaken, FileNotFoundError):
             continue
+        cleanup.copy_logs(run, directory)
         cleanup.remove_segments(directory)
         os.close(lock)

@@ -253,6 +253,7 @@ def test_memory_is_as_it_was_before(
     told(cleanup.clean_node, run, RUN_ID, 2, keep_slots=True)
     told(cleanup.clean_node, run, RUN_ID, 2)
     told.tree(run.path / "logs")
+    written(nodes[3] / "logs" / "node3-agent.log", "printed 3")
     names = leftover_slots.held_names(run, RUN_ID, 0, nodes[0])
     for path in (cleanup.owner_file(RUN_ID), nodes[0] / "agent.lock"):
         path.rename(tmp_path / path.name)
@@ -262,8 +263,9 @@ def test_memory_is_as_it_was_before(
     written(nodes[3] / "x", "")
     run.final.write_text('{"slots_kept": true}')
     told(cleanup.what_remains, run)
-    told(leftover_slots.remove_unclaimed, RUN_ID)
+    told(leftover_slots.remove_unclaimed, run, RUN_ID)
     told.tree(tmp_path / "shm")
+    told.tree(run.path / "logs")
     told(cleanup.clean_run, run, RUN_ID, keep_slots=True)
     told(cleanup.clean_run, run, RUN_ID)
     told(cleanup.what_remains, run)

@@ -135,6 +135,9 @@ def test_salvage_keeps_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.M
     unread = tmp_path / "node5" / copy_name(8)
     unread.write_bytes(b"DMPSEG99" + b"state" * 1000)
     run = RunDirectory(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    (tmp_path / "node6" / "logs").mkdir()
+    (tmp_path / "node6" / "logs" / "node6-vault.log").write_text("its last words")
     monkeypatch.setattr(
         process, "node_directories", lambda _: [tmp_path / "node5", tmp_path / "node6"]
     )
@@ -145,3 +148,4 @@ def test_salvage_keeps_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.M
         assert (run.dump / "1-4" / dump_name(7, node)).exists()
     assert unread.read_bytes() == b"DMPSEG99" + b"state" * 1000
     assert not (tmp_path / "node6").exists()
+    assert (run.logs / "node6-vault.log").read_text() == "its last words"
