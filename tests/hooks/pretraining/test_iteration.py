@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from deadpool_megatron.hooks.pretraining import scene
 from deadpool_megatron.hooks.pretraining.iteration import LOSSES, SKIPPED, Newest
-from deadpool_megatron.hooks.pretraining.training_loop import PretrainLoop
 from deadpool_megatron.state.extras import ExtrasError, decode, encode
 
 CPU = torch.device("cpu")
@@ -75,45 +72,3 @@ def test_a_scene_ends_by_an_exception_as_well() -> None:
     with pytest.raises(ValueError, match="left"), scene.acting({"train": leave}):
         call(str)
     assert call(str) == ""
-
-
-class Told:
-    """What a loop has around the functions that train() calls: its lines are not written."""
-
-    def __init__(self, **more: Any) -> None:
-        self.counters = {"iteration": 4, "consumed_valid_samples": 0}
-        self._args = SimpleNamespace(consumed_valid_samples=0, tensorboard_log_interval=1)
-        self._first_iteration, self._sums = 1, None
-        self._logbook, self._running = MagicMock(), MagicMock(**more)
-
-    _arguments = PretrainLoop._arguments
-
-
-def test_an_evaluation_moves_on_in_the_validation_samples() -> None:
-    """A recovery puts Megatron's arguments where the counters are, and goes on from there."""
-    loop: Any = Told(segment=lambda boundary, run: run())
-
-    def evaluate() -> None:
-        loop._args.consumed_valid_samples += 32
-
-    for seen in (32, 64):
-        PretrainLoop._evaluate(loop, "evaluation", evaluate)
-        assert loop.counters["consumed_valid_samples"] == seen
-
-
-@pytest.mark.parametrize("skipped", [0, 1])
-@pytest.mark.parametrize("gathers_ahead", [False, True])
-def test_a_skipped_update_is_logged_as_one_however_it_is_replayed(
-    skipped: int, gathers_ahead: bool
-) -> None:
-    """The answer to train() may be another, for it to gather ahead."""
-    loop: Any = Told()
-    loop._newest = trained(skipped, gathers_ahead)
-    said: list[Any] = []
-
-    def training_log(total_loss_dict: dict[str, Any], iteration: int, skipped_iter: int) -> None:
-        said.append((iteration, skipped_iter, sorted(total_loss_dict)))
-
-    answered = loop._newest.replay(CPU)[SKIPPED]
-    PretrainLoop._log(loop, training_log, {}, 4, answered)
-    assert said == [(4, skipped, ["lm loss"])]

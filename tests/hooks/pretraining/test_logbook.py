@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -96,16 +95,6 @@ def write(
         print(f"{kind} {iteration}")
 
 
-def test_a_repeated_step_is_written_once(
-    book: Book, megatron: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for kind, iteration in (("log", 1), ("log", 2), ("evaluation", 2), ("log", 2), ("log", 3)):
-        write(book, megatron, kind, iteration)
-    assert book.writer.lines == ["log 1", "log 2", "evaluation 2", "log 3"]
-    assert capsys.readouterr().out.split("\n")[:-1] == book.writer.lines
-    assert book.file.read_text().split("\n")[:-1] == book.writer.lines
-
-
 @pytest.mark.parametrize("came_to", ["nothing", "done"])
 def test_an_adopter_goes_on_where_the_other_has_stopped(
     book: Book, tmp_path: Path, megatron: Any, came_to: str
@@ -154,62 +143,6 @@ def test_writers_are_back_after_a_silence(book: Book, megatron: Any) -> None:
     with pytest.raises(EpochClosed), book.silence():
         closed_epoch()
     assert writers() == (book.writer, wandb)
-
-
-def test_what_a_closed_epoch_has_computed_is_not_written(
-    book: Book, megatron: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(EpochClosed):
-        write(book, megatron, "log", 1, closed_epoch)
-    assert (book.writer.lines, capsys.readouterr().out) == ([], "")
-    write(book, megatron, "log", 1)
-    assert (book.writer.lines, capsys.readouterr().out) == (["log 1"], "log 1\n")
-
-
-def test_weights_and_biases_are_held_likewise(book: Book, megatron: Any) -> None:
-    logged: list[Any] = []
-    book._wandb = SimpleNamespace(log=lambda *args: logged.append(args))
-    with pytest.raises(EpochClosed), book.lines("log", 1, closed_epoch, epoch=2):
-        megatron._GLOBAL_WANDB_WRITER.log({"loss": 2.0}, 1)
-    with book.lines("log", 1, open_epoch, epoch=2):
-        megatron._GLOBAL_WANDB_WRITER.log({"loss": 1.0}, 1)
-        book.mark(2, 0, 1, shown=True)
-        assert logged == []
-    with book.lines("log", 1, open_epoch, epoch=2):  # repeated after a recovery
-        book.mark(3, 0, 1, shown=True)
-    assert logged == [({"loss": 1.0}, 1), ({"deadpool/epoch": 2}, 1)]
-    assert book.writer.lines == ["deadpool/epoch 2 1"]
-
-
-def test_a_recovery_is_marked_once_at_the_first_new_line(
-    book: Book, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Repeated lines, an evaluation and a line that is not shown come before."""
-    clock = iter(float(second) for second in range(100, 200, 10))
-    monkeypatch.setattr(time, "time", lambda: next(clock))
-
-    def log(book: Book, iteration: int, epoch: int, *, shown: bool = True) -> None:
-        with book.lines("log", iteration, open_epoch, epoch):
-            book.mark(epoch, 1, iteration, shown=shown)
-
-    dead = book
-    log(dead, 1, 1)
-    log(dead, 2, 1)  # at 110
-    book = Book(tmp_path, "second")
-    book.open(restored=True, first_iteration=2)
-    log(book, 2, 2)
-    with book.lines("evaluation", 2, open_epoch, epoch=2):
-        print("loss")
-    log(book, 3, 2, shown=False)  # at 120
-    log(book, 4, 2)
-    log(book, 5, 2)
-    assert dead.writer.lines == ["deadpool/epoch 1 1", "deadpool/epoch 1 2"]
-    assert book.writer.lines == [
-        "deadpool/epoch 2 4",
-        "deadpool/recovery_seconds 10.0 4",
-        "deadpool/iterations_recomputed 1 4",
-        "deadpool/epoch 2 5",
-    ]
 
 
 def test_at_the_end_the_run_of_weights_and_biases_is_ended(book: Book) -> None:
