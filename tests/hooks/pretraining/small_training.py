@@ -26,13 +26,17 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from deadpool_megatron.hookpoints import POINTS, hookpoint
+from deadpool_megatron.hooks.pretraining import training_loop
 from tests.hooks.capture.plain_loop import schedule
 from tests.hooks.pretraining.test_stages import config
 
 _PLACES = "iteration curr_iteration consumed_train_samples consumed_valid_samples"
-_LOADED = "load ckpt_step ckpt_format exit_on_missing_checkpoint finetune no_load_optim no_load_rng"
+_LOADED = """ckpt_step ckpt_format exit_on_missing_checkpoint finetune no_load_optim no_load_rng
+ no_save_optim no_save_rng load"""
 _MODULES = "training checkpointing arguments initialize global_vars async_utils"
 _ARGUMENTS = Path(__file__).parent / "lives" / "arguments.json"
+# Of a schedule, as it was saved.
+_SAVED = {"num_steps": 4, "start_wd": 0.25, "end_wd": 0.5}
 OPTIMIZER = OptimizerConfig(lr=0.5)
 
 
@@ -80,7 +84,9 @@ class SmallTraining:
         for name in _MODULES.split():
             monkeypatch.setitem(sys.modules, f"megatron.training.{name}", self)
             setattr(self, name, self)
-        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", self)
+        self.CachedMetadataFileSystemReader = self
+        for name in ("torch.utils.tensorboard", training_loop._METADATA_READER):
+            monkeypatch.setitem(sys.modules, name, self)
         utils = SimpleNamespace(open_file=self.open_file)
         monkeypatch.setitem(sys.modules, "megatron.training.utils", utils)
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--deadpool"])
@@ -145,13 +151,17 @@ class SmallTraining:
             flush=lambda: self.note("flush"),
         )
 
+    def validate_args(self, args: Any) -> None:
+        self.note("validate_args", args.rank)
+
     def core_transformer_config_from_args(self, args: Any) -> Any:
         return config(args, args.num_layers)
 
     def initialize_megatron(self) -> None:
         size = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
-        self.note("initialize_megatron", **size)
+        self.note("initialize_megatron", **size, parsed=self.get_args() is not None)
         args = SimpleNamespace(**{**self.given, **size})
+        self.validate_args(args)
         self.set_global_variables(args)
         print("parsed")
         ranks = {"get_embedding_ranks": "words", "get_position_embedding_ranks": "positions"}
@@ -405,6 +415,9 @@ class SmallTraining:
     def print_rank_0(self, text: str) -> None:
         print(text)
 
+    def clear_metadata_cache(self) -> None:
+        self.note("forgets what it has read")
+
     def read_metadata(self, tracker: Any) -> tuple[int, bool]:
         return 99, False
 
@@ -415,7 +428,7 @@ class SmallTraining:
         asked = {name: getattr(args, name) for name in (*_LOADED.split(), *_PLACES.split())}
         tracked = self.read_metadata("tracker")
         self.note("load_checkpoint", tracked=tracked, **asked)
-        opt_param_scheduler.step(increment=4)
+        opt_param_scheduler.load_state_dict({**opt_param_scheduler.state_dict(), **_SAVED})
         args.consumed_train_samples += 16
         return 4, 12800.0
 

@@ -230,7 +230,13 @@ def checkpoints_are_loaded(make: Callable[..., Life]) -> Life:
     life.small.acts.clear()
     life.show("fallen back to")
     life.loop.restore_extra_state(codec.decode(codec.encode(life.loop.extra_state())))
+    args = life.small.get_args()
+    args.no_save_rng = args.no_save_optim = args.no_load_rng = args.no_load_optim = True
+    life.loop.load_checkpoint(made.with_name("iter_0000003"))
+    args.no_save_rng = args.no_save_optim = args.no_load_rng = args.no_load_optim = None
     life.loop.load_checkpoint(made)
+    (group,) = life.loop.optimizer.param_groups
+    life.small.note("group", **{name: group[name] for name in ("lr", "weight_decay")})
     life.loop.model_chunks[0].remove_forward_pre_hook_handles["chunk"] = "gathers"
     life.boundary = "save"
     life.loop.reset_after_interrupt()
@@ -245,6 +251,9 @@ def checkpoints_are_loaded(make: Callable[..., Life]) -> Life:
     life.small.note("arguments", marks=state["args"].marks, whole=vars(state["args"].whole))
     life.small.note("model", **life.loop.model_arguments())
     life.loop.close()
+    build = life.loop.build
+    held = build.objects, build.iterators, build.train_arguments, life.loop.model_chunks
+    life.small.note("closed", held=held)
     life.program.drop_groups()
     return life
 
@@ -254,8 +263,13 @@ def a_spare_takes_roles(make: Callable[..., Life]) -> Life:
     life = make(pipeline_model_parallel_size=2, num_layers=8, train_iters=None)
     communicators = Communicators()
     communicators.install()
-    parses = life.command_line.parse_without_role
-    life.small.note("the script has", parses(lambda: life.small.note("parsed") or "arguments"))
+
+    def parse() -> str:
+        life.small.note("the script parses", os.environ["WORLD_SIZE"])
+        life.small.set_args("arguments")
+        return "arguments"
+
+    life.small.note("the script has", life.command_line.parse_without_role(parse))
     role = life.program.provisional_role(3)
     life.show(f"built for role {role}")
     os.environ["RANK"] = "3"
