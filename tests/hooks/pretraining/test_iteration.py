@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deadpool_megatron.hooks.pretraining import scene
-from deadpool_megatron.hooks.pretraining.iteration import LOSSES, SKIPPED, Newest
+from deadpool_megatron.hooks.pretraining.iteration import SKIPPED, Newest
 from deadpool_megatron.state.extras import ExtrasError, decode, encode
 
 CPU = torch.device("cpu")
@@ -26,16 +26,6 @@ def trained(skipped: int, gathers_ahead: bool) -> Newest:
     return other
 
 
-def test_the_answer_comes_back_exactly() -> None:
-    newest = trained(skipped=0, gathers_ahead=False)
-    answer = newest.replay(CPU)
-    assert torch.equal(answer[LOSSES]["lm loss"], torch.tensor(0.1) / 3)
-    assert answer[1:] == (0, False, False, 0, 0.7, None, 0)
-    assert newest.sums(CPU)["lm loss"].tolist() == [1.0]
-    assert newest.positions_before == {"consumed_train_samples": 16, "skipped_train_samples": 1}
-    assert (newest.operations_before, newest.operations) == (10.0, 25.0)
-
-
 @pytest.mark.parametrize(
     ("skipped", "gathers_ahead", "told"), [(0, False, 0), (1, False, 1), (1, True, 0), (0, True, 0)]
 )
@@ -46,16 +36,6 @@ def test_gathering_ahead_begins_where_it_had_begun(
     newest = trained(skipped, gathers_ahead)
     assert newest.replay(CPU)[SKIPPED] == told
     assert newest.skipped == skipped
-
-
-def test_nothing_is_known_at_the_start() -> None:
-    newest = Newest(3.0)
-    assert not newest.known
-    assert newest.positions_before == {}
-    assert newest.operations_before == 3.0
-    other = Newest(0.0)
-    other.restore(decode(encode(newest.to_dict())))
-    assert not other.known
 
 
 def test_what_cannot_be_given_back_is_an_error() -> None:

@@ -124,13 +124,6 @@ def test_an_adopter_of_somebody_who_left_no_note(tmp_path: Path, megatron: Any) 
     assert json.loads((tmp_path / "lines-written.json").read_text())["written"]["log"] == 7
 
 
-def test_what_train_writes_first_is_not_repeated(book: Book, megatron: Any) -> None:
-    book.mute()
-    assert megatron._GLOBAL_TENSORBOARD_WRITER is None
-    write(book, megatron, "log", 1)
-    assert book.writer.lines == ["log 1"]
-
-
 def test_writers_are_back_after_a_silence(book: Book, megatron: Any) -> None:
     megatron._GLOBAL_WANDB_WRITER = wandb = object()
 
@@ -143,15 +136,6 @@ def test_writers_are_back_after_a_silence(book: Book, megatron: Any) -> None:
     with pytest.raises(EpochClosed), book.silence():
         closed_epoch()
     assert writers() == (book.writer, wandb)
-
-
-def test_at_the_end_the_run_of_weights_and_biases_is_ended(book: Book) -> None:
-    ended = []
-    book._wandb = SimpleNamespace(finish=lambda: ended.append(True))
-    book.mute()
-    book.close()
-    book.close()
-    assert ended == [True]
 
 
 @pytest.mark.parametrize(
