@@ -9,17 +9,10 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli import slurm
-from deadpool_megatron.cli.common import (
-    CommandError,
-    RunNotReachable,
-    host_address,
-)
+from deadpool_megatron.cli.common import CommandError, RunNotReachable, host_address
 from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from tests.cli.start.refused import old_run
 from tests.cli.told import Complain
 

@@ -12,10 +12,7 @@ from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import Term, newest_term
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import (
-    read_json,
-    segment_root,
-)
+from deadpool_megatron.cluster.run_directory.directory import read_json, segment_root
 from deadpool_megatron.events import Kind
 from tests.cluster.running import MEMBER, Told, start
 from tests.common import forks

@@ -16,11 +16,7 @@ from typing import IO, Any
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    read_json,
-    segment_root,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Event, EventTail, Kind
 from tests.cluster.counting_member import expected_sha256
 from tests.common import forks

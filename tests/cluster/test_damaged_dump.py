@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    read_json,
-    segment_root,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState

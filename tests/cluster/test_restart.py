@@ -11,11 +11,7 @@ import pytest
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    read_json,
-    segment_root,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Event, Kind
 from tests.cluster.agents import Agents
 from tests.cluster.counting_member import expected_sha256
@@ -77,13 +73,7 @@ def test_every_member_and_the_coordinator_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        "everything",
-        "agents",
-        "hangup",
-        pytest.param("launcher", marks=pytest.mark.full),
-    ],
+    "how", ["everything", "agents", "hangup", pytest.param("launcher", marks=pytest.mark.full)]
 )
 def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> None:
     # The second one leaves nothing behind of either; a failure before it cleans up as well.

@@ -15,11 +15,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    read_json,
-    segment_root,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Event, Kind, read_events
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import Run, deadpool, send

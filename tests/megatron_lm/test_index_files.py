@@ -14,12 +14,7 @@ from tests.megatron_lm.harness.arguments import real_text
 from tests.megatron_lm.harness.checkout import needs_megatron_lm
 from tests.megatron_lm.harness.runs import dies, gpt, output_of_members
 
-pytestmark = [
-    pytest.mark.megatron_lm,
-    pytest.mark.slow,
-    pytest.mark.full,
-    needs_megatron_lm,
-]
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs_megatron_lm]
 MAKES = "this process makes the index files of the data"
 
 

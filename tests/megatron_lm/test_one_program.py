@@ -17,12 +17,7 @@ from tests.megatron_lm.harness.arguments import real_text
 from tests.megatron_lm.harness.checkout import needs_megatron_lm
 from tests.megatron_lm.harness.runs import copy_tree, gpt
 
-pytestmark = [
-    pytest.mark.megatron_lm,
-    pytest.mark.slow,
-    pytest.mark.full,
-    needs_megatron_lm,
-]
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs_megatron_lm]
 ROOT = Path(__file__).parents[2]
 HELD = (
     f"import sys\nsys.path.append({str(ROOT)!r})\nimport tests.persist.harness.held_pretraining\n"
@@ -51,11 +46,7 @@ def edit_loss(script: Path) -> None:
 
 
 def struck(
-    tmp_path: Path,
-    program: jobs.Program,
-    change: Callable[[], None],
-    node: int = 1,
-    **options: Any,
+    tmp_path: Path, program: jobs.Program, change: Callable[[], None], node: int = 1, **options: Any
 ) -> jobs.Outcome:
     """Change something between two iterations, once the spare is warm, and end the process of a
     node then."""

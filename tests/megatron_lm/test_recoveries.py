@@ -18,12 +18,7 @@ from tests.megatron_lm.harness import runs
 from tests.megatron_lm.harness.arguments import real_text
 from tests.megatron_lm.harness.checkout import LOADS, needs_megatron_lm
 
-pytestmark = [
-    pytest.mark.megatron_lm,
-    pytest.mark.slow,
-    pytest.mark.full,
-    needs_megatron_lm,
-]
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs_megatron_lm]
 
 
 def test_numbers_of_layers_shift_on_real_text(

@@ -28,8 +28,7 @@ def closed(at: float, kind: str = "node-lost") -> Event:
 
 
 @pytest.mark.parametrize(
-    ("iteration", "data"),
-    [(2, {"samples": "many"}), (2, {"loss": "0x1p99999"}), (2, {"loss": 3})],
+    ("iteration", "data"), [(2, {"samples": "many"}), (2, {"loss": "0x1p99999"}), (2, {"loss": 3})]
 )
 def test_a_damaged_step_leaves_nothing_behind(iteration: int, data: dict[str, Any]) -> None:
     story = story_of(step(1, loss=(1.0).hex()))

@@ -80,11 +80,7 @@ def test_a_node_by_hand() -> None:
     assert times.window_seconds == 18
 
 
-@given(
-    racks=st.sampled_from([None, 2, 4, 8]),
-    lag=st.integers(0, 4),
-    replicas=st.integers(1, 3),
-)
+@given(racks=st.sampled_from([None, 2, 4, 8]), lag=st.integers(0, 4), replicas=st.integers(1, 3))
 def test_what_is_sent_arrives_and_memory_grows_with_lag_and_copies(
     racks: int | None, lag: int, replicas: int
 ) -> None:

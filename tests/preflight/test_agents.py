@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli.prepare import check
-from deadpool_megatron.cluster.run_directory.bad_nodes import (
-    BadNode,
-    add_bad_node,
-)
+from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Kind, read_events
 from tests.cluster.counting_member import expected_sha256

@@ -9,14 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.preflight.judge import (
-    HostFacts,
-    Judgement,
-    Needs,
-    Standing,
-    judge,
-    problems,
-)
+from deadpool_megatron.preflight.judge import HostFacts, Judgement, Needs, Standing, judge, problems
 
 FACTS = HostFacts(
     hostname="",

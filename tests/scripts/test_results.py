@@ -56,10 +56,7 @@ def test_a_result_is_of_a_commit_of_this_history_and_of_nothing_beside_it() -> N
 
 @pytest.mark.parametrize(
     ("page", "place", "file"),
-    [
-        ("README.md", 0, "peers-cpu.json"),
-        ("docs/figures.md", 0, "peers-node-cpu.json"),
-    ],
+    [("README.md", 0, "peers-cpu.json"), ("docs/figures.md", 0, "peers-node-cpu.json")],
 )
 def test_the_tables_say_what_was_measured(page: str, place: int, file: str) -> None:
     """Row by row: step over unprotected, and kill to next new step."""

@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cli.storage.verifying import verify_checkpoint
-from deadpool_megatron.cluster.coordinator.durable import (
-    DurableError,
-    NewCheckpoint,
-)
+from deadpool_megatron.cluster.coordinator.durable import DurableError, NewCheckpoint
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.hooks.pretraining.megatron_checkpoints import StorageFaults
 from deadpool_megatron.layout.records import Generation, Restore
@@ -47,12 +44,7 @@ def of_another_user(unfinished: Path) -> None:
 
 @pytest.mark.parametrize(
     "tamper",
-    [
-        link,
-        open_to_all,
-        open_to_all_further_down,
-        pytest.param(of_another_user, marks=needs_root),
-    ],
+    [link, open_to_all, open_to_all_further_down, pytest.param(of_another_user, marks=needs_root)],
 )
 def test_what_others_have_written_gets_no_name(tmp_path: Path, tamper: Tamper) -> None:
     run, folder = RunDirectory(tmp_path / "run"), tmp_path / "shared"

@@ -96,10 +96,7 @@ def test_every_command_refuses_it(
 
 
 def test_the_secret_is_known_before_anything_is_imported(
-    planted: Path,
-    marker: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    planted: Path, marker: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a directory of our own: whoever has put a run into it may have been let write there."""
     monkeypatch.setattr(os, "umask", lambda mask: 0o022)

@@ -34,8 +34,7 @@ _messages = st.dictionaries(st.text(max_size=8), _values, max_size=3)
 Outcome = tuple[list[dict[str, Any]], str]
 _leaves = st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers())
 _trees = st.dictionaries(
-    st.text(),
-    st.recursive(_leaves, lambda inner: st.dictionaries(st.text(), inner), max_leaves=20),
+    st.text(), st.recursive(_leaves, lambda inner: st.dictionaries(st.text(), inner), max_leaves=20)
 )
 _HIGH = 1500
 

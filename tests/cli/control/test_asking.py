@@ -14,10 +14,7 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.common import NotNow, RequestRefused, RunNotReachable
 from deadpool_megatron.cli.control import asking
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.layout.schemes import ProtectionPlan
 
 WHAT: dict[str, dict[str, Any]] = {

@@ -11,11 +11,7 @@ import pytest
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    read_json,
-    segment_root,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.settings import Settings
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, Run, deadpool, start

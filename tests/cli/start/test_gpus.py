@@ -46,11 +46,7 @@ def test_where_gpus_are_seen_a_run_has_nccl_for_all_of_its_processes(communicato
 
 @pytest.mark.parametrize(
     ("communicator", "environment"),
-    [
-        ("gloo", {}),
-        ("auto", {"CUDA_VISIBLE_DEVICES": ""}),
-        ("gloo", {"CUDA_VISIBLE_DEVICES": "0"}),
-    ],
+    [("gloo", {}), ("auto", {"CUDA_VISIBLE_DEVICES": ""}), ("gloo", {"CUDA_VISIBLE_DEVICES": "0"})],
 )
 def test_what_was_chosen_is_not_refused(communicator: str, environment: dict[str, str]) -> None:
     assert decided(communicator, NODES, NPROC, environment) == communicator

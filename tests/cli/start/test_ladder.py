@@ -11,13 +11,7 @@ import pytest
 from deadpool_megatron import arguments
 from deadpool_megatron.cluster.agent.contact import Fence
 from deadpool_megatron.cluster.journal.terms import Rhythm
-from deadpool_megatron.settings import (
-    FIELDS,
-    Settings,
-    SettingsError,
-    flag_name,
-    is_chosen,
-)
+from deadpool_megatron.settings import FIELDS, Settings, SettingsError, flag_name, is_chosen
 
 PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
 _ROW = re.compile(r"^\| `([a-z-]+)` \| ([\d.]+)(?:; with NCCL ([\d.]+))? \|", re.MULTILINE)

@@ -15,11 +15,7 @@ import pytest
 from deadpool_megatron import cli
 from deadpool_megatron.cli.start import restarting
 from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    segment_root,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root, write_json
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings

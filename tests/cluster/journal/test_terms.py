@@ -55,10 +55,7 @@ def test_spares_claim_before_nodes_that_train() -> None:
     after = sorted(range(5), key=lambda node: claim_order(known, 3, 2, node, coordinator=4))
     assert after == [3, 2, 1, 0, 4], "the host of the one that is gone may be gone as well"
     swapped = EpochRecord(
-        **{
-            **known.__dict__,
-            "nodes": {n: NodeAddress("h", 1, "d", spare=n == 0) for n in range(5)},
-        }
+        **{**known.__dict__, "nodes": {n: NodeAddress("h", 1, "d", spare=n == 0) for n in range(5)}}
     )
     assert claim_order(swapped, 3, 2, 0) == 0
 

@@ -203,12 +203,7 @@ class Agent:
             b"",
             "run",
             line.settings,
-            lambda: {
-                "t": "join",
-                "node": node,
-                "boot": f"agent {node}",
-                "told": 0,
-            },
+            lambda: {"t": "join", "node": node, "boot": f"agent {node}", "told": 0},
             self._take,
         )
 

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.link import rendezvous
-from deadpool_megatron.cluster.link.member_link import (
-    Handlers,
-    MemberLink,
-    StopOrder,
-)
+from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, StopOrder
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
@@ -144,10 +140,7 @@ def test_broken_status_is_reported_once_and_beats_go_on(agent: Agent) -> None:
     agent.start()
     agent.expect("beat")
     agent.link._handlers = None
-    handlers = Handlers(
-        *(lambda *_: None for _ in range(2)),
-        status=lambda: {}["no such key"],
-    )
+    handlers = Handlers(*(lambda *_: None for _ in range(2)), status=lambda: {}["no such key"])
     agent.link._handlers = handlers
     assert "no such key" in agent.expect("event")["event"]["data"]["text"]
     assert agent.expect("beat")["section"] == "unknown"

@@ -16,9 +16,7 @@ from deadpool_megatron.cluster.link.agent_link import (
     CoordinatorLost,
     Greetings,
 )
-from deadpool_megatron.cluster.link.pacing import (
-    answer_seconds,
-)
+from deadpool_megatron.cluster.link.pacing import answer_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import TRANSLATED

@@ -30,9 +30,7 @@ from deadpool_megatron.layout.records import (
     Restore,
     RoleLayout,
 )
-from deadpool_megatron.layout.records import (
-    Seat as Seat,
-)
+from deadpool_megatron.layout.records import Seat as Seat
 from deadpool_megatron.settings import Settings
 from tests.common.event_schema import check_event
 

@@ -11,12 +11,7 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    Inventory,
-    Seat,
-)
+from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, Seat
 from tests.cluster.machine.world import World
 
 Player = tuple[int, int, int, int]  # node, slot, incarnation, epoch

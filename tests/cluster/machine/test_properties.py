@@ -12,13 +12,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state import Phase
@@ -47,13 +41,7 @@ class Cluster(RuleBasedStateMachine):
         started=st.booleans(),
     )
     def begin(
-        self,
-        nodes: int,
-        spares: int,
-        nproc: int,
-        replicas: int,
-        parity_group: int,
-        started: bool,
+        self, nodes: int, spares: int, nproc: int, replicas: int, parity_group: int, started: bool
     ) -> None:
         self.world = World(nodes, spares, nproc, replicas, parity_group)
         if started:

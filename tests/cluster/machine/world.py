@@ -25,10 +25,7 @@ from deadpool_megatron.cluster.machine.state import (
 )
 from deadpool_megatron.events import to_line
 from deadpool_megatron.layout.planner import keep_line
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-)
+from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.layout.schemes import SchemeKind as SchemeKind
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.agents import Agents

@@ -18,10 +18,7 @@ import pytest
 from deadpool_megatron.cluster.agent.members import FreezeDetector
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd
-from deadpool_megatron.cluster.process.posix import (
-    needed_by_coordinator,
-    raise_limit,
-)
+from deadpool_megatron.cluster.process.posix import needed_by_coordinator, raise_limit
 from tests.common.waiting import wait_for
 
 SECONDS = 20.0

@@ -284,9 +284,7 @@ async def test_a_fork_that_fails_is_told_and_leaves_nothing(
         theirs.close()
 
 
-def test_a_member_without_a_folder_for_its_log_prints_where_its_server_does(
-    tmp_path: Path,
-) -> None:
+def test_a_member_without_a_folder_for_its_log_prints_where_its_server_does(tmp_path: Path) -> None:
     ours, theirs = fork_server._pair()
     with ours, theirs:
         environment = {**os.environ, "DEADPOOL_RUN_DIR": str(tmp_path)}
@@ -338,10 +336,7 @@ async def test_standby_is_started_as_soon_as_that_is_possible(
     look = b'{"term": 1, "beat": "1 1", "at": 1.0, "node": null, "address": null}\\n'
     program = line % look.decode()
     keeper = StandbyKeeper(
-        ("-c", program),
-        tmp_path / "log",
-        on_look=lambda *_: looks.set(),
-        on_over=lambda kept: None,
+        ("-c", program), tmp_path / "log", on_look=lambda *_: looks.set(), on_over=lambda kept: None
     )
     before = set(Path("/proc/self/fd").iterdir())
     short.left = 3

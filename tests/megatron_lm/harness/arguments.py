@@ -85,8 +85,4 @@ def real_text(folder: Path) -> dict[str, object]:
             for start in range(0, len(tokens), 1024):
                 builder.add_document(piece := tokens[start : start + 1024], [len(piece)])
         builder.finalize(f"{prefix}.idx")
-    return {
-        "mock_data": None,
-        "data_path": prefix,
-        "data_cache_path": folder / "index",
-    }
+    return {"mock_data": None, "data_path": prefix, "data_cache_path": folder / "index"}
