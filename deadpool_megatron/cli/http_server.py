@@ -20,6 +20,7 @@ class LimitedServer(ThreadingHTTPServer):
     """Answers so many requests at a time, each within some seconds. Raises OSError."""
 
     daemon_threads = True
+    request_queue_size = MOST_REQUESTS  # those that the kernel has to drop come again after seconds
 
     def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
