@@ -192,7 +192,7 @@ def builds_for_long(member: Member) -> None:
     for is_patient in (True, False):
         member.comms.be_patient(is_patient)
         if member.rank == 1:
-            time.sleep(3)  # of a limit of 1 s: as a build, or a save
+            time.sleep(2)  # of a limit of 1 s: as a build, or a save
         if is_patient:
             dist.barrier()
     with pytest.raises(CommunicatorFault) as caught:

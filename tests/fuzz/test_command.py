@@ -15,13 +15,12 @@ from tests.fuzz.drawing import read_choices
 from tests.megatron_lm.harness.checkout import TAGS, needs_megatron_lm
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "fuzz.py"
+sys.path.insert(0, str(PROGRAM.parent))
+
+import fuzz as program  # noqa: E402
+
 PAIRS = Path(__file__).parent / "pairs.json"
 SEED = int.from_bytes(hashlib.sha256(commit().encode()).digest()[:3], "big")
-
-
-def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROGRAM), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.megatron_lm
@@ -31,7 +30,9 @@ def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
 @needs_megatron_lm
 @pytest.mark.parametrize("seed", [SEED, SEED + 1])
 def test_a_draw_is_bit_identical(tmp_path: Path, seed: int) -> None:
-    done = fuzz(str(seed), "--json", "--no-shrink", "--directory", str(tmp_path / "draw"))
+    command = [sys.executable, str(PROGRAM), str(seed), "--json", "--no-shrink"]
+    command += ["--directory", str(tmp_path / "draw")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     row = json.loads(done.stdout)
     assert (row["seed"], row["result"], row["why"]) == (seed, "bit-identical", "")
@@ -48,10 +49,16 @@ def test_a_draw_is_bit_identical(tmp_path: Path, seed: int) -> None:
         (("1", "--pairs", str(Path(__file__))), "is no table of pairs"),
     ],
 )
-def test_bad_arguments_are_named(arguments: tuple[str, ...], named: str) -> None:
-    done = fuzz(*arguments)
-    assert done.returncode == 2
-    assert named in done.stderr
+def test_bad_arguments_are_named(
+    arguments: tuple[str, ...],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        program.main()
+    assert named in capsys.readouterr().err
 
 
 def test_the_table_of_what_was_drawn_is_read() -> None:
@@ -61,8 +68,11 @@ def test_the_table_of_what_was_drawn_is_read() -> None:
 
 
 @needs_megatron_lm
-def test_draws_are_shown_with_their_faults() -> None:
-    done = fuzz("7", "--show", "--count", "2")
-    first, *_ = done.stdout.splitlines()
-    assert first.startswith("seed 7: tag=core_v")
-    assert '{"id": "first", "point": ' in done.stdout
+def test_draws_are_shown_with_their_faults(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", "7", "--show", "--count", "2"])
+    assert program.main() == 0
+    said = capsys.readouterr().out
+    assert said.startswith("seed 7: tag=core_v")
+    assert '{"id": "first", "point": ' in said

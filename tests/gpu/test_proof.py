@@ -134,6 +134,7 @@ def test_an_end_at_any_moment_leaves_what_was_seen(
     assert summary["ended"] == ("by a signal" if name == "TERM" else "not yet")
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_before_anything_is_run(kit: Kit, tmp_path: Path) -> None:
     """Here what is packed is not there, nor what the command names."""
     command = [KIT / "prove.sh", "--device", "cpu", "--megatron-lm", "/nowhere", "--out", tmp_path]

@@ -32,6 +32,7 @@ BIG, PIECES = 12 << 20, {"chunk_bytes": 1 << 20}
 # Names that somebody else removes.
 
 
+@pytest.mark.slow
 def test_names_that_are_cleaned_away_lead_to_what_is_held_again(tmp_path: Path) -> None:
     """As by logind at the end of a login: the folder of a node that goes on with its work."""
     with cluster(tmp_path, 2) as running:

@@ -51,8 +51,8 @@ def command(
 
     def give(coordinator: Coordinator, *arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(asking, "ask", coordinator)
-        monkeypatch.setattr(asking, "_LOOK_SECONDS", 0.001)
-        monkeypatch.setattr(asking, "_PAUSE_SECONDS", 0.001)
+        for name in ("_LOOK_SECONDS", "_REPEAT_SECONDS", "_PAUSE_SECONDS"):
+            monkeypatch.setattr(asking, name, 0.001)
         monkeypatch.setattr(asking, "_TAKEOVER_SECONDS", 0.05)
         name, *rest = arguments
         status = cli.main([name, str(tmp_path), *rest])

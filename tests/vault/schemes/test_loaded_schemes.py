@@ -12,9 +12,10 @@ import pytest
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from tests.vault.harness import cluster, wait_until
 
-# Vault, coordinator and the member's side of a vault; then an epoch of the plan is opened.
+# Vault, coordinator and the member's side of a vault; then, in a fork for each kind, an epoch of
+# its plan is opened.
 PROGRAM = """
-import sys
+import os, sys
 from pathlib import Path
 import deadpool_megatron.cluster.coordinator.service
 import deadpool_megatron.vault.__main__
@@ -28,15 +29,16 @@ from deadpool_megatron.vault.epoch_gate import VaultState
 seats = {role: Seat(role, 0, 0) for role in range(3)}
 nodes = {node: NodeAddress("host", node, f"rack{node}") for node in range(3)}
 restore = Restore("initial", Generation(1, 0))
-plan = plan_of_kind(sys.argv[1], Settings(), 1, 2)
-state = VaultState(0, Path(sys.argv[2]), Settings(), lambda _: None)
-state.adopt(EpochRecord(1, seats, nodes, restore, protection=plan))
-print(*(name for name in sys.modules if name.startswith("deadpool_megatron.")))
+for kind in sys.argv[2:]:
+    if os.fork() == 0:
+        plan = plan_of_kind(kind, Settings(), 1, 2)
+        state = VaultState(0, Path(sys.argv[1], kind), Settings(), lambda _: None)
+        state.adopt(EpochRecord(1, seats, nodes, restore, protection=plan))
+        print(*(name for name in sys.modules if name.startswith("deadpool_megatron.")), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
-PARITY = {
-    "layout.parity_groups",
-    *(f"vault.schemes.parity{one}" for one in ("", "_decode")),
-}
+PARITY = {"layout.parity_groups", "vault.schemes.parity", "vault.schemes.parity_decode"}
 FILES = {
     "buddy": set[str](),
     "parity": PARITY,
@@ -47,12 +49,12 @@ FILES = {
 OPTIONAL = {*set[str]().union(*FILES.values()), "vault.schemes.parity_code"}
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_no_file_of_another_scheme_is_loaded(kind: str, tmp_path: Path) -> None:
-    program = [sys.executable, "-c", PROGRAM, kind, str(tmp_path)]
+def test_no_file_of_another_scheme_is_loaded(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", PROGRAM, str(tmp_path), *FILES]
     told = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
-    loaded = {name.removeprefix("deadpool_megatron.") for name in told.split()}
-    assert (loaded & OPTIONAL) - {"vault.schemes.parity_code"} == FILES[kind]
+    names = [line.replace("deadpool_megatron.", "").split() for line in told.splitlines()]
+    found = [OPTIONAL.intersection(one) - {"vault.schemes.parity_code"} for one in names]
+    assert dict(zip(FILES, found, strict=True)) == FILES
 
 
 @pytest.mark.parametrize("kind", [SchemeKind.PARITY, SchemeKind.BUDDY])
