@@ -1,7 +1,5 @@
 """What all tests share: which cells run, and that nothing of a session outlives it."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

@@ -1,7 +1,5 @@
 """The check at the end of each test session: what a session leaves behind makes it fail."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

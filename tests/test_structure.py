@@ -1,7 +1,5 @@
 """What holds for the repository as a whole: versions agree, scripts work, commands start fast."""
 
-from __future__ import annotations
-
 import ast
 import math
 import os

@@ -1,7 +1,5 @@
 """The words that users read: pages, ``--help``, messages. No worn idiom, no endless sentence."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

@@ -1,7 +1,5 @@
 """Commands that are carried out in the process of the test."""
 
-from __future__ import annotations
-
 import pytest
 
 from deadpool_megatron import cli

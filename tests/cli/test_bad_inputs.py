@@ -1,8 +1,6 @@
 """Whatever a user gets wrong: one clear line on standard error that names it, exit status 2,
 nothing started and nothing left behind."""
 
-from __future__ import annotations
-
 import shlex
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``deadpool compare``: yes only for equal facts, and the first difference first."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``deadpool demo`` with made-up runs: what it shows, decides and leaves."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Each command line that README and docs/ show is one that the program takes."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

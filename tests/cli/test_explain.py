@@ -1,7 +1,5 @@
 """``deadpool explain``: each code, and the page that is made of the same table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

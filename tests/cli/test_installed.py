@@ -1,7 +1,5 @@
 """What an installed wheel offers, outside of any checkout."""
 
-from __future__ import annotations
-
 import email
 import importlib.metadata
 import json

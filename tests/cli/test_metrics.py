@@ -1,7 +1,5 @@
 """A run as metrics and as a page's state: what it says, and of a coordinator that is away."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """No command ends, nor changes its exit status, because nobody can read what it prints."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``deadpool report``: what it tells of a run and of its failures, finished or not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

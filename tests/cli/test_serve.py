@@ -1,8 +1,6 @@
 """The page of a run: in a real browser while a node is lost, closed to whoever has no token, and of
 a server that no connection holds for ever."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Slurm's variables, the wrong ones included; what it drains is drained in the run, once."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Any

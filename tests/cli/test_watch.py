@@ -1,7 +1,5 @@
 """What whoever watches a run is told of its events, on a terminal and elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

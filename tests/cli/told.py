@@ -1,7 +1,5 @@
 """The types of the fixtures of conftest.py, for signatures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 # Arguments of a command -> exit status, output, errors.

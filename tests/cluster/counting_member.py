@@ -8,8 +8,6 @@ Arguments: --iterations N --step-seconds S [--save-interval K] [--misbehave NAME
 --iterations it ends soon after a file ``finish`` appears in the run directory.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import mmap

@@ -1,7 +1,5 @@
 """A whole run of which the sole copy of a role is damaged when it is dumped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

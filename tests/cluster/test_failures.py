@@ -1,7 +1,5 @@
 """The ends of processes, told apart by exit status, signal and last words."""
 
-from __future__ import annotations
-
 import pytest
 
 from deadpool_megatron.cluster import failures

@@ -1,7 +1,5 @@
 """Whole runs of the counting member: each kind of failure is noticed, named and acted upon."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that are long or large: neither their events nor their agents have a say in them."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

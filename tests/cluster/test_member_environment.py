@@ -1,7 +1,5 @@
 """What the members of a run find in their environment, each in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

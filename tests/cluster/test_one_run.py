@@ -1,7 +1,5 @@
 """A run is its id: what has its directory's name, and is another run's, is not believed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """All processes of a run die while its hosts live: the next ones go on from the slots in memory."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Whole runs of launcher, agents, standbys, vaults and counting members, with real kills."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

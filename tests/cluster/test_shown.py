@@ -1,7 +1,5 @@
 """What people are shown of real runs, while something is wrong: words, numbers, advice."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

@@ -1,7 +1,5 @@
 """No coordinator is needed for longer than it takes a standby to claim the next term."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

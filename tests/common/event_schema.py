@@ -1,7 +1,5 @@
 """The published description of events, for tests to hold what is written against it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -9,8 +9,6 @@ Started by :mod:`tests.common.forks`; serves one request after the other on the 
 whose descriptor is named on its command line, and ends, with its forks, when that is closed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import importlib

@@ -4,8 +4,6 @@ So tests are of the CPU and of gloo wherever they run. Who shows them does so in
 own, before CUDA is used there.
 """
 
-from __future__ import annotations
-
 import os
 
 from deadpool_megatron.preflight.host import VISIBLE

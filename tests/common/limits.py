@@ -1,7 +1,5 @@
 """The settings that tests give to runs, as words of a command line."""
 
-from __future__ import annotations
-
 from deadpool_megatron.settings import flag_name, is_chosen
 
 

@@ -1,7 +1,5 @@
 """Ports that stay free until the program that is told of them listens there."""
 
-from __future__ import annotations
-
 import random
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs that stand in for those of the machine, and commands that find them first."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A made-up run: the files that a real one leaves."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """The schema of events is complete and strict. Each event that a run of the tests writes is held
 against it as well: tests/common/told.py, tests/cluster/machine."""
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
 

@@ -1,7 +1,5 @@
 """The order of tests that may not all have their turn."""
 
-from __future__ import annotations
-
 from tests.common.turns import in_turn
 
 ITEMS = ["a1", "a2 full", "b1 full", "b2", "b3 full", "c1 full", "d1"]

@@ -1,7 +1,5 @@
 """What a run that is over has told: ``final.json``, and what stands in the events only."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

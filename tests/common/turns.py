@@ -1,7 +1,5 @@
 """In which order tests run that may not all have their turn. Pure."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Waiting for what other processes and threads do. Limits are for hangs: no test waits to pass."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

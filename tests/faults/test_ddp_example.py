@@ -1,7 +1,5 @@
 """The DistributedDataParallel loop of configs/ddp.py, word for word, loses a node."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Failures in the embedded trainer by kind: numbers spoiled or wrong, slow nodes, hangs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ junk norm, find junk infinities, update, hash; none of it may be sealed, logged 
 virtual pipeline and experts in a pipeline are in tests/megatron_lm/test_layouts.py as well.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Each chain is one job that takes several faults; after every iteration the state
 held against the undisturbed run. A cell that fails is named by the first difference.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

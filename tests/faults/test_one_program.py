@@ -1,7 +1,5 @@
 """What a run began with is what it continues with, whatever is edited while it runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A start whose command has another learning rate than the state: it is refused, or asked for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

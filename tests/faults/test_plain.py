@@ -1,7 +1,5 @@
 """Protection changes nothing: a protected run ends in the very bits of stock Megatron and gloo."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.faults.harness import layouts

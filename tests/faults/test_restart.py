@@ -1,7 +1,5 @@
 """What a run goes on from: memory after all have died, the newest checkpoint, another plan."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

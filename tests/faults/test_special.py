@@ -1,7 +1,5 @@
 """Faults beyond phase x victim: chains of deaths, dead helpers, corruption, names cleaned away."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

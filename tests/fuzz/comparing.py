@@ -1,7 +1,5 @@
 """Everything in which a disturbed chain of runs differs from the undisturbed one."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections import defaultdict

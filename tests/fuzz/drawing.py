@@ -5,8 +5,6 @@ A draw follows from its seed alone. Evenness is that of the seeds: of several th
 one is taken whose pairs of values were drawn least (:func:`least_covered`).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

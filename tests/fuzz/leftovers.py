@@ -1,7 +1,5 @@
 """What the runs of a trial have started and hold: it is looked for, and ended, from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

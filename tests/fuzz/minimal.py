@@ -1,7 +1,5 @@
 """The smallest part of something that still fails. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Two draws of whole runs, others at each commit; and what the command says of bad arguments."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

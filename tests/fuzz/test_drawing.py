@@ -1,7 +1,5 @@
 """Draws of configurations: the same for a seed, valid, and even in pairs."""
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from collections.abc import Sequence

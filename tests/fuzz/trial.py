@@ -1,7 +1,5 @@
 """Trains a draw undisturbed and struck; what both leave behind is held against each other."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

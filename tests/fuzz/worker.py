@@ -1,8 +1,6 @@
 """Tries one draw on one tag of Megatron-LM, in a process that has nothing else of it:
 ``python -m tests.fuzz.worker ORDER``, an Order as JSON. Prints lines of JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

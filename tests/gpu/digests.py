@@ -1,7 +1,5 @@
 """The state that a hash is of, piece by piece."""
 
-from __future__ import annotations
-
 import hashlib
 
 from deadpool_megatron.hooks.capture import identity

@@ -1,7 +1,5 @@
 """A loop that can be put back to where it stood when it was captured, as a recovery does it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ where the kit was given a checkout. What lacks a package, or a second GPU, is le
 As a program (``-m read_rows ROW ARGUMENTS``) it is the trainer with the model of a row.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """scripts/gpu/conformance.py on a build without CUDA: what it reads of a module; its refusal."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The flags that the proof kit gives pretrain_gpt.py on a GPU."""
 
-from __future__ import annotations
-
 import importlib
 import tomllib
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The proof kit of scripts/gpu, packed and rehearsed: from a tree without history, under a Python
 that has torch and numpy alone, without a network; and for real where a CUDA device is found."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The recipe for a container image: linted, and held against what it names; not built."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ reading, and what members would run goes to Megatron's parser and validation, fo
 script is meant for. Nothing that a user would have to set is set here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

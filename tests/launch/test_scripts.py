@@ -1,7 +1,5 @@
 """The scripts that start a run without `deadpool run`: what they hold, and the ssh one for real."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

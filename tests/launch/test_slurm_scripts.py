@@ -1,7 +1,5 @@
 """What job and nodes do under Slurm beside the run, with stand-ins for Slurm and the clock."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What vaults hold, asked for and counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 from deadpool_megatron.layout import records

@@ -1,7 +1,5 @@
 """Which generations are protected, and what follows for slots and for failures."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Placement of copies: examples that say what is wanted, properties that must always hold."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """What is reckoned for memory is never less than what the files take."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory that a plan of protection asks of each node."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given, settings

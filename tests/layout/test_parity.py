@@ -1,7 +1,5 @@
 """Groups of parity: who shares blocks with whom, and where the blocks are, as properties."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Parts without a whole copy: from enough blocks, or from a base and every step since."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import pytest

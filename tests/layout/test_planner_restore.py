@@ -1,7 +1,5 @@
 """Choosing seats and the restore: who plays which role, what every role can produce, from where."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

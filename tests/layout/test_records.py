@@ -1,7 +1,5 @@
 """A record, its seats, inventories and names of groups come back as they went in."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 

@@ -1,7 +1,5 @@
 """Trees of Megatron-LM that several tests share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints of pretrain_gpt.py: exports as its own saves, and a --save directory that fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Kills in protected runs of pretrain_gpt.py, at every place of its training, patched or not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Index files of the data that are not there when a role is built by itself."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

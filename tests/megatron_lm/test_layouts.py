@@ -1,7 +1,5 @@
 """Every way to cut, update and feed the model survives the loss of nodes and processes."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Files of pretrain_gpt.py are edited or replaced while it trains: no process takes other ones."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

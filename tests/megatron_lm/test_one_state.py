@@ -6,8 +6,6 @@ it. The hash of the whole state is compared after every iteration, and the extra
 last one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

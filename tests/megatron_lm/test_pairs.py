@@ -1,7 +1,5 @@
 """Pairs of flags that change what is computed, updated, saved and recorded, in whole runs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Protection changes nothing, nor do the patches alone; and what cannot run says so in one line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 A new version fails here first. Nothing of Megatron is imported: the source is read.
 """
 
-from __future__ import annotations
-
 import ast
 import runpy
 from pathlib import Path

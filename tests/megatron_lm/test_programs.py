@@ -1,7 +1,5 @@
 """Programs that are not Megatron-LM's call its pretrain(): taken by what they do, and protected."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """README's way to use it with Megatron-LM works word for word, and loses nothing with a node."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

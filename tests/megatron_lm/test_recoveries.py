@@ -1,7 +1,5 @@
 """Recoveries of pretrain_gpt.py: where its state comes from, and numbers that are not finite."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saves of pretrain_gpt.py of any form, and what a run falls back to beside them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The unedited pretrain_gpt.py on CPU: it trains, equally each time, and resumes exactly."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

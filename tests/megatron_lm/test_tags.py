@@ -1,7 +1,5 @@
 """Each supported tree beside the one that all other tests run: the same as stock, recoveries."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which machines can run these tests, who asked for them, and what they measured."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

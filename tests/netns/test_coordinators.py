@@ -1,8 +1,6 @@
 """The coordinator dies, with its host or alone, or is held up: the next one, just one, goes on. The
 shared file system goes away, for one node or for all, with or without the network."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

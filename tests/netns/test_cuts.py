@@ -1,7 +1,5 @@
 """Cables that are slow, half cut or cut for a moment, and what copies are marked with on them."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The hosts do what their names say: else every test that stands on them proves nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

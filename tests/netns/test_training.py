@@ -1,7 +1,5 @@
 """Real training over real sockets through chains of faults ends in the bits of a quiet run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The account of a run: each second of each node belongs to one use."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

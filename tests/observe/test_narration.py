@@ -1,7 +1,5 @@
 """One failure is one block: its best cause, its code, and nothing red of what was planned."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

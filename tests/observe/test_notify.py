@@ -1,7 +1,5 @@
 """Whoever is to be told of a run is told, and nobody waits for those who cannot be."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading

@@ -1,7 +1,5 @@
 """The story of a run: steps, failures, waits and the pace, whatever order their events come in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One view of a run: whatever happens, all that shows it has the same words and numbers."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Small plans for the tests of this folder: changed by key, sections by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from deadpool_megatron.planning.plan_file import Plan, make_plan

@@ -1,7 +1,5 @@
 """Memory, traffic and time of a node by hand, under each scheme, and plans that cannot hold."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

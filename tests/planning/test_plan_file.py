@@ -1,7 +1,5 @@
 """Plan files that are wrong: one line with file and key."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model and its roles: published sizes, Megatron's split and groups, seats and copies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

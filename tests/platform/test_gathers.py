@@ -1,7 +1,5 @@
 """Coalesced all-gathers never reach gloo's workers under the name that corrupts memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Data loaders leave torch's own generator alone, and may be at their end."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Copies beside training on the CPU: complete, bounded in time, honest about errors."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import threading

@@ -1,7 +1,5 @@
 """The CPU stand-ins: there without a GPU, absent with one, and invisible to other code."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 FACTS: fields of HostFacts, as JSON.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

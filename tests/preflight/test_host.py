@@ -1,7 +1,5 @@
 """What a host says of itself, ``deadpool check`` of it, and the word of site and kernel log."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import errno

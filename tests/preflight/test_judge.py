@@ -1,7 +1,5 @@
 """The judgement as a function of facts: every rule."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The program of scripts/reach.py: cuts configurations down and tries them one after the other."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -1,8 +1,6 @@
 """Runs pretrain_gpt.py with an attention that takes heads of two widths, and packed sequences (as
 one): Megatron-LM's own for these is Transformer Engine's. PYTHONPATH names the checkout."""
 
-from __future__ import annotations
-
 import runpy
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each kind of parallelism that it names stays, with two ranks.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

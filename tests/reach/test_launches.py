@@ -2,8 +2,6 @@
 CPU, survive the loss of a node. What needs a GPU is left out; a stand-in of a package or a kernel
 takes its place where there is one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Trains a cut-down configuration with one node lost in it, and undisturbed, in small processes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from enum import StrEnum

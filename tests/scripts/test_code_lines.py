@@ -1,7 +1,5 @@
 """scripts/code_lines.py: what is a line of code, and what is not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Slips that are generated: which ones, with which tests, and how many have to be noticed."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Known slips of the package are noticed: all fit the files as they are, and some are tried."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Figures are tied to the code that they were measured on, and pages to figures."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

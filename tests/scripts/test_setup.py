@@ -1,8 +1,6 @@
 """The torch and the Python that ``scripts/setup.sh`` takes, and what ``scripts/compat.sh`` would
 run with an interpreter of the user's: nothing is installed here."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The soak's own judgement, and one short soak of real processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints that others can reach: none is written to or believed, an index runs nothing."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``deadpool clean`` where other users have been before: it removes what is the caller's alone."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Orders and shared memory that name what is another's: nothing of it is written or removed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whose files and directories are believed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run directories of other users: no command carries out what they say."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

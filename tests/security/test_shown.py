@@ -1,7 +1,5 @@
 """What is shown, warned of and handed on; no process imports from the working directory."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -3,8 +3,6 @@
 Only root can become somebody else, so these tests are skipped for everybody else.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """One cluster for all tests of a module; each begins with all nodes idle."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

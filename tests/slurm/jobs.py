@@ -1,7 +1,5 @@
 """Jobs of the batch scripts in scripts/slurm on a test cluster, and what is known of their runs."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -3,8 +3,6 @@
 tests/launch/test_pretrain_65b.py hands the same to Megatron's validation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

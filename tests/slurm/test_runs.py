@@ -1,7 +1,5 @@
 """The batch scripts under a real Slurm: real jobs, real losses of nodes."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

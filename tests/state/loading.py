@@ -1,7 +1,5 @@
 """The bytes of a slot go into live tensors, in the calling thread."""
 
-from __future__ import annotations
-
 import torch
 
 from deadpool_megatron.state.packing import Part

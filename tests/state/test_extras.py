@@ -1,7 +1,5 @@
 """Extras: encoding without pickle, and random states that go on where they were."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

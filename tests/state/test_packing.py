@@ -1,7 +1,5 @@
 """Parts: what goes into a flat buffer comes back bit for bit; the fingerprint of tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What members get for NCCL's sake, what is refused, and that docs and code say the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which Megatron-LM is refused, and that functions are marked wherever they are named."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """The ways to cut a small model that tests train, and how they are trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ servers of fakes, pools of OpenMP), and a fork keeps what they had half done. It
 first use and ended with the session.
 """
 
-from __future__ import annotations
-
 import datetime
 import faulthandler
 import multiprocessing

@@ -1,7 +1,5 @@
 """The command line and ``trainer.plain``: good ones are understood, bad ones cost one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Data: the same text and the same position give the same samples, whoever reads them."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

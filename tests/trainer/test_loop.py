@@ -1,7 +1,5 @@
 """One rank's loop: what it counts, emits and announces, and how it starts again."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run that goes on from a checkpoint is the run that never stopped."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

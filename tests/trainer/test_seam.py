@@ -1,7 +1,5 @@
 """A layout that stock gloo trains wrongly, on the reconfigurable communicators."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

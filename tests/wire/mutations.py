@@ -1,7 +1,5 @@
 """Valid conversations made invalid: bits flipped, cut off, frames out of order, values replaced."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """The secret and the handshake: what is recorded, reflected, relayed or guessed is of no use."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

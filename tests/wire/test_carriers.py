@@ -3,8 +3,6 @@
 The tests are those of the rooms. Here is the table of them, which a new kind has to be in.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

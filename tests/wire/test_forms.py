@@ -1,7 +1,5 @@
 """What is written of a dataclass is read back; anything else is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

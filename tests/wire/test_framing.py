@@ -1,7 +1,5 @@
 """Frames out of whatever bytes arrive; large ones made in parts; waits for descriptors."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import itertools

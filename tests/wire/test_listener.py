@@ -1,7 +1,5 @@
 """The door: strangers wait in small number and not for long; who knows the secret gets in."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource

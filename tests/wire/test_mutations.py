@@ -1,7 +1,5 @@
 """A live coordinator and live vaults under damaged conversations: refused, counted, unmoved."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

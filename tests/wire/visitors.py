@@ -1,7 +1,5 @@
 """Who is behind a door in tests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """Requests of every kind: what is printed of them, how long they are waited for, exit statuses."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Agents started one by one, and what clean-up finds."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

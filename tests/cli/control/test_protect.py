@@ -1,7 +1,5 @@
 """``deadpool protect``, and what status, report and progress say about the protection."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

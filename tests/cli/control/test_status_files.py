@@ -1,7 +1,5 @@
 """``deadpool status`` and a run directory in which something is damaged or cannot be read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``deadpool patch``: in and out byte for byte, only where it belongs, wherever the tree lies."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import hashlib

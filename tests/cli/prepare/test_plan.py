@@ -1,7 +1,5 @@
 """``deadpool plan``: the shipped plans hold, refusals, JSON, what-if, and its document."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

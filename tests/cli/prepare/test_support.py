@@ -1,7 +1,5 @@
 """``deadpool support``: what it says of one command line and of many, and with a real parser."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What tests of starts need."""
 
-from __future__ import annotations
-
 import pytest
 
 from deadpool_megatron.cli.start import launch, scripts

@@ -1,7 +1,5 @@
 """Commands that are refused, and the runs that they meet."""
 
-from __future__ import annotations
-
 import secrets
 from pathlib import Path
 

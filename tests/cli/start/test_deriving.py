@@ -1,7 +1,5 @@
 """A run of which its user names the script alone: size, directory, protection, memory, address."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The effect of a host's GPUs on a run, refusals, and the GPU of each process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

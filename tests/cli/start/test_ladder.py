@@ -1,7 +1,5 @@
 """The limits of time: their defaults by device, and the table that people read."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

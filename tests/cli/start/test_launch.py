@@ -1,7 +1,5 @@
 """What a launcher leaves behind when it cannot start a run."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

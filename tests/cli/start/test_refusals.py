@@ -1,7 +1,5 @@
 """Refusals that depend on what else goes on: a full disk, a second start, a dead coordinator."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A run that is started again goes on with the slots that are left of it, as they are."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """Several agents resume a run together: the one that decides waits for what others may have."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -1,7 +1,5 @@
 """A script of Megatron-LM with --deadpool: what its processes run, and which settings hold."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

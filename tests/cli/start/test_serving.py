@@ -1,7 +1,5 @@
 """A node without a number asks until it has one: what goes wrong for a moment does not end it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``deadpool verify``: finds damaged bytes, calls nothing bad that is only being written."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -6,8 +6,6 @@ to the announcement to its agents; in ``journal`` it writes one entry. Prints a 
 with how often each outcome was found. Fails with a traceback when a promise is broken.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Journal: whole or absent, and one winner, whatever is killed when."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decisions at their smallest steps: death between any two lines, two writers in every order."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Terms: a newer one is seen; and who claims the next one when."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

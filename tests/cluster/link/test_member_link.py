@@ -1,7 +1,5 @@
 """A member's link and its end of the store, against an agent that is driven by hand."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Iterator

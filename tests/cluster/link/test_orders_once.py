@@ -1,7 +1,5 @@
 """Orders and reports arrive once and in order, whatever connection they started on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any

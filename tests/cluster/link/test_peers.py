@@ -1,7 +1,5 @@
 """Who is let in by the coordinator, over real sockets in one event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping

@@ -1,7 +1,5 @@
 """Messages of agents and members become inputs of the state machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from deadpool_megatron.cluster.link import protocol

@@ -1,7 +1,5 @@
 """Connections of an agent: their rhythm, late answers, ends with messages on their way."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat

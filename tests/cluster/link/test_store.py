@@ -1,7 +1,5 @@
 """The store between members, agents and coordinators: the real parts, on lines that can be cut."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Nodes around the machine, as far as they act by themselves: agents, vaults, members, queues."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field

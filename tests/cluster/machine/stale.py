@@ -1,8 +1,6 @@
 """Messages that come at the wrong time: of closed epochs and ended processes, of lost nodes, of
 epochs that have not begun; and those of this epoch, a second time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 

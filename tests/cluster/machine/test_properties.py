@@ -5,8 +5,6 @@ The checks themselves are in machine_world: rule 2 (what all committed can be pr
 are one per epoch, seats are live, and every wait has a deadline.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

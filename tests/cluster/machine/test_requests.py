@@ -1,7 +1,5 @@
 """Requests of users in the state machine: begun, told, done or refused, also after a takeover."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

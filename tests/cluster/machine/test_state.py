@@ -1,7 +1,5 @@
 """The newest record holds all that a successor knows."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 

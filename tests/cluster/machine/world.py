@@ -4,8 +4,6 @@ Per agent there is one queue in each direction, as with TCP; nothing else is ord
 checks the rules of the design as it goes.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Iterable

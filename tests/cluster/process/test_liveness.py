@@ -1,7 +1,5 @@
 """Process ends and freezes, with real processes; what Linux offers beyond Python's library."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

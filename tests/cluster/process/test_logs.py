@@ -1,7 +1,5 @@
 """Logs in memory, and files on a file system that hangs: who asks for them does not."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Two processes have one program, or one of them ends with a line that names the difference."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Starts of processes: members forked or parked, a moment's shortage sat out, ends told."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

@@ -1,7 +1,5 @@
 """Who hangs, from beats alone, and how soon: after what the steps of the run have taken."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Verdicts from what is measured: who is slow, and when protection becomes thinner or denser."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 

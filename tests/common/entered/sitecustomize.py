@@ -5,8 +5,6 @@ record survives a SIGKILL. The current test is a number in a file that all of th
 this module is a plugin, which writes that number.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import sys

@@ -7,8 +7,6 @@ stream_order  a device's order of memory accesses, played on the CPU
 Found by its own name: the scripts of Megatron-LM have a package ``tests`` beside them.
 """
 
-from __future__ import annotations
-
 from fake_nccl.fake import FakeNcclFabric
 
 #: the value of ``--deadpool-communicator``

@@ -4,8 +4,6 @@ How many blocks are open belongs to the thread, not to the epoch, a group or a c
 thread that has left one half way nothing is launched any more, and nothing says so.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -21,8 +21,6 @@ nothing, as on a device; it is noted in the file named by ``DEADPOOL_FAKE_NCCL_J
 that a test can tell that junk was really read, and where.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -4,8 +4,6 @@ A chain runs several cells one after another in one job: each strikes in an iter
 spares are refilled, and the state of all roles is compared after every iteration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

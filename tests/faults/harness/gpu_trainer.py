@@ -4,8 +4,6 @@ Argument: NODE, then those of the trainer. The GPUs of that node are gone for wh
 first processes.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from unittest.mock import patch

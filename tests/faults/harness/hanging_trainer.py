@@ -3,8 +3,6 @@
 Arguments: ROLE PASS, then those of the trainer. The process that takes its place does not hang.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -6,8 +6,6 @@ hashes the state of all roles after every iteration, so one comparison with the 
 covers every recovery of a chain of faults.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The layouts under test: how models are cut, and over how many nodes of how many members."""
 
-from __future__ import annotations
-
 from tests.faults.harness.jobs import Layout
 
 DISTRIBUTED = "--bf16 --use-distributed-optimizer"

@@ -3,8 +3,6 @@
 Arguments: NODE SECONDS, then those of the trainer.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

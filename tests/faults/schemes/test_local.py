@@ -1,7 +1,5 @@
 """Whole runs under ``local`` and ``parity`` as long as every role has its own state."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Roles computed from what others hold, in whole runs: from parity blocks, or along a chain."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Command lines of pretrain_gpt.py for a model that trains on two CPU cores in seconds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where Megatron-LM's own source is, for the tests that need it; no test downloads it."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import platform

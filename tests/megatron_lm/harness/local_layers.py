@@ -3,8 +3,6 @@
 Megatron's own are of Transformer Engine, and those with a state space are kernels for a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules

@@ -3,8 +3,6 @@
 Other tests of a session import megatron.core from site-packages, and stand-ins stay where they are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

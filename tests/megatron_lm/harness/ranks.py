@@ -4,8 +4,6 @@ Megatron-LM with the stand-ins for a GPU, and nothing else of this package.
 ``python -m tests.megatron_lm.harness.ranks CHECKOUT RESULT LOADING ARGUMENTS...`` is one rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ A run is held against an undisturbed one: the state of all roles after every ite
 norms and learning rates (``assert_unnoticed``), and the lines that Megatron prints for people.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections import defaultdict

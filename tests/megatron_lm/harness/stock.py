@@ -1,7 +1,5 @@
 """Imported once for all ranks: the Megatron-LM that a variable names, as it is, on a CPU."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A trainer of a house: its own data set, model and step, with arguments of its own."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from typing import Any

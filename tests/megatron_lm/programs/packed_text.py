@@ -2,8 +2,6 @@
 and counts sequences packed into a sample, as from Megatron-LM 0.18 on a step with packed data does.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 They lie outside of the checkout, which PYTHONPATH names, as vendors' trainers do.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ An ext4 file system in a file, stopped by the kernel's own freeze (fsfreeze). A 
 meanwhile cannot even be killed, so whatever happens it is let go before anything is torn down.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator

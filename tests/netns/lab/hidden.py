@@ -8,8 +8,6 @@ It is a FUSE mount that nobody serves: with its descriptor open, requests wait f
 it closed, the kernel fails them. Files that are open already stay as they are.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

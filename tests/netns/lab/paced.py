@@ -3,8 +3,6 @@
 Faults of a network last for seconds; on a quick machine the whole training would be over by then.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

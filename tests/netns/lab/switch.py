@@ -6,8 +6,6 @@ the carrier away; what is dropped by a rule just does not arrive, ARP included. 
 machines lack ``netem``: loss is an nftables rule, delay a process between two TAP devices.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ Every frame read from one device is written to the other so much later, in order
 killed; prints ``up`` when it carries frames.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import select

@@ -1,7 +1,5 @@
 """Which nodes get roles: judged before the first epoch, at a later join, and while they wait."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

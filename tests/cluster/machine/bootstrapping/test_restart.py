@@ -1,7 +1,5 @@
 """All processes are new, or too much is lost: what the coordinator makes of what is left."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

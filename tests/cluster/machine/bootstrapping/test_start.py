@@ -1,7 +1,5 @@
 """The start: who has to be there for epoch 1, and what happens when somebody is not."""
 
-from __future__ import annotations
-
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act

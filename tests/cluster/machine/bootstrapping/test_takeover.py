@@ -1,7 +1,5 @@
 """A coordinator dies in each phase and another takes over from the journal and from the agents."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping
 

@@ -1,7 +1,5 @@
 """Losses in every phase: one close, one decision from the inventories, one record."""
 
-from __future__ import annotations
-
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act

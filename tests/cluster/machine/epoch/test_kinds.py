@@ -1,7 +1,5 @@
 """Kinds of failure in the state machine: what repeats, where it repeats, and losses not finite."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,7 +1,5 @@
 """Orderly changes (drain, new copies) and the account of where recovery time went."""
 
-from __future__ import annotations
-
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act

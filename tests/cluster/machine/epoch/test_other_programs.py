@@ -1,7 +1,5 @@
 """A process whose program is not that of the run has no part in it; nobody else is to blame."""
 
-from __future__ import annotations
-
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev

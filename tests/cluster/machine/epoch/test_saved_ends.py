@@ -1,7 +1,5 @@
 """No end throws state away: the newest generation is dumped, becomes a checkpoint, or stays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Changes of the protection in a running job, in the coordinator's state machine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Roles under other schemes than copies: which losses matter, and what recipes are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

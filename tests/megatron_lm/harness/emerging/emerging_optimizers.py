@@ -6,8 +6,6 @@ first, updated in place; its update is orthogonalised by a Newton-Schulz iterati
 of tensor-parallel peers where there are any.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any, Literal
 
