@@ -25,9 +25,15 @@ INSIDERS = 80
 SEED = 20
 
 
-def status(run: Run) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(deadpool("status", str(run.run.path), "--json").stdout)
-    return found
+def status(run: Run) -> Any:
+    return json.loads(deadpool("status", str(run.run.path), "--json").stdout)
+
+
+def play(address: tuple[str, int], frames: list[bytes], random_: random.Random) -> None:
+    """Strangers play a recorded session, as it was and damaged."""
+    mutations.tell(address, b"".join(frames))
+    for _ in range(STRANGERS - 1):
+        mutations.tell(address, mutations.damaged(frames, random_))
 
 
 def test_a_coordinator_under_damaged_conversations(
@@ -48,8 +54,7 @@ def test_a_coordinator_under_damaged_conversations(
             framing.encode({**_JOIN, "node": 0}),
         ]
         random_ = random.Random(SEED)
-        for _ in range(STRANGERS):
-            mutations.tell(address, mutations.damaged(frames, random_))
+        play(address, frames, random_)
         wanted = before + STRANGERS
         run.wait_for("all refusals", lambda: status(run)["refusals"] == wanted)
         _go_mad(address, secret, run_id, random_)
@@ -119,11 +124,9 @@ def test_a_vault_under_damaged_conversations(tmp_path: Path) -> None:
         frames = [*handshake, *map(framing.encode, _PUT), b"x" * 100]
         random_ = random.Random(SEED)
         counted = node.count("refused: connection")
-        for _ in range(STRANGERS):
-            mutations.tell(address, mutations.damaged(frames, random_))
-        wait_until(
-            lambda: node.count("refused: connection") == counted + STRANGERS, "they are counted"
-        )
+        play(address, frames, random_)
+        counted += STRANGERS
+        wait_until(lambda: node.count("refused: connection") == counted, "they are counted")
         assert node.status()["holdings"] == before
         _insiders(node, secret, random_)
         assert (node.process.poll(), node.process.pid) == (None, pid)
@@ -131,15 +134,11 @@ def test_a_vault_under_damaged_conversations(tmp_path: Path) -> None:
 
 
 _DIGEST = xxhash.xxh3_64_intdigest(b"x" * 100)
+_PARTS = [["shard", 100, _DIGEST], ["tail", 100, _DIGEST]]
 _COMMON = {"epoch": 1, "node": 0, "role": 0, "generation": FIRST.to_list()}
 _PUT: tuple[dict[str, Any], ...] = (
     {"t": "offer", "layout": LAYOUTS[0].to_dict()},
-    {
-        "t": "put",
-        **_COMMON,
-        "layout_hash": LAYOUTS[0].layout_hash,
-        "parts": [["shard", 100, _DIGEST], ["tail", 100, _DIGEST]],
-    },
+    {"t": "put", **_COMMON, "layout_hash": LAYOUTS[0].layout_hash, "parts": _PARTS},
     {"t": "fetch", **_COMMON, "part": "shard"},
     {"t": "describe", "role": 0, "generation": FIRST.to_list()},
 )
