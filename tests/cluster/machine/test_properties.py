@@ -296,45 +296,6 @@ def test_who_alone_has_the_first_iteration_and_cannot_write_it_keeps_it() -> Non
     assert "nothing was saved; the dump of nodes [2] could not be written (" in finish.reason
 
 
-@pytest.mark.parametrize("parity_group", [0, 3])
-def test_a_run_with_a_loss_in_each_phase_goes_on_to_the_end(parity_group: int) -> None:
-    """Liveness of the simulation itself: it is not only true because nothing ever happens."""
-    world = World(nodes=3, spares=2, nproc=2, replicas=1, parity_group=parity_group)
-    world.settle()
-    for _ in range(3):
-        world.train()
-    world.settle()
-    assert world.state.lineage.newest == 3
-    assert world.common is not None
-    assert world.common.iteration == 3
-    world.lose(1)
-    world.settle()
-    assert world.state.phase is Phase.RUNNING
-    assert world.state.record is not None
-    assert world.state.record.restore.generation.iteration == 3
-    assert set(world.state.record.restore.recipes) == ({2, 3} if parity_group else set())
-    for _ in range(2):
-        world.train()
-    world.settle()
-    assert world.state.lineage.newest == 5
-    assert world.protected
-    world.end_member(0, 0)
-    world.lose(2)
-    world.settle()
-    assert world.state.phase is Phase.RUNNING
-    assert world.state.record.seats[0].incarnation == 1
-    world.train()
-    world.settle()
-    world.feed(ev.DrainRequested(0))
-    world.settle()
-    world.join(9)
-    for _ in range(4):
-        world.train()
-        world.settle()
-    assert 0 not in {seat.node for seat in world.state.record.seats.values()}
-    assert world.state.phase is Phase.RUNNING
-
-
 def test_no_plan_moves_a_role_to_a_quarantined_node() -> None:
     """Each epoch is held against it by the world; a failure may."""
     world = World(nodes=2, spares=1, nproc=1, replicas=1)

@@ -10,7 +10,6 @@ from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.requests import refusal
-from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.schemes import plan_in_words
 from tests.cluster.machine.bootstrapping.test_takeover import rejoin, repeat
 from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
@@ -42,39 +41,6 @@ def with_one_of_two_drained() -> Rig:
         ask(rig, Verb.DRAIN, which=node + 1, node=node)
     moved(rig)
     return rig
-
-
-def test_a_drain_is_done_when_its_roles_train_elsewhere() -> None:
-    rig = begun()
-    ask(rig, Verb.DRAIN, node=1)
-    assert rig.one(act.Pause).iteration == 9
-    assert outcome(rig) == (Stage.UNDER_WAY, "its roles move")
-    moved(rig)
-    assert nodes_of(rig.record) == {0: 0, 1: 2}
-    assert outcome(rig) == (Stage.UNDER_WAY, "its roles move")
-    rig.steps(10)
-    assert outcome(rig) == (Stage.DONE, "node 1 has no role")
-    assert [rig.state.use_of(node) for node in range(3)] == ["training", "drained", "training"]
-    assert rig.emitted(Kind.RECOVERED)
-    told = [str(e.data["text"]) for e in rig.emitted(Kind.LOG)]
-    assert "request 1, drain of node 1: done: node 1 has no role" in told
-
-
-def test_a_spare_that_is_drained_gets_a_role_last() -> None:
-    rig = begun()
-    ask(rig, Verb.DRAIN, node=2)
-    assert outcome(rig) == (Stage.DONE, "node 2 has no role")
-    assert rig.state.fleet.deprioritized == {2}
-
-
-def test_a_drain_waits_for_a_spare_and_says_so() -> None:
-    rig = Rig(nodes=2, spares=0).run(7)
-    ask(rig, Verb.DRAIN, node=1)
-    assert outcome(rig) == (Stage.ASKED, "waits for a spare node")
-    rig.join(2)
-    rig.hello(2)
-    rig.warm(2)
-    assert outcome(rig)[0] is Stage.UNDER_WAY
 
 
 def test_a_drain_moves_nothing_to_a_node_that_another_one_has_freed() -> None:
@@ -192,16 +158,6 @@ def plan(rig: Rig, every: int) -> dict[str, Any]:
     return {"plan": wanted.to_dict(), "words": plan_in_words(wanted)}
 
 
-def test_protection_is_done_when_an_epoch_has_it() -> None:
-    rig = begun()
-    ask(rig, Verb.PROTECT, **plan(rig, 3))
-    assert rig.state.phase is Phase.PAUSING
-    assert outcome(rig)[0] is Stage.UNDER_WAY
-    moved(rig)
-    assert rig.record.protection.every == 3
-    assert outcome(rig)[0] is Stage.DONE
-
-
 def test_protection_goes_on_after_a_takeover() -> None:
     old = begun()
     ask(old, Verb.PROTECT, **plan(old, 3))
@@ -209,19 +165,6 @@ def test_protection_goes_on_after_a_takeover() -> None:
     rejoin(rig, old, 0, 1, 2)
     repeat(rig)
     assert (rig.state.protection.plan.every, rig.state.phase) == (3, Phase.PAUSING)
-
-
-def test_checkpoints_that_are_asked_for_come_one_after_the_other() -> None:
-    rig = begun()
-    ask(rig, Verb.PERSIST, 1, directory="/a")
-    assert rig.one(act.BeginExport) == act.BeginExport(1, "/a")
-    ask(rig, Verb.PERSIST, 2, directory="/b")
-    assert not rig.of(act.BeginExport)
-    rig.feed(ev.Exported(1, 9, "/a/iter_9"))
-    assert outcome(rig, 1) == (Stage.DONE, "iteration 9 is in /a/iter_9")
-    assert rig.one(act.BeginExport) == act.BeginExport(2, "/b")
-    rig.feed(ev.Exported(2, 10, "", "no room"))
-    assert outcome(rig, 2) == (Stage.REFUSED, "no checkpoint of iteration 10: no room")
 
 
 def test_a_checkpoint_that_is_being_published_as_the_run_is_to_end_is_done_all_the_same() -> None:

@@ -123,21 +123,6 @@ def test_a_spare_that_has_become_unfit_is_left_out_before_it_gets_a_role() -> No
     assert nodes_of(rig.pending) == {0: 0, 1: 3}
 
 
-def test_a_node_whose_health_is_gone_gives_its_roles_to_a_spare() -> None:
-    """It is asked each minute, and after a device error."""
-    sick = dataclasses.replace(GOOD, health=Health.OUT, health_text="row remapping failed")
-    rig = Rig(nodes=2, spares=1)
-    come(rig)
-    rig.opened()
-    rig.feed(ev.FactsReported(1, sick))
-    assert rig.state.fleet.drains == {1}
-    aside = rig.emitted(Kind.NODE_ASIDE)[0]
-    assert aside.data["cause"].endswith("its health command says: row remapping failed")
-    rig.feed(ev.FactsReported(1, sick))
-    assert not rig.emitted(Kind.NODE_ASIDE), "told once"
-    assert rig.state.phase is Phase.PAUSING
-
-
 def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_good() -> None:
     """It says so of itself each minute; what it is moved away from is no better one afterwards."""
     worse = dataclasses.replace(GOOD, health=Health.SPARE_ONLY, health_text="hot")

@@ -6,44 +6,7 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Restore, Seat
-from tests.cluster.machine.rig import Phase, Rig, g, layout, nodes_of
-
-
-def test_joined_nodes_are_welcomed_and_start_members_for_their_likely_roles() -> None:
-    rig = Rig(nodes=2, spares=1, nproc=2)
-    rig.join(1, 2)
-    assert rig.of(act.Welcome) == [act.Welcome(1, None), act.Welcome(2, None)]
-    assert rig.of(act.StartMembers) == [
-        act.StartMembers(1, {0: 0, 1: 0}, {0: 2, 1: 3}),
-        act.StartMembers(2, {0: 0, 1: 0}, {0: 0, 1: 1}),
-    ]
-
-
-def test_first_record_waits_for_every_hello() -> None:
-    rig = Rig(nodes=2, spares=0, nproc=2)
-    rig.join(0, 1)
-    rig.hello(0)
-    assert rig.state.phase is Phase.BOOTSTRAPPING
-    rig.hello(1)
-    record = rig.one(act.WriteRecord).record
-    assert (record.epoch, record.cause) == (1, "start")
-    assert record.restore == Restore("initial", g(0))
-    assert record.seats == {r: Seat(r // 2, r % 2, 0) for r in range(4)}
-    assert rig.state.phase is Phase.DECIDING
-    assert not rig.of(act.Announce)
-
-
-def test_record_is_announced_only_when_it_is_durable() -> None:
-    rig = Rig()
-    rig.gather()
-    rig.feed(ev.JournalWritten(2))
-    assert rig.emitted(Kind.REFUSED)
-    assert rig.state.phase is Phase.DECIDING
-    rig.journal()
-    assert rig.one(act.Announce).record == rig.record
-    assert rig.record.nodes[2].spare
-    assert not rig.record.nodes[0].spare
-    assert rig.state.phase is Phase.OPENING
+from tests.cluster.machine.rig import Phase, Rig, g, layout
 
 
 def test_running_when_all_roles_restored() -> None:
@@ -121,13 +84,6 @@ def test_opening_limit_kills_who_did_not_report_and_waits_for_their_end() -> Non
     assert rig.state.phase is Phase.CLOSING
     rig.feed(ev.MemberLost(1, 0, 0, signal=9))
     assert rig.pending.seats[1] == Seat(1, 0, 1)
-
-
-def test_failure_before_anything_ran_begins_again() -> None:
-    rig = Rig().opening()
-    rig.lose(1)
-    assert rig.pending.restore == Restore("initial", g(0, 2))
-    assert nodes_of(rig.pending) == {0: 0, 1: 2}
 
 
 @pytest.mark.parametrize(("loaded", "status"), [((3, 3), None), ((3, 5), 1), ((0, 5), 1)])

@@ -61,19 +61,6 @@ def test_run_ends_well_when_its_end_was_reported_to_the_dead_coordinator() -> No
     assert rig.one(act.Finish).exit_status == 0
 
 
-def test_member_that_ended_while_nobody_looked_closes_the_epoch_when_all_are_back() -> None:
-    old = Rig().run()
-    rig = old.successor()
-    rejoin(rig, old, 1, ended=[1])
-    assert rig.one(act.StartMembers).slots == {0: 1}
-    rejoin(rig, old, 0)
-    assert not rig.of(act.CloseEpoch, rig.log)
-    rejoin(rig, old, 2)
-    assert "roles [1] ended" in rig.one(act.CloseEpoch).cause
-    rig.closed(g(7))
-    assert rig.pending.seats[1].incarnation == 1
-
-
 def test_replacement_that_was_started_already_is_not_the_player_of_the_role() -> None:
     old = Rig(spares=0).run()
     rig = old.successor()

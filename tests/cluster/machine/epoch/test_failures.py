@@ -48,20 +48,6 @@ def raised(rig: Rig, role: int = 0, text: str = "ValueError: bad sample 17") -> 
     return ev.MemberRaised(*rig.seat(role), rig.record.epoch, text)
 
 
-def test_time_without_progress_counts_from_the_exception() -> None:
-    """Its process ends by itself when no better cause has come."""
-    rig = Rig().run()
-    rig.feed(raised(rig))
-    rig.tick(0.6)
-    assert not rig.of(act.CloseEpoch)
-    rig.feed(ev.MemberLost(*rig.seat(0), exit_code=1, last_line="ValueError: bad sample 17"))
-    assert "ended: exit 1 (ValueError: bad sample 17)" in rig.one(act.CloseEpoch).cause
-    rig.reopened(g(7))
-    rig.steps(8)
-    (report,) = rig.state.recoveries.finished
-    assert (report.kind, report.phases["detect"]) == ("process-crash", pytest.approx(0.6))
-
-
 @pytest.mark.parametrize("is_fault", [True, False])
 def test_the_loss_of_a_peer_explains_failed_communication_or_an_exception(is_fault: bool) -> None:
     rig = Rig().run()
@@ -125,28 +111,6 @@ def test_a_dump_of_another_program_is_bad_input_and_no_damage() -> None:
     assert (end.exit_status, end.kind) == (2, "other-program")
 
 
-def test_failed_communication_without_better_cause_closes_without_seat_change() -> None:
-    rig = Rig().run()
-    rig.feed(ev.MemberFault(0, 0, 0, 1, "connection reset"))
-    rig.tick(0.4)
-    assert not rig.of(act.CloseEpoch)
-    rig.tick(0.2)
-    assert "connection reset" in rig.one(act.CloseEpoch).cause
-    rig.closed(g(7))
-    assert rig.pending.seats == rig.record.seats
-
-
-def test_frozen_member_is_killed_and_the_decision_waits_until_it_is_reaped() -> None:
-    rig = Rig().run()
-    rig.feed(ev.MemberSuspected(1, 0, 0, "no sign of life", silent_seconds=3.0))
-    assert rig.one(act.KillMember) == act.KillMember(1, 0, 0)
-    assert rig.one(act.CloseEpoch).cause == "no sign of life"
-    rig.closed(g(7))
-    assert rig.state.phase is Phase.CLOSING
-    rig.feed(ev.MemberLost(1, 0, 0, signal=SIGKILL))
-    assert rig.pending.seats[1] == Seat(1, 0, 1)
-
-
 def test_process_that_cannot_be_killed_costs_the_node() -> None:
     rig = Rig().run()
     rig.feed(ev.MemberSuspected(1, 0, 0, "no sign of life"))
@@ -154,14 +118,6 @@ def test_process_that_cannot_be_killed_costs_the_node() -> None:
     rig.tick(rig.settings.close_seconds + 0.1)
     assert rig.one(act.DropNode).node == 1
     assert nodes_of(rig.pending) == {0: 0, 1: 2}
-
-
-def test_spare_that_does_not_get_warm_is_restarted() -> None:
-    rig = Rig()
-    rig.gather()
-    rig.opened()
-    rig.tick(rig.settings.start_seconds + 1)
-    assert rig.one(act.KillMember) == act.KillMember(2, 0, 0)
 
 
 def test_all_agents_gone_ends_the_coordinator() -> None:
@@ -218,30 +174,6 @@ def test_nothing_to_go_on_from_ends_the_run_with_the_reason() -> None:
 
 
 # Giving up.
-
-
-def test_same_death_three_times_without_progress_ends_the_run() -> None:
-    rig = Rig().run(7)
-    for _ in range(2):
-        rig.feed(killed(rig, 1, 11))
-        rig.reopened(g(7))
-        rig.steps(7)
-    rig.feed(killed(rig, 1, 11))
-    end = rig.saved_end(g(7))
-    assert end.exit_status == 1
-    assert "no progress after iteration 7" in end.reason
-    assert end.reason.count("SIGSEGV") == 3
-
-
-def test_progress_or_another_cause_lets_it_go_on() -> None:
-    rig = Rig(node_crashes=100).run()
-    for iteration in range(1, 5):
-        rig.steps(iteration)
-        rig.kill(1, g(iteration, rig.record.epoch))
-        rig.opened()
-        rig.kill(0, g(iteration, rig.record.epoch - 1))
-        rig.opened()
-    assert rig.state.phase is Phase.RUNNING
 
 
 # No spare left.

@@ -8,7 +8,7 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.layout.records import Generation, Restore
 from tests.cluster.machine.bootstrapping.test_takeover import rejoin
 from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
 
@@ -29,25 +29,6 @@ def recover(rig: Rig, iteration: int) -> None:
 
 def kinds(rig: Rig, kind: Kind) -> list[str]:
     return [str(e.data["kind"]) for e in rig.of(act.EmitEvent, rig.log) if e.kind is kind]
-
-
-def test_the_record_says_what_failed_since_the_newest_iteration() -> None:
-    rig = Rig().run()
-    assert rig.record.history.failures == ()
-    rig.steps(3)
-    rig.feed(ended(rig, 1, "ValueError: sample 17"))
-    recover(rig, 3)
-    (failure,) = rig.record.history.failures
-    assert failure == {
-        "kind": "process-crash",
-        "cause": "process 0 of node 1 ended: exit 1 (ValueError: sample 17)",
-        "evidence": "role 1 on node 1, log logs/node1-slot0-0.log",
-        "signature": ["exit", "1", "ValueError: sample #"],
-        "exited": True,
-        "iteration": 3,
-        "node": 1,
-    }
-    assert EpochRecord.from_dict(rig.record.to_dict()) == rig.record
 
 
 @pytest.mark.parametrize(("line", "kind"), [(CUDA, "device-error"), (FULL, "no-room")])
@@ -96,16 +77,6 @@ def crash_and_go_on(rig: Rig, iteration: int, pause_seconds: float) -> None:
     rig.now += pause_seconds
 
 
-def test_crashes_on_one_node_within_the_window_put_it_aside() -> None:
-    rig = Rig().run(1)
-    for n in range(1, 4):
-        crash_and_go_on(rig, n, pause_seconds=100)
-    assert nodes_of(rig.record) == {0: 0, 1: 2}
-    (aside,) = (e for e in rig.of(act.EmitEvent, rig.log) if e.kind is Kind.NODE_ASIDE)
-    assert "3 crashes within 600 s" in aside.data["cause"]
-    assert rig.state.use_of(1) == "quarantined"
-
-
 def test_crashes_that_are_long_ago_are_not_held_against_a_node() -> None:
     rig = Rig(restarts_in_place=3).run(1)
     for n in range(1, 9):
@@ -135,15 +106,6 @@ def test_a_node_put_aside_is_not_the_better_one_for_another() -> None:
     assert nodes_of(rig.record) == {0: 0, 1: 2}
 
 
-def test_a_process_that_its_agent_killed_is_no_crash_of_the_node() -> None:
-    rig = Rig().run(1)
-    for n in range(1, 6):
-        rig.feed(ev.MemberLost(*rig.seat(1), signal=9, ordered=True))
-        recover(rig, n)
-        rig.steps(n + 1)
-    assert nodes_of(rig.record) == {0: 0, 1: 1}
-
-
 def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
     rig = Rig().run(7)
     for n in range(3):
@@ -166,24 +128,6 @@ def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
 def audited(rig: Rig, *roles: int, certain: bool = True) -> list[act.Action]:
     epoch = rig.record.epoch
     return rig.feed(ev.AuditFailed(*rig.seat(0), epoch, 4, roles, certain, "weights"))
-
-
-def test_a_node_that_computes_wrong_numbers_is_put_aside() -> None:
-    rig = Rig().run(3)
-    audited(rig, 1)
-    recover(rig, 3)
-    assert nodes_of(rig.record) == {0: 0, 1: 2}
-    assert kinds(rig, Kind.NODE_ASIDE) == kinds(rig, Kind.EPOCH_CLOSED) == ["silent-corruption"]
-    (told,) = (e for e in rig.of(act.EmitEvent, rig.log) if e.kind is Kind.AUDIT_FAILED)
-    assert (told.iteration, told.data["roles"]) == (4, [1])
-
-
-def test_who_is_wrong_of_two_cannot_be_told() -> None:
-    rig = Rig().run(3)
-    audited(rig, 0, 1, certain=False)
-    end = rig.saved_end(g(3))
-    assert (end.exit_status, end.kind) == (3, "silent-corruption")
-    assert "node 0 and node 1" in end.reason
 
 
 # Losses that are not finite.

@@ -6,7 +6,7 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.recoveries import PHASES
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import Restore, Seat
+from deadpool_megatron.layout.records import Seat
 from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 
@@ -106,20 +106,6 @@ def wanted_dump(seconds: float | None = None) -> Rig:
     rig = Rig(nodes=2, spares=1).run(7)
     rig.feed(ev.DumpRequested("time is over", seconds))
     return rig
-
-
-def test_wanted_dump_pauses_saves_and_ends_although_there_is_a_spare() -> None:
-    rig = wanted_dump()
-    assert rig.one(act.Pause) == act.Pause(1, 9), "what is computed is committed first"
-    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
-    assert rig.one(act.CloseEpoch).cause == "time is over"
-    rig.closed(g(9))
-    assert rig.one(act.Dump) == act.Dump((0, 1, 2), "/dump/1-9", g(9), "step")
-    rig.feed(*(ev.Dumped(node, g(9)) for node in (0, 1, 2)))
-    finish = rig.one(act.Finish)
-    assert finish.exit_status == 75
-    assert finish.reason.startswith("time is over; state dumped to /dump/1-9")
-    assert finish.resume == Restore("dump", g(9), "step", path="/dump/1-9")
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,10 @@
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.events import Kind
 from deadpool_megatron.preflight.judge import HostFacts
 from tests.cluster.machine.bootstrapping.test_restart import come_and_close
 from tests.cluster.machine.bootstrapping.test_takeover import rejoin
-from tests.cluster.machine.epoch.test_kinds import kinds
-from tests.cluster.machine.rig import SIGKILL, Phase, Rig, g, nodes_of
+from tests.cluster.machine.rig import SIGKILL, Phase, Rig, g
 
 LINE = "train.py: sha256=1, in the run sha256=2"
 
@@ -30,16 +28,6 @@ def crashed_and_edited(rig: Rig) -> Rig:
     return rig
 
 
-def test_its_roles_move_to_a_spare_and_its_memory_stays() -> None:
-    rig = crashed_and_edited(Rig(nodes=2, spares=1).run(3))
-    rig.opened()
-    assert nodes_of(rig.record) == {0: 0, 1: 2}
-    assert kinds(rig, Kind.NODE_ASIDE) == ["other-program"]
-    assert LINE in str(rig.of(act.EmitEvent, rig.log))
-    assert 1 in rig.state.fleet.nodes
-    assert not rig.of(act.Finish, rig.log)
-
-
 def test_without_a_spare_they_wait_and_the_host_may_come_again() -> None:
     rig = Rig(nodes=2, spares=0).run(3)
     for node, known in rig.state.fleet.nodes.items():
@@ -57,14 +45,6 @@ def test_a_spare_with_another_program_is_given_up() -> None:
     assert (drop.node, drop.left_out) == (3, True)
     assert LINE in drop.cause
     assert rig.state.phase is Phase.RUNNING
-
-
-def test_before_the_first_iteration_the_run_ends_with_the_line() -> None:
-    rig = Rig(nodes=2, spares=0).opening()
-    has_another(rig, 1)
-    (finish,) = rig.of(act.Finish, rig.log)
-    assert finish.exit_status == ExitStatus.BAD_INPUT
-    assert LINE in finish.reason
 
 
 def test_a_start_after_all_have_ended_may_have_another_program() -> None:

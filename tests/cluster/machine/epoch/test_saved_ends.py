@@ -191,31 +191,6 @@ def dumped(nodes: int = 2, **settings: object) -> Rig:
     return rig
 
 
-def test_an_export_follows_the_dump_and_the_end_follows_the_export() -> None:
-    rig = dumped()
-    assert rig.one(act.ExportDump) == act.ExportDump(DUMP, {0: 0, 1: 0})
-    assert not rig.of(act.Finish)
-    assert rig.state.waiting_for() == "the checkpoint of what was dumped to /dump/1-7"
-    rig.feed(ev.DumpExported(g(7), "/exports/iter_0000007"))
-    finish = rig.one(act.Finish)
-    assert (finish.exit_status, finish.resume) == (75, DUMP)
-    assert "state dumped to /dump/1-7: continue with" in finish.reason
-    assert finish.reason.endswith("Megatron's --load in /exports/iter_0000007")
-
-
-def test_roles_of_lost_nodes_are_spread_over_the_others() -> None:
-    rig = dumped(nodes=4)
-    assert rig.one(act.ExportDump).roles == {0: 0, 1: 2, 2: 2, 3: 3}
-
-
-def test_an_export_that_comes_to_nothing_ends_the_run_as_ever() -> None:
-    rig = dumped()
-    rig.feed(ev.DumpExported(g(7), ""))
-    finish = rig.one(act.Finish)
-    assert (finish.exit_status, finish.resume) == (75, DUMP)
-    assert finish.reason.endswith("and the same other arguments")
-
-
 def test_an_export_has_a_deadline() -> None:
     rig = dumped(persist_seconds=60.0)
     rig.tick(60.0)

@@ -6,11 +6,10 @@ import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan, plan_of_kind
 from deadpool_megatron.layout.sizing import refusal
 from deadpool_megatron.settings import Settings
-from tests.cluster.machine.rig import Phase, Rig, g, killed
+from tests.cluster.machine.rig import Phase, Rig, g
 
 EVERY_THIRD = replace(ProtectionPlan(), every=3)
 
@@ -29,21 +28,6 @@ def changed(rig: Rig, iteration: int) -> None:
     assert rig.state.phase is Phase.RUNNING
 
 
-def test_a_plan_comes_with_an_epoch_of_its_own_and_nothing_is_lost() -> None:
-    rig = asked(EVERY_THIRD)
-    assert rig.one(act.Pause) == act.Pause(1, 9)
-    assert rig.record.protection.every == 1, "never within an epoch"
-    changed(rig, 9)
-    assert rig.record.protection == EVERY_THIRD
-    assert rig.record.restore.generation == g(9)
-    assert rig.record.cause == "protection becomes buddy; every 3 iterations: a test"
-    (told,) = rig.emitted(Kind.PROTECTION)
-    assert (told.data["old"], told.data["new"]) == ("buddy", "buddy; every 3 iterations")
-    assert (told.data["why"], told.data["most_lost"]) == ("a test", 5)
-    rig.feed(ev.ProtectionRequested(EVERY_THIRD, "once more"))
-    assert not rig.last
-
-
 def test_pauses_are_after_protected_iterations_only() -> None:
     rig = asked(EVERY_THIRD)
     changed(rig, 9)
@@ -56,23 +40,6 @@ def test_pauses_are_after_protected_iterations_only() -> None:
     assert rig.state.phase is Phase.PAUSING, "it takes as many iterations as the cadence says"
     rig.tick(rig.settings.hang_seconds)
     assert rig.state.phase is Phase.CLOSING
-
-
-def test_a_failure_takes_the_wanted_plan_along() -> None:
-    rig = asked(EVERY_THIRD)
-    rig.feed(killed(rig, 0))
-    assert rig.state.phase is Phase.CLOSING
-    rig.closed(g(8))
-    assert rig.pending.protection == EVERY_THIRD
-
-
-def test_local_keeps_no_copies_and_can_be_left_again() -> None:
-    rig = Rig(nodes=2, spares=1, protection="local").run()
-    assert rig.record.replicas == 0
-    rig.steps(7)
-    rig.feed(ev.ProtectionRequested(ProtectionPlan(), "safety"))
-    changed(rig, 9)
-    assert rig.record.replicas == 1
 
 
 RECOMPUTE = Settings(protection="recompute")

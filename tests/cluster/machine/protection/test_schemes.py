@@ -125,18 +125,6 @@ def lose_role_1(rig: Rig, *generations: Generation) -> World:
     return world
 
 
-def test_the_record_says_what_a_lost_role_is_computed_from() -> None:
-    rig = begin()
-    world = lose_role_1(rig, g(7))
-    (holder,), (block,) = world.group.holders, world.group.blocks
-    restore = rig.record.restore
-    assert restore.sources[1]["main"] == ()
-    found = restore.recipes[1].decodings["main"]
-    assert found.group == (0, 1, 2)
-    wanted = {0: (Source(0, 0),), 2: (Source(2, 2),), 3: (Source(holder, block),)}
-    assert found.blocks == wanted
-
-
 def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from() -> None:
     rig = begin()
     lose_role_1(rig, g(7))
@@ -150,18 +138,6 @@ def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from() -> None
         found = EpochRecord.from_dict(common["record"])
         wanted = replace(record, restore=record.restore.of_roles(()), history=History())
         assert found == wanted
-
-
-def test_the_loss_of_a_block_matters_until_the_role_is_restored() -> None:
-    """Of two blocks one is lost in time for a decision that does without it."""
-    rig = begin(replicas=2)
-    world = lose_role_1(rig, g(7))
-    assert rig.record.seats[1].node == world.group.holders[0]
-    rig.feed(ev.NodeLost(world.group.holders[1], "gone too"))
-    assert rig.one(act.CloseEpoch).epoch == 2
-    world.closed()
-    found = rig.pending.restore.recipes[1].decodings["main"]
-    assert sorted(found.blocks) == [0, 2, 3]
 
 
 @pytest.mark.parametrize("spares", [3, 4])
