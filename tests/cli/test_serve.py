@@ -1,7 +1,6 @@
 """The page of a run: in a real browser while a node is lost, closed to whoever has no token, and of
 a server that no connection holds for ever."""
 
-import itertools
 import json
 import re
 import socket
@@ -36,7 +35,6 @@ from tests.common.waiting import wait_for
 
 # As random ones may be: nothing that a program could use as a name.
 TOKEN = "0-to_ken-"
-in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="no browser: scripts/system-packages.sh")
 
 
 @contextmanager
@@ -141,14 +139,11 @@ def test_a_takeover_is_shown_with_all_nodes_that_the_events_know() -> None:
     status = status_of(1, 2, 4.0)
     status |= {"phase": "bootstrapping", "nodes": {"0": status["nodes"]["0"]}}
     found = drawn(page, status, 4.0)
-    assert [(n, one["host"]) for n, one in found["status"]["nodes"].items()] == [
-        ("0", "b0"),
-        ("1", "b1"),
-    ]
+    hosts = {number: one["host"] for number, one in found["status"]["nodes"].items()}
+    assert list(hosts.items()) == [("0", "b0"), ("1", "b1")]
     assert [node for node, _ in found["status"]["troubles"]] == ["1"]
-    assert [(one["kind"], one["recovered"]) for one in found["recoveries"]] == [
-        ("coordinator", False)
-    ]
+    (recovery,) = found["recoveries"]
+    assert (recovery["kind"], recovery["recovered"]) == ("coordinator", False)
 
 
 def test_a_drained_node_has_left_unless_its_roles_failed_with_it() -> None:
@@ -196,36 +191,35 @@ def states() -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
-@in_a_browser
-def test_nothing_sticks_out_at_any_width(tmp_path: Path) -> None:
-    """Pictures of all of it are in the test's folder."""
-    with Browser(tmp_path / "profile") as browser:
-        for name, state in states().items():
-            with served(state) as address:
-                browser.open(f"{address}/?token={TOKEN}")
-                for width, dark in itertools.product((390, 1280, 1920), (False, True)):
-                    browser.look(width, dark=dark)
-                    assert browser.sticks_out() == [], (name, width)
-                    file = f"{name}-{width}-{'dark' if dark else 'light'}.png"
-                    browser.take_picture(tmp_path / file)
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no browser: scripts/system-packages.sh")
+    with Browser(tmp_path_factory.mktemp("profile")) as made:
+        yield made
 
 
 @pytest.mark.slow
-@in_a_browser
-def test_trouble_comes_first_and_the_pointer_finds_an_iteration(tmp_path: Path) -> None:
-    with Browser(tmp_path / "profile") as browser, served(states()["running-512"]) as address:
+def test_nothing_sticks_out_at_any_width(browser: Browser) -> None:
+    for name, state in states().items():
+        with served(state) as address:
+            browser.open(f"{address}/?token={TOKEN}")
+            for width in (390, 1280, 1920):
+                browser.look(width)
+                assert browser.sticks_out() == [], (name, width)
+
+
+@pytest.mark.slow
+def test_trouble_comes_first_and_the_pointer_finds_an_iteration(browser: Browser) -> None:
+    with served(states()["running-512"]) as address:
         browser.look(1280)
         browser.open(f"{address}/?token={TOKEN}")
         cards = browser.value("[...document.querySelectorAll('.node')].map((one) => one.className)")
         assert len(cards) == 69
         assert "lost" in cards[-1], "a node that has left as it was asked to"
         assert browser.value("document.getElementById('zone').textContent"), "whose clock it is"
-        assert [("lost" in one, "trouble" in one) for one in cards[:7]] == [
-            *[(True, True)] * 2,
-            *[(False, True)] * 4,
-            (False, False),
-        ]
+        shown = [("lost" in one, "trouble" in one) for one in cards[:7]]
+        assert shown == [*[(True, True)] * 2, *[(False, True)] * 4, (False, False)]
         left, width, y = browser.value(
             "(({ left, width, top }) => [left, width, top + 50])"
             "(document.getElementById('loss').getBoundingClientRect())"
@@ -236,14 +230,13 @@ def test_trouble_comes_first_and_the_pointer_finds_an_iteration(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@in_a_browser
-def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
+def test_texts_of_a_run_are_no_markup(browser: Browser) -> None:
     bad = "<script>document.title = 'taken'</script>"
     state = page_of("0x1p+1", "0x1p+1", run=bad)
     state.take(Event(Kind.TRAINING, data={"iterations": 100}))
     state.take(Event(Kind.EPOCH_CLOSED, data={"cause": bad, "kind": "node-lost"}))
     shown = drawn(state, status_of(2, 4, 1.0), 1.0)
-    with Browser(tmp_path / "profile") as browser, served(shown) as address:
+    with served(shown) as address:
         browser.open(f"{address}/?token={TOKEN}")
         assert f"[node-lost]: {bad}" in browser.text()
         assert "iteration of 100" in browser.text()
@@ -254,14 +247,10 @@ def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
-@in_a_browser
-def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path) -> None:
+def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path, browser: Browser) -> None:
     told = tmp_path / "told"
     options = ("--deadpool-on-event", f'echo "$DEADPOOL_EVENT_KIND" >> {told}')
-    with (
-        Run(tmp_path / "r", nodes=2, nproc=2, options=options) as run,
-        Browser(tmp_path / "profile") as browser,
-    ):
+    with Run(tmp_path / "r", nodes=2, nproc=2, options=options) as run:
         run.wait_iteration(3)
         command = [sys.executable, "-m", "deadpool_megatron", "serve", str(run.run.path)]
         serving = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
