@@ -17,10 +17,9 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import sys
-import tokenize
 import tomllib
-from io import StringIO
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -38,14 +37,7 @@ _COMMENTS = {
     ".css": ("/*", "/*", "*/"),
     ".html": ("<!--", "<!--", "-->"),
 }
-_LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+_QUOTES = re.compile(rb"[rbf]*(\"\"\"|''')")
 
 
 def count(file: Path) -> int:
@@ -57,16 +49,19 @@ def count(file: Path) -> int:
 
 
 def _python(text: str) -> int:
-    numbers: set[int] = set()
-    for token in tokenize.generate_tokens(StringIO(text).readline):
-        if token.type not in _LAYOUT:
-            numbers.update(range(token.start[0], token.end[0] + 1))
+    lines = text.splitlines()
+    documented, quoted = set[int](), set[int]()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
-            if first is not None:
-                numbers.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
-    return sum(bool(line.strip()) for n, line in enumerate(text.splitlines(), 1) if n in numbers)
+            if ast.get_docstring(node, clean=False) is not None:
+                documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        elif isinstance(node, ast.Constant | ast.JoinedStr) and _QUOTES.match(
+            lines[node.lineno - 1].encode(), node.col_offset
+        ):
+            quoted.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    written = {number for number, line in enumerate(lines, 1) if line.strip()}
+    comments = {number for number in written if lines[number - 1].lstrip().startswith("#")}
+    return len(written - documented - (comments - quoted))
 
 
 def _other(text: str, suffix: str) -> int:
