@@ -7,7 +7,8 @@
 FILE has an object on each line: id, script, flags (an object: a text, a list of texts, or true for
 a flag without a value). What tests/reach/rules.toml says is done with each flag: few layers, small
 sizes, two ranks for each kind of parallelism, mock data. What only a GPU runs is left out and
-named. With --run the result is held against an undisturbed run, bit by bit.
+named. With --run the result is held against an undisturbed run, bit by bit. The lines of --json
+without result and why are those of tests/reach/shrunk.jsonl.
 
 Exit status: 0 all that is not refused is bit-identical, or was only cut down; 1 something does not
 train, or differs: its directory is named; 2 bad arguments.
@@ -16,12 +17,24 @@ train, or differs: its directory is named; 2 bad arguments.
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.reach import command
+from deadpool_megatron.cli.display import Display
+from deadpool_megatron.platform import stand_ins
+from tests.common import forks
+from tests.megatron_lm.harness.parsing import in_checkout
+from tests.reach.shrinking import Known, shrink
+from tests.reach.trial import BAD, Result, refusal, trial
+
+_STYLES = {Result.IDENTICAL: "green", **dict.fromkeys(BAD, "red")}
 
 
 def main() -> int:
@@ -33,13 +46,36 @@ def main() -> int:
     parser.add_argument("--run", action="store_true", help="train them, each twice")
     parser.add_argument("--only", nargs="+", default=(), metavar="ID", help="these alone")
     parser.add_argument("--json", action="store_true", help="an object for each configuration")
-    parser.add_argument(
-        "--write", type=int, default=0, metavar="N", help="keep N for tests/reach/shrunk.jsonl"
-    )
     args = parser.parse_args()
     if not args.file.is_file():
         parser.error(f"{args.file} is no file")
-    return command.run(args)
+    rows = [json.loads(line) for line in args.file.read_text().splitlines()]
+    rows = [row for row in rows if row["id"] in args.only or not args.only]
+    lines = map(json.loads, in_checkout("flags"))
+    known = {flag: Known(choices or (), takes_value) for flag, choices, takes_value in lines}
+    stand_ins.install()
+    display, work = Display(sys.stderr if args.json else None), Path(tempfile.mkdtemp("-reach"))
+    results: Counter[Result] = Counter()
+    try:
+        for number, row in enumerate(rows):
+            small = shrink(row["id"], row["script"], row["flags"], known)
+            display.status(f"{small.id} ({number + 1} of {len(rows)})", number / len(rows))
+            result, why = Result.REFUSED, refusal(small)
+            if not why:
+                result, why = trial(work / small.id, small) if args.run else (Result.CUT_DOWN, "")
+            results[result] += 1
+            if args.json:
+                print(json.dumps({**asdict(small), "result": result, "why": why}), flush=True)
+            more = f"see {work}" if result in BAD else why or f"left out: {small.without}"
+            display.line(f"{small.id}: {result}; {more}", _STYLES.get(result, ""))
+    finally:
+        forks.stop()
+        display.close()
+    display.line(", ".join(f"{number} {result}" for result, number in results.items()))
+    failed = any(results[result] for result in BAD)
+    if not failed:
+        shutil.rmtree(work)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -62,21 +62,6 @@ def shrink(name: str, script: str, given: Mapping[str, Any], known: Mapping[str,
     return Shrunk(name, script, " ".join(words), [*without])
 
 
-def chosen(ones: Sequence[Shrunk], number: int) -> list[Shrunk]:
-    """So many that have the most different flags between them, in the order of ``ones``."""
-    taken: list[Shrunk] = []
-    seen: set[str] = set()
-    while len(taken) < min(number, len(ones)):
-        others = [one for one in ones if one not in taken]
-        taken.append(max(others, key=lambda one: len(_words(one) - seen)))
-        seen |= _words(taken[-1])
-    return [one for one in ones if one in taken]
-
-
-def _words(one: Shrunk) -> set[str]:
-    return {one.script, *one.flags.split()}
-
-
 def _left(
     flag: str, values: list[str], known: Mapping[str, Known], kept: Flags
 ) -> tuple[list[str], list[str] | None]:

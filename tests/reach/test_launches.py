@@ -12,7 +12,6 @@ import pytest
 from tests.common.turns import in_turn
 from tests.conftest import commit
 from tests.megatron_lm.harness.checkout import TAG, TAGS, needs_megatron_lm
-from tests.reach.command import SHRUNK
 from tests.reach.shrinking import Shrunk
 from tests.reach.trial import Result, trial
 
@@ -21,7 +20,10 @@ pytestmark = [
     pytest.mark.skipif(TAGS[-1] != TAG, reason=f"their flags are of {TAGS[-1]}"),
 ]
 
-LAUNCHES = [Shrunk(**json.loads(line)) for line in SHRUNK.read_text().splitlines()]
+LAUNCHES = [
+    Shrunk(**json.loads(line))
+    for line in Path(__file__).with_name("shrunk.jsonl").read_text().splitlines()
+]
 SIX = in_turn(LAUNCHES, lambda one: True, lambda one: one.id, commit())[:6]
 # Its lengths are summed up in each step; no public configuration has it.
 _MASKING = (
