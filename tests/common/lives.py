@@ -6,8 +6,6 @@ with ``== its name {its options}``. A change that is meant changes these files a
 that of any other file.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

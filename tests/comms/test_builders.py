@@ -1,7 +1,5 @@
 """Groups connect side by side, as many at once as a process likes; late, or split from others."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from typing import Any

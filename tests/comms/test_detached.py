@@ -1,7 +1,5 @@
 """Without peers a group behaves as if every peer held the same data."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

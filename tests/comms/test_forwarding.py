@@ -1,7 +1,5 @@
 """Everything a caller can do gives what plain gloo gives, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -17,10 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import ReconfigurableGroup
 from deadpool_megatron.comms.groups import detached
-from deadpool_megatron.comms.inner import (
-    COMMUNICATION,
-    remark_on_torch,
-)
+from deadpool_megatron.comms.inner import COMMUNICATION, remark_on_torch
 
 from .ranks import Member, plain_gloo, run
 

@@ -1,7 +1,5 @@
 """Waits that are left, operations that fail beside others, and what is freed after an epoch."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta
@@ -14,12 +12,7 @@ import torch.distributed as dist
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.in_flight import waiters
-from deadpool_megatron.comms.in_flight.attached_epoch import (
-    Epoch,
-    Limits,
-    Progress,
-    Stuck,
-)
+from deadpool_megatron.comms.in_flight.attached_epoch import Epoch, Limits, Progress, Stuck
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
 from deadpool_megatron.comms.in_flight.works import HostWork, StreamWork
 

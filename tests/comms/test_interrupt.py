@@ -1,7 +1,5 @@
 """A rank dies or hangs under load: everybody else gets out, and the next epoch computes."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Unlimited rebuilds: descriptors, threads and memory stay bounded and come back."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

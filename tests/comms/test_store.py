@@ -1,7 +1,5 @@
 """Real gloo groups that meet through the store over a node's links."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """A group is a group to everybody: torch's own tests pass on ours as on torch's own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

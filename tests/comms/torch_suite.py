@@ -17,8 +17,6 @@ And one that fails now and then on torch's own groups, more often on ours:
 test_new_subgroups_with_group_param  destroys a group that another rank still connects.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import unittest

@@ -1,7 +1,5 @@
 """Megatron on this machine, and what several tests of a training process need."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The link and its watcher thread are the real ones; communicators, loop and entry
 ones that the test controls step by step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import queue

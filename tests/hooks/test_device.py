@@ -1,7 +1,5 @@
 """Which device a member takes, when, and what keeps it from using NCCL."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

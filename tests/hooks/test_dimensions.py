@@ -1,7 +1,5 @@
 """What peers of a dimension have to hold equally."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock

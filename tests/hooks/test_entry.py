@@ -1,7 +1,5 @@
 """A restore that does not succeed, and a device that an interrupted step has left in error."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

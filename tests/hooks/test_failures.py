@@ -1,7 +1,5 @@
 """What a session makes of exceptions, and what an interrupted step leaves behind."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import gc

@@ -3,8 +3,6 @@
 All of them on real models: capture/test_restore.py.
 """
 
-from __future__ import annotations
-
 import inspect
 import queue
 from enum import Enum

@@ -1,7 +1,5 @@
 """A load of a checkpoint that fails leaves nothing behind: the next one is as the first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

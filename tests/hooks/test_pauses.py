@@ -1,7 +1,5 @@
 """A session that is to stand still for a while, and what it reports."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from pathlib import Path

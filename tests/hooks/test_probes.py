@@ -1,7 +1,5 @@
 """The time of one's own, and what is said of a device: only once it stands still."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """What an iteration reported travels with its generation, for its lines can die with a node."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

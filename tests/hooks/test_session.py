@@ -1,7 +1,5 @@
 """A session against a hand-driven agent: what it answers to records and closes, at any moment."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -286,9 +284,7 @@ FAULT = CommunicatorFault("world", "all_reduce", "peer closed")
     ],
 )
 def test_who_is_to_blame_for_a_checkpoint_that_is_not_loaded(
-    error: BaseException,
-    raised: str | type[BaseException],
-    tmp_path: Path,
+    error: BaseException, raised: str | type[BaseException], tmp_path: Path
 ) -> None:
     """A text: the checkpoint; another source is tried then."""
 
@@ -377,7 +373,7 @@ def test_who_is_asked_to_pause_settles_what_is_protected_first() -> None:
     whole.pause.may_start.return_value = False
     runner._stand_still_if_asked(2)
     assert calls(whole) == [
-        *("pause.may_start", "protection.settle", "reports.say", "reports.wait_until"),
+        *("pause.may_start", "protection.settle", "reports.say", "reports.wait_until")
     ]
     assert whole.entry.reports.say.call_args == call("paused", iteration=1)
     assert whole.entry.reports.section == "paused"

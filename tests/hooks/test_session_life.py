@@ -5,8 +5,6 @@ Expected is lives/session.txt. A change that is meant changes it as well: with
 like that of any other file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The coordinator's part of exports: orders in turn, one line for each way to fail."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Small files of a run that a crash or a hand has damaged: a line, not the end of a coordinator."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,7 @@ import pytest
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import resuming
 from deadpool_megatron.cluster.coordinator.succession import valid_checkpoints
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunInfo,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.persist import state_template
 from deadpool_megatron.settings import Settings
 from tests.persist.harness.exported import exported, saved_at

@@ -1,7 +1,5 @@
 """The last export of a run that has to end: never at the cost of its dump."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

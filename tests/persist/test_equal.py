@@ -1,7 +1,5 @@
 """What is written from slots equals, byte for byte, what the run itself would have saved."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

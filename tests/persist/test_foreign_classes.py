@@ -1,7 +1,5 @@
 """An exporter writes objects of Megatron's classes as it read them, and imports no Megatron."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Large frozen weights: written once, named by each generation, read by who takes a role."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

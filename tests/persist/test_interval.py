@@ -1,8 +1,6 @@
 """Exports of an interval that is far longer than what one of them takes: when they are ordered, and
 what becomes of one that something comes in between."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

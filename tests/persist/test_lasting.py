@@ -1,7 +1,5 @@
 """What a run counts on is on the disk before anything names it, and outlives a power failure."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -14,10 +12,7 @@ import pytest
 import torch
 
 from deadpool_megatron.cluster.coordinator import durable
-from deadpool_megatron.cluster.coordinator.durable import (
-    DurableError,
-    NewCheckpoint,
-)
+from deadpool_megatron.cluster.coordinator.durable import DurableError, NewCheckpoint
 from deadpool_megatron.cluster.run_directory import directory
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,

@@ -1,7 +1,5 @@
 """One node's part in exports: what its agent says, and that it forgets what was dropped."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,13 +87,7 @@ async def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(
     assert (tmp_path / "taken-1.3-0").exists()
     vault.answers["1.3"].set_exception(VaultError("no room"))
     await until(lambda: said)
-    failed = {
-        "t": "export",
-        "name": "1.3",
-        "step": "failed",
-        "text": "no room",
-        "code": "failed",
-    }
+    failed = {"t": "export", "name": "1.3", "step": "failed", "text": "no room", "code": "failed"}
     assert said == [failed]
     assert not list(tmp_path.glob("taken-*"))
     await exports.close()

@@ -1,7 +1,5 @@
 """The pure parts of exports: boxes, coverage, marks, state templates, pruning, what is due."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

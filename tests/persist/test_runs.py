@@ -1,7 +1,5 @@
 """Whole runs that export beside their training: what comes out, and what a failure leaves."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

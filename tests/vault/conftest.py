@@ -1,7 +1,5 @@
 """What several tests of the vault need."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

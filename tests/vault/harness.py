@@ -1,7 +1,5 @@
 """Real vault processes on loopback, driven like an agent drives them, and members in the test."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A whole vault in the process of the test, on the network of :mod:`tests.vault.fake_network`."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Roles whose first generation is committed: where most that goes wrong with vaults begins."""
 
-from __future__ import annotations
-
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, RoleLayout, Seat
 from deadpool_megatron.vault.shm.segment import Segment
 from tests.vault.harness import Cluster, Member, Node, make_layout, memory, train

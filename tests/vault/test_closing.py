@@ -1,7 +1,5 @@
 """Epochs that are closed while members write and vaults fetch."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The commit rule as a function of the record and of what is sealed and acknowledged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout

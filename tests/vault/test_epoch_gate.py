@@ -1,7 +1,5 @@
 """What a vault does about a slot that its member overwrites at the same moment."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path

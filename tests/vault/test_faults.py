@@ -1,7 +1,5 @@
 """Real kills, stops, damaged bytes, full memory: nothing is lost and nothing wrong is restored."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -15,15 +13,7 @@ from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member_dialogue import listening_at
 from deadpool_megatron.vault.shm.segment import PartState, Segment, copy_name, own_name
-from tests.vault.harness import (
-    Member,
-    cluster,
-    content,
-    make_layout,
-    memory,
-    train,
-    wait_until,
-)
+from tests.vault.harness import Member, cluster, content, make_layout, memory, train, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin, flip, swap
 
 BIG, PIECES = 12 << 20, {"chunk_bytes": 1 << 20}

@@ -1,7 +1,5 @@
 """The way of a generation through real vault processes: sealed, shipped, committed, restored."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a member takes its vault's word for, by itself."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
@@ -37,12 +35,7 @@ def client(tmp_path: Path) -> VaultClient:
 
 @pytest.mark.parametrize(
     ("generation", "boundary", "is_open"),
-    [
-        (5, "save", True),
-        (6, "step", True),
-        (6, "evaluation", False),
-        (7, "step", False),
-    ],
+    [(5, "save", True), (6, "step", True), (6, "evaluation", False), (7, "step", False)],
 )
 def test_the_gate_opens_for_what_is_committed_to_its_boundary(
     client: VaultClient, generation: int, boundary: str, is_open: bool

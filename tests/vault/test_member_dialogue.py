@@ -1,7 +1,5 @@
 """What a vault keeps for its members."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """The time there is for a generation, spreading over it, the hard limit, and who uses the link."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import random
@@ -56,9 +54,7 @@ def shipment(
 
 
 @given(
-    st.floats(0.01, 100),
-    st.lists(st.floats(0, 1e4), max_size=6),
-    st.randoms(use_true_random=False),
+    st.floats(0.01, 100), st.lists(st.floats(0, 1e4), max_size=6), st.randoms(use_true_random=False)
 )
 def test_some_odd_iterations_do_not_move_the_norm(
     usual: float, odd: list[float], mix: random.Random

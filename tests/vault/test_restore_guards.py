@@ -1,8 +1,6 @@
 """Each look at bytes that come from elsewhere, or lie here, by itself: nothing else stands behind
 it. A part that fails is never sealed."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterator

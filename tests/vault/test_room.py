@@ -1,7 +1,5 @@
 """Memory of what nobody is owed any more makes room for what is owed now, and for nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a channel asks of the kernel: a class, a place in the queue, and how long it was busy."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

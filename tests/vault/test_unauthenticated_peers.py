@@ -1,7 +1,5 @@
 """Other vaults and strangers: nothing is accepted that is stale, abandoned or malformed."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket

@@ -1,7 +1,5 @@
 """An agent's vault, standby and look at its host: told in clear reports, never waited for."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -27,13 +25,7 @@ from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    NodeAddress,
-    Restore,
-    Seat,
-)
+from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.preflight.judge import HostFacts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl

@@ -1,7 +1,5 @@
 """Stacks of a process that does not move; one that cannot answer is not waited for."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

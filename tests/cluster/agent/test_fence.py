@@ -1,7 +1,5 @@
 """Fencing by time: a node has stopped its members before its roles are given away, always."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

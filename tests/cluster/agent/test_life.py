@@ -1,7 +1,5 @@
 """The whole life of an agent: what it starts, orders, passes on, prints and writes; see lives/."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Orders of coordinators to an agent: their sequence and limits; where it looks for others."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

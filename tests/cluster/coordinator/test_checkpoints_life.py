@@ -1,7 +1,5 @@
 """The life of saves and exports: what the coordinator orders, tells and has on the disk."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

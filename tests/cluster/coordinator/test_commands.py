@@ -1,7 +1,5 @@
 """Answers of a coordinator that need no run: numbers for agents that come later."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Collection

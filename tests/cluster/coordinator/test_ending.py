@@ -1,7 +1,5 @@
 """The end of a run whose directory is full, or hangs: nothing waits for it, nothing is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -167,10 +165,7 @@ def test_what_the_program_has_loaded_is_nothing_that_an_early_end_has_come_to(
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_result_that_cannot_be_written_ends_the_run_in_one_clear_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    hangs: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], hangs: bool
 ) -> None:
     release, removes = threading.Event(), list[bool]()
 

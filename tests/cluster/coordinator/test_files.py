@@ -1,7 +1,5 @@
 """The files of a run: events of each term, its name, its result."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import time

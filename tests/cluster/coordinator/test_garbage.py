@@ -1,7 +1,5 @@
 """The coordinator looks for garbage itself, so little at a time that nobody waits for it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Reports that make the coordinator's own code raise: refused and counted, and nothing ends."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Progress: each step once, contradictions found, whatever the length of the run."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from dataclasses import replace

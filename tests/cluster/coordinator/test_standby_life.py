@@ -1,7 +1,5 @@
 """The whole life of a standby: what it says to its agent, waits for and claims; see lives/."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

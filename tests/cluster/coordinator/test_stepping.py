@@ -1,7 +1,5 @@
 """Inputs are handled in order, and others have their turn between those that have waited."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A standby beside its coordinator: the sign of life in any journal, and what else is heard."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -17,10 +15,7 @@ from deadpool_megatron.cluster.coordinator.succession import (
     look_up,
     valid_checkpoints,
 )
-from deadpool_megatron.cluster.journal.journal import (
-    Journal,
-    LostRace,
-)
+from deadpool_megatron.cluster.journal.journal import Journal, LostRace
 from deadpool_megatron.cluster.journal.terms import Rhythm, SignOfLife, claim_term, sign
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.file_systems import TimedRead

@@ -13,11 +13,7 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.commands import UserRequests
 from deadpool_megatron.cluster.journal import user_requests
-from deadpool_megatron.cluster.journal.journal import (
-    Journal,
-    JournalError,
-    LostRace,
-)
+from deadpool_megatron.cluster.journal.journal import Journal, JournalError, LostRace
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.state import Phase

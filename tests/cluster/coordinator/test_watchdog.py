@@ -1,7 +1,5 @@
 """From beats to verdicts about slow nodes; from events to requests for other plans, and the RPO."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The hosts that runs have put aside: kept beside the runs, bounded, believed only if ours."""
 
-from __future__ import annotations
-
 import fcntl
 import time
 from dataclasses import replace

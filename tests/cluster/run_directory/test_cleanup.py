@@ -1,7 +1,5 @@
 """A run's files go with it, and what a file system does not offer is not what has failed on it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -15,11 +13,7 @@ from deadpool_megatron import file_systems
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, read_bad_nodes
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunInfo,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.file_systems import write_once
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret

@@ -1,7 +1,5 @@
 """Files of a run name what is its own, wherever its directory is; another's is told apart."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

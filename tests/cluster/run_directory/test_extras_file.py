@@ -1,7 +1,5 @@
 """Files of extras beside a checkpoint."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints of Megatron's that nobody has announced: complete, and written in this run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

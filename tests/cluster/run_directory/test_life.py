@@ -4,8 +4,6 @@ Expected are the files in lives/, which ``DEADPOOL_TEST_WRITE=1`` in the environ
 again; the difference is read like that of any other file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

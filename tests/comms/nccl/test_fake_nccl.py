@@ -1,7 +1,5 @@
 """The seam under NCCL's semantics; and that the fake is strict enough to notice traps."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import inspect

@@ -1,7 +1,5 @@
 """What an abort of NCCL's reaches, and what it leaves behind, played by the fake."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

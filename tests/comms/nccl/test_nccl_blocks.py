@@ -4,8 +4,6 @@ One that is left half way makes its thread launch nothing any more (comms/nccl.p
 found at the next attach of the fake, and would on a device be found by nobody.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Threads beside training use the device of their member; a spare has NCCL load what it needs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """How far devices have come: torch's dump is read, and a role that does not come is seen."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

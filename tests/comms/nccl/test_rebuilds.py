@@ -1,7 +1,5 @@
 """The ways in which the communicators of an epoch are made: one result with all of them."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

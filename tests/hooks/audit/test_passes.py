@@ -1,7 +1,5 @@
 """An audit of passes in a run of one role, on a model of one weight."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

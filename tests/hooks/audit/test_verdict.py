@@ -1,7 +1,5 @@
 """Who is wrong, by the results of peers; when they are compared, and how those travel."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The parts of a loop and of its optimizers that are captured, for state that only GPUs have."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The least that has a training state."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each optimizer is trained twice: as it is, and completed, captured and taken back on the way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +17,7 @@ from torch import Tensor
 from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.capture import optimizer as optimizers
 from deadpool_megatron.hooks.capture.first_state import complete_state
-from deadpool_megatron.hooks.capture.optimizer import (
-    ShardState,
-    UnsupportedOptimizer,
-)
+from deadpool_megatron.hooks.capture.optimizer import ShardState, UnsupportedOptimizer
 from tests.gpu.digests import state_digests
 from tests.hooks.capture import gpu_rig
 from tests.hooks.capture.gpu_rig import Slot, differences, plain_inner
@@ -247,9 +242,7 @@ def test_what_others_own_is_gathered_after_a_restore(in_buffers: bool) -> None:
     inner, loop = trained(KINDS["momentum"])
     inner._copy_main_params_to_model_params = lambda: told.append("masters")
     loop.optimizer = dealt_out(
-        inner,
-        allgather_params=lambda: told.append("gathered"),
-        use_buffer_param_sync=in_buffers,
+        inner, allgather_params=lambda: told.append("gathered"), use_buffer_param_sync=in_buffers
     )
     (chunk,) = loop.model_chunks
     chunk.start_param_sync = lambda force_sync: told.append(f"buffers {force_sync}")

@@ -1,7 +1,5 @@
 """What the extras hold and put back, what a reset forgets, and what nobody would save: refused."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +18,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.capture import optimizer as optimizers
-from deadpool_megatron.hooks.capture.optimizer import (
-    ShardState,
-)
+from deadpool_megatron.hooks.capture.optimizer import ShardState
 from deadpool_megatron.hooks.checkpoints.loading import exact_load
 from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
@@ -220,8 +216,7 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     warned = list[str]()
     protection = SimpleNamespace(
-        enter=lambda epoch, every, **more: None,
-        layout=SimpleNamespace(to_dict=dict, peers=(0,)),
+        enter=lambda epoch, every, **more: None, layout=SimpleNamespace(to_dict=dict, peers=(0,))
     )
     built = SimpleNamespace(
         loop=loop,

@@ -4,8 +4,6 @@ None of this has run on a GPU. What Transformer Engine and Apex keep is played b
 :mod:`tests.hooks.capture.fake_te`; Megatron's own classes are the real ones.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections import deque
@@ -19,10 +17,7 @@ from megatron.core import fp8_utils
 from deadpool_megatron.hooks import dimensions, interrupt_cleanup
 from deadpool_megatron.hooks.capture import fp8
 from deadpool_megatron.hooks.capture.first_state import complete_state
-from deadpool_megatron.hooks.capture.optimizer import (
-    ShardState,
-    UnsupportedOptimizer,
-)
+from deadpool_megatron.hooks.capture.optimizer import ShardState, UnsupportedOptimizer
 from deadpool_megatron.state.extras import ExtrasError
 from tests.gpu.digests import state_digests
 from tests.hooks.capture import fake_te, gpu_rig

@@ -2,8 +2,6 @@
 arrive, after the loss of any one role all others still hold a generation that its copy holds too.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ None of this has run on a GPU. What Transformer Engine and Apex keep is played b
 :mod:`tests.hooks.capture.fake_te`; Megatron's own classes are the real ones.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bytes are taken by what they mean: those of another model of the same sizes nowhere are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path

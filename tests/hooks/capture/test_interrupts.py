@@ -1,7 +1,5 @@
 """Protection when its epoch is closed at each wait, and when a helper thread fails."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -14,14 +12,7 @@ from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.errors import Frozen, VaultError
 from tests.common.waiting import wait_for
 from tests.hooks.capture import protection_rig
-from tests.hooks.capture.protection_rig import (
-    EPOCH,
-    SECONDS,
-    Make,
-    Rig,
-    SlowPlatform,
-    generation,
-)
+from tests.hooks.capture.protection_rig import EPOCH, SECONDS, Make, Rig, SlowPlatform, generation
 
 make = protection_rig.make
 

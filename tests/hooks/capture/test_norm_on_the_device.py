@@ -1,7 +1,5 @@
 """The proof of the slots where the host does not read the gradient norm, under NCCL's semantics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

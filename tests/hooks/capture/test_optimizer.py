@@ -1,7 +1,5 @@
 """Norms and state by which a role is judged."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Protection against a vault in this process: what is copied when, and what each wait waits for."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

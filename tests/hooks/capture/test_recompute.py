@@ -1,7 +1,5 @@
 """Gradients and values of an update: copied when, ordered before what, trusted from when on."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -77,9 +75,7 @@ class Rig:
 
     def seal(self, generation: Generation) -> None:
         for view, tensor in zip(
-            self.part.views(self.writer(generation).part("shard0")),
-            self.part.tensors,
-            strict=True,
+            self.part.views(self.writer(generation).part("shard0")), self.part.tensors, strict=True
         ):
             view.copy_(tensor)
         self.vault.sealed[generation] = self.slots[generation]

@@ -4,8 +4,6 @@ Real Megatron on several forked ranks, for each kind of optimizer, precision and
 what is unique state.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

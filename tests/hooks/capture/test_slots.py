@@ -1,7 +1,5 @@
 """Slots made before there is a role, page-locked, and seen as tensors without a loop over them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

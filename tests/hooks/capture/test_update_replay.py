@@ -1,7 +1,5 @@
 """An update again from its state before and its gradients gives its very bytes, or is refused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

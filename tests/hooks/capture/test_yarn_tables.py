@@ -1,15 +1,11 @@
 """Tables that a module makes by itself: they follow from arguments, and belong to no generation."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-    YarnRotaryEmbedding,
-)
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.platform import stand_ins

@@ -5,8 +5,6 @@ The functions are those of 0.16.1 with the same names, parameters and calls of e
 beneath them is the real one.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

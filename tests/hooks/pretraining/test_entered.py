@@ -1,7 +1,5 @@
 """A profile, the detector of stragglers and sums over sequences, as train() is entered again."""
 
-from __future__ import annotations
-
 import argparse
 import socket
 import types
@@ -118,9 +116,7 @@ def test_sums_of_an_interrupted_step_are_not_those_of_the_next(
 
 
 def test_the_detector_is_configured_for_the_rank_that_the_process_has(
-    training: types.SimpleNamespace,
-    detector: StragglerDetector,
-    monkeypatch: pytest.MonkeyPatch,
+    training: types.SimpleNamespace, detector: StragglerDetector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As often as train() is entered, also by the rank that listens, and on as at the start."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,7 +1,5 @@
 """The flags on Megatron-LM's command line: what they look like, and what they refuse to go with."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tomllib

@@ -1,7 +1,5 @@
 """Index files of data sets: made by who finds them missing, never seen in part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The newest iteration is replayed exactly, also behind an update that was skipped."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

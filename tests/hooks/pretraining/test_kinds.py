@@ -1,7 +1,5 @@
 """The kinds of parameters: what is built without peers has a group of each that others have."""
 
-from __future__ import annotations
-
 import ast
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lines of TensorBoard and console: each once, with stand-ins for Megatron's globals."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -81,11 +79,7 @@ def closed_epoch() -> None:
 
 
 def write(
-    book: Book,
-    megatron: Any,
-    kind: str,
-    iteration: int,
-    check: Callable[[], None] = open_epoch,
+    book: Book, megatron: Any, kind: str, iteration: int, check: Callable[[], None] = open_epoch
 ) -> None:
     """As Megatron's functions do: to the writer that is there, and to the console."""
     with book.lines(kind, iteration, check, epoch=1):

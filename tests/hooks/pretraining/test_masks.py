@@ -1,7 +1,5 @@
 """What of a sample counts for the loss does not depend on what a process has read before."""
 
-from __future__ import annotations
-
 import sys
 from collections import OrderedDict
 from types import ModuleType, SimpleNamespace

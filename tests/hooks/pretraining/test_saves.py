@@ -1,7 +1,5 @@
 """Saves of pretrain_gpt.py, and the same numbers on every role after a fall back to one."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Stage classes: coordinates as Megatron's own groups have them, and what a class depends on."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """User buffers, over epochs: with groups of the seam, and a stand-in for Transformer Engine."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types

@@ -1,7 +1,5 @@
 """Holds two torch_dist checkpoints against each other, tensor for tensor and value for value."""
 
-from __future__ import annotations
-
 import functools
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Exports and saves of made-up checkpoints that become valid."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from deadpool_megatron.cluster.coordinator.durable import (

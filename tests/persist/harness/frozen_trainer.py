@@ -4,8 +4,6 @@ Arguments: ITERATION=PATTERN[,...] (see holding.py, may be empty), then those of
 spare is not built with what a run has loaded: here they are all -1 in a process built alone.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -3,8 +3,6 @@
 ``import`` it at the head of the script; the environment variable names ITERATION=PATTERN[,...].
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Arguments: ITERATION=PATTERN[,...] (see holding.py), then those of the trainer.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Waits of a training process before some iterations: an export takes seconds, iterations of a tiny
 model take none, and the run must not be over before."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from pathlib import Path

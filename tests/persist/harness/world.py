@@ -1,7 +1,5 @@
 """A made-up run for the coordinator's part of exports: what it orders, says and hears."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -43,10 +41,7 @@ class World:
         self.tasks: list[Coroutine[Any, Any, object]] = []
         info = SimpleNamespace(settings=Settings(**settings), world_size=2, run_id="id")
         self._options: Any = SimpleNamespace(
-            run=self.run,
-            info=info,
-            term=SimpleNamespace(number=1),
-            recovered=RecoveredState(),
+            run=self.run, info=info, term=SimpleNamespace(number=1), recovered=RecoveredState()
         )
         self.done: list[int] = []
         self.exports = self.takes_over()

@@ -1,7 +1,5 @@
 """Bytes that turn out to be damaged when the state is dumped are not passed over in silence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

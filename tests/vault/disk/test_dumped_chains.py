@@ -1,7 +1,5 @@
 """Dumps that are read, and such as hold parts as chains of gradients or in files of other roles."""
 
-from __future__ import annotations
-
 import tempfile
 import threading
 from pathlib import Path

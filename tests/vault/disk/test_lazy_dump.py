@@ -1,7 +1,5 @@
 """What healthy nodes write when no generation is whole, and what can be put together from it."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

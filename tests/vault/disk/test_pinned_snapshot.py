@@ -1,7 +1,5 @@
 """A generation is set aside beside the slots: whole and proven, or not at all; nobody waits."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Mapping

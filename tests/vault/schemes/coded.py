@@ -1,7 +1,5 @@
 """Segments of a group with parity blocks, written by hand: what is decoded from in these tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Vaults that hold a coded group, of which roles are lost: what is decided then."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from deadpool_megatron.events import Event, Kind

@@ -1,7 +1,5 @@
 """Parity blocks made of what owners put, between vaults of this process: right, or not at all."""
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """Decoding between vaults of this process, from memory and from the files of a dump."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil
@@ -18,11 +16,7 @@ from hypothesis import strategies as st
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers
-from deadpool_megatron.layout.records import (
-    Generation,
-    Restore,
-    Source,
-)
+from deadpool_megatron.layout.records import Generation, Restore, Source
 from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.restore import Restorer

@@ -1,7 +1,5 @@
 """The code itself: any k of k+m blocks give back every other one, whatever order they came in."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """An option costs nothing in the path of those who did not choose it: nor is its file loaded."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Each generation twice on its own node: one node alone, whose vault process and slots are hurt."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Parity blocks made by real vault processes: whole, in spite of kills, stops and damaged bytes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

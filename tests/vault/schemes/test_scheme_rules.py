@@ -6,8 +6,6 @@ so that every restored byte is compared. What is left out here has tests of its 
 and kills (test_faults, tests/faults), the arithmetic of a replay (tests/hooks).
 """
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Iterator, Mapping

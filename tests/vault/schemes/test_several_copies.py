@@ -1,7 +1,5 @@
 """Several buddies of a role: each has its copy from the owner. Vaults in this process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from functools import partial

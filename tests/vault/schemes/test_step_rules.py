@@ -1,7 +1,5 @@
 """Which generations travel as steps, when they count as committed, and what a buddy keeps."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

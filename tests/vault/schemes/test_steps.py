@@ -1,7 +1,5 @@
 """Steps through real vault processes: kept at the buddy, fetched as a chain, sealed when right."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a vault restores for a role lies in the role's own slots, whoever dies in between."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace
@@ -108,9 +106,7 @@ def test_parked_slots_take_what_is_restored(tmp_path: Path) -> None:
         fresh.step(Generation(2, 1))
 
 
-def test_a_vault_restarted_before_the_member_has_come_fetches_nothing_again(
-    tmp_path: Path,
-) -> None:
+def test_a_vault_restarted_before_the_member_has_come_fetches_nothing_again(tmp_path: Path) -> None:
     with cluster(tmp_path, 3, roles=2) as running:
         spare, source = running.nodes[2], running.nodes[0]
         record = swap(running, _lose_one(running), FIRST)

@@ -1,7 +1,5 @@
 """The slot file: what a reader finds after its writer was killed at any store."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

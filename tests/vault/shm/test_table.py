@@ -1,7 +1,5 @@
 """Which slot of a copy may be overwritten, what freezing promises, what adopting drops."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,14 +1,8 @@
 """Commits and waits at the gate: told in a line for all roles, and watched one by one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-from deadpool_megatron.cluster.coordinator.files import (
-    PERIOD_SECONDS,
-    RunFiles,
-    WaitDigest,
-)
+from deadpool_megatron.cluster.coordinator.files import PERIOD_SECONDS, RunFiles, WaitDigest
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, read_events

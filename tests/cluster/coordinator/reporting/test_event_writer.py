@@ -1,7 +1,5 @@
 """Events are written beside the loop: what the file system does to the writer holds nobody up."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
