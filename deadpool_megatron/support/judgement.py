@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from deadpool_megatron.hookpoints import ALLOW, ALLOW_UNREVIEWED, FLAG
-from deadpool_megatron.support import environment as table
-from deadpool_megatron.support import flags
+from deadpool_megatron.support import environment as table, flags
 from deadpool_megatron.support.flags import Level
 
 

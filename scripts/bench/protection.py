@@ -32,8 +32,7 @@ from common.struck import (
     training_arguments,
 )
 from common.trainings import WARM_UP, Measured, parameters, run_plain
-from overhead import facts_of as facts_of_all
-from overhead import ratios_of
+from overhead import facts_of as facts_of_all, ratios_of
 
 from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.run_result import RunResult

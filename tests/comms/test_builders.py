@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import ProcessGroup, distributed_c10d as c10d
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import ReconfigurableGroup

@@ -1,8 +1,7 @@
 """Which generations are protected, and what follows for slots and for failures."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout.records import Generation, is_due, next_due, successors
 from deadpool_megatron.layout.schemes import most_lost

@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout import placement as placements
 from deadpool_megatron.layout.records import NodeAddress, Seat, nodes_of

@@ -4,8 +4,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from deadpool_megatron.layout import sizing
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityGroup, parity_layout

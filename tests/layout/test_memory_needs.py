@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind

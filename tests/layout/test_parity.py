@@ -5,11 +5,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from deadpool_megatron.layout import parity_groups as parity
-from deadpool_megatron.layout import records
+from deadpool_megatron.layout import parity_groups as parity, records
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT

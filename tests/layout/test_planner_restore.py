@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.history import NO_LIMIT

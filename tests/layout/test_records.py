@@ -4,11 +4,9 @@ import json
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from deadpool_megatron.layout import records
-from deadpool_megatron.layout import records as rec
+from deadpool_megatron.layout import records, records as rec
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.layout.words import group_name, roles_in

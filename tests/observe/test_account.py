@@ -1,8 +1,7 @@
 """The account of a run: each second of each node belongs to one use."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.observe.account import Account, Use

@@ -8,8 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.cli import report, serve
 from deadpool_megatron.cli.common import Asker

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.cluster.coordinator import durable
 from deadpool_megatron.cluster.coordinator.durable import (

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from megatron.core.parallel_state import RankGenerator
 
 from deadpool_megatron.planning.plan_file import Plan, read_plan

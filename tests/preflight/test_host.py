@@ -13,8 +13,7 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli.prepare.gpu_health import run as gpu_health
-from deadpool_megatron.preflight import health, host
-from deadpool_megatron.preflight import host as gpus
+from deadpool_megatron.preflight import health, host, host as gpus
 from deadpool_megatron.preflight.health import Answer, Health, ask
 from deadpool_megatron.preflight.host import read_facts
 from deadpool_megatron.preflight.judge import HostFacts, Needs, Standing, problems

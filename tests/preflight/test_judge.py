@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.preflight.judge import HostFacts, Judgement, Needs, Standing, judge, problems
 

@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from deadpool_megatron.state import extras
 

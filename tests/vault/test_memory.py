@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers

@@ -14,8 +14,7 @@ import pytest
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.replaying import key, step_parts
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import restore as restoring
-from deadpool_megatron.vault import room
+from deadpool_megatron.vault import restore as restoring, room
 from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import RestoreUnavailable

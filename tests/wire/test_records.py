@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.auth import AuthenticationError

@@ -30,8 +30,7 @@ from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ProcessEnd
 from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.process.logs import last_line, tail
-from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory import directory as run_files
+from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files
 from deadpool_megatron.preflight.host import VISIBLE, share_of
 from deadpool_megatron.wire import auth
 

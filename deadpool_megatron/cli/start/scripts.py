@@ -17,8 +17,7 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.process.fork_server import BrokenImport, ForkServer, StartError
 from deadpool_megatron.hookpoints import FLAG
 from deadpool_megatron.settings import Settings, flag_name
-from deadpool_megatron.support import environment as nccl_environment
-from deadpool_megatron.support import judgement, versions
+from deadpool_megatron.support import environment as nccl_environment, judgement, versions
 from deadpool_megatron.trainer.config import build_parser
 
 #: runs the script with the hooks in it

@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
-from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine import state as states
-from deadpool_megatron.cluster.machine import takeover
+from deadpool_megatron.cluster.machine import inputs as ev, state as states, takeover
 from deadpool_megatron.cluster.machine.actions import DropNode, Welcome
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core

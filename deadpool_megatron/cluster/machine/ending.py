@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.machine import actions
-from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine import state as states
+from deadpool_megatron.cluster.machine import actions, inputs as ev, state as states
 from deadpool_megatron.cluster.machine.blame import LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.events import Kind

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
-from deadpool_megatron.cluster.machine import chosen_plan, ending
-from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine import state as states
+from deadpool_megatron.cluster.machine import chosen_plan, ending, inputs as ev, state as states
 from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, WriteRecord
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core

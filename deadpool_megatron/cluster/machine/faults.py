@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import GRACE_SECONDS, ExitStatus, FailureKind, process_name
-from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine import membership
+from deadpool_megatron.cluster.machine import inputs as ev, membership
 from deadpool_megatron.cluster.machine.actions import EmitEvent
 from deadpool_megatron.cluster.machine.blame import SHOWN_FAILURES, Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core

@@ -16,13 +16,13 @@ from deadpool_megatron.cluster.machine import (
     ending,
     epoch,
     faults,
+    inputs as ev,
     membership,
     pauses,
     requests,
+    state as states,
     takeover,
 )
-from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine import state as states
 from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.blame import Failure
 from deadpool_megatron.cluster.machine.core import Core

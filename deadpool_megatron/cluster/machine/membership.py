@@ -20,9 +20,7 @@ from deadpool_megatron.cluster.failures import (
     same_text,
     signal_name,
 )
-from deadpool_megatron.cluster.machine import ending, epoch
-from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine import state as states
+from deadpool_megatron.cluster.machine import ending, epoch, inputs as ev, state as states
 from deadpool_megatron.cluster.machine.actions import DropNode, RecordQuarantined, RecordRemoved
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core

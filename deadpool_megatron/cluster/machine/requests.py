@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb, kept
-from deadpool_megatron.cluster.machine import chosen_plan, ending
-from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine import state as states
+from deadpool_megatron.cluster.machine import chosen_plan, ending, inputs as ev, state as states
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.pauses import consider_pause, drain

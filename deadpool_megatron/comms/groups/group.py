@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore
-from torch.distributed import ProcessGroup, device_mesh
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import ProcessGroup, device_mesh, distributed_c10d as c10d
 
 from deadpool_megatron.comms.groups.detached import DetachedGroup
 from deadpool_megatron.comms.inner import COMMUNICATION, GroupSpec, InnerGroup

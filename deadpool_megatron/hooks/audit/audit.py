@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deadpool_megatron.events import Kind
-from deadpool_megatron.hooks.audit import shipping
-from deadpool_megatron.hooks.audit import verdict as verdicts
+from deadpool_megatron.hooks.audit import shipping, verdict as verdicts
 from deadpool_megatron.hooks.audit.passes import PassAudit, why_not_compared
 from deadpool_megatron.hooks.capture import update_replay
 from deadpool_megatron.hooks.capture.optimizer import (

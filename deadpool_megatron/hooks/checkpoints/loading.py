@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer import distrib_optimizer
-from megatron.core.optimizer import optimizer as base
+from megatron.core.optimizer import distrib_optimizer, optimizer as base
 
 from deadpool_megatron.hooks.capture.first_state import complete_as_tried, complete_state
 from deadpool_megatron.hooks.capture.megatron_extras import command_counts

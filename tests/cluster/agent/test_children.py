@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from deadpool_megatron.cluster.agent import node_check as module
-from deadpool_megatron.cluster.agent import vault_process as vault_keeper
+from deadpool_megatron.cluster.agent import node_check as module, vault_process as vault_keeper
 from deadpool_megatron.cluster.agent.members import Member
 from deadpool_megatron.cluster.agent.node_check import Examiner
 from deadpool_megatron.cluster.agent.options import AgentOptions

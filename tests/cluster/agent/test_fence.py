@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from deadpool_megatron.cluster.agent.contact import Fence
 from deadpool_megatron.cluster.journal.terms import Rhythm

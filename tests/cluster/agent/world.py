@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent import agent as agents
 from deadpool_megatron.cluster.agent import (
+    agent as agents,
     contact,
     evidence,
     exporter,

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import files as run_files
-from deadpool_megatron.cluster.coordinator import run_end
+from deadpool_megatron.cluster.coordinator import files as run_files, run_end
 from deadpool_megatron.cluster.coordinator.service import Coordinator
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.link.peers import AgentPeer

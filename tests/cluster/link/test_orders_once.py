@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.link.agent_link import Contact

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.cluster.link import rendezvous
 from deadpool_megatron.cluster.link.rendezvous import (

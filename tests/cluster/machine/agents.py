@@ -4,8 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.state import Config
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityGroup, ParityPlacement

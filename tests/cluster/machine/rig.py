@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.machine import NOBODY, Machine
 from deadpool_megatron.cluster.machine.state import (
     Closing,
@@ -29,8 +28,8 @@ from deadpool_megatron.layout.records import (
     PartInfo,
     Restore,
     RoleLayout,
+    Seat as Seat,
 )
-from deadpool_megatron.layout.records import Seat as Seat
 from deadpool_megatron.settings import Settings
 from tests.common.event_schema import check_event
 

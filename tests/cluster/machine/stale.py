@@ -4,8 +4,7 @@ epochs that have not begun; and those of this epoch, a second time."""
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.events import Kind

@@ -8,8 +8,7 @@ are one per epoch, seats are live, and every wait has a deadline.
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from deadpool_megatron.cluster.machine import inputs as ev

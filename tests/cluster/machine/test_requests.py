@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.requests import refusal
 from deadpool_megatron.layout.schemes import plan_in_words
 from tests.cluster.machine.bootstrapping.test_takeover import rejoin, repeat

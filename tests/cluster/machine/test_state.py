@@ -4,11 +4,9 @@ import json
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.machine import _TOPICS
 from deadpool_megatron.cluster.machine.state import LineageProgress
 from deadpool_megatron.layout.history import NO_LIMIT, History

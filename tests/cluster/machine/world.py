@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,

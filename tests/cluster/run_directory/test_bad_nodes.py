@@ -11,8 +11,7 @@ import pytest
 from deadpool_megatron import cli
 from deadpool_megatron.cluster.coordinator.files import is_bad
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.run_directory import bad_nodes
-from deadpool_megatron.cluster.run_directory import bad_nodes as quarantine
+from deadpool_megatron.cluster.run_directory import bad_nodes, bad_nodes as quarantine
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.ownership import OwnershipError
 

@@ -18,8 +18,7 @@ import pytest
 
 from deadpool_megatron import UserError, __version__
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory import cleanup, leftover_slots
-from deadpool_megatron.cluster.run_directory import directory as run_files
+from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files, leftover_slots
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings

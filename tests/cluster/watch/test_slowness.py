@@ -4,8 +4,7 @@ import random
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.cluster.watch import windows
 from deadpool_megatron.settings import Settings

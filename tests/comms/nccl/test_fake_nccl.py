@@ -16,8 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.platform.devices import CopyFailedError, CpuPlatform
-from fake_nccl import KIND
-from fake_nccl import fake as fake_nccl
+from fake_nccl import KIND, fake as fake_nccl
 from fake_nccl.stream_order import JUNK_LOG
 from tests.comms.ranks import Member, Ranks, run
 from tests.comms.test_forwarding import everything

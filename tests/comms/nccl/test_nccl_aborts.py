@@ -24,8 +24,7 @@ from deadpool_megatron.comms.nccl import NcclFabric
 from deadpool_megatron.hooks.reports import HangProbe
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import environment as nccl_environment
-from fake_nccl import KIND
-from fake_nccl import fake as fake_nccl
+from fake_nccl import KIND, fake as fake_nccl
 from tests.common.waiting import wait_for
 from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks, run
 

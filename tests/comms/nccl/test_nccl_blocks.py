@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from deadpool_megatron.comms import CommunicatorFault, EpochClosed
-from deadpool_megatron.comms import nccl as blocks
+from deadpool_megatron.comms import CommunicatorFault, EpochClosed, nccl as blocks
 from deadpool_megatron.comms.nccl import RINGS, Blocks
-from fake_nccl import KIND
-from fake_nccl import fake as fake_nccl
+from fake_nccl import KIND, fake as fake_nccl
 from fake_nccl.collected import FreedCommunicatorError
 from tests.common.waiting import wait_for
 from tests.comms.ranks import Member, Ranks, run

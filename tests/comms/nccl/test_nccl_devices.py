@@ -12,14 +12,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 from torch.distributed import distributed_c10d as c10d
 
-from deadpool_megatron.comms import Communicators, communicators
-from deadpool_megatron.comms import nccl as fabric
+from deadpool_megatron.comms import Communicators, communicators, nccl as fabric
 from deadpool_megatron.comms.in_flight.attached_epoch import Progress
 from deadpool_megatron.comms.inner import GroupSpec
 from deadpool_megatron.comms.nccl import Blocks, NcclGroup
 from deadpool_megatron.platform.devices import CpuPlatform
-from fake_nccl import KIND
-from fake_nccl import fake as fake_nccl
+from fake_nccl import KIND, fake as fake_nccl
 from fake_nccl.fake import FakeCommunicator, FakeNcclFabric
 from tests.comms.ranks import Member, run
 

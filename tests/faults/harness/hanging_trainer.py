@@ -9,8 +9,7 @@ import sys
 import threading
 from typing import Any
 
-from deadpool_megatron.trainer import __main__ as trainer
-from deadpool_megatron.trainer import training
+from deadpool_megatron.trainer import __main__ as trainer, training
 
 _forward = training._forward
 

@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_megatron.hooks.audit.audit import audit_number, is_audited
 from deadpool_megatron.hooks.audit.shipping import chunk_bytes, describe, described, pack, unpack

@@ -16,8 +16,7 @@ from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from deadpool_megatron.hooks.capture import megatron_extras as extras
-from deadpool_megatron.hooks.capture import optimizer as optimizers
+from deadpool_megatron.hooks.capture import megatron_extras as extras, optimizer as optimizers
 from deadpool_megatron.hooks.capture.optimizer import ShardState
 from deadpool_megatron.hooks.checkpoints.loading import exact_load
 from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed

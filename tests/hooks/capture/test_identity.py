@@ -12,8 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.identity import identify, role_layout, role_meaning
 from deadpool_megatron.hooks.capture.optimizer import ShardState

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deadpool_megatron.hooks.capture import optimizer as optimizers
-from deadpool_megatron.hooks.capture import update_replay
+from deadpool_megatron.hooks.capture import optimizer as optimizers, update_replay
 from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.step_keeper import StepKeeper
 from deadpool_megatron.layout.records import UPDATE_PART, Generation, gradients_part

@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import num_microbatches_calculator as microbatches
-from megatron.core import optimizer as core_optimizer
-from megatron.core import parallel_state
+from megatron.core import (
+    num_microbatches_calculator as microbatches,
+    optimizer as core_optimizer,
+    parallel_state,
+)
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 

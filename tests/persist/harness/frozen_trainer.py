@@ -11,8 +11,7 @@ import torch
 
 from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.entry import EpochEntry
-from deadpool_megatron.trainer import __main__ as trainer
-from deadpool_megatron.trainer import model, training
+from deadpool_megatron.trainer import __main__ as trainer, model, training
 from tests.persist.harness.held_trainer import held
 from tests.persist.harness.holding import waits_of
 

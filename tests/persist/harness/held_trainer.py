@@ -6,8 +6,7 @@ Arguments: ITERATION=PATTERN[,...] (see holding.py), then those of the trainer.
 import sys
 from typing import Any
 
-from deadpool_megatron.trainer import __main__ as trainer
-from deadpool_megatron.trainer import training
+from deadpool_megatron.trainer import __main__ as trainer, training
 from tests.persist.harness.holding import Waits, hold, waits_of
 
 _train_step = training.TrainingLoop.train_step

@@ -5,8 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT

@@ -4,8 +4,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deadpool_megatron.cluster.agent import process
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo

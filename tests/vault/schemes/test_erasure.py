@@ -4,8 +4,7 @@ import random
 
 import pytest
 import zfec
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from deadpool_megatron.vault.schemes.parity_code import Coder
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
+from hypothesis import event, given, settings, strategies as st
 
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.placement import missing_copies

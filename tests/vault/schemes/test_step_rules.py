@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from deadpool_megatron.layout import replaying
 from deadpool_megatron.layout.records import (
@@ -25,8 +24,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import room
-from deadpool_megatron.vault import worker as workers
+from deadpool_megatron.vault import room, worker as workers
 from deadpool_megatron.vault.epoch_gate import Ledger, VaultState
 from deadpool_megatron.vault.schemes.gradients import Recompute, replayed_otherwise
 from deadpool_megatron.vault.schemes.scheme import Target, scheme_of

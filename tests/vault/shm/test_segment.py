@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, Seat

@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from deadpool_megatron.layout.records import Generation, Seat
-from deadpool_megatron.vault.shm import segment as segments
-from deadpool_megatron.vault.shm import table as tables
+from deadpool_megatron.vault.shm import segment as segments, table as tables
 from deadpool_megatron.vault.shm.table import Place, Table
 from tests.vault.harness import make_layout
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Holding, Inventory
 from deadpool_megatron.preflight.health import Health

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, Restore
 from tests.cluster.machine.rig import STEP, Phase, Rig, Seat, g, layout

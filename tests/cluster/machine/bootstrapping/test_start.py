@@ -2,8 +2,7 @@
 
 import pytest
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Restore, Seat
 from tests.cluster.machine.rig import Phase, Rig, g, layout

@@ -5,8 +5,7 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.machine import NOBODY
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Holding, Inventory

@@ -2,8 +2,7 @@
 
 import pytest
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.layout.records import BadPart, Restore
 from tests.cluster.machine.rig import SIGKILL, Phase, Rig, Seat, g, killed, nodes_of

@@ -4,8 +4,7 @@ from copy import deepcopy
 
 import pytest
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore

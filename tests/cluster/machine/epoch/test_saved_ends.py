@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import planner, records
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan, plan_of_kind
 from deadpool_megatron.layout.sizing import refusal
 from deadpool_megatron.settings import Settings

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from deadpool_megatron.cluster.coordinator.orders import Told
-from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.membership import matters
 from deadpool_megatron.cluster.machine.state import Opening
 from deadpool_megatron.events import Kind
