@@ -92,10 +92,11 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
     assert slots.exists() == began
 
 
+@pytest.mark.slow
 def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    settings = Settings(connect_seconds=1, spare_timeout_seconds=10)
+    settings = Settings(connect_seconds=5, spare_timeout_seconds=10)
     launcher = launcher_in(tmp_path, settings=settings)
     # After the checks, as a file system that fails when the run has begun.
     junk = launcher.directory.journal / "junk"
@@ -104,7 +105,7 @@ def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason
     with capfd.disabled():  # an agent keeps no descriptors but its own
         assert launcher.run() == 2
     why = f"{junk} does not belong into a journal"
-    assert launcher.trouble == f"agent of node 0 ends: no coordinator for 1 s: {why}"
+    assert launcher.trouble == f"agent of node 0 ends: no coordinator for 5 s: {why}"
 
 
 def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(
