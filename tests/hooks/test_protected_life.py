@@ -168,6 +168,7 @@ class Life(Rig):
                 self.order("durable-done", iteration=message["iteration"])
             if message["t"] == kind:
                 return message
+            assert message["t"] not in ("fault", "restore-failed"), message
 
     def dump_of(self, lineage: int, iteration: int) -> dict[str, Any]:
         """The order to write a generation."""

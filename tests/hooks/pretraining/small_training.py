@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  with its imports
 import pytest
 import torch
 import torch.distributed as dist
