@@ -17,11 +17,8 @@ from deadpool_megatron.cluster.link.protocol import _OF_AGENTS, _OF_MEMBERS
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "deadpool_megatron"
 _MACHINE = "tests/cluster/machine/stale.py::feed_stale", "tests/cluster/machine/world.py::feed"
-_SAVES = (
-    "tests/persist/test_coordination.py::test_a_save_of_another_epoch_does_not_count",
-    "tests/persist/test_coordination.py::test_a_save_that_is_asked_for_again_is_made_valid_once",
-)
-_AGENT = "tests/cluster/agent/test_children.py::test_an_order_counts_in_its_epoch"
+_SAVES = "tests/cluster/coordinator/test_checkpoints_life.py::test_a_life_is_as_it_was_before"
+_AGENT = "tests/cluster/agent/test_life.py::test_a_life_is_as_it_was_before"
 _LINK = "tests/cluster/link/test_member_link.py::test_orders_reach_their_handlers_in_their_epoch"
 _STORE = "tests/cluster/link/test_store.py::test_nothing_of_another_epoch_gets_through"
 _VAULT = (
@@ -37,7 +34,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         _MACHINE,
     ),
     **dict.fromkeys(("phase", "raised", "restored", "restore-failed"), _MACHINE),
-    "durable-request": _SAVES,
+    "durable-request": (_SAVES,),
     "join": (
         f"{_JOIN}::test_an_epoch_that_an_agent_has_closed_is_not_open",
         f"{_JOIN}::test_dead_between_journal_and_announcement",

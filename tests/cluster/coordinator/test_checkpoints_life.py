@@ -41,6 +41,14 @@ class Life:
             case "tick":
                 for _ in range(value):
                     world.exports.tick()
+            case "train":
+                for newest in range(state.reached + 1, value + 1):
+                    state.reached = newest
+                    world.exports.tick()
+            case "every":
+                state.record.protection.every = value
+            case "successor":
+                world.exports = world.takes_over()
             case "work":
                 world.work()
             case "says":
@@ -73,6 +81,12 @@ class Life:
                 world.exports.carry_out(actions.ExportDump(restore, roles))
             case "save":
                 asyncio.run(world.exports.save(value))
+            case "saves":
+
+                async def save_twice() -> None:
+                    await asyncio.gather(*(world.exports.save(value) for _ in range(2)))
+
+                asyncio.run(save_twice())
             case "write":
                 path = Path(value[0])
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +95,8 @@ class Life:
                 for path in sorted(self._directory.rglob("*")):
                     text = "/" if path.is_dir() else f": {path.read_text().split()}"
                     self.lines.append(f"    {path.relative_to(self._directory)}{text}")
-                self.lines.append(f"    loaded: {sorted(world.exports.loaded)}")
+                loaded, is_used = sorted(world.exports.loaded), world.exports.is_used
+                self.lines.append(f"    loaded: {loaded}, used: {is_used}")
 
     def show(self) -> None:
         """All that has come of it."""
@@ -118,7 +133,8 @@ class Life:
 
 def live(script: Sequence[str], options: dict[str, Any], directory: Path) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        return Life(directory, patch, **options).live(script)
+        given = json.loads(json.dumps(options).replace("DIR", str(directory)))
+        return Life(directory, patch, **given).live(script)
 
 
 def test_a_life_is_as_it_was_before(tmp_path: Path) -> None:
