@@ -33,38 +33,6 @@ from tests.hooks.session_rig import (
 # The ordinary way.
 
 
-def test_plays_its_role_to_the_end_and_stays_available(rig: Rig) -> None:
-    rig.record(1)
-    done = rig.expect("done")
-    assert done["epoch"] == 1
-    assert done["state_hash"] == "hash"
-    stages = [call for call in rig.entry.calls if isinstance(call, str)]
-    assert stages[:5] == ["adopt", "rebuild", "restore", "sync", "verify"]
-    assert rig.said("restored") == [{"t": "restored", "epoch": 1, "generation": [1, 0]}]
-    # A late failure needs it again.
-    rig.close(1)
-    rig.expect("drained")
-    rig.record(2, generation=Generation(1, 3))
-    rig.ends_well()
-    assert rig.said("drained") == [drained(1)]
-
-
-def test_boundaries_are_appended_in_order_and_replayed_where_they_are_due(rig: Rig) -> None:
-    rig.record(1, generation=Generation(0, 2), boundary="step")
-    rig.expect("done")
-    assert rig.entry.loop.segments == [(2, "evaluation"), (4, "evaluation")]
-    calls = rig.entry.calls
-    first = calls.index(("append", Generation(0, 2), "evaluation"))
-    assert first < calls.index(("announce", Generation(1, 3)))
-    rig.close(1)
-    rig.expect("drained")
-    rig.entry.loop.segments.clear()
-    rig.record(2, generation=Generation(0, 2), boundary="evaluation")
-    rig.expect("done")
-    assert rig.entry.loop.segments == [(4, "evaluation")]
-    assert rig.end() is None
-
-
 def test_an_iteration_without_an_update_passes_the_gate_with_all_roles(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,20 +48,6 @@ def test_an_iteration_without_an_update_passes_the_gate_with_all_roles(
 
 
 # Standing by.
-
-
-def test_a_spare_builds_once_and_stays_warm(rig: Rig) -> None:
-    rig.record(1, ELSEWHERE)
-    rig.expect("warm")
-    rig.drain(1)
-    rig.record(2, ELSEWHERE)
-    rig.expect("warm")
-    assert rig.entry.calls == ["build", "warm-up"]
-    assert rig.communicators.times_warmed == 1
-    rig.close(2)
-    rig.expect("drained")
-    rig.record(3)
-    rig.ends_well()
 
 
 @pytest.mark.parametrize("stage", ["build", "adopt"])
@@ -149,24 +103,6 @@ def test_a_close_in_each_stage(rig: Rig, stage: str) -> None:
     rig.ends_well()
     assert rig.said("drained") == [drained(1)]
     assert rig.said("fault") == []
-
-
-def test_a_close_in_a_step(rig: Rig) -> None:
-    began = threading.Event()
-
-    def step() -> None:
-        began.set()
-        rig.communicators.collective()
-
-    rig.entry.loop.acts[2] = step
-    rig.record(1)
-    assert began.wait(SECONDS)
-    rig.drain(1)
-    assert rig.entry.calls[-1] == "quiesce"
-    assert rig.entry.calls.count("complete") == 1, "the interrupted iteration is not sealed"
-    rig.entry.loop.acts.clear()
-    rig.record(2, generation=Generation(1, 1))
-    rig.ends_well()
 
 
 def test_a_step_that_ends_after_the_close_is_not_sealed(rig: Rig) -> None:
