@@ -24,7 +24,14 @@ def compare(path: Path, live: Live, directory: Path) -> None:
         options = json.loads(header[header.index("{") :] if "{" in header else "{}")
         (directory / str(number)).mkdir()
         found += [f"== {header}", *live(script, options, directory / str(number))]
+    hold(path, found)
+
+
+def hold(path: Path, lines: Sequence[str]) -> None:
+    """Hold what was written down in a life, which may have several lines in one, against a file."""
+    found = "\n".join(lines)
     if os.environ.get("DEADPOOL_TEST_WRITE"):
-        path.write_text("\n".join(found) + "\n")
+        path.write_text(found + "\n")
     expected = path.read_text().splitlines()
-    assert found == expected, "\n".join(difflib.unified_diff(expected, found, lineterm="", n=1))
+    difference = difflib.unified_diff(expected, found.splitlines(), lineterm="", n=1)
+    assert found.splitlines() == expected, "\n".join(difference)

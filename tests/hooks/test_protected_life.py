@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import queue
 import re
 import shutil
@@ -33,6 +32,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.trainer.__main__ import GptProgram
 from deadpool_megatron.trainer.config import parse_args
 from deadpool_megatron.wire import framing
+from tests.common import lives
 from tests.hooks.session_rig import SEAT, SECONDS, Rig
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.local_node import LocalNode
@@ -267,8 +267,4 @@ def test_a_life_is_as_it_was_before(
     finally:
         life.end()
         life.stop()
-    found = "\n".join(life.lines) + "\n"
-    path = LIVES / f"{name}.txt"
-    if os.environ.get("DEADPOOL_TEST_WRITE"):
-        path.write_text(found)
-    assert found.splitlines() == path.read_text().splitlines()
+    lives.hold(LIVES / f"{name}.txt", life.lines)

@@ -6,7 +6,6 @@ like that of any other file.
 """
 
 import json
-import os
 import re
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from deadpool_megatron.comms import CommunicatorFault
 from deadpool_megatron.layout.records import Generation
+from tests.common import lives
 from tests.hooks.session_rig import ELSEWHERE, SECONDS, Rig
 
 EXPECTED = Path(__file__).parent / "lives" / "session.txt"
@@ -82,7 +82,4 @@ def test_a_life_is_as_it_was_before(rig: Rig, tmp_path: Path) -> None:
     lines.append(f"interrupted: {sorted(set(rig.communicators.interrupted))}")
     lines.append(f"segments: {rig.entry.loop.segments}")
     lines.append(f"warmed {rig.communicators.times_warmed} times")
-    found = "\n".join(lines) + "\n"
-    if os.environ.get("DEADPOOL_TEST_WRITE"):
-        EXPECTED.write_text(found)
-    assert found.splitlines() == EXPECTED.read_text().splitlines()
+    lives.hold(EXPECTED, lines)

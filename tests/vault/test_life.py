@@ -8,7 +8,6 @@ read like that of any other file.
 
 import asyncio
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,6 +29,7 @@ from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import own_name
 from deadpool_megatron.wire.framing import WireError
+from tests.common import lives
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import Loop, Member, make_layout
@@ -314,8 +314,4 @@ def test_a_life_is_as_it_was_before(live: Callable[[str], Life], kind: str, tmp_
         life.loop(control.shutdown(number != 3, 5.0))
         life.nodes[number].end.join(10)
     life.note("left", sorted(str(path) for path in (tmp_path / "deadpool-life").rglob("*")))
-    found = "\n".join(life.lines) + "\n"
-    path = LIVES / f"{kind}.txt"
-    if os.environ.get("DEADPOOL_TEST_WRITE"):
-        path.write_text(found)
-    assert found.splitlines() == path.read_text().splitlines()
+    lives.hold(LIVES / f"{kind}.txt", life.lines)

@@ -146,7 +146,7 @@ class _Maker:
     def make(self) -> StateTemplate:
         with self._without_gathering():
             state = self._loop.checkpoint_state()
-        # Not before: a router makes its bias anew, in fp32, when it is asked for its state.
+        # Not earlier: a router that is asked for its state replaces its bias by one in fp32.
         for name, tensor in frozen_and_buffers(self._loop):
             self._add(tensor, f"buffer.{name}", 0, tensor.dtype, is_extra=True)
         padding = set(_padding(state))

@@ -8,7 +8,6 @@ read like that of any other file.
 
 import asyncio
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Coroutine
@@ -29,6 +28,7 @@ from deadpool_megatron.wire.forms import write
 from deadpool_megatron.wire.framing import FrameBuffer
 from tests.cluster.journal.journal_steps import coordinator
 from tests.cluster.machine.rig import STEP, layout
+from tests.common import lives
 
 LIVES = Path(__file__).parent / "lives"
 # What differs from one time to the next.
@@ -290,8 +290,4 @@ def test_a_life_is_as_it_was_before(
         journal = Journal(tmp_path / "journal")
         return await life(coordinator(lambda name: journal, tmp_path, "run"), tmp_path)
 
-    found = "\n".join(asyncio.run(begin())) + "\n"
-    expected = LIVES / f"{life.__name__}.txt"
-    if os.environ.get("DEADPOOL_TEST_WRITE"):
-        expected.write_text(found)
-    assert found.splitlines() == expected.read_text().splitlines()
+    lives.hold(LIVES / f"{life.__name__}.txt", asyncio.run(begin()))

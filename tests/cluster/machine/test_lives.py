@@ -7,7 +7,6 @@ read like that of any other file.
 """
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from deadpool_megatron.preflight.health import Health
 from deadpool_megatron.preflight.judge import HostFacts
 from tests.cluster.machine.stale import OF_EPOCH
 from tests.cluster.machine.world import World
+from tests.common import lives
 
 LIVES = Path(__file__).parent / "lives"
 
@@ -299,8 +299,4 @@ def time_alone_ends_waits() -> Told:
     ],
 )
 def test_a_life_is_told_as_it_was_before(live: Callable[[], Told]) -> None:
-    found = "\n".join(live().lines) + "\n"
-    path = LIVES / f"{live.__name__}.txt"
-    if os.environ.get("DEADPOOL_TEST_WRITE"):
-        path.write_text(found)
-    assert found.splitlines() == path.read_text().splitlines()
+    lives.hold(LIVES / f"{live.__name__}.txt", live().lines)

@@ -22,6 +22,7 @@ from deadpool_megatron.cluster.run_directory import cleanup, directory as run_fi
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
+from tests.common import lives
 
 LIVES = Path(__file__).parent / "lives"
 RUN_ID = secrets.token_hex(4)  # processes of another run of this test are not its own
@@ -58,10 +59,7 @@ class Told:
         self.note(f"    {sorted(str(found.relative_to(path)) for found in path.rglob('*'))}")
 
     def compare(self, name: str) -> None:
-        expected, found = LIVES / f"{name}.txt", "\n".join(self.lines) + "\n"
-        if os.environ.get("DEADPOOL_TEST_WRITE"):
-            expected.write_text(found)
-        assert found.splitlines() == expected.read_text().splitlines()
+        lives.hold(LIVES / f"{name}.txt", self.lines)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from deadpool_megatron.hooks.pretraining.attach import PretrainProgram
 from deadpool_megatron.hooks.pretraining.build import CommandLine
 from deadpool_megatron.layout.records import BOUNDARIES
 from deadpool_megatron.state import extras as codec
+from tests.common import lives
 from tests.hooks.pretraining.small_training import Chunk, SmallTraining, samples
 
 LIVES = Path(__file__).parent / "lives"
@@ -333,8 +334,5 @@ def test_a_life_is_as_it_was_before(
     for file in ("datasets-ready", "lines-written.json", "saves.json"):
         path = tmp_path / file
         life.small.note(file, text=path.read_text() if path.exists() else None)
-    found = "\n".join(life.small.lines).replace(str(tmp_path), "DIR") + "\n"
-    path = LIVES / f"{live.__name__}.txt"
-    if os.environ.get("DEADPOOL_TEST_WRITE"):
-        path.write_text(found)
-    assert found.splitlines() == path.read_text().splitlines()
+    lines = [line.replace(str(tmp_path), "DIR") for line in life.small.lines]
+    lives.hold(LIVES / f"{live.__name__}.txt", lines)
