@@ -40,6 +40,7 @@ def write(loop: TrainingLoop, directory: Path) -> None:
     dist_checkpointing.save(_sharded_state(loop, is_loading=False), str(directory), writer)
     own = extras.encode(megatron_extras.capture(loop))
     extras_file.write(directory, dist.get_rank(), dist.get_world_size(), own)
+    dist.barrier()  # complete when it returns, on each rank
 
 
 def read(loop: TrainingLoop, directory: Path) -> None:
