@@ -34,13 +34,13 @@ def _enter(frame: FrameType, *_: object) -> None:
         return
     _seen[id(code)] = code
     if code.co_filename.startswith(_PACKAGE) and int(_shown):
-        if _records < 0:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            _records = os.open(f"{_FOLDER}/{os.getpid()}.records", flags, 0o600)
         name = f"{code.co_filename[len(_PACKAGE) :]}:{code.co_qualname.split('.<')[0]}"
         try:
+            if _records < 0:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                _records = os.open(f"{_FOLDER}/{os.getpid()}.records", flags, 0o600)
             os.write(_records, f"{int(_shown)} {name}\n".encode())
-        except OSError:  # the process has closed all that it had open
+        except OSError:  # it has closed all that it had open, or is another user's
             _records = -1
 
 
