@@ -155,7 +155,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     leftovers = _leftover_processes()
     leftovers += [f"{path}" for path in _leftover_segments(session.config.stash[_SEGMENTS_BEFORE])]
     session.config.stash[_LEFTOVERS] = leftovers
-    if leftovers:
+    if leftovers and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -238,11 +238,13 @@ def _segments() -> set[Path]:
 
 
 def _leftover_segments(before: set[Path]) -> list[Path]:
-    """New segments, save those of a run that somebody else has going on this machine."""
+    """New segments, save those of a run that somebody else has going on this machine, or that are
+    named after a living process of somebody else: of another session of tests, say."""
     found = _segments() - before
     token = f"{SESSION_VARIABLE}={os.environ[SESSION_VARIABLE]}".encode()
-    for _, environment in _environments():
-        if token not in environment:
+    for pid, environment in _environments():
+        if token not in environment and pid != os.getpid():
             runs = [e.decode() for e in environment if e.startswith(b"DEADPOOL_RUN_ID=")]
             found -= {SEGMENT_ROOT / f"deadpool-{run.partition('=')[2]}" for run in runs}
+            found -= {path for path in found if path.name.startswith(f"deadpool-test-{pid}-")}
     return sorted(found)

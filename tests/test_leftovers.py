@@ -62,21 +62,33 @@ def test_a_segment_left_behind_is_named(tmp_path: Path) -> None:
         segment.unlink(missing_ok=True)
 
 
-def test_a_segment_of_somebody_else_is_not_ours(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["deadpool-{run_id}", "deadpool-test-{pid}-{run_id}"])
+def test_a_segment_of_somebody_else_is_not_ours(tmp_path: Path, named: str) -> None:
     run_id = f"other-{uuid.uuid4().hex}"
-    segment = Path("/dev/shm") / f"deadpool-{run_id}"
     environment = {k: v for k, v in os.environ.items() if k != "DEADPOOL_TEST_SESSION"}
     other = subprocess.Popen(
         [sys.executable, "-c", "input()"],
         env={**environment, "DEADPOOL_RUN_ID": run_id},
         stdin=subprocess.PIPE,
     )
+    segment = Path("/dev/shm") / named.format(run_id=run_id, pid=other.pid)
     try:
         done = run_session(tmp_path, f"open({str(segment)!r}, 'w').close()")
         assert done.returncode == 0, done.stdout
     finally:
         segment.unlink(missing_ok=True)
         other.communicate(b"\n", timeout=10)
+
+
+def test_tests_that_could_not_run_say_so_whatever_is_left(tmp_path: Path) -> None:
+    segment = Path("/dev/shm") / f"deadpool-leftover-{uuid.uuid4().hex}"
+    try:
+        body = f"pass\nopen({str(segment)!r}, 'w').close()\nraise SystemError"
+        done = run_session(tmp_path, body)
+        assert done.returncode == pytest.ExitCode.INTERRUPTED
+        assert str(segment) in done.stdout
+    finally:
+        segment.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(
