@@ -9,7 +9,6 @@ from hypothesis import given, strategies as st
 from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.records import (
-    BadPart,
     Generation,
     Holding,
     Inventory,
@@ -53,23 +52,6 @@ def ask(
     return planner.RestoreQuery(2, roles, held, owners if seats is None else seats, owners, **facts)  # type: ignore[arg-type]
 
 
-def test_boundary_is_the_latest_that_all_roles_have() -> None:
-    evaluated = STEP | {"extras@evaluation"}
-    assert chosen(ask({0: [(0, g(7), ALL)], 1: [(1, g(7), evaluated)]})).boundary == "evaluation"
-    # Only the copy, which is behind its dead owner, is left: evaluation after 7 is done again.
-    assert chosen(ask({0: [(0, g(7), ALL), (1, g(7), STEP)]})).boundary == "step"
-
-
-def test_source_order_own_seat_previous_owner_buddies_replicas() -> None:
-    held = [(0, g(7), STEP), (1, g(7), STEP)]
-    seats = {0: Seat(3, 0, 0), 1: Seat(1, 0, 0)}
-    answer = chosen(ask(dict.fromkeys(range(5), held), seats=seats, replicas=(0, 1)))
-    nodes = [3, 0, 1, 2, 4]
-    wanted = [Source(n, 0) for n in nodes] + [Source(n, 1) for n in nodes]
-    assert list(answer.sources[0]["main"]) == wanted
-    assert list(answer.sources[0]["extras@step"]) == wanted[:5]
-
-
 def test_replica_gives_the_shard_but_never_the_extras() -> None:
     content = {1: [(1, g(7), STEP), (0, g(7), frozenset({"extras@step"}))]}
     layouts = {0: layout(0, (0, 1))}
@@ -79,20 +61,6 @@ def test_replica_gives_the_shard_but_never_the_extras() -> None:
     assert isinstance(
         planner.choose_restore(ask(content, replicas=(0, 1), layouts=layouts)), planner.NoRestore
     )
-
-
-def test_bad_parts_fall_to_the_next_source_then_the_next_generation() -> None:
-    content = {
-        0: [(0, g(6), STEP), (0, g(7), STEP), (1, g(7), STEP)],
-        1: [(1, g(6), STEP), (1, g(7), STEP)],
-    }
-    bad = {BadPart(1, 1, g(7), "main")}
-    answer = chosen(ask(content, bad_parts=frozenset(bad)))
-    assert answer.generation == g(7)
-    assert answer.sources[1]["main"] == (Source(0, 1),)
-    bad.add(BadPart(0, 1, g(7), "main"))
-    assert chosen(ask(content, bad_parts=frozenset(bad))).generation == g(6)
-    assert chosen(ask(content, bad_generations=frozenset({g(7)}))).generation == g(6)
 
 
 def test_abandoned_lineages_are_never_chosen() -> None:
@@ -150,27 +118,6 @@ def test_after_memory_comes_the_checkpoint_then_the_start_then_nothing() -> None
     nothing = planner.choose_restore(ask(content))
     assert isinstance(nothing, planner.NoRestore)
     assert "layout of role 1" in nothing.reason
-
-
-@pytest.mark.parametrize(("every", "most"), [(1, 10), (10, 37)])
-def test_memory_that_the_checkpoint_has_left_far_behind_comes_after_it(
-    every: int, most: int
-) -> None:
-    """Of a host whose agent was lost long ago, when the run is started again there. With a cadence
-    memory that is in use is further behind.
-    """
-    content = {0: [(0, g(7), STEP), (1, g(7), STEP)]}
-    near, far = (Restore("durable", g(n, 0), "save", path=f"/ck/{n}") for n in (most, most + 1))
-    assert chosen(ask(content, durable=near, every=every)).generation == g(7)
-    assert chosen(ask(content, durable=far, every=every)).path == f"/ck/{most + 1}"
-
-
-def test_kept_line() -> None:
-    line = planner.keep_line({1: NO_LIMIT}, Restore("memory", g(7)), 2)
-    assert line == {1: 7, 2: NO_LIMIT}
-    assert planner.keep_line(line, Restore("memory", g(9, 2)), 3) == {1: 7, 2: 9, 3: NO_LIMIT}
-    assert planner.keep_line(line, Restore("memory", g(6)), 3) == {1: 6, 3: NO_LIMIT}
-    assert planner.keep_line(line, Restore("durable", g(5, 3)), 3) == {3: NO_LIMIT}
 
 
 @pytest.mark.parametrize(
@@ -238,28 +185,6 @@ def seats_of(*nodes: int, per_node: int = 2) -> dict[int, Seat]:
 
 def members_of(*nodes: int, per_node: int = 2) -> dict[tuple[int, int], int]:
     return {(node, slot): 0 for node in nodes for slot in range(per_node)}
-
-
-def test_dead_member_is_replaced_on_its_slot() -> None:
-    members = {**members_of(0, 1, 2), (1, 0): 3}
-    answer = planner.assign_seats(seats_of(0, 1), members)
-    assert answer.seats == {**seats_of(0, 1), 2: Seat(1, 0, 3)}
-
-
-def test_warm_spares_first_then_lowest_id_and_avoided_ones_last() -> None:
-    seats, members = seats_of(0, 1), members_of(0, 2, 3)
-    warm = frozenset({(3, 0), (3, 1)})
-    assert planner.assign_seats(seats, members, warm=warm).seats[2].node == 3
-    answer = planner.assign_seats(
-        seats, members, warm=frozenset({(2, 0)}), deprioritized=frozenset({2})
-    )
-    assert answer.seats[2].node == 3
-
-
-def test_too_few_spares_leave_whole_blocks_without_seat() -> None:
-    answer = planner.assign_seats(seats_of(0, 1, 2), members_of(2, 3))
-    assert answer.unseated == (2, 3)
-    assert answer.seats == {0: Seat(3, 0, 0), 1: Seat(3, 1, 0), 4: Seat(2, 0, 0), 5: Seat(2, 1, 0)}
 
 
 def test_spare_that_lacks_a_slot_does_not_fit() -> None:
