@@ -432,14 +432,16 @@ class _Group:
         }
 
     def _place(self, known: _Known) -> GroupPlace:
-        return self._on_host(known) if known.device is None else self._on_device(known.device)
+        device = known.device
+        return self._on_host(known) if device is None else self._on_device(known, device)
 
-    def _on_device(self, device: OnDevice) -> GroupPlace:
+    def _on_device(self, known: _Known, device: OnDevice) -> GroupPlace:
         where = Where.ELSEWHERE
         if self._number is not None and device.enqueued < self._number:
             where = Where.MISSING
-        elif device.is_pending:
-            where = Where.NOT_STARTED if device.is_inside is False else Where.WAITS
+        elif known.waits:  # the host of a role may stand in what its device does not have yet
+            is_behind = device.is_pending and device.is_inside is False
+            where = Where.NOT_STARTED if is_behind else Where.WAITS
         return GroupPlace(where, device.enqueued, device.started, device.completed)
 
     def _on_host(self, known: _Known) -> GroupPlace:
