@@ -10,7 +10,7 @@ from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.requests import refusal
 from deadpool_megatron.layout.schemes import plan_in_words
-from tests.cluster.machine.bootstrapping.test_takeover import rejoin, repeat
+from tests.cluster.machine.bootstrapping.test_takeover import rejoin
 from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 
@@ -56,16 +56,6 @@ def test_a_drain_moves_nothing_to_a_node_that_another_one_has_freed() -> None:
     rig.hello(3)
     rig.warm(3)
     assert outcome(rig, 2) == (Stage.UNDER_WAY, "its roles move")
-
-
-def test_a_failure_moves_roles_to_a_drained_node_if_there_is_no_other() -> None:
-    rig = with_one_of_two_drained()
-    rig.feed(ev.MemberLost(0, 0, 0, signal=9))
-    rig.warm(0)
-    rig.steps(10)
-    rig.lose(1, g(10, rig.record.epoch))
-    rig.journal()
-    assert nodes_of(rig.record) == {0: 2, 1: 0}
 
 
 def with_a_quarantined_node(nodes: int = 2) -> Rig:
@@ -117,14 +107,6 @@ def test_a_quarantined_node_that_has_a_role_for_want_of_another_stays_quarantine
     assert new.state.use_of(1) == "quarantined"
 
 
-def taken_over(old: Rig, *, restarted: bool = False) -> Rig:
-    """The next coordinator has the requests from the journal before the agents are back."""
-    known = tuple(Request.from_dict(one.to_dict()) for one in old.state.requests)
-    rig = old.successor(restarted=restarted)
-    rig.feed(ev.RequestsFound(known, restarted))
-    return rig
-
-
 STARTED_AGAIN = (Stage.REFUSED, "all processes of the run were started again")
 OPEN = (
     Request(1, "token1", Verb.DRAIN, {"node": 1}),
@@ -157,15 +139,6 @@ def plan(rig: Rig, every: int) -> dict[str, Any]:
     return {"plan": wanted.to_dict(), "words": plan_in_words(wanted)}
 
 
-def test_protection_goes_on_after_a_takeover() -> None:
-    old = begun()
-    ask(old, Verb.PROTECT, **plan(old, 3))
-    rig = taken_over(old)
-    rejoin(rig, old, 0, 1, 2)
-    repeat(rig)
-    assert (rig.state.protection.plan.every, rig.state.phase) == (3, Phase.PAUSING)
-
-
 def test_a_checkpoint_that_is_being_published_as_the_run_is_to_end_is_done_all_the_same() -> None:
     rig = begun()
     ask(rig, Verb.PERSIST, 1, directory="/a")
@@ -175,17 +148,6 @@ def test_a_checkpoint_that_is_being_published_as_the_run_is_to_end_is_done_all_t
     assert outcome(rig, 2) == (Stage.REFUSED, "the run is ending"), "it has not begun"
     rig.feed(ev.Exported(1, 9, "/a/iter_9"))
     assert outcome(rig, 1) == (Stage.DONE, "iteration 9 is in /a/iter_9")
-
-
-def test_a_checkpoint_waits_until_the_run_trains_and_is_begun_again_after_a_takeover() -> None:
-    old = begun()
-    ask(old, Verb.PERSIST, directory="/a")
-    rig = taken_over(old)
-    rejoin(rig, old, 0, 1)
-    assert not rig.of(act.BeginExport)
-    rejoin(rig, old, 2)
-    repeat(rig)
-    assert rig.of(act.BeginExport, rig.log) == [act.BeginExport(1, "/a")]
 
 
 def test_a_stop_with_a_dump_waits_for_the_agents_after_a_takeover() -> None:

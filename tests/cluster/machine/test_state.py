@@ -82,15 +82,6 @@ def test_a_suspicion_ends_with_its_epoch() -> None:
     assert rig.record.epoch == epoch
 
 
-def test_a_node_that_is_given_up_between_two_records_is_noted() -> None:
-    rig = Rig(nodes=2, spares=1).run()
-    rig.feed(ev.NodeLost(2, "connection closed"))
-    note = rig.one(act.RecordRemoved)
-    assert not rig.of(act.CloseEpoch), "nobody needs the spare: no record follows"
-    state = rig.take_over(rig.record, gone={note.node: note.cause})
-    assert not state.fleet.absent({2}), "it is not waited for"
-
-
 def test_agents_that_leave_at_the_end_are_not_noted() -> None:
     rig = Rig().run()
     rig.feed(ev.UserStop())

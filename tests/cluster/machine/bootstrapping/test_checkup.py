@@ -54,19 +54,6 @@ def test_a_health_command_that_is_not_there_is_told_of_a_node_that_counts_as_goo
     assert "/no: not found" in str(told.data["text"])
 
 
-def test_a_node_that_is_not_fit_is_left_out_and_a_spare_takes_its_place() -> None:
-    rig = Rig(nodes=2, spares=2)
-    come(rig, n1=OTHER)
-    assert nodes_of(rig.pending) == {0: 0, 1: 2}
-    drop = rig.one(act.DropNode)
-    assert (drop.node, drop.left_out) == (1, True)
-    assert "torch is 2.12.0, on most nodes it is 2.13.0" in drop.cause
-    (judged,) = rig.emitted(Kind.NODE_JUDGED)
-    assert (judged.node, judged.data["standing"]) == (1, "excluded")
-    rig.feed(joined(1))
-    assert rig.one(act.DropNode).node == 1
-
-
 def test_a_weak_node_waits_as_the_last_spare() -> None:
     rig = Rig(nodes=2, spares=2)
     come(rig, n0=FEW_FILES, n2=FEW_FILES)

@@ -43,18 +43,6 @@ def said(rig: Rig) -> str:
     return "\n".join(str(e.data["text"]) for e in told)
 
 
-def test_a_lost_node_comes_back_under_another_number_with_its_slots() -> None:
-    rig = started_again()
-    rig.state.fleet.removed[1] = "connection closed"
-    join(rig, 0, 0, generations=(g(7),))
-    join(rig, 5, 1, generations=(g(7),))
-    closed(rig, 0, 0, generations=(g(7),))
-    restore = rig.pending.restore
-    assert (restore.kind, restore.generation) == ("memory", g(7))
-    assert rig.pending.seats[1] == Seat(5, 0, 0)
-    assert [source.node for source in restore.sources[1]["main"]] == [5]
-
-
 def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why() -> None:
     rig = started_again(Restore("durable", Generation(0, 5), "save", "/ck/5"))
     come_and_close(rig, 0, generations=(g(7),))
@@ -73,15 +61,6 @@ def test_a_first_epoch_that_is_not_whole_in_memory_is_not_begun_anew() -> None:
     assert rig.one(act.Dump).held == (g(7),)
     rig.feed(ev.Dumped(0, g(7)))
     assert rig.one(act.Finish).exit_status == 1
-
-
-def test_a_first_epoch_in_which_nothing_was_computed_is_begun_anew() -> None:
-    rig = started_again(iteration=None)
-    join(rig, 0, 0, generations=(g(0),))
-    join(rig, 1, generations=())
-    closed(rig, 0, 0, generations=(g(0),))
-    closed(rig, 1, generations=())
-    assert rig.pending.restore.kind == "initial"
 
 
 def test_a_command_that_the_state_does_not_fit_leaves_the_slots() -> None:
@@ -108,18 +87,6 @@ def test_another_model_ends_the_run_and_keeps_the_slots() -> None:
     end = rig.one(act.Finish)
     assert (end.exit_status, end.keeps_slots) == (2, True)
     assert "of another model or other flags" in end.reason
-
-
-def test_too_many_losses_write_what_is_held_the_newest_first() -> None:
-    rig = Rig(nodes=3, spares=0).run()
-    rig.feed(ev.NodeLost(2, "gone"), ev.NodeLost(1, "gone"))
-    closed(rig, 0, 0, generations=(g(6), g(7), g(9, lineage=4)))
-    order = rig.one(act.Dump)
-    assert (order.nodes, order.directory, order.held) == ((0,), "/dump", (g(7), g(6)))
-    rig.feed(ev.Dumped(0, g(7)))
-    end = rig.one(act.Finish)
-    assert (end.exit_status, end.resume) == (1, None)
-    assert "nodes [0] wrote what they held to /dump" in end.reason
 
 
 @pytest.mark.parametrize("how", ["error", "lost", "late"])

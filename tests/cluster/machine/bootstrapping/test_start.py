@@ -3,19 +3,8 @@
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
-from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Restore, Seat
 from tests.cluster.machine.rig import Phase, Rig, g, layout
-
-
-def test_running_when_all_roles_restored() -> None:
-    rig = Rig(nodes=2, spares=0, nproc=2).opening()
-    rig.restored(0, 1, 2)
-    assert rig.state.phase is Phase.OPENING
-    rig.restored(3)
-    assert rig.state.phase is Phase.RUNNING
-    assert rig.emitted(Kind.EPOCH_OPENED)
-    assert rig.state.doing.deadline is None
 
 
 def test_spares_have_some_time_to_be_in_the_first_record() -> None:

@@ -1,6 +1,5 @@
 """A coordinator dies in each phase and another takes over from the journal and from the agents."""
 
-import copy
 from collections.abc import Collection, Mapping
 
 import pytest
@@ -145,58 +144,11 @@ def test_failure_before_all_are_back_is_remembered(lost: str) -> None:
     assert words[lost] in closed.cause
 
 
-def test_a_node_that_does_not_come_back_is_the_cause_of_what_its_peers_saw() -> None:
-    old = Rig(nodes=2, spares=1).run()
-    rig = old.successor()
-    rejoin(rig, old, 0, 2)
-    rig.feed(ev.MemberFault(*old.seat(0), epoch=1, text="peer closed"))
-    rig.tick(rig.settings.rejoin_seconds)
-    (closed,) = rig.emitted(Kind.EPOCH_CLOSED)
-    assert (closed.node, closed.data["kind"]) == (1, "node-lost")
-    assert rig.state.recoveries.current.kind == "node-lost"
-
-
 def test_an_epoch_that_an_agent_has_closed_is_not_open() -> None:
     old = Rig(nodes=2, spares=0).run()
     rig = old.successor()
     rejoin(rig, old, 0, 1, closed=1)
     assert rig.one(act.CloseEpoch).epoch == 1
-
-
-def test_dead_in_waiting_for_a_spare() -> None:
-    old = Rig(nodes=2, spares=0).run()
-    old.lose(1, g(7))
-    assert old.state.phase is Phase.WAITING_SPARE
-    rig = old.successor()
-    rejoin(rig, old, 0, closed=1)
-    rig.tick(rig.settings.rejoin_seconds)
-    assert "node 1" in rig.one(act.CloseEpoch).cause
-    rig.closed(g(7))
-    assert rig.state.phase is Phase.WAITING_SPARE
-    rig.join(5)
-    assert nodes_of(rig.pending) == {0: 0, 1: 5}
-
-
-@pytest.mark.parametrize("had_it", [(), (0,), (0, 1, 2)])
-def test_dead_between_journal_and_announcement(had_it: tuple[int, ...]) -> None:
-    """The record counts: its welcome brings it to those who do not have it."""
-    old = Rig().run()
-    old.feed(ev.MemberSuspected(*old.seat(1), cause="frozen"))
-    old.feed(ev.MemberLost(*old.seat(1), signal=9))
-    old.closed(g(7))
-    record = old.pending
-    rig = old.successor()
-    for node in (0, 1, 2):
-        rejoin(rig, old, node, closed=1, epoch=2 if node in had_it else 1, restored=node in had_it)
-        assert rig.one(act.Welcome).record == record
-    assert not rig.of(act.CloseEpoch, rig.log)
-    if len(had_it) < 3:
-        assert rig.state.phase is Phase.OPENING
-        assert rig.state.doing.deadline is not None
-    rig.restored(0)
-    rig.restored(1)
-    assert rig.state.phase is Phase.RUNNING
-    assert rig.state.epoch == 2
 
 
 @pytest.mark.parametrize("before_all_are_back", [False, True])
@@ -221,19 +173,6 @@ def test_dead_in_pausing(before_all_are_back: bool) -> None:
     assert rig.one(act.Pause) == act.Pause(1, 11)
     rig.feed(ev.Paused(*old.seat(0), 1, 11), ev.Paused(*old.seat(1), 1, 11))
     assert "pause that was ordered" in rig.one(act.CloseEpoch).cause
-
-
-def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure() -> None:
-    old = Rig(nodes=2, spares=1).run()
-    rig = old.successor()
-    rejoin(rig, old, 0, 1, 2)
-    assert rig.state.phase is Phase.RUNNING
-    before = copy.deepcopy(rig)
-    rig.feed(ev.NodeLost(2, "gone"))
-    assert rig.one(act.CloseEpoch)
-    repeat(before)
-    before.feed(ev.NodeLost(2, "gone"))
-    assert not before.of(act.CloseEpoch)
 
 
 @pytest.mark.parametrize("layouts_are_told", [True, False])

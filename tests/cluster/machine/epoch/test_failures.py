@@ -164,14 +164,6 @@ def test_hashes_that_differ_twice_give_the_generation_up() -> None:
         rig.tick(0.6)
 
 
-def test_nothing_to_go_on_from_ends_the_run_with_the_reason() -> None:
-    rig = Rig(nodes=2, spares=2).run()
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.lose(0)
-    assert rig.one(act.Finish).exit_status == 1
-    assert "no generation can be restored" in rig.one(act.Finish).reason
-
-
 # Giving up.
 
 

@@ -93,18 +93,6 @@ def test_without_a_spare_a_node_goes_on_until_its_restarts_are_used_up() -> None
     assert 1 not in rig.state.fleet.nodes
 
 
-def test_a_node_put_aside_is_not_the_better_one_for_another() -> None:
-    rig = Rig().run(1)
-    for n in range(1, 4):
-        crash_and_go_on(rig, n, pause_seconds=1)
-    rig.reap()
-    for n in range(4, 8):
-        rig.feed(killed(rig, 0, 11))
-        recover(rig, n)
-        rig.steps(n + 1)
-    assert nodes_of(rig.record) == {0: 0, 1: 2}
-
-
 def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
     rig = Rig().run(7)
     for n in range(3):
@@ -119,14 +107,6 @@ def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
     end = rig.saved_end(g(7))
     assert end.kind == "bug"
     assert "stack of role 1: wait (x.py:1)" in end.reason
-
-
-# Numbers that peers disagree about.
-
-
-def audited(rig: Rig, *roles: int, certain: bool = True) -> list[act.Action]:
-    epoch = rig.record.epoch
-    return rig.feed(ev.AuditFailed(*rig.seat(0), epoch, 4, roles, certain, "weights"))
 
 
 # Losses that are not finite.
@@ -279,16 +259,6 @@ def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next() -> N
     rig.feed(ev.NotFinite(1, 1, 1, 5, "loss", "nan"))
     rig.closed(g(4), g(5))
     assert rig.pending.restore.generation == g(4)
-
-
-def test_a_coordinator_that_takes_over_knows_what_failed_before() -> None:
-    rig = Rig().run(7)
-    rig.feed(ended(rig, 1, "ValueError: sample 17"))
-    recover(rig, 7)
-    assert rig.record.emitted_up_to == 7
-    ((iteration, failure),) = rig.successor().state.blame.failures
-    assert (iteration, failure.exited, failure.node) == (7, True, 1)
-    assert failure.signature == ("exit", "1", "ValueError: sample #")
 
 
 def test_a_coordinator_that_takes_over_does_not_trust_the_checkpoint_of_a_bad_iteration() -> None:

@@ -5,8 +5,7 @@ import pytest
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.recoveries import PHASES
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import Seat
-from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
+from tests.cluster.machine.rig import Phase, Rig, g
 
 
 def drained() -> Rig:
@@ -14,29 +13,6 @@ def drained() -> Rig:
     rig = Rig(nodes=2, spares=1).run(7)
     rig.feed(ev.DrainRequested(1))
     return rig
-
-
-def test_drain_pauses_closes_moves_the_roles_and_frees_the_node() -> None:
-    rig = drained()
-    assert rig.one(act.Pause) == act.Pause(1, 9)
-    assert rig.state.phase is Phase.PAUSING
-    rig.feed(ev.Paused(*rig.seat(0), 1, 9))
-    assert not rig.of(act.CloseEpoch)
-    rig.feed(ev.Paused(*rig.seat(1), 1, 9))
-    assert rig.one(act.CloseEpoch).cause == "drain of node 1"
-    rig.closed(g(9))
-    assert nodes_of(rig.pending) == {0: 0, 1: 2}
-    assert rig.pending.restore.generation == g(9)
-    assert rig.pending.nodes[1].spare
-    assert [s.node for s in rig.pending.restore.sources[1]["main"]] == [1, 0]
-    rig.journal()
-    assert rig.one(act.KillMember) == act.KillMember(1, 0, 0)
-    rig.feed(ev.MemberLost(1, 0, 0, signal=9))
-    assert rig.one(act.StartMembers).slots == {0: 1}
-    assert rig.state.fleet.nodes[1].restarts == 0
-    rig.restored()
-    assert rig.state.phase is Phase.RUNNING
-    assert not rig.state.fleet.drains
 
 
 def test_a_cadence_does_not_send_a_lost_node_to_a_checkpoint() -> None:
@@ -220,26 +196,6 @@ def test_account_of_a_recovery() -> None:
     rig.feed(ev.PhaseReported(2, "reprotect", 5.0, exposed=5.0))
     assert rig.state.recoveries.finished[0].phases["reprotect"] == 5.0, "the slowest role counts"
     assert rig.state.recoveries.finished[0].exposed_seconds == 5.0
-
-
-def test_recovery_that_fails_again_is_one_recovery_with_two_causes() -> None:
-    rig = Rig(nodes=2, spares=1).run(7)
-    rig.kill(1, g(7))
-    rig.journal()
-    rig.now += 3
-    rig.kill(0, g(7))
-    rig.opened()
-    rig.steps(8)
-    (report,) = rig.state.recoveries.finished
-    assert report.epoch == 3
-    assert report.phases["abandoned"] == 3.0
-    assert report.seconds == 3.0
-    assert "process 0 of node 1" in report.cause
-    assert "process 0 of node 0" in report.cause
-    assert report.seats_changed == {
-        0: (Seat(0, 0, 0), Seat(0, 0, 1)),
-        1: (Seat(1, 0, 0), Seat(1, 0, 1)),
-    }
 
 
 @pytest.mark.parametrize("keeps", [True, False])

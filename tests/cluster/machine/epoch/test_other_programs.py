@@ -4,7 +4,6 @@ from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.preflight.judge import HostFacts
 from tests.cluster.machine.bootstrapping.test_restart import come_and_close
-from tests.cluster.machine.bootstrapping.test_takeover import rejoin
 from tests.cluster.machine.rig import SIGKILL, Phase, Rig, g
 
 LINE = "train.py: sha256=1, in the run sha256=2"
@@ -52,12 +51,3 @@ def test_a_start_after_all_have_ended_may_have_another_program() -> None:
     again = rig.successor(restarted=True)
     come_and_close(again, 0, 1, generations=(g(3),))
     assert again.pending.history.start == rig.record.epoch
-
-
-def test_a_takeover_is_no_start() -> None:
-    rig = Rig(nodes=2, spares=1).run(3)
-    later = rig.successor()
-    rejoin(later, rig, 0, 1, 2)
-    later.feed(ev.NodeLost(1, "gone"))
-    later.closed(g(3))
-    assert later.pending.history.start == 0

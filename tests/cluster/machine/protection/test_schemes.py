@@ -39,31 +39,6 @@ CODED = frozenset({"main", "members"})
 LED = frozenset({gradients_part("main"), UPDATE_PART, SUMS_PART, "extras@step"})
 
 
-def test_local_falls_to_the_checkpoint_when_a_node_is_lost() -> None:
-    rig = Rig(nodes=2, spares=1, protection="local").run()
-    rig.feed(ev.DurableValid(5, "/ck/5"))
-    rig.lose(1, g(7))
-    assert (rig.pending.restore.kind, rig.pending.restore.path) == ("durable", "/ck/5")
-
-
-def test_the_loss_of_a_holder_makes_a_new_epoch_that_of_another_spare_does_not() -> None:
-    settings = {"protection": "parity", "parity_group": 2}
-    rig = Rig(nodes=2, spares=2, **settings).run()
-    (group,) = parity_groups(rig.record)
-    (holder,) = group.holders
-    other = 5 - holder
-    assert {holder, other} == {2, 3}
-    rig.feed(ev.NodeLost(other, "gone"))
-    assert rig.state.phase is Phase.RUNNING
-    rig.feed(ev.NodeLost(holder, "gone"))
-    assert rig.one(act.CloseEpoch)
-    rig.closed(g(7))
-    assert rig.pending.restore.generation == g(7)
-    # Two nodes are left: each role is a group of its own, with a block at the other node.
-    assert {group.roles for group in parity_groups(rig.pending)} == {(0,), (1,)}
-    assert not rig.pending.fewer_copies
-
-
 def test_places_that_a_recipe_reads_from_matter_until_all_is_restored() -> None:
     rig = Rig(nodes=2, spares=3, protection="parity", parity_group=2).run()
     (holder,) = (h for group in parity_groups(rig.record) for h in group.holders)
@@ -208,18 +183,3 @@ def test_a_replay_that_is_refused_is_given_up_for_whole_copies() -> None:
     assert rig.state.blame.bad_parts == {BadPart(0, 1, g(7), SUMS_PART)}
     assert rig.pending.restore.generation == g(6), "the next older one, recomputed as well"
     assert not recomputes(rig.pending.protection)
-
-
-def test_a_node_that_holds_a_part_of_a_chain_matters_until_it_is_restored() -> None:
-    rig = Rig(nodes=2, spares=2, protection="recompute", full_every=4).run()
-    rig.feed(*(ev.MemberRegistered(*rig.seat(r), with_steps(r)) for r in range(2)))
-    rig.steps(7)
-    rig.feed(ev.NodeLost(1, "gone"))
-    layouts = tuple(with_steps(role) for role in range(2))
-    here = Inventory(0, 1, (Holding(0, g(7), STEP), Holding(1, g(7), LED)), layouts)
-    base = Inventory(3, 1, (Holding(1, g(6), STEP),), layouts)
-    rig.feed(*(ev.NodeInventory(one) for one in (here, Inventory(2, 1), base)))
-    assert rig.pending.restore.generation == g(7)
-    rig.journal()
-    rig.feed(ev.NodeLost(3, "gone"))
-    assert rig.state.phase is Phase.CLOSING
