@@ -151,7 +151,6 @@ class Communicators(Observed):
         if group is None or epoch is None:
             return
         if epoch.closed or self._store is None:
-            group.inner = ClosedGroup(epoch.number)
             raise EpochClosed(epoch.number, "new_group")
         epoch.check("new_group")
         limits = self._limits
