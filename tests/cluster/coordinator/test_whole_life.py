@@ -7,6 +7,7 @@ import asyncio
 import errno
 import json
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -134,6 +135,11 @@ class Whole:
                 self._full = value
             case ["term"]:
                 claim_term(self._journal, value, "h", 1, 1)
+            case ["removed"]:
+                shutil.rmtree(self._directory / value)
+            case ["there"]:
+                found = sorted((self._directory / value).rglob("*"))
+                self._note(f"{[str(p.relative_to(self._directory)) for p in found]}")
             case ["signal"]:
                 signal.raise_signal(signal.Signals[value])
             case ["next"]:
@@ -173,6 +179,7 @@ class Whole:
             text = json.dumps(plain(json.loads(path.read_text())), sort_keys=True)
             self._note(f"{path.name}: {text}")
         text = "\n".join(self.lines).replace(str(self._directory), "DIR")
+        text = re.sub(r"\b(\d+)\.[0-9a-f]{8}\.(\d+)", r"\1.PLACE.\2", text)
         return re.sub(r"\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}", text).split("\n")
 
 
