@@ -1,0 +1,32 @@
+"""Lives written as statements: each line is one of Python's, and below it is all that it shows."""
+
+import contextlib
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_DIGEST = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{16,64}\b")
+
+
+def live(script: Sequence[str], _: dict[str, Any], directory: Path) -> list[str]:
+    """Each statement with its value, what it printed, and its error. Names that are there:
+    ``directory``, an empty one, and ``patch``, which is undone at the end."""
+    lines, digests = list[str](), dict[str, str]()
+    with pytest.MonkeyPatch.context() as patch:
+        names = {"directory": directory, "patch": patch}
+        for line in script:
+            shown = io.StringIO()
+            with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+                try:
+                    exec(compile(f"{line}\n", "<life>", "single"), names)
+                except Exception as error:
+                    print(f"{type(error).__name__}: {error}")
+            text = _ADDRESS.sub("", shown.getvalue().replace(str(directory), "DIR"))
+            text = _DIGEST.sub(lambda m: digests.setdefault(m[0], f"DIGEST{len(digests)}"), text)
+            lines += [line, *(f"    {part}" for part in text.splitlines())]
+    return lines
