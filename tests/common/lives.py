@@ -9,11 +9,25 @@ that of any other file.
 import difflib
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 Live = Callable[[Sequence[str], dict[str, Any], Path], list[str]]
+
+
+def text(value: Any, volatile: re.Pattern[str]) -> str:
+    """JSON without what differs from one time to the next, which is known by its name."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(k): plain(v) for k, v in value.items() if not volatile.search(str(k))}
+        if isinstance(value, set | frozenset):
+            return sorted(value)
+        return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(plain(value), sort_keys=True)
 
 
 def compare(path: Path, live: Live, directory: Path) -> None:

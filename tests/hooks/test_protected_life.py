@@ -9,7 +9,6 @@ read like that of any other file.
 from __future__ import annotations
 
 import dataclasses
-import json
 import queue
 import re
 import shutil
@@ -190,7 +189,7 @@ class Life(Rig):
         coming."""
         self.lines.append(f"{what}:")
         for message in self.heard:
-            text = json.dumps(plain(message), sort_keys=True)
+            text = lives.text(message, _VOLATILE)
             if not any(f'"{kind}"' in text for kind in _LEFT_OUT):
                 self.lines.append(f"    {self._states_in(text)}")
         self.heard.clear()
@@ -218,13 +217,6 @@ class Life(Rig):
     def stop(self) -> None:
         for node in self.nodes:
             node.stop()
-
-
-def plain(value: Any) -> Any:
-    """JSON without what differs from one time to the next."""
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items() if not _VOLATILE.search(str(k))}
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 @pytest.mark.parametrize("name", _RUNS)

@@ -5,11 +5,9 @@ Expected is lives/session.txt. A change that is meant changes it as well: with
 like that of any other file.
 """
 
-import json
 import re
 import threading
 from pathlib import Path
-from typing import Any
 
 from deadpool_megatron.comms import CommunicatorFault
 from deadpool_megatron.layout.records import Generation
@@ -21,13 +19,6 @@ EXPECTED = Path(__file__).parent / "lives" / "session.txt"
 _VOLATILE = re.compile(r"seconds|^(pid|t|n|host|started)$")
 
 
-def plain(value: Any) -> Any:
-    """JSON without what differs from one time to the next."""
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items() if not _VOLATILE.search(str(k))}
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
 def test_a_life_is_as_it_was_before(rig: Rig, tmp_path: Path) -> None:
     """A spare; then it takes a role, is interrupted in a step, has three more epochs, and ends."""
     lines: list[str] = []
@@ -35,7 +26,7 @@ def test_a_life_is_as_it_was_before(rig: Rig, tmp_path: Path) -> None:
     def show(what: str) -> None:
         lines.append(f"{what}:")
         for message in rig.heard:
-            text = json.dumps(plain(message), sort_keys=True).replace(str(tmp_path), "DIR")
+            text = lives.text(message, _VOLATILE).replace(str(tmp_path), "DIR")
             lines.append(f"    {message['t']} {text}")
         lines.extend(f"    did {done}" for done in rig.entry.calls)
         rig.heard.clear()

@@ -7,7 +7,6 @@ read like that of any other file.
 """
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -55,15 +54,6 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-def plain(value: Any) -> Any:
-    """JSON without what differs from one time to the next."""
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items() if not _VOLATILE.search(str(k))}
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
 class Life:
     """Three roles on nodes 0 to 2, and a spare node; ``lines``: what was seen."""
 
@@ -99,7 +89,7 @@ class Life:
         self.controls[number] = self.loop(VaultControl.connect(path, events.append, 5.0))
 
     def note(self, what: str, value: Any) -> None:
-        text = json.dumps(plain(value), sort_keys=True).replace(str(self.directory), "DIR")
+        text = lives.text(value, _VOLATILE).replace(str(self.directory), "DIR")
         self.lines.append(f"{what}: {text}")
 
     def refused(self, what: str, act: Callable[[], Any]) -> None:
@@ -172,7 +162,7 @@ class Life:
             self.loop(control.close_epoch(epoch, 5.0))
             found[number] = self.loop(control.inventory(5.0))
             events = [e for e in self.events[number] if e.kind not in _AS_TIME_GOES]
-            for text in sorted(json.dumps(plain(e.to_dict()), sort_keys=True) for e in events):
+            for text in sorted(lives.text(e.to_dict(), _VOLATILE) for e in events):
                 self.lines.append(f"node {number} event {text}".replace(str(self.directory), "DIR"))
             self.events[number].clear()
             self.note(f"node {number} status", self.loop(control.status(5.0)))

@@ -29,7 +29,7 @@ from deadpool_megatron.preflight.judge import HostFacts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.wire import framing
-from tests.cluster.link.line import VirtualLoop
+from tests.common.virtual_time import VirtualLoop
 from tests.common.waiting import until
 
 T = TypeVar("T")

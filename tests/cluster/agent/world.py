@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import re
-import selectors
 import signal
 import socket
 import time
@@ -58,6 +57,7 @@ from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.sealed_records import RecordReader
+from tests.common.virtual_time import VirtualLoop
 
 FACTS = HostFacts("h0", noted="an earlier run")
 _PID = 1 << 30
@@ -79,28 +79,6 @@ Current thread 0x0001 (most recent call first):
   File "/a/b/loop.py", line 7 in wait
   File "/a/b/main.py", line 9 in main
 """
-
-
-class _Selector(selectors.SelectSelector):
-    """What is there is taken at once; else time passes at once."""
-
-    now = 1000.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        found = super().select(0)
-        if not found and timeout is None:
-            raise AssertionError("nothing will ever happen any more")
-        self.now += 0.0 if found else max(0.0, timeout or 0.0)
-        return found
-
-
-class _Loop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._virtual = _Selector()
-        super().__init__(self._virtual)
-
-    def time(self) -> float:
-        return self._virtual.now
 
 
 class _Process(Watch):
@@ -436,7 +414,7 @@ class World:
 
         before = set(Path("/proc/self/fd").iterdir())
         try:
-            with asyncio.Runner(loop_factory=_Loop) as runner:
+            with asyncio.Runner(loop_factory=VirtualLoop) as runner:
                 runner.run(run())
             left = sorted(p.name for p in self.options.segments.parent.glob("*"))
             self.lines.append(f"    in memory: {left}")

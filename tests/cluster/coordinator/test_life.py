@@ -11,6 +11,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,7 @@ _VOLATILE = re.compile(
 _NAMES = {kind: name for name, kind in protocol._OF_MEMBERS.items()}
 
 
-def plain(value: Any) -> Any:
-    """JSON without what differs from one time to the next."""
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items() if not _VOLATILE.search(str(k))}
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+text_of = partial(lives.text, volatile=_VOLATILE)
 
 
 class Stream:
@@ -109,13 +106,12 @@ class Life:
         self.lines.append(f"{what}:")
         for node, stream in sorted(self.streams.items()):
             for message in FrameBuffer().feed(bytes(stream.sent)):
-                text = json.dumps(plain(message), sort_keys=True)
+                text = text_of(message)
                 self.lines.append(f"    to {node}: {text}")
             stream.sent.clear()
 
     def show(self) -> None:
-        shown = plain(self.one.describe())
-        self.lines.append(f"    shown: {json.dumps(shown, sort_keys=True)}")
+        self.lines.append(f"    shown: {text_of(self.one.describe())}")
 
     async def open(self, epoch: int, generation: Generation, starts: dict[int, int]) -> None:
         """Both roles build and restore."""
@@ -192,7 +188,7 @@ def ended(life: Life) -> list[str]:
         if path.is_file() and "request" not in path.name:  # as many as there was time for
             life.lines.append(f"journal: {path.name}")
     for event in read_events(directory / "run" / "events.jsonl"):
-        life.lines.append(f"event: {json.dumps(plain(event.to_dict()), sort_keys=True)}")
+        life.lines.append(f"event: {text_of(event.to_dict())}")
     return [line.replace(str(directory), "DIR") for line in life.lines]
 
 
@@ -228,7 +224,7 @@ async def asked(one: Coordinator, directory: Path) -> list[str]:
         ]
     ):
         answer = await one.command({"token": f"t{number}", **message})
-        text = json.dumps(plain(answer), sort_keys=True)
+        text = text_of(answer)
         life.lines.append(f"{message['command']}: {text}")
         await life.settle("told")
     for iteration in (1, 2):
@@ -261,7 +257,7 @@ async def asked(one: Coordinator, directory: Path) -> list[str]:
     assert one._over.is_set()
     life.lines.append(f"status {one._exit_status}")
     for path in sorted((directory / "run").glob("[fl]*.json")):
-        text = json.dumps(plain(json.loads(path.read_text())), sort_keys=True)
+        text = text_of(json.loads(path.read_text()))
         life.lines.append(f"{path.name}: {text}")
     return ended(life)
 

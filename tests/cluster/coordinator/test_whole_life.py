@@ -25,17 +25,17 @@ from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.events import Event
 from deadpool_megatron.wire.framing import FrameBuffer
-from tests.cluster.agent.world import _Loop
-from tests.cluster.coordinator.test_life import Life, plain
+from tests.cluster.coordinator.test_life import Life, text_of
 from tests.cluster.journal.journal_steps import coordinator
 from tests.cluster.machine.rig import layout
 from tests.common import lives
+from tests.common.virtual_time import VirtualLoop
 
 PATH = Path(__file__).parent / "lives" / "whole.txt"
 _BEAT_SECONDS = 0.5
 
 
-class _AtOnceLoop(_Loop):
+class _AtOnceLoop(VirtualLoop):
     """What is to be done in a thread is done at once."""
 
     def run_in_executor(self, _: Any, function: Callable[..., Any], *given: Any) -> Any:
@@ -71,7 +71,7 @@ class Whole:
             self._note("the result is written")
 
         def event(_: EventWriter, one: Event) -> None:
-            self._note(f"event: {json.dumps(plain(one.to_dict()), sort_keys=True)}")
+            self._note(f"event: {text_of(one.to_dict())}")
 
         def printed(text: str) -> None:
             if text.strip() and not text.startswith((" ", "Traceback")):
@@ -128,7 +128,7 @@ class Whole:
                 life.one.agent_left(peer, value)
             case ["asks"]:
                 answer = await life.one.command({"token": "t", **value})
-                self._note(f"answer: {json.dumps(plain(answer), sort_keys=True)}")
+                self._note(f"answer: {text_of(answer)}")
             case ["journal"]:
                 self._broken = value
             case ["result"]:
@@ -153,7 +153,7 @@ class Whole:
         for node, stream in sorted(self._life.streams.items()):
             for message in FrameBuffer().feed(bytes(stream.sent)):
                 if message["t"] not in ("ack", "ping"):
-                    self._note(f"to {node}: {json.dumps(plain(message), sort_keys=True)}")
+                    self._note(f"to {node}: {text_of(message)}")
             stream.sent.clear()
 
     def live(self, script: Sequence[str]) -> list[str]:
@@ -176,7 +176,7 @@ class Whole:
         with asyncio.Runner(loop_factory=_AtOnceLoop) as runner:
             runner.run(run())
         for path in sorted((self._directory / "run").glob("[fl]*.json")):
-            text = json.dumps(plain(json.loads(path.read_text())), sort_keys=True)
+            text = text_of(json.loads(path.read_text()))
             self._note(f"{path.name}: {text}")
         text = "\n".join(self.lines).replace(str(self._directory), "DIR")
         text = re.sub(r"\b(\d+)\.[0-9a-f]{8}\.(\d+)", r"\1.PLACE.\2", text)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import selectors
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,33 +26,12 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.sealed_records import RecordReader
+from tests.common.virtual_time import VirtualLoop
 
 NODE = 3
 _TICK_SECONDS = 0.1
 # Longer than an agent waits for an answer, shorter than the limit of its fence.
 _LATE_SECONDS = 2.5
-
-
-class _Selector(selectors.SelectSelector):
-    """Nothing ever comes from outside: waiting is time that passes at once."""
-
-    now = 1000.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        assert timeout is not None, "nothing will ever happen any more"
-        self.now += max(0.0, timeout)
-        return []
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its time jumps to the next timer when nothing is left to do."""
-
-    def __init__(self) -> None:
-        self._virtual = _Selector()
-        super().__init__(self._virtual)
-
-    def time(self) -> float:
-        return self._virtual.now
 
 
 class How(StrEnum):

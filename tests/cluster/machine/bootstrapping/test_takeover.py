@@ -1,5 +1,6 @@
 """A coordinator dies in each phase and another takes over from the journal and from the agents."""
 
+import copy
 from collections.abc import Collection, Mapping
 
 import pytest
@@ -173,6 +174,19 @@ def test_dead_in_pausing(before_all_are_back: bool) -> None:
     assert rig.one(act.Pause) == act.Pause(1, 11)
     rig.feed(ev.Paused(*old.seat(0), 1, 11), ev.Paused(*old.seat(1), 1, 11))
     assert "pause that was ordered" in rig.one(act.CloseEpoch).cause
+
+
+def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure() -> None:
+    old = Rig(nodes=2, spares=1).run()
+    rig = old.successor()
+    rejoin(rig, old, 0, 1, 2)
+    assert rig.state.phase is Phase.RUNNING
+    before = copy.deepcopy(rig)
+    rig.feed(ev.NodeLost(2, "gone"))
+    assert rig.one(act.CloseEpoch)
+    repeat(before)
+    before.feed(ev.NodeLost(2, "gone"))
+    assert not before.of(act.CloseEpoch)
 
 
 @pytest.mark.parametrize("layouts_are_told", [True, False])
