@@ -33,7 +33,6 @@ from tests.common.virtual_time import VirtualLoop
 from tests.common.waiting import until
 
 T = TypeVar("T")
-SECONDS = 20.0
 EPOCH = 3
 HELD = records.Inventory(
     0, EPOCH, (records.Holding(0, records.Generation(1, 7), frozenset({"shard0"})),)
@@ -140,17 +139,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that are over at once."""
     for name in ("_FIRST_PAUSE_SECONDS", "_LONGEST_PAUSE_SECONDS", "_SHORTAGE_SECONDS"):
         monkeypatch.setattr(vault_keeper, name, 0.001)
-
-
-async def test_the_vault_has_a_process_from_its_first_start_to_its_end(
-    keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert keeper.living_pid is None
-    started = note_starts(monkeypatch)
-    await keeper.start()
-    assert keeper.living_pid == Watch.pid
-    started[0].kill()
-    assert keeper.living_pid is None
 
 
 def note_starts(monkeypatch: pytest.MonkeyPatch, dies_after_seconds: float = 0.0) -> list[Watch]:

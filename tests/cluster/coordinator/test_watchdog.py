@@ -11,7 +11,6 @@ from deadpool_megatron.cluster.coordinator.files import is_bad
 from deadpool_megatron.cluster.coordinator.watchdog import Watchdog
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.chosen_plan import budgets_of, memory_refusal, scene_of
-from deadpool_megatron.cluster.machine.membership import exposed_roles
 from deadpool_megatron.cluster.watch.windows import WINDOW_ITERATIONS, WINDOWS
 from deadpool_megatron.events import Event, Kind, to_line
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
@@ -145,13 +144,6 @@ def test_the_rpo_in_iterations_and_seconds() -> None:
     assert watch.describe(rig.state)["rpo"]["wanted"] == "buddy; every 4 iterations"
 
 
-def test_there_is_no_rpo_while_copies_are_missing() -> None:
-    rig = Rig(spares=0).run()
-    rig.feed(ev.NodeLost(1, "a test"))
-    assert exposed_roles(rig.state) == {0, 1}
-    assert watchdog_of(rig).describe(rig.state)["rpo"]["most_lost"] is None
-
-
 def test_a_plan_for_which_there_is_no_memory_is_refused() -> None:
     rig = Rig(nodes=6, nproc=4).run()
     assert scene_of(rig.state, rig.settings) is not None
@@ -165,13 +157,6 @@ def test_a_plan_for_which_there_is_no_memory_is_refused() -> None:
     assert rig.emitted(Kind.REFUSED)
     rig.alter_nodes(memory_bytes=TIGHT)
     assert memory_refusal(parity, rig.state, rig.settings) == ""
-
-
-def test_memory_does_not_stand_in_the_way_of_another_cadence() -> None:
-    rig = Rig().run()
-    plan = replace(ProtectionPlan(), every=2)
-    rig.alter_nodes(memory_bytes=1)
-    assert memory_refusal(plan, rig.state, rig.settings) == ""
 
 
 def test_nothing_is_reckoned_before_all_have_registered() -> None:

@@ -64,25 +64,6 @@ def test_before_the_first_record_spares_get_time_to_start() -> None:
     assert claim_order(None, 2, 1, 9) == 0, "it has come later"
 
 
-def test_first_term_is_claimed_when_the_turn_has_come() -> None:
-    succession = Succession(RHYTHM, 3.0, now=10.0)
-    succession.look(0, "", 10.0, 10.0)
-    assert succession.may_claim(0, refused=False, now=10.0)
-    assert not succession.may_claim(2, refused=False, now=11.9)
-    assert succession.may_claim(2, refused=False, now=12.0)
-
-
-def test_terms_that_have_ended_are_not_waited_for() -> None:
-    """Of an earlier start of the run, all of whose processes have ended."""
-    succession = Succession(RHYTHM, 3.0, now=10.0, ended=4)
-    succession.look(4, "4 17", 10.0, 10.0)
-    assert succession.may_claim(0, refused=False, now=10.0)
-    assert not succession.may_claim(1, refused=False, now=10.9)
-    succession.look(5, "4 17", 10.5, 10.5)
-    assert not succession.may_claim(0, refused=False, now=13.4)
-    assert succession.may_claim(0, refused=False, now=13.5)
-
-
 def test_silence_is_waited_for_unless_nobody_listens() -> None:
     succession = Succession(RHYTHM, 3.0, now=0.0)
     succession.look(1, "1 1", 5.0, 5.0)
@@ -106,30 +87,10 @@ def test_another_claim_or_sign_of_life_starts_the_clock_anew() -> None:
     assert not succession.may_claim(0, refused=False, now=7.3)
 
 
-def test_who_still_hears_the_coordinator_lets_the_others_go_first() -> None:
-    succession = Succession(RHYTHM, 3.0, now=0.0)
-    succession.look(1, "1 1", 0.0, 0.0)
-    assert succession.may_claim(1, refused=False, now=5.0)
-    assert not succession.may_claim(0, refused=False, now=5.9, in_touch=True)
-    assert succession.may_claim(0, refused=False, now=6.0, in_touch=True)
-    assert succession.may_claim(0, refused=True, now=2.0, in_touch=True)
-
-
 def test_coordinator_that_is_alone_is_taken_for_gone_before_anybody_is_fenced() -> None:
     settings = Settings()
     rhythm = Rhythm.of(settings)
     assert rhythm.alone + rhythm.beat + rhythm.stall + rhythm.beat < settings.fence_seconds
-
-
-def test_what_could_not_be_looked_at_proves_nothing() -> None:
-    """A journal that hung or failed for everybody: the coordinator could not show itself either."""
-    for began, ended in ((10.0, 70.0), (70.0, 70.0)):  # one look that hung; looks that failed
-        succession = Succession(RHYTHM, 3.0, now=0.0)
-        succession.look(1, "1 1", 9.0, 9.0)
-        succession.look(1, "1 1", began, ended)
-        assert not succession.is_stale(71.0)
-        assert not succession.may_claim(0, refused=False, now=72.9)
-        assert succession.may_claim(0, refused=False, now=73.0)
 
 
 class SlowJournal(Journal):

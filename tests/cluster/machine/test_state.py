@@ -12,7 +12,7 @@ from deadpool_megatron.cluster.machine.state import LineageProgress
 from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
-from tests.cluster.machine.rig import Phase, Rig, g
+from tests.cluster.machine.rig import Rig, g
 from tests.cluster.machine.stale import NOT_OF_EPOCH, OF_EPOCH
 
 
@@ -65,21 +65,6 @@ def test_a_process_gets_a_number_that_none_had_before(was_there: bool, highest: 
     rig.feed(ev.NodeJoined(0, "host", 1000, "node0", incarnations=known))
     (started,) = rig.of(act.StartMembers)
     assert started.slots == {0: max(highest, 0 if was_there else -1) + 1}
-
-
-def test_a_suspicion_ends_with_its_epoch() -> None:
-    """The better cause that was waited for has come: the next epoch is not closed for it."""
-    rig = Rig().run(3)
-    rig.feed(ev.MemberFault(*rig.seat(0), rig.record.epoch, "peer closed"))
-    rig.kill(1, g(3))
-    rig.feed(*(ev.MemberHello(1, 0, 1),))
-    rig.journal()
-    rig.restored()
-    assert rig.state.phase is Phase.RUNNING
-    epoch = rig.record.epoch
-    rig.tick(10.0)
-    assert rig.state.phase is Phase.RUNNING
-    assert rig.record.epoch == epoch
 
 
 def test_agents_that_leave_at_the_end_are_not_noted() -> None:

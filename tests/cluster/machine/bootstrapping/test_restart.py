@@ -51,18 +51,6 @@ def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why() -> N
     assert "durable state /ck/5, iteration 5: no generation can be restored" in said(rig)
 
 
-def test_a_first_epoch_that_is_not_whole_in_memory_is_not_begun_anew() -> None:
-    """No record says that it was ever open, and no agent tells its iterations again."""
-    rig = started_again()
-    join(rig, 0, 0, generations=(g(7),))
-    join(rig, 1, generations=())
-    closed(rig, 0, 0, generations=(g(7),))
-    closed(rig, 1, generations=())
-    assert rig.one(act.Dump).held == (g(7),)
-    rig.feed(ev.Dumped(0, g(7)))
-    assert rig.one(act.Finish).exit_status == 1
-
-
 def test_a_command_that_the_state_does_not_fit_leaves_the_slots() -> None:
     rig = started_again()
     come_and_close(rig, 0, 1, generations=(g(7),))

@@ -145,15 +145,6 @@ def test_part_that_cannot_be_fetched_is_not_counted_on_again() -> None:
     assert BadPart(0, 1, g(7), "main") in rig.state.blame.bad_parts
 
 
-def test_dead_source_is_a_better_cause_than_bad_bytes() -> None:
-    rig = Rig(nodes=3, spares=2).run()
-    rig.lose(1, g(7))
-    rig.journal()
-    rig.feed(ev.NotRestored(*rig.seat(1), 2, "main", "no connection"))
-    rig.feed(ev.NodeLost(2, "gone"))
-    assert not rig.state.blame.bad_parts
-
-
 def test_hashes_that_differ_twice_give_the_generation_up() -> None:
     rig = Rig().run(7)
     rig.feed(killed(rig, 1))

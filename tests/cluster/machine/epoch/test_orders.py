@@ -196,14 +196,3 @@ def test_account_of_a_recovery() -> None:
     rig.feed(ev.PhaseReported(2, "reprotect", 5.0, exposed=5.0))
     assert rig.state.recoveries.finished[0].phases["reprotect"] == 5.0, "the slowest role counts"
     assert rig.state.recoveries.finished[0].exposed_seconds == 5.0
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_an_interrupt_keeps_what_is_in_memory_where_the_user_may_want_it(keeps: bool) -> None:
-    rig = Rig().run(3)
-    rig.feed(ev.UserStop(keeps=keeps))
-    assert (rig.one(act.Finish).exit_status, rig.one(act.Finish).keeps_slots) == (130, keeps)
-    nothing = Rig()
-    nothing.join(0)
-    nothing.feed(ev.UserStop(keeps=keeps))
-    assert not nothing.one(act.Finish).keeps_slots, "nothing was decided yet"
