@@ -24,7 +24,9 @@ def live(script: Sequence[str], _: dict[str, Any], directory: Path) -> list[str]
             with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
                 try:
                     exec(compile(f"{line}\n", "<life>", "single"), names)
-                except Exception as error:
+                except (NameError, SyntaxError, KeyboardInterrupt):  # of the script itself
+                    raise
+                except BaseException as error:  # that of a closed epoch is no Exception
                     print(f"{type(error).__name__}: {error}")
             text = _ADDRESS.sub("", shown.getvalue().replace(str(directory), "DIR"))
             text = _DIGEST.sub(lambda m: digests.setdefault(m[0], f"DIGEST{len(digests)}"), text)
