@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.coordinator import files as run_files
-from deadpool_megatron.cluster.coordinator.files import EventWriter, RunFiles
+from deadpool_megatron.cluster.coordinator.files import CommitDigest, EventWriter, RunFiles
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Finish
@@ -148,3 +148,19 @@ def test_a_host_that_is_left_out_is_noted_once(tmp_path: Path, known: bool, is_n
     assert [(node.host, node.kind, node.evidence, node.alone) for node in found] == (
         [("host1", "left-out", "its device", True)] if is_noted else []
     )
+
+
+def test_a_digest_counts_what_each_commit_says() -> None:
+    """The slowest shipment, the shortest window; a commit that says nothing counts as one."""
+    digest = CommitDigest()
+    full = {"bytes": 10, "released": True, "ship_seconds": 2.0, "window_seconds": 3.0}
+    for role, data in ((0, full), (1, {"ship_seconds": 1.0, "window_seconds": 4.0}), (1, {})):
+        event = Event(Kind.COMMITTED, 1 + role, role, role, 4 - role, data=data)
+        assert digest.add(event, 5.0) is None
+    assert digest.add(Event(Kind.SEALED, 9, 0, 0, 9), 99.0) is None
+    found = digest.add(Event(Kind.COMMITTED, 1, 0, 0, 4), 5.0 + run_files.PERIOD_SECONDS)
+    assert found is not None
+    assert (found.epoch, found.iteration) == (2, 4)
+    times = {"ship_seconds": 2.0, "window_seconds": 3.0, "commit_seconds": None}
+    assert found.data == {"roles": 2, "reports": 4, "released": 1, "bytes": 10, **times}
+    assert digest.take() is None

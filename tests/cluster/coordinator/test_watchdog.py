@@ -11,6 +11,7 @@ from deadpool_megatron.cluster.coordinator.files import is_bad
 from deadpool_megatron.cluster.coordinator.watchdog import Watchdog
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.chosen_plan import budgets_of, memory_refusal, scene_of
+from deadpool_megatron.cluster.machine.membership import exposed_roles
 from deadpool_megatron.cluster.watch.windows import WINDOW_ITERATIONS, WINDOWS
 from deadpool_megatron.events import Event, Kind, to_line
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
@@ -142,6 +143,13 @@ def test_the_rpo_in_iterations_and_seconds() -> None:
     assert (found["most_lost"], found["most_lost_seconds"]) == (1, pytest.approx(1.0))
     rig.feed(ev.ProtectionRequested(replace(ProtectionPlan(), every=4), "a test"))
     assert watch.describe(rig.state)["rpo"]["wanted"] == "buddy; every 4 iterations"
+
+
+def test_there_is_no_rpo_while_copies_are_missing() -> None:
+    rig = Rig(spares=0).run()
+    rig.feed(ev.NodeLost(1, "a test"))
+    assert exposed_roles(rig.state) == {0, 1}
+    assert watchdog_of(rig).describe(rig.state)["rpo"]["most_lost"] is None
 
 
 def test_a_plan_for_which_there_is_no_memory_is_refused() -> None:
