@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.common.waiting import PATIENCE_SECONDS
@@ -14,6 +15,15 @@ def stand_in(folder: Path, **programs: str) -> Path:
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
     return folder
+
+
+def said(*command: str | Path, seconds: float = 600.0, **variables: str) -> str:
+    """What a command prints that ends well; ``-c`` and ``-m`` are those of this interpreter."""
+    whole = (sys.executable, *command) if str(command[0]).startswith("-") else command
+    environment = {**os.environ, **variables}
+    done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def run_among(

@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.common.programs import said
 from tests.conftest import commit
 from tests.fuzz.drawing import read_choices
 from tests.megatron_lm.harness.checkout import TAGS, needs_megatron_lm
@@ -28,11 +28,8 @@ SEED = int.from_bytes(hashlib.sha256(commit().encode()).digest()[:3], "big")
 @needs_megatron_lm
 @pytest.mark.parametrize("seed", [SEED, SEED + 1])
 def test_a_draw_is_bit_identical(tmp_path: Path, seed: int) -> None:
-    command = [sys.executable, str(PROGRAM), str(seed), "--json", "--no-shrink"]
-    command += ["--directory", str(tmp_path / "draw")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    row = json.loads(done.stdout)
+    command = (sys.executable, PROGRAM, str(seed), "--json", "--no-shrink")
+    row = json.loads(said(*command, "--directory", tmp_path / "draw", seconds=900))
     assert (row["seed"], row["result"], row["why"]) == (seed, "bit-identical", "")
 
 

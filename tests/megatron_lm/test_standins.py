@@ -1,13 +1,12 @@
 """The unedited pretrain_gpt.py on CPU: it trains, equally each time, and resumes exactly."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.common.programs import said
 from tests.megatron_lm.harness.arguments import MOE, small
 from tests.megatron_lm.harness.checkout import LOADS, checkout, needs_megatron_lm
 from tests.megatron_lm.harness.ranks import Trained, train
@@ -107,15 +106,7 @@ import sys, torch, pathlib
 from deadpool_megatron.platform import stand_ins
 tree = pathlib.Path({str(_tree())!r})
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", start + program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip().splitlines()[-1]
+    return said("-W", "ignore", "-c", start + program).strip().splitlines()[-1]
 
 
 def _tree() -> Path:

@@ -1,11 +1,10 @@
 """Whole runs that export beside their training: what comes out, and what a failure leaves."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.common.programs import said
 from tests.faults.harness.jobs import MODEL, Outcome, Program, fault, run_program
 from tests.trainer.layouts import BF16, PP2, train
 from tests.trainer.ranks import run_ranks
@@ -40,12 +39,10 @@ def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> Non
     exported = f"{run}/exports/iter_*"
     held = {7: f"{fired}/killed", 21: f"{fired}/full", 31: exported, 32: str(ordered)}
     job = program(text, 65, {**held, "33-60": f"{asked}/iter_*", 62: f"{asked}/iter_*"})
-    command = [sys.executable, "-m", "deadpool_megatron", "persist", str(run), str(asked)]
 
     def ask() -> None:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert answer.returncode == 0, answer.stderr
-        assert answer.stdout.startswith(f"a checkpoint will be written to {asked}")
+        told = said("-m", "deadpool_megatron", "persist", run, asked)
+        assert told.startswith(f"a checkpoint will be written to {asked}")
         ordered.touch()
 
     outcome = run_program(
@@ -59,9 +56,9 @@ def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> Non
     assert outcome.status == 0, outcome.story()
     assert outcome.fired == {"killed", "full"}, outcome.story()
     assert len(outcome.final["recoveries"]) == 1
-    said = warnings(outcome)
-    assert any("node 1 was lost" in line for line in said), said
-    assert any("no room to" in line for line in said), said
+    warned = warnings(outcome)
+    assert any("node 1 was lost" in line for line in warned), warned
+    assert any("no room to" in line for line in warned), warned
     assert len(list(asked.glob("iter_*"))) == 1
     left = [path.name for path in (run / "exports").iterdir() if path.name.startswith(".")]
     assert left == [], "of exports that failed nothing is left"
@@ -78,11 +75,9 @@ def test_a_run_that_has_to_end_exports_once_more(text: str, tmp_path: Path) -> N
     run, exports, ordered = tmp_path / "run", tmp_path / "exports", tmp_path / "ordered"
     where = f"--deadpool-persist-directory {exports}"
     job = program(text, 24, {5: str(ordered), 15: f"{exports}/iter_*"})
-    command = [sys.executable, "-m", "deadpool_megatron", "stop", "--dump", "--within", "100"]
 
     def order() -> None:
-        answer = subprocess.run([*command, str(run)], capture_output=True, text=True, check=False)
-        assert answer.returncode == 0, answer.stderr
+        said("-m", "deadpool_megatron", "stop", "--dump", "--within", "100", run)
         ordered.touch()
 
     outcome = run_program(run, job, settings=where, when_stepping=(4, order))

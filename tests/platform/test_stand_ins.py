@@ -1,11 +1,11 @@
 """The CPU stand-ins: there without a GPU, absent with one, and invisible to other code."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+
+from tests.common.programs import said
 
 if torch.cuda.is_available():
     pytest.skip("this machine has a GPU", allow_module_level=True)
@@ -13,15 +13,7 @@ if torch.cuda.is_available():
 
 def _run(program: str) -> str:
     """Run a program in a process of its own, since stand-ins stay; answers its last line."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip().splitlines()[-1]
+    return said("-W", "ignore", "-c", program).strip().splitlines()[-1]
 
 
 @pytest.mark.slow

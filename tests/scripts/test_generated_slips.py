@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.common.programs import said
 from tests.conftest import commit
 
 ROOT = Path(__file__).parents[2]
@@ -213,11 +214,8 @@ def test_a_slip_that_ends_the_whole_run_is_noticed(tree: Path) -> None:
         '[[slip]]\nid = "ends"\nfile = "deadpool_megatron/layout/gate.py"\nold = "return True"\n'
         'new = "__import__(\'os\')._exit(1)"\nmeans = "it ends"\ntests = ["tests/test_gate.py"]\n'
     )
-    command = [sys.executable, str(ROOT / "scripts" / "mutate.py"), "--root", str(tree)]
-    command += ["--slips", str(tree / "slips"), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert '"noticed"' in done.stdout
+    command = (sys.executable, ROOT / "scripts" / "mutate.py", "--root", tree)
+    assert '"noticed"' in said(*command, "--slips", tree / "slips", "--json")
 
 
 @pytest.mark.slow
@@ -225,7 +223,5 @@ def test_a_slip_that_ends_the_whole_run_is_noticed(tree: Path) -> None:
 @pytest.mark.full(every_time=True)
 def test_of_generated_slips_as_many_are_noticed_as_before() -> None:
     """Others at each commit."""
-    command = [sys.executable, str(ROOT / "scripts" / "mutate.py")]
-    command += ["--generate", "60", "--seed", commit()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    command = (sys.executable, ROOT / "scripts" / "mutate.py", "--generate", "60")
+    said(*command, "--seed", commit(), seconds=1500)

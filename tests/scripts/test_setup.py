@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.common.programs import said
+
 ROOT = Path(__file__).parents[2]
 PYTHON = """\
 #!/bin/bash
@@ -44,25 +46,18 @@ class Checkout:
         self.asked.write_text("")
         more = {"PYTHON": str(self.bin / "python"), "VERSION": version, "ASKED": str(self.asked)}
         more["PATH"] = f"{self.bin}:{os.environ['PATH']}"
-        done = subprocess.run(
-            [self.script, *flags],
-            env={**os.environ, **more},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, (done.stdout, done.stderr)
+        printed = said(self.script, *flags, **more)
         builds = re.findall(r"torch==(\S+)", self.asked.read_text())
         for lock in re.findall(r"--require-hashes .*-r (\S+)", self.asked.read_text()):
             builds += re.findall(r"^torch==(\S+)", Path(lock).read_text(), re.MULTILINE)
-        return done.stdout, builds
+        return printed, builds
 
 
 def test_the_build_that_was_asked_for_is_kept(tmp_path: Path) -> None:
     """demo.sh and test.sh call it with no flag, on a login node without a GPU as well."""
     checkout = Checkout(tmp_path)
-    said, builds = checkout.set_up("--gpu")
-    assert "torch with CUDA" in said
+    told, builds = checkout.set_up("--gpu")
+    assert "torch with CUDA" in told
     assert [build.partition("+")[2] for build in builds] == [""]
     assert checkout.set_up() == ("", [])
     _, builds = checkout.set_up("--cpu")
@@ -73,8 +68,8 @@ def test_the_build_that_was_asked_for_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
 def test_each_python_that_is_supported_is_taken_and_named(tmp_path: Path, version: str) -> None:
     checkout = Checkout(tmp_path)
-    said, _ = checkout.set_up(version=version)
-    assert f"Setting up .venv: Python {version} ({checkout.bin}/python)" in said
+    told, _ = checkout.set_up(version=version)
+    assert f"Setting up .venv: Python {version} ({checkout.bin}/python)" in told
 
 
 def test_an_interpreter_of_the_user_runs_all_parts(tmp_path: Path) -> None:
@@ -88,11 +83,9 @@ def test_an_interpreter_of_the_user_runs_all_parts(tmp_path: Path) -> None:
     programs.mkdir(parents=True)
     (programs.parent / "ready").touch()
     (programs / "python").symlink_to(program)
-    command = [ROOT / "scripts" / "compat.sh", "--torch", "2.14", "--python", program]
-    command += ["--root", tmp_path / "base"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    parts = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("== ")]
+    command = (ROOT / "scripts" / "compat.sh", "--torch", "2.14", "--python", program)
+    printed = said(*command, "--root", tmp_path / "base")
+    parts = [line.split()[1] for line in printed.splitlines() if line.startswith("== ")]
     assert parts == ["groups:", "fast:", "demo:", "megatron:", "faults:"]
     ran = (tmp_path / "ran").read_text().splitlines()
     assert len(ran) == len(parts)

@@ -1,12 +1,13 @@
 """The soak's own judgement, and one short soak of real processes."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from tests.common.programs import said
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -82,15 +83,9 @@ def test_a_soak_passes_only_if_nothing_grew_and_what_was_struck_was_observed(gro
 @pytest.mark.full
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     out, plot = tmp_path / "soak.json", tmp_path / "soak.png"
-    command = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--minutes", "0.5", "--seed", "3"]
+    command = (sys.executable, ROOT / "scripts" / "soak.py", "--minutes", "0.5", "--seed", "3")
     more = ["--round-iterations", "150", "--keep", str(tmp_path), "--pause", "1", "3"]
-    done = subprocess.run(
-        [*command, *more, "--out", str(out), "--plot", str(plot)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
+    said(*command, *more, "--out", out, "--plot", plot, seconds=280)
     facts = json.loads(out.read_text())
     assert facts["hashes_compared"] > 0
     assert plot.stat().st_size > 0

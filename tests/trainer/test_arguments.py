@@ -1,14 +1,12 @@
 """The command line and ``trainer.plain``: good ones are understood, bad ones cost one line."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron.trainer.config import BadArgumentsError, parse_args
+from tests.common.programs import said
 from tests.trainer.layouts import MODEL, losses, repository, train
 from tests.trainer.ranks import run_ranks
 
@@ -95,17 +93,9 @@ def test_shipped_models_parse(name: str) -> None:
 def test_a_run_writes_its_facts(text: str, tmp_path: Path) -> None:
     out = tmp_path / "final.json"
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = [sys.executable, "-m", "deadpool_megatron.trainer.plain", *MODEL.split()]
-    done = subprocess.run(
-        [*command, *text.split(), "--out", str(out)],
-        env={**os.environ, **rank},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line.split(" |")[0] for line in done.stdout.splitlines()] == [
+    command = ("-m", "deadpool_megatron.trainer.plain", *MODEL.split(), *text.split())
+    told = said(*command, "--out", out, **rank)
+    assert [line.split(" |")[0] for line in told.splitlines()] == [
         "iteration 3/6",
         "iteration 6/6",
     ]

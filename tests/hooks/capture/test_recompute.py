@@ -1,7 +1,5 @@
 """Gradients and values of an update: copied when, ordered before what, trusted from when on."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +13,7 @@ from deadpool_megatron.layout.replaying import key, pack_sums
 from deadpool_megatron.platform.devices import CopyHandle, CpuPlatform
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.shm.segment import checksum
+from tests.common.programs import said
 
 GRADIENTS = gradients_part("shard0")
 
@@ -225,11 +224,9 @@ def test_no_other_scheme_loads_it() -> None:
         "import deadpool_megatron.hooks.pretraining.attach\n"
         "print(*(name for name in sys.modules if '.hooks.capture.' in name))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert "deadpool_megatron.hooks.capture.protection" in done.stdout.split()
-    assert recompute.__name__ not in done.stdout.split()
+    names = said("-c", program).split()
+    assert "deadpool_megatron.hooks.capture.protection" in names
+    assert recompute.__name__ not in names
 
 
 def test_steps_are_replayed_in_their_order_however_they_are_listed() -> None:

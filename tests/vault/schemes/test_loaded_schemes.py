@@ -1,13 +1,12 @@
 """An option costs nothing in the path of those who did not choose it: nor is its file loaded."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
+from tests.common.programs import said
 from tests.vault.harness import cluster, wait_until
 
 # Vault, coordinator and the member's side of a vault; then, in a fork for each kind, an epoch of
@@ -48,8 +47,7 @@ OPTIONAL = {*set[str]().union(*FILES.values()), "vault.schemes.parity_code"}
 
 
 def test_no_file_of_another_scheme_is_loaded(tmp_path: Path) -> None:
-    program = [sys.executable, "-c", PROGRAM, str(tmp_path), *FILES]
-    told = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
+    told = said("-c", PROGRAM, tmp_path, *FILES)
     names = [line.replace("deadpool_megatron.", "").split() for line in told.splitlines()]
     found = [OPTIONAL.intersection(one) - {"vault.schemes.parity_code"} for one in names]
     assert dict(zip(FILES, found, strict=True)) == FILES
