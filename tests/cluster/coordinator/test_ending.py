@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import Finish
-from deadpool_megatron.cluster.run_directory.directory import read_json, write_json
+from deadpool_megatron.cluster.run_directory.directory import write_json
 from tests.cluster.journal.journal_steps import PipeWriter, coordinator
 
 FINAL = "final.json"
@@ -85,24 +85,6 @@ def replace_writes(monkeypatch: pytest.MonkeyPatch, of_final: Callable[[], None]
 
 def lines(directory: Path) -> str:
     return "".join(path.read_text() for path in sorted((directory / "run").glob("events*")))
-
-
-def test_a_full_disk_only_delays_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries, removes = list[bool](), list[bool]()
-
-    def full() -> None:
-        assert not removes, "an agent was told to stop, and the result is not there"
-        tries.append(True)
-        if len(tries) < 4:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    replace_writes(monkeypatch, full)
-    status, _ = end(tmp_path, monkeypatch, removes)
-    assert read_json(tmp_path / "run" / FINAL)["reason"] == "enough"
-    assert (status, removes) == (130, [True])
-    assert lines(tmp_path).count("No space left on device") == 1
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,6 @@ def hashed(iteration: int, role: int = 0, sha256: str = "aa", epoch: int = 1) ->
     return Event(Kind.STATE_HASH, epoch, role=role, iteration=iteration, data={"sha256": sha256})
 
 
-def test_a_step_that_is_repeated_is_told_once() -> None:
-    progress = ReportedProgress()
-    first = step(2)
-    assert progress.take(first) == (first, inputs.StepReported(1, 2))
-    assert progress.take(step(2, epoch=2)) == (None, None)
-    assert progress.last_iteration == 2
-    assert not progress.diverged
-
-
 @pytest.mark.parametrize("number", ["loss", "grad_norm"])
 def test_a_number_that_was_not_finite_may_be_replaced_and_is_passed_on_again(number: str) -> None:
     """The coordinator that heard it first may have died; the right one is no divergence."""

@@ -80,16 +80,6 @@ def known(journal: Journal) -> list[tuple[int, Verb, Stage]]:
     return [(one.number, one.verb, one.stage) for one in user_requests.newest(journal).requests]
 
 
-async def test_what_is_answered_with_yes_is_in_the_journal(journal: Journal) -> None:
-    one = await Coordinator(journal, 1).begun()
-    answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-    assert answer["request"]["number"] == 1
-    assert known(journal) == [(1, Verb.DRAIN, Stage.ASKED)]
-    assert [item.request.number for item in one.fed] == [1]
-    await one.end(1, Stage.DONE)
-    assert known(journal) == [(1, Verb.DRAIN, Stage.DONE)]
-
-
 async def test_a_request_that_is_sent_again_is_taken_once(journal: Journal) -> None:
     one = await Coordinator(journal, 1).begun()
     both = await asyncio.gather(*(one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a") for _ in range(2)))
@@ -124,15 +114,6 @@ async def test_one_that_does_not_know_that_it_was_superseded_says_yes_to_nobody(
     assert not answer["ok"]
     assert one.stepped_down == ["another coordinator takes the requests"]
     assert not one.fed
-    assert known(journal) == []
-
-
-async def test_what_cannot_be_is_not_written(journal: Journal) -> None:
-    one = await Coordinator(journal, 1).begun()
-    answer = await one.desk.ask(Verb.DRAIN, lambda: {"node": 7}, "a")
-    assert answer["refused"] == "node 7 is not connected (there are: 0, 1)"
-    answer = await one.desk.ask(Verb.PROTECT, lambda: "it cannot be", "a")
-    assert answer["refused"] == "it cannot be"
     assert known(journal) == []
 
 

@@ -13,7 +13,6 @@ from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
 
 CUDA = "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"
 FULL = "no room for own-1-1.0.4.seg: 4096 bytes needed on /dev/shm/deadpool-1/node1 (shared memory"
-XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 
 
 def ended(rig: Rig, role: int, line: str) -> ev.MemberLost:
@@ -40,33 +39,6 @@ def test_second_error_of_a_host_moves_its_roles_to_a_spare(line: str, kind: str)
     assert nodes_of(rig.record) == {0: 0, 1: 2}
     assert kinds(rig, Kind.NODE_ASIDE) == [kind]
     assert rig.state.fleet.deprioritized == {1}
-
-
-def test_a_node_with_a_broken_device_has_no_role_any_more() -> None:
-    """At the first time, and not as the last spare either, unlike one whose errors were counted."""
-    rig = Rig(spares=1).run(3)
-    rig.feed(ended(rig, 1, XID))
-    assert kinds(rig, Kind.NODE_ASIDE) == ["device-error"]
-    (note,) = rig.of(act.RecordQuarantined, rig.log)
-    assert (note.node, "Xid" in note.cause) == (1, True)
-    recover(rig, 3)
-    assert nodes_of(rig.record) == {0: 0, 1: 2}
-    assert rig.record.history.wrong == {1}
-    rig.reap()
-    rig.lose(2, g(3), g(3, 2))
-    assert rig.state.phase is Phase.WAITING_SPARE
-    rig.join(4)
-    assert nodes_of(rig.pending) == {0: 0, 1: 4}
-
-
-def test_the_same_device_error_on_two_nodes_is_the_programs() -> None:
-    rig = Rig().run(3)
-    rig.feed(ended(rig, 1, CUDA))
-    recover(rig, 3)
-    rig.feed(ended(rig, 0, CUDA))
-    end = rig.saved_end(g(3))
-    assert (end.exit_status, end.kind) == (1, "bug")
-    assert "ECC error" in end.reason
 
 
 def crash_and_go_on(rig: Rig, iteration: int, pause_seconds: float) -> None:

@@ -130,17 +130,6 @@ def test_a_run_of_which_every_generation_is_damaged_does_not_pass_for_saved() ->
     assert "generation 1:7 lacks part main of role 1" in end.reason
 
 
-def test_nodes_are_asked_for_another_generation_when_all_have_written_the_first() -> None:
-    """One that still writes could not begin, and would have less time for it than the others."""
-    rig = sole_copies(g(6), g(7), nodes=3)
-    assert rig.one(act.Dump).nodes == (0, 1)
-    rig.feed(ev.Dumped(0, g(7), damaged=bad(0, 2, 7)))
-    assert not rig.of(act.Dump)
-    rig.feed(ev.Dumped(1, g(7)))
-    dump = rig.one(act.Dump)
-    assert (dump.generation, dump.nodes) == (g(6), (0, 1))
-
-
 def test_what_any_try_has_led_to_stays_known_of_a_node_that_has_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
