@@ -6,18 +6,17 @@ Peers, NCCL and what of torch calls them are played. Expected are the files in l
 
 import itertools
 import json
-import os
+import os  # noqa: F401 - in the files
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import distributed_c10d as c10d  # noqa: F401 - in the files
 
 from deadpool_megatron.comms import Communicators, EpochClosed, EpochStore, Limits
 from deadpool_megatron.comms.gloo import GlooGroup
@@ -26,7 +25,8 @@ from deadpool_megatron.comms.inner import GroupSpec
 from deadpool_megatron.comms.nccl import NcclFabric
 from tests.common import lives
 
-LIVES = Path(__file__).parent / "lives"
+ERRORS = [SimpleNamespace(name="SUCCESS"), SimpleNamespace(name="TIMEOUT")]
+_WORDS = ("attach", "each", "groups", "found_again", "about", "positions")
 # What is asked for, and by whom; what fails or answers something, by the end of its name.
 asked: list[str] = []
 fails: dict[str, str] = {}
@@ -130,43 +130,51 @@ class Meeting:
 
 
 class Life:
-    """``lines``: what was done, and what came of it."""
+    """``lines``: what was done, and what came of it. Each line is an expression; ``x`` and ``y``
+    are tensors, and the groups go by their names."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, script: Sequence[str], options: dict[str, Any], _: Path) -> None:
         for one in (asked, fails, left_open):
             one.clear()
-        answers.update({"get_error": SimpleNamespace(name="SUCCESS"), ".exception": None})
+        answers.update({"get_error": ERRORS[0], ".exception": None, "is_passed": True})
         answers.update({".is_completed": True, ".is_success": True, "_for_group": 7})
         answers["agreed"] = b"1"
         limits = Limits(9.0, 0.0, 20.0, 0.0, options.pop("longest", 0.0))
-        played = f"{__name__}:Fabric"
         fault: Any = lambda *what: asked.append(f"fault {short(what)}")  # noqa: E731
-        self.comms = Communicators(played, limits, fault, **options)
+        self.comms = Communicators(f"{__name__}:Fabric", limits, fault, **options)
         self.lines: list[str] = []
-        self.newest = ""
-        self.epochs = 1
+        self.newest, self.epochs = "", 1
+        self.names = {**globals(), "comms": self.comms, "x": torch.ones(2), "y": torch.zeros(2)}
+        self.names.update({name: getattr(self, name) for name in _WORDS})
+        self.comms.install()
+        try:
+            for line in script:
+                self.do(line, lambda line=line: eval(line, self.names))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self.comms.uninstall()
 
-    def do(self, what: str, act: Callable[[], Any]) -> Any:
+    def do(self, what: str, act: Callable[[], Any]) -> None:
         """Do something; write down what was asked for, what came of it, and how things are now."""
         asked.clear()
-        found = None
+        at = len(self.lines)
         with warnings.catch_warnings(record=True) as said:
             try:
-                found = act()
-                came = short(found)
+                came = short(act())
             except (EpochClosed, Exception) as error:
                 came = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         # Old epochs are freed, and a fabric aborts its groups, in threads of their own.
         seen = [line for line in asked if not line.endswith(("get_error[]", ".abort[]"))]
         newest = f"e{self.comms._current.number if self.comms._current else 0} "
         seen += sorted(x for x in asked if x.startswith(newest) and x.endswith(".abort[]"))
-        self.lines += [what, *(f"    {line}" for line in seen)]
-        self.lines += [f"    warning: {one.message}" for one in said]
-        self.lines.append(f"    -> {came}")
+        seen += [f"warning: {one.message}" for one in said if one.category is UserWarning] + [
+            f"-> {came}"
+        ]
         if (now := self.now()) != self.newest:
-            self.lines.append(f"    {now}")
+            seen.append(now)
         self.newest = now
-        return found
+        self.lines[at:at] = [what, *(f"    {line}" for line in seen)]
 
     def now(self) -> str:
         groups = self.comms._roster.groups()
@@ -184,211 +192,53 @@ class Life:
         return "; ".join(filter(None, words))
 
     def attach(self, epoch: int, rank: int = 1) -> None:
-        self.store = EpochStore(Meeting(), epoch, 1.0)
-        self.do(
-            f"attach in epoch {epoch} as {rank}",
-            lambda: self.comms.attach(epoch, self.store, rank, 60.0),
-        )
+        self.epochs, self.store = epoch, EpochStore(Meeting(), epoch, 1.0)
+        self.comms.attach(epoch, self.store, rank, 60.0)
 
-    def try_each(self, what: str, ends: Iterable[str], act: Callable[[], Any]) -> None:
+    def each(self, act: Callable[[], Any], *ends: str) -> None:
         """Do something well, then with each of the calls to torch failing, each in a new epoch."""
-        self.do(what, act)
+        self.do("    well", act)
         for end, text in itertools.product(ends, ("a wrong shape", "[/gloo/x.cc] peer")):
-            self.epochs += 1
-            self.store = EpochStore(Meeting(), self.epochs, 1.0)
-            self.comms.attach(self.epochs, self.store, 1, 60.0)
+            self.attach(self.epochs + 1)
             fails[end], answers[".exception"] = text, RuntimeError(text)
-            self.do(f"{what}: {end[1:]} {text}", act)
+            self.do(f"    {end}: {text}", act)
             fails.clear()
             answers[".exception"] = None
-            self.do("again", act)
+            self.do("    again", act)
+        asked.clear()
+
+    def groups(self) -> None:
+        pipeline = "PIPELINE_MODEL_PARALLEL_GROUP"
+        for ranks, words in (
+            *(([0, 1], "ROW"), ([1, 3], pipeline), ([2, 3], "ROW")),
+            *(([0, 1], "HOST"), ([0, 2], pipeline), ([2, 3], "HOST")),
+        ):
+            group = dist.new_group(ranks, backend="nccl", group_desc=words)
+            if 1 in ranks:
+                assert self.names.setdefault(words, group) is group
+
+    def found_again(self) -> None:
+        with self.comms.found_again():
+            self.groups()
+            dist.new_group([0, 3], group_desc="NEW")
+
+    def about(self, group: Any) -> list[Any]:
+        asks = ("name", "getBackendName", "getRank", "getSize", "rank", "size")
+        known = [group.description, group._device_types, group.bound_device_id]
+        backend = group.get_backend(torch.device("cpu")).name()
+        ranks = dist.get_process_group_ranks(group)
+        return [
+            *(getattr(group, n)() for n in asks),
+            *known,
+            backend,
+            dist.get_backend(group),
+            ranks,
+        ]
+
+    def positions(self) -> Any:
+        return {place: vars(one) for place, one in (self.comms.positions() or {}).items()}
 
 
-@pytest.fixture
-def live() -> Iterator[Callable[..., Life]]:
-    found: list[Life] = []
-
-    def begin(**options: Any) -> Life:
-        found.append(Life(**options))
-        found[0].comms.install()
-        return found[0]
-
-    yield begin
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    found[0].comms.uninstall()
-
-
-def groups() -> dict[str, Any]:
-    made = {
-        "ROW": dist.new_group([0, 1], group_desc="ROW"),
-        "PIPELINE": dist.new_group([1, 3], group_desc="PIPELINE_MODEL_PARALLEL_GROUP"),
-        "OTHERS": dist.new_group([2, 3], group_desc="ROW"),
-        "HOST": dist.new_group([0, 1], backend="nccl", group_desc="HOST"),
-    }
-    made["THEIRS"] = dist.new_group([0, 2], group_desc="PIPELINE_MODEL_PARALLEL_GROUP")
-    made["THEIR HOST"] = dist.new_group([2, 3], backend="nccl", group_desc="HOST")
-    return made
-
-
-def test_a_life_is_as_it_was_before(live: Callable[..., Life]) -> None:
-    life = live(rebuild="one-by-one", longest=30.0)
-    do, comms = life.do, life.comms
-    do("attach before there is a group", lambda: comms.attach(1, dist.HashStore(), 1, 1.0))
-    do("init", lambda: dist.init_process_group(rank=1, world_size=4))
-    made = groups()
-    do("groups", lambda: made)
-    world, row, host = c10d._get_default_group(), made["ROW"], made["HOST"]
-    for group in (world, row, host):
-        answered_by(life, group)
-    do("another seam", comms.install)
-    objects = [1, 2]
-    do("objects", lambda: [dist.broadcast_object_list(objects, 0), objects])
-    do("scattered", lambda: [dist.scatter_object_list(objects, list("abcd"), 1), objects])
-    do("received", lambda: [dist.recv_object_list(objects, 0), objects])
-    do("another role", lambda: comms.renumber(2))
-    do("of another shape", lambda: comms.renumber(0))
-    do("as before", lambda: comms.renumber(1))
-
-    def again() -> Any:
-        with comms.found_again():
-            found = groups()
-            do("one more", lambda: dist.new_group([0, 3], group_desc="NEW"))
-        return [found[name] is made[name] for name in made]
-
-    do("found again", again)
-    do("be patient", lambda: comms.be_patient(True))
-    do("interrupt nothing", lambda: comms.interrupt(0))
-    do("drain nothing", comms.drain)
-    do("too late", lambda: comms.attach(0, dist.HashStore(), 1, 1.0))
-    life.attach(1)
-    for name in ("ROW", "HOST"):
-        operations(life, name, made[name])
-    measured(life)
-    life.attach(101, 2)
-    life.attach(102)
-    do("be patient no more", lambda: comms.be_patient(False))
-    do("a time-out", lambda: row.set_timeout(timedelta(seconds=3)))
-    do("another", lambda: c10d._set_pg_timeout(timedelta(seconds=4), host))
-    do("a new group", lambda: dist.new_group([1, 2], group_desc="NEW"))
-    do("one of others", lambda: dist.new_group([2, 3], group_desc="NEW"))
-    do("destroyed", lambda: dist.destroy_process_group(row))
-    fails["eager_connect_single_device"] = "nobody /gloo/ came"
-    do("a group that fails", lambda: dist.new_group([0, 1, 2], group_desc="FAILS"))
-    fails.clear()
-    x = torch.ones(1)
-    do("a send that is dropped", lambda: dist.isend(x, 0, group=host) and None)
-    do("its end", comms.finish_iteration)
-    do("one more send", lambda: dist.isend(x, 0, group=host) and None)
-    life.attach(103)
-    do("a receive", lambda: dist.irecv(x, 0, group=host) and None)
-    do("an interrupt of an older epoch", lambda: comms.interrupt(102))
-    do("one of this", lambda: comms.interrupt(103))
-    do("closed", lambda: dist.all_reduce(x))
-    do("nor new groups", lambda: dist.new_group([1], group_desc="LATE"))
-    do("nor iterations", comms.finish_iteration)
-    life.attach(104)
-    do("drain", comms.drain)
-    do("still closed", lambda: dist.all_reduce(x))
-    do("its backend", lambda: world.get_backend(torch.device("cpu")))
-    do("its blocks", lambda: world._start_coalescing(torch.device("cpu")))
-    do("its barrier", lambda: world.monitored_barrier())
-    life.attach(104)
-    do("too late again", lambda: comms.attach(103, dist.HashStore(), 1, 1.0))
-    do("drain", comms.drain)
-    do("detach", comms.detach)
-    do("alone", lambda: [dist.all_reduce(x), x])
-    life.attach(105)
-    fails["abort"] = "it is broken"
-    do("interrupt of all", lambda: comms.interrupt(109))
-    do("drain", comms.drain)
-    do("gone", dist.destroy_process_group)
-    lives.hold(LIVES / "one_process.txt", life.lines)
-
-
-def test_groups_that_are_split_from_world(
-    live: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what a group of NCCL that was left open costs."""
-    life = live(rebuild="split")
-    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
-    dist.init_process_group(rank=1, world_size=4, device_id=torch.device("cpu:0"))
-    made = groups()
-    life.do("it stays", lambda: os.environ["TORCH_DIST_INIT_BARRIER"])
-    answered_by(life, made["ROW"])
-    life.attach(1)
-    operations(life, "ROW", made["ROW"], ["barrier"])
-    left_open.append(True)
-    answers["agreed"] = b"2"
-    life.attach(102)
-    life.do("drain", life.comms.drain)
-    lives.hold(LIVES / "split.txt", life.lines)
-
-
-def answered_by(life: Life, group: Any) -> None:
-    """Whatever is asked of a group."""
-    asks = ("name", "getBackendName", "getRank", "getSize", "rank", "size")
-    life.do("a group", lambda: [getattr(group, name)() for name in asks])
-    life.do("its words", lambda: [group.description, group._device_types, group.bound_device_id])
-    life.do("its backend", lambda: group.get_backend(torch.device("cpu")).name())
-    life.do("no backend", lambda: group.get_backend(torch.device("cuda")))
-    life.do("by torch", lambda: [dist.get_backend(group), dist.get_process_group_ranks(group)])
-
-
-def operations(life: Life, name: str, group: Any, kinds: Sequence[str] = ()) -> None:
-    """Each kind once well, once with an error of the caller's, once with one of a peer, when it
-    begins and when it is waited for."""
-    do, x, y = life.do, torch.ones(2), torch.zeros(2)
-    known: dict[str, Callable[[], Any]] = {
-        "allreduce": lambda: dist.all_reduce(x, group=group),
-        "broadcast": lambda: dist.broadcast(x, 1, group=group, async_op=True).wait(),
-        "reduce_scatter": lambda: dist.reduce_scatter(y, [x, x], group=group),
-        "send": lambda: dist.send(x, 0, group=group),
-        "recv": lambda: dist.irecv(y, 0, group=group).wait(timedelta(seconds=2)),
-        "barrier": lambda: dist.barrier(group=group),
-    }
-    for kind in kinds or known:
-        life.try_each(f"{kind} of {name}", (f".{kind}", ".wait"), known[kind])
-    work = dist.all_reduce(x, group=group, async_op=True)
-    for what in ("is_completed", "is_success", "synchronize", "block_current_stream", "result"):
-        do(f"a work of {name}: {what}", getattr(work, what))
-    do("its wait", lambda: [work.wait(), work.wait(), work.is_completed()])
-    do("its words", lambda: [work.place, work.operation, work.sequence])
-    do("sequence", group._get_sequence_number_for_group)
-    ops = [dist.P2POp(op, x, 0, group) for op in (dist.isend, dist.irecv)]
-    ends = (".send", ".recv", "._start_coalescing", "._end_coalescing")
-    life.try_each("a batch", ends, lambda: [one.wait() for one in dist.batch_isend_irecv(ops)])
-    life.try_each("monitored", (".monitored_barrier",), lambda: group.monitored_barrier(None))
-
-
-def measured(life: Life) -> None:
-    """What streams wait, and how far the device is."""
-    do, comms, x = life.do, life.comms, torch.ones(1)
-    waits = comms.stream_waits
-    do("measure", waits.begin)
-    dist.all_reduce(x)
-    dist.all_reduce(x, async_op=True).wait()
-    do("read too early", waits.read)
-    do("its end", waits.end)
-    answers["is_passed"] = False
-    do("not passed", waits.read)
-    do("not anew", waits.begin)
-    answers["is_passed"] = True
-    do("read", lambda: [waits.count, waits.read(), waits.read(), waits.begin(), waits.count])
-    do("dropped", lambda: [waits.drop(), dist.all_reduce(x), waits.count, waits.read()])
-    do("measure again", waits.begin)
-    do(
-        "dropped",
-        lambda: [waits.drop(), dist.all_reduce(x), waits.count, waits.end(), waits.read()],
-    )
-    do("waiting", comms.waiting_for)
-
-    def positions() -> Any:
-        return {place: vars(one) for place, one in (comms.positions() or {}).items()}
-
-    do("positions", positions)
-    answers["get_error"] = SimpleNamespace(name="TIMEOUT")
-    do("look", comms.look)
-    do("positions", positions)
-    do("send", lambda: dist.send(x, 0))
-    answers["get_error"] = SimpleNamespace(name="SUCCESS")
+def test_a_life_is_as_it_was_before(tmp_path: Path) -> None:
+    live: Any = lambda *life: Life(*life).lines  # noqa: E731
+    lives.compare(Path(__file__).parent / "lives" / "one_process.txt", live, tmp_path)
