@@ -2,7 +2,6 @@
 what lies in the slots. The vault is played. Expected is the file lives/member.txt."""
 
 import os
-import re
 import socket
 import threading
 from collections.abc import Mapping, Sequence
@@ -84,7 +83,7 @@ class Life:
             )
         heard = [f"    said {one}" for one in self.vault.heard if "sync" not in one]
         self.vault.heard.clear()
-        self.lines += [what, *heard, f"    -> {re.sub('at 0x.*', '', came)}"]
+        self.lines += [what, *heard, f"    -> {came.replace(str(self.directory), 'DIR')}"]
         if (slots := self.held()) != self.slots:
             self.lines += slots.splitlines()
         self.slots = slots
@@ -132,10 +131,12 @@ class Life:
                 segment.seal_part(slot, name, entry.nbytes, 7, entry.epoch)
         segment.set_state(slot, SlotState.SEALED)
 
-    def restore(self, **answer: Any) -> Any:
-        self.vault.says["restore"] = [answer]
+    def restore(self, seconds: float = PATIENCE_SECONDS, **answer: Any) -> Any:
+        self.vault.says["restore"] = [answer] if answer else []
         found = self.member.restore(
-            *(LAYOUT, 2, Generation(1, 2), "step"), deadline_seconds=60, interrupted=self.interrupt
+            *(LAYOUT, 2, Generation(1, 2), "step"),
+            deadline_seconds=seconds,
+            interrupted=self.interrupt,
         )
         parts = {name: bytes(found.part(name)).hex() for name in found.names}
         found.close()
