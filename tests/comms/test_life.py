@@ -166,8 +166,6 @@ class Life:
                 came = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         # Old epochs are freed, and a fabric aborts its groups, in threads of their own.
         seen = [line for line in asked if not line.endswith(("get_error[]", ".abort[]"))]
-        newest = f"e{self.comms._current.number if self.comms._current else 0} "
-        seen += sorted(x for x in asked if x.startswith(newest) and x.endswith(".abort[]"))
         seen += [f"warning: {one.message}" for one in said if one.category is UserWarning] + [
             f"-> {came}"
         ]
