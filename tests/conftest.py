@@ -132,6 +132,7 @@ def pipes_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    os.umask(0o022)  # a command that runs here may have left its own
     within = item.config.getoption("--within")
     if within is None or not _may_be_left_out(item):
         return

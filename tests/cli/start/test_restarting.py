@@ -129,7 +129,7 @@ def test_what_a_run_can_go_on_from_is_not_removed_without_a_word(
     monkeypatch.setattr("builtins.input", lambda _: "y")
     assert cli.main(["clean", str(left.path)]) == 0
     assert not segment.exists()
-    left.segments(RUN_ID, 0).mkdir(parents=True)  # for the fixture
+    segment_root(RUN_ID).mkdir(mode=0o700)  # for the fixture
 
 
 def test_nothing_starts_from_nothing_by_itself(tmp_path: Path, complain: Complain) -> None:

@@ -1,7 +1,6 @@
 """The hosts that runs have put aside: kept beside the runs, bounded, believed only if ours."""
 
 import fcntl
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -91,9 +90,8 @@ def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten
 
 
 def test_a_run_on_a_bad_host_is_refused_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "umask", lambda mask: 0o022)
     quarantine.add_bad_node(tmp_path, replace(NODE, host=gethostname(), wall_seconds=time.time()))
     run = tmp_path / "run"
     size = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "")
