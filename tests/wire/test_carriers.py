@@ -26,7 +26,7 @@ _VAULT = (
     "tests/vault/test_epochs.py::test_a_message_that_comes_twice_counts_once",
 )
 _MEMBER = "tests/vault/test_member.py::test_what_a_vault_says_counts_in_its_epoch"
-_JOIN = "tests/cluster/machine/bootstrapping/test_takeover.py"
+_JOIN = "tests/cluster/machine"
 TESTS: dict[str, tuple[str, ...]] = {
     # To the coordinator.
     **dict.fromkeys(
@@ -36,8 +36,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("phase", "raised", "restored", "restore-failed"), _MACHINE),
     "durable-request": (_SAVES,),
     "join": (
-        f"{_JOIN}::test_an_epoch_that_an_agent_has_closed_is_not_open",
-        f"{_JOIN}::test_dead_between_journal_and_announcement",
+        f"{_JOIN}/bootstrapping/test_takeover.py::test_an_epoch_that_an_agent_has_closed_is_not_open",
+        f"{_JOIN}/test_lives.py::test_a_life_is_told_as_it_was_before",
     ),
     # To agents, from there to members, and from members to their agent.
     "close": (_AGENT, _LINK),
