@@ -100,9 +100,9 @@ class Life:
         """Wait until nothing is left to do; write down what the agents were sent."""
         self.one.feed(ev.Tick())
         for _ in range(5):
-            while self.one._tasks:
-                await asyncio.wait(set(self.one._tasks), timeout=20)
             await asyncio.sleep(0.01)
+            while self.one._tasks or self.one.files.writer.describe()["waiting"]:
+                await asyncio.sleep(0.01)
         self.lines.append(f"{what}:")
         for node, stream in sorted(self.streams.items()):
             for message in FrameBuffer().feed(bytes(stream.sent)):

@@ -24,6 +24,7 @@ from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.events import Event
+from deadpool_megatron.observe.notify import Outlet
 from deadpool_megatron.wire.framing import FrameBuffer
 from tests.cluster.coordinator.test_life import Life, text_of
 from tests.cluster.journal.journal_steps import coordinator
@@ -56,7 +57,7 @@ class Whole:
         self._broken = self._full = ""
         self._beats: dict[int, dict[str, Any]] = {}
         self._silent: set[int] = set()
-        write, write_result = Journal.write, RunFiles.write_result
+        write, write_result, put = Journal.write, RunFiles.write_result, Outlet.put
 
         def written(journal: Journal, kind: str, number: int, entry: Any) -> None:
             if self._broken:
@@ -70,6 +71,10 @@ class Whole:
             write_result(files, *given)
             self._note("the result is written")
 
+        def told(outlet: Outlet, notice: Any) -> None:
+            put(outlet, notice)
+            outlet.flush(time.monotonic() + 60.0)  # its thread may warn
+
         def event(_: EventWriter, one: Event) -> None:
             self._note(f"event: {text_of(one.to_dict())}")
 
@@ -80,6 +85,7 @@ class Whole:
         patch.setattr(Journal, "write", written)
         patch.setattr(RunFiles, "write_result", result)
         patch.setattr(EventWriter, "write", event)
+        patch.setattr(Outlet, "put", told)
         patch.setattr(service.sys, "stderr", SimpleNamespace(write=printed, flush=int))
         patch.setattr(service, "end_process", lambda error: pytest.fail(repr(error)))
         close = partial(self._note, "it does not listen any more")
