@@ -1,0 +1,16 @@
+"""Whose files and directories are believed, line by line; see calls/."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.common import lives, statements
+from tests.security.users import needs_root
+
+CALLS = Path(__file__).parent / "calls"
+
+
+@pytest.mark.timeout(20)  # a pipe would be waited for
+@pytest.mark.parametrize("name", ["ownership", pytest.param("of_other_users", marks=needs_root)])
+def test_calls_are_answered_as_before(name: str, tmp_path: Path) -> None:
+    lives.compare(CALLS / f"{name}.txt", statements.live, tmp_path)
