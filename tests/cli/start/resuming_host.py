@@ -1,4 +1,4 @@
-"""Where a run continues from, and what its agents wait for together, line by line; see calls/."""
+"""A host whose agent resumes a run, for calls/resuming.txt."""
 
 import argparse
 from pathlib import Path
@@ -15,7 +15,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
-from tests.common import lives, statements
 
 INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
 
@@ -58,7 +57,3 @@ class Host:
         """Node 1 has written its half."""
         self.pauses += 1
         Others(self.new, 2, 1, 60.0).done()
-
-
-def test_runs_continue_as_before(tmp_path: Path) -> None:
-    lives.compare(Path(__file__).parent / "calls" / "resuming.txt", statements.live, tmp_path)
