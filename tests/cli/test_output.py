@@ -1,10 +1,12 @@
-"""No command ends, nor changes its exit status, because nobody can read what it prints."""
+"""What commands print: no one ends, nor changes its exit status, because nobody can read it."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+
+from deadpool_megatron import cli
 
 # Stands for what a sub-command does.
 COMMAND = """
@@ -46,3 +48,13 @@ def test_nothing_can_be_written(shell: str) -> None:
 
 def test_an_answer_that_cannot_be_written_is_no_answer() -> None:
     assert result(COMPARE, 'exec "$0" "$@" >/dev/full') == 2
+
+
+def test_help_of_every_command_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], *([name] for name in cli.COMMANDS)):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*command, "--help"])
+        assert stop.value.code == 0
+        shown = capsys.readouterr().out
+        assert "usage: deadpool" in shown
+        assert command or all(f"  {topic}:\n" in shown for topic in cli.TOPICS)

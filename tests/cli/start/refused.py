@@ -1,8 +1,10 @@
 """Commands that are refused, and the runs that they meet."""
 
+import os
 import secrets
 from pathlib import Path
 
+from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
@@ -29,3 +31,13 @@ def old_run(path: Path, world_size: int = 2) -> RunDirectory:
     run.create(info)
     auth.create_secret(path)
     return run
+
+
+def left(path: Path) -> Path:
+    """A slot in memory of a run in ``path`` whose processes have all died."""
+    run = old_run(path)
+    os.close(cleanup.claim_segments(run, RUN_ID))
+    slot = run.segments(RUN_ID, 0) / "own-0.0.0.0.seg"
+    slot.parent.mkdir()
+    slot.touch()
+    return slot

@@ -10,12 +10,15 @@ import pytest
 
 from deadpool_megatron import cli, file_systems
 from deadpool_megatron.cli.start import checks, launch, scripts
+from deadpool_megatron.cluster.run_directory import cleanup, directory as run_directory
 from deadpool_megatron.preflight import host
 from tests.cli.start.refused import RUN_ID
 from tests.common import lives, statements
 
 CALLS = sorted((Path(__file__).parent / "calls").glob("*.txt"))
-_VOLATILE = re.compile(rf"\b{RUN_ID}\b|(?<=runs/)[-\w.]+")
+_VOLATILE = re.compile(
+    rf"{RUN_ID}|(?<=runs/)[-\w.]+|(?<=0\.1:)\d+|(?<=s \[)\d+|(?<=in the memory of )\S+"
+)
 
 
 class User:
@@ -31,6 +34,9 @@ class User:
         count = "import os; print(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
         patch.setattr(checks, "_PROBE", count)
         patch.setattr(file_systems, "_kinds", lambda: {Path("/"): "ext4"})
+        (directory / "shm").mkdir()
+        for module in (cleanup, run_directory):
+            patch.setattr(module, "SEGMENT_ROOT", directory / "shm")
         self.started = list[launch.Launcher]()
         patch.setattr(launch.Launcher, "run", lambda one: self.started.append(one) or 0)
         patch.setenv(scripts.VARIABLE, "left over")
@@ -47,7 +53,7 @@ class User:
 
 def live(script: Sequence[str], options: dict[str, Any], directory: Path) -> list[str]:
     lines = statements.live(script, options, directory)
-    return [line if line in script else _VOLATILE.sub("RUN", line) for line in lines]
+    return [line if line in script else _VOLATILE.sub("X", line) for line in lines]
 
 
 @pytest.mark.parametrize("path", CALLS, ids=[path.stem for path in CALLS])
