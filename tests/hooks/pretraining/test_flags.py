@@ -9,14 +9,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from megatron.core.transformer.enums import AttnBackend
 
-from deadpool_megatron import arguments
 from deadpool_megatron.hooks.pretraining import attach
-from deadpool_megatron.settings import ENVIRONMENT_NAME, Settings
-from deadpool_megatron.support import flags as flag_tables
 from deadpool_megatron.support.flags import REVIEWED, ROWS, UNREVIEWED, FlagRow, Level
-from deadpool_megatron.support.judgement import judge, never_run, notes, refusal, verdict
+from deadpool_megatron.support.judgement import judge, refusal
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import TAG, TAGS, TREES, checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Answer, Question, ask, in_checkout
@@ -29,21 +25,8 @@ EXAMPLES = dict.fromkeys(_TABLES["without_a_value"].split(), "") | _TABLES["exam
 BY_HAND, HARMLESS, _PARSED_ONLY = (_TABLES[n] for n in ("by_hand", "harmless", "parsed_only"))
 
 
-def parser() -> argparse.ArgumentParser:
-    return attach.add_flags(argparse.ArgumentParser(allow_abbrev=False))
-
-
 def refused(**given: object) -> str:
     return attach.refusal(argparse.Namespace(deadpool=True, **given), [])
-
-
-def set_by(flag: str, **given: object) -> dict[str, object]:
-    """The arguments that a row has set in a namespace with these."""
-    args = argparse.Namespace(deadpool=True, **given)
-    assert row_of(flag).level is Level.SET
-    attach.set_for_the_user(args)
-    assert not attach.refusal(args, ["pretrain_gpt.py"])
-    return {name: value for name, value in vars(args).items() if name != "deadpool"}
 
 
 def unread(argv: list[str]) -> str:
@@ -53,36 +36,6 @@ def unread(argv: list[str]) -> str:
 def row_of(flag: str) -> FlagRow:
     """The first: what is set is set where the one that refuses does not apply."""
     return next(row for row in ROWS if flag in row.flags)
-
-
-def test_defaults_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENVIRONMENT_NAME, raising=False)
-    args = parser().parse_args([])
-    assert not args.deadpool
-    assert not args.deadpool_allow_untested_megatron
-    assert arguments.settings_from(args) == Settings()
-    settings = Settings(replicas=2, close_seconds=11.5)
-    monkeypatch.setenv(ENVIRONMENT_NAME, settings.to_json())
-    assert arguments.settings_from(parser().parse_args([])) == settings
-    given = parser().parse_args(["--deadpool-replicas", "3"])
-    assert given.deadpool_replicas == 3
-
-
-def test_saves_must_not_go_where_exports_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DEADPOOL_RUN_DIR", str(tmp_path / "run"))
-    settings = Settings(persist_directory=str(tmp_path / "saves"))
-    monkeypatch.setenv(ENVIRONMENT_NAME, settings.to_json())
-    assert "is where the run's exports go" in refused(save=str(tmp_path / "saves"))
-    assert not attach.refusal(argparse.Namespace(deadpool=True, save=str(tmp_path / "others")), [])
-    assert not attach.refusal(argparse.Namespace(deadpool=True, save=None), [])
-
-
-def test_nothing_is_refused_without_deadpool() -> None:
-    argv = ["pretrain_mamba.py", "--of-tomorrow"]
-    assert not attach.refusal(argparse.Namespace(), argv)
-    assert not attach.refusal(argparse.Namespace(deadpool=False, inprocess_restart=True), argv)
 
 
 def test_every_flag_of_every_row_is_tried() -> None:
@@ -107,104 +60,6 @@ def test_rows_that_the_parser_cannot_reach(flag: str) -> None:
     assert refused(**BY_HAND[flag]) == row_of(flag).line
 
 
-def test_what_deadpool_replaces_is_left_out_by_the_parser() -> None:
-    """At once: a script looks at --inprocess-restart before anything validates."""
-    assert set_by("--inprocess-restart", inprocess_restart=True) == {"inprocess_restart": False}
-    local = {"non_persistent_ckpt_type": "local", "non_persistent_save_interval": 4}
-    unset = {"non_persistent_ckpt_type": None, "non_persistent_save_interval": None}
-    assert set_by("--non-persistent-ckpt-type", **local) == {**unset, "replication": False}
-    made = attach._add_arguments(lambda parser: parser, argparse.ArgumentParser())
-    made.add_argument("--enable-ft-package", action="store_true")
-    for argv in (["--enable-ft-package"], ["--enable-ft-package", "--deadpool"]):
-        args = made.parse_args(argv)
-        assert args.enable_ft_package is not args.deadpool
-
-
-def test_what_was_read_is_taken_by_name() -> None:
-    argv = ["pretrain_gpt.py", "--log-straggler", "--deadpool"]
-    line = refusal(judge(argv))
-    assert line.endswith("--deadpool-allow log-straggler")
-    args = argparse.Namespace(deadpool=True, log_straggler=True)
-    assert attach.refusal(args, argv) == line
-    allowing = [*argv, "--deadpool-allow", "log-straggler"]
-    assert not attach.refusal(args, allowing)
-    assert notes(judge(allowing)) == ["--log-straggler is read and never run, and let through"]
-
-
-def test_several_flags_are_named_at_once() -> None:
-    line = refused(fim_data=True, use_sharp=True, nccl_ub=True, log_straggler=True)
-    assert line.startswith("--use-nccl-ub cannot be protected: ")
-    assert "(refused as well: --use-sharp, --fim-data)" in line
-    assert line.endswith("(read and never run as well: --log-straggler)")
-
-
-@pytest.mark.parametrize(
-    ("argv", "found"),
-    [
-        (["--dataloader-type=external"], "--dataloader-type external"),
-        (["--yaml-cfg", "x.yaml"], "--yaml-cfg"),
-        (["--optimizer", "soap", "--lr", "1"], "--optimizer other than adam"),
-        (["--error-injection-rate=2"], "--error-injection-rate above 0"),
-        (["--dataloader-type", "external", "--dataloader-type", "single"], ""),
-        (["--error-injection-rate", "many"], ""),
-        (["use-sharp"], ""),
-    ],
-)
-def test_what_the_command_line_alone_says(argv: list[str], found: str) -> None:
-    line = refusal(judge(["own.py", *argv]))
-    assert line.startswith(found)
-    assert bool(line) == bool(found)
-
-
-AUX = "--moe-router-load-balancing-type"
-
-
-@pytest.mark.parametrize(
-    ("said", "named", "allowed"),
-    [
-        ("pretrain_gpt.py --lr 1 --of-tomorrow --deadpool", "--of-tomorrow", "of-tomorrow"),
-        (
-            "pretrain_gpt.py --fp8-output-proj=8 --spec my.specs stack",
-            "--fp8-output-proj",
-            "--spec=stack)",
-        ),
-        ("/lm/pretrain_vlm.py --deadpool", "pretrain_vlm.py", "pretrain_vlm.py"),
-        ("own.py --a --b --deadpool-allow-unreviewed a", "--b", "b"),
-        (f"pretrain_gpt.py {AUX} aux_loss new", f"{AUX}=new", f"{AUX[2:]}=new"),
-        ("pretrain_gpt.py --rope-type=spiral", "--rope-type=spiral", "rope-type=spiral"),
-        ("own.py --rope-type=spiral --deadpool-allow-unreviewed=rope-type=spiral", "", ""),
-        ("pretrain_gpt.py --rope-type yarn --seed spiral", "", ""),
-        ("pretrain_gpt.py --bf16 --deadpool --deadpool-replicas 2", "", ""),
-    ],
-)
-def test_what_nobody_vouches_for_is_refused_by_name(said: str, named: str, allowed: str) -> None:
-    """With the flag that lets it through, or with the others that are as well."""
-    argv = said.split()
-    line = unread(argv)
-    assert bool(line) == bool(named)
-    assert "\n" not in line
-    if line:
-        assert line.startswith(f"{named} is not reviewed: ")
-        assert line.endswith(f" {allowed}")
-        assert attach.refusal(argparse.Namespace(deadpool=True), argv) == line
-
-
-def test_several_can_be_answered_for() -> None:
-    allow = ["--deadpool-allow-unreviewed", "a", "--deadpool-allow-unreviewed=--c"]
-    argv = ["pretrain_gpt.py", "--a", "--b", "--c", *allow]
-    assert unread(argv).startswith("--b is not reviewed")
-    through = [f"--{name} is not reviewed, and let through" for name in "ac"]
-    assert notes(judge(argv)) == through
-    assert parser().parse_args(allow).deadpool_allow_unreviewed == ["a", "--c"]
-
-
-def test_one_logger_is_refused_where_it_would_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not attach.refusal(argparse.Namespace(deadpool=True, enable_one_logger=True), [])
-    monkeypatch.setattr(flag_tables, "_is_installed", lambda package: package == "one_logger")
-    assert not attach.refusal(argparse.Namespace(deadpool=True, enable_one_logger=False), [])
-    assert refused(enable_one_logger=True).endswith("give --no-one-logger")
-
-
 def test_no_flag_is_judged_twice() -> None:
     rows = [flag for row in ROWS for flag in row.flags]
     families = [flag for family in (*REVIEWED, *UNREVIEWED) for flag in family.flags]
@@ -223,19 +78,6 @@ def test_what_no_cpu_runs_is_accepted_and_not_called_supported() -> None:
     assert [flag for flag in flags if any(fnmatch(flag, each) for each in patterns)] == []
 
 
-def test_what_was_never_run_is_said_and_stops_nothing() -> None:
-    given = ["--context-parallel-size", "2", "--bf16", "--fp8-format", "hybrid"]
-    found = judge(["pretrain_gpt.py", *given])
-    assert verdict(found) == "accepted"
-    assert never_run(found) == ["--context-parallel-size", "--fp8-format"]
-    assert refusal(found) == ""
-    assert notes(found)[0].startswith("--context-parallel-size was reviewed and never run: ")
-    plain = ["pretrain_gpt.py", "--context-parallel-size", "1", "--attention-backend", "unfused"]
-    assert verdict(judge(plain)) == "supported"
-    args = argparse.Namespace(attention_backend=AttnBackend.flash, context_parallel_size=1)
-    assert never_run(judge(plain[:1], args)) == [flag_tables.ACCEPTED[3].shown]
-
-
 def test_the_documentation_has_the_table() -> None:
     page = (ROOT / "docs" / "megatron-lm.md").read_text()
     for row in ROWS:
@@ -248,55 +90,12 @@ def test_the_documentation_has_the_table() -> None:
         assert f"| `{row.shown.replace(', ', '`, `')}` | {row.reason} | {fate} |\n" in page
 
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "WORLD_SIZE": "32",
-    "LOCAL_WORLD_SIZE": "8",
-    "RANK": "0",
-}
-ARGV = ["pretrain_gpt.py", "--data-path", "my text", "--deadpool"]
 #: What Megatron makes of it: nothing that TransformerEngine or Apex has to bring.
 GPU_PLAIN = {
     "transformer_impl": "'local'",
     "gradient_accumulation_fusion": "False",
     "masked_softmax_fusion": "False",
 }
-COMMAND = "--run-dir DIR -- pretrain_gpt.py --data-path 'my text' --deadpool"
-
-
-@pytest.mark.parametrize(
-    ("environ", "reason", "nodes", "members"),
-    [
-        (TORCHRUN, "torchrun", 4, 8),
-        (
-            {**TORCHRUN, "WORLD_SIZE": "8", "SLURM_STEP_ID": "0", "SLURM_NNODES": "3"},
-            *("torchrun", 1, 8),
-        ),
-        (
-            {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16"},
-            *("started by srun", 2, 8),
-        ),
-        ({}, "no agent", 1, 1),
-        ({"WORLD_SIZE": "4", "SLURM_JOB_ID": "1"}, "no agent", 4, 1),
-        ({"WORLD_SIZE": "x", "LOCAL_WORLD_SIZE": ""}, "no agent", 1, 1),
-    ],
-)
-def test_another_launcher_is_told_how(
-    environ: dict[str, str], reason: str, nodes: int, members: int
-) -> None:
-    line = attach.launch_problem(environ, ARGV)
-    assert line is not None
-    assert "\n" not in line
-    assert line.startswith(reason)
-    size = f"--nodes {nodes} --spares 1 --nproc-per-node {members}"
-    assert f"deadpool run {size} {COMMAND}" in line
-    assert ("one 'deadpool agent' on each" in line) == (nodes > 1)
-
-
-def test_members_and_unprotected_runs_have_no_problem() -> None:
-    assert attach.launch_problem({**TORCHRUN, "DEADPOOL_AGENT_FD": "5"}, ARGV) is None
-    assert attach.launch_problem(TORCHRUN, ["pretrain_gpt.py", "--deadpool-replicas", "2"]) is None
 
 
 # With Megatron-LM's own parser.
