@@ -1,23 +1,14 @@
 """A session that is to stand still for a while, and what it reports."""
 
-import dataclasses
 import threading
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from deadpool_megatron.cluster.link.member_link import PausePoint
-from deadpool_megatron.comms import CommunicatorFault, EpochClosed
-from deadpool_megatron.hooks import epoch_runner
-from deadpool_megatron.hooks.epoch_runner import EpochRunner
-from deadpool_megatron.hooks.reports import RoleReports
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
-from deadpool_megatron.vault.disk import extras_file
+from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.layout.records import Generation
 from tests.common.waiting import wait_for
-from tests.hooks.session_rig import ELSEWHERE, QUICK, SECONDS, Rig
+from tests.hooks.session_rig import ELSEWHERE, SECONDS, Rig
 
 # The planned pause.
 
@@ -130,48 +121,3 @@ def test_nothing_is_reported_after_a_close_nor_twice_for_people(
     assert [e["iteration"] for e in events if e["kind"] == "step"] == [1, 2, 3]
     assert [e["data"]["text"] for e in events if e["kind"] == "log"] == ["line 2", "line 3"]
     assert capfd.readouterr().out == "line 2\nline 3\n"
-
-
-def test_a_durable_checkpoint_waits_for_its_own_answer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rig: Rig
-) -> None:
-    """And is named alike in every working directory."""
-    fake = SimpleNamespace(
-        barrier=lambda: None,
-        get_rank=lambda: 0,
-        get_world_size=lambda: 2,
-        all_reduce=lambda tensor: None,
-    )
-    monkeypatch.setattr(epoch_runner, "dist", fake)
-    monkeypatch.chdir(tmp_path)
-    answers = iter([0, 0, 5, 6])  # the third one for a request of an earlier epoch
-
-    def check(epoch: int) -> None:
-        assert epoch == 2
-        reports.durable_iteration = next(answers, 6)
-
-    reports = RoleReports(rig.link, check)
-    reports.record = EpochRecord(2, {}, {}, Restore("memory", Generation(1, 5)))
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(reports, "say", lambda kind, **values: asked.append(values))
-    rig.entry.generation, rig.entry.program = Generation(2, 6), MagicMock()
-    rig.entry.program.checkpoint_directory = lambda: Path("saves")
-    rig.entry.reports = reports
-    runner = EpochRunner(reports.record, rig.entry, PausePoint(), MagicMock(), tmp_path)  # type: ignore[arg-type]
-    loop: Any = SimpleNamespace(save_checkpoint=lambda directory: None)
-    runner._save(loop)
-    assert not list(answers)
-    written = Path("saves/iter_0000006")
-    runner.count_as_durable(written, 6, b"extras")  # a directory that is not there
-    assert len(asked) == 1
-    written.mkdir()
-    runner.count_as_durable(written, 6, b"extras")
-    assert extras_file.read(written, 0, 2) == b"extras"
-    final = str(tmp_path / "saves" / "iter_0000006")
-    assert [values["final"] for values in asked] == [final, final]
-    assert asked[0]["temporary"] == str(tmp_path / "saves" / ".iter_0000006.epoch2")
-    runner.generation = Generation(2, 7)
-    runner._settings = dataclasses.replace(QUICK, restore_seconds=0.01)
-    with pytest.raises(CommunicatorFault, match="not valid"):
-        runner._save(loop)
-    assert rig.end() is None

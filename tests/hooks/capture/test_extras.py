@@ -1,6 +1,5 @@
 """What the extras hold and put back, what a reset forgets, and what nobody would save: refused."""
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from deadpool_megatron.hooks.capture import megatron_extras as extras, optimizer as optimizers
 from deadpool_megatron.hooks.capture.optimizer import ShardState
 from deadpool_megatron.hooks.checkpoints.loading import exact_load
-from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed
+from deadpool_megatron.hooks.entry import RestoreFailed
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as codec
@@ -427,22 +426,6 @@ def test_another_schedule_is_named_where_the_command_line_is_not_to_count() -> N
     theirs = [[{**group, "max_lr": 9.0, "lr": 9.0}]]
     extras.restore(lower, {**kept, "scheduler.num_steps": 8, "param_groups": theirs})
     assert (group["max_lr"], group["lr"]) == (0.25, 0.25)
-
-
-@pytest.mark.parametrize("begins", [True, False])
-def test_only_a_start_is_refused_for_its_learning_rate(begins: bool) -> None:
-    """Within a run the command is the same: nothing is compared."""
-    quiet = {"use_checkpoint_opt_param_scheduler": False, "lr_decay_style": "constant"}
-    values, warned = captured(made(**quiet)), list[str]()
-    loop = made(**quiet, max_lr=0.5)
-    entry: Any = SimpleNamespace(loop=loop, role=0, _warn=warned.append)
-    record = EpochRecord(4, {}, {}, Restore("dump", Generation(4, 6)), begins=begins)
-    line = "max_lr is 0.001 in the state and 0.5 on the command line"
-    with pytest.raises(OtherModel, match=line) if begins else contextlib.nullcontext():
-        EpochEntry._compare_schedule(entry, record, values)
-    loop.scheduler.override_opt_param_scheduler = True
-    EpochEntry._compare_schedule(entry, record, values)
-    assert len(warned) == begins
 
 
 def test_a_load_takes_the_rates_of_the_command_line_where_they_count() -> None:
