@@ -8,11 +8,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.watch.hang import HangLimit, ProgressClock, find_hang, table_of
+from hypothesis import given, strategies as st
+
+from deadpool_megatron.cluster.watch.hang import (
+    HangLimit,
+    ProgressClock,
+    RoleStatus,
+    find_hang,
+    table_of,
+)
+from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.settings import Settings
 from tests.common import lives
+from tests.common.event_schema import check_event
 
 LIVES = Path(__file__).parent / "lives"
+GROUPS, COUNTS = st.sampled_from("ab"), st.integers(1, 3)
+ON_HOST = st.fixed_dictionaries({"waiting": st.none() | st.tuples(GROUPS, st.just("sum"), COUNTS)})
+NUMBERS = st.tuples(COUNTS, COUNTS, COUNTS).map(lambda counts: sorted(counts, reverse=True))
+ON_DEVICE = st.tuples(NUMBERS, NUMBERS).map(
+    lambda of: {"device": [[name, *each, True] for name, each in zip("ab", of, strict=True)]}
+)
 
 
 def live_with_hangs(script: Sequence[str], options: dict[str, Any], _: Path) -> list[str]:
@@ -30,6 +46,7 @@ def live_with_hangs(script: Sequence[str], options: dict[str, Any], _: Path) -> 
             if hang := find_hang(statuses, settings, limit.seconds):
                 told += [f"    {hang.culprits} after {hang.still_seconds} s: {hang.cause}"]
                 table = table_of(statuses)
+                check_event(Event(Kind.HANG, 1, data={"roles": [], **table}).to_dict())
                 for group in table["groups"]:
                     rows = [f"        {json.dumps(row)}" for row in group.pop("rows")]
                     told += [f"    {json.dumps(group)}", *rows]
@@ -50,3 +67,18 @@ def live_with_hangs(script: Sequence[str], options: dict[str, Any], _: Path) -> 
 
 def test_hangs_are_told_as_before(tmp_path: Path) -> None:
     lives.compare(LIVES / "hangs.txt", live_with_hangs, tmp_path)
+
+
+@given(
+    st.lists(st.tuples(ON_HOST, COUNTS, COUNTS), min_size=2, max_size=5)
+    | st.lists(st.tuples(ON_DEVICE, COUNTS, COUNTS), min_size=1, max_size=5)
+)
+def test_never_is_every_role_named(found: list[tuple[dict[str, Any], int, int]]) -> None:
+    """To kill all processes of a job for a hang would cost all that it has in its processes."""
+    roles = {
+        role: RoleStatus.from_beat({**beat, "section": "x", "iteration": k, "progress": n}, 11.0)
+        for role, (beat, k, n) in enumerate(found)
+    }
+    hang = find_hang(roles, Settings(hang_seconds=10.0), 10.0)
+    assert hang is not None
+    assert len(hang.culprits) < len(roles)
