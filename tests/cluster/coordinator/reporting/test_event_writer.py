@@ -87,26 +87,6 @@ def test_what_a_full_disk_refused_is_written_when_there_is_room(
     assert disk.synced
 
 
-def test_a_file_system_that_hangs_takes_no_time_of_the_caller(disk: Disk, tmp_path: Path) -> None:
-    disk.answers.clear()
-    writer = EventWriter(disk, most_bytes=20_000)
-    writer.write(step(0))
-    assert disk.asked.wait(PATIENCE_SECONDS)
-    for k in range(1, 1001):  # would hang here
-        writer.write(step(k))
-    told = writer.describe()
-    assert told["dropped"] > 0
-    assert told["waiting"] + told["dropped"] == 1001
-    assert writer.close(0.0) == 1001, "an end that does not wait says what is missing"
-    disk.answers.set()
-    assert writer.close(PATIENCE_SECONDS) == 0
-    found = steps(tmp_path)
-    assert found[:100] == list(range(100))
-    assert len(set(found)) == len(found) == 1001 - told["dropped"]
-    (text,) = texts(tmp_path)
-    assert f"{told['dropped']} were dropped" in text
-
-
 def test_a_large_file_is_followed_by_another_one(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     for term in (1, 2):

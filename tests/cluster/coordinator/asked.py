@@ -1,0 +1,96 @@
+"""A coordinator that is asked, whose machine does nothing with a request but remember it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from deadpool_megatron.cluster.coordinator.commands import Commands
+from deadpool_megatron.cluster.journal import user_requests
+from deadpool_megatron.cluster.journal.journal import Journal, JournalError, LostRace
+from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
+from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.layout.records import Seat
+from deadpool_megatron.settings import Settings
+
+
+class Coordinator:
+    """Of three nodes, two with a role. ``fed``: what the machine was given; ``said``: warnings,
+    orders, and why it steps down."""
+
+    def __init__(self, journal: Journal, term: int = 1, *, restarted: bool = False) -> None:
+        self.options: Any = SimpleNamespace(
+            journal=journal,
+            term=SimpleNamespace(number=term, to_dict=lambda: {"host": "c"}),
+            restarted=restarted,
+            run=SimpleNamespace(exports=Path("/exports")),
+            info=SimpleNamespace(
+                nodes=2,
+                spares=1,
+                settings=Settings(spare_timeout_seconds=0.2),
+                to_dict=lambda: {"run_id": "r"},
+            ),
+        )
+        self.state: Any = SimpleNamespace(
+            phase=Phase.RUNNING,
+            record=object(),
+            requests=(),
+            fleet=SimpleNamespace(nodes=dict.fromkeys(range(3)), removed={5: "was lost"}),
+            seats={0: Seat(1, 0, 0), 1: Seat(0, 3, 7)},
+        )
+        self.fed: list[Any] = []
+        self.said: list[Any] = []
+        self.tasks: list[asyncio.Task[object]] = []
+        self.superseded = self.warn = self.said.append
+        self.peers: Any = SimpleNamespace(order=lambda *order: self.said.append(order))
+        given: Any = self
+        self.commands = Commands(given)
+        self.desk = self.commands.requests
+
+    def describe(self) -> dict[str, Any]:
+        return {"fed": len(self.fed)}
+
+    def feed(self, item: inputs.Input) -> None:
+        self.fed.append(item)
+        if isinstance(item, inputs.Asked):
+            self.state.requests = (*self.state.requests, item.request)
+        elif isinstance(item, inputs.RequestsFound):
+            self.state.requests = (*item.requests, *self.state.requests)
+
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        self.tasks.append(asyncio.ensure_future(work))
+
+    async def begun(self) -> Coordinator:
+        await self.desk.begin()
+        return self
+
+    async def end(self, number: int, stage: Stage) -> None:
+        """The machine says what became of a request."""
+        self.state.requests = tuple(
+            one.at(stage) if one.number == number else one for one in self.state.requests
+        )
+        self.desk.note()
+        await asyncio.gather(*self.tasks)
+
+
+class Broken(Journal):
+    def write(self, kind: str, number: int, entry: Any) -> None:
+        raise JournalError("no space left")
+
+
+class Contested(Journal):
+    """The coordinator before takes one more, just as this one reads."""
+
+    contests = 1
+
+    def write(self, kind: str, number: int, entry: Any) -> None:
+        if self.contests:
+            self.contests -= 1
+            late = Request(1, "late", Verb.DRAIN, {"node": 1})
+            super().write(kind, number, user_requests.entry(1, [late]))
+            raise LostRace("there is one")
+        super().write(kind, number, entry)
