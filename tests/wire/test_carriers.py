@@ -20,7 +20,7 @@ _MACHINE = "tests/cluster/machine/stale.py::feed_stale", "tests/cluster/machine/
 _SAVES = "tests/cluster/coordinator/test_checkpoints_life.py::test_a_life_is_as_it_was_before"
 _AGENT = "tests/cluster/agent/test_life.py::test_a_life_is_as_it_was_before"
 _LINK = "tests/cluster/link/test_member_link.py::test_orders_reach_their_handlers_in_their_epoch"
-_STORE = "tests/cluster/link/test_store.py::test_nothing_of_another_epoch_gets_through"
+_STORE = "tests/cluster/test_calls.py::test_calls_are_answered_as_before"
 _VAULT = (
     "tests/vault/test_epochs.py::test_a_message_of_another_epoch_changes_nothing",
     "tests/vault/test_epochs.py::test_a_message_that_comes_twice_counts_once",

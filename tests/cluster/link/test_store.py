@@ -2,17 +2,14 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import pytest
 from hypothesis import given, strategies as st
 
-from deadpool_megatron.cluster.link import rendezvous
 from deadpool_megatron.cluster.link.rendezvous import (
     CoordinatorStore,
     MemberStore,
-    StoreHub,
     StoreRelay,
 )
 from deadpool_megatron.wire.framing import FrameBuffer
@@ -131,97 +128,3 @@ async def _play(moves: list[tuple[int, int]]) -> None:
         for role in roles:
             for key, peer in zip(keys_of(roles), roles, strict=True):
                 assert world.members[role].store.get(EPOCH, key, 0.0) == bytes([peer])
-
-
-def playing(play: Callable[[World], Any]) -> World:
-    """The world after ``play`` and everything that follows from it."""
-
-    async def run() -> World:
-        world = World(2)
-        play(world)
-        await world.settle()
-        return world
-
-    return asyncio.run(run())
-
-
-def test_nothing_of_another_epoch_gets_through() -> None:
-    def play(world: World) -> None:
-        world.members[0].store.set(EPOCH - 1, "world/0", b"stale")
-        world.members[2].store.has(EPOCH, ["world/0"])
-        # An agent that has not heard of the close, and a coordinator that has closed.
-        world.members[1].store.set(EPOCH, "world/1", b"closed")
-        world.epoch = 0
-
-    world = playing(play)
-    assert [member.received for member in world.members] == [[], [], [], []]
-
-    def close_on_the_node(world: World) -> None:
-        world.relays[1].enter(0)
-        world.members[0].store.set(EPOCH, "world/0", b"here")
-        world.members[2].store.has(EPOCH, ["world/0"])
-
-    assert playing(close_on_the_node).members[2].received == []
-
-
-async def test_members_of_a_node_ask_once_and_share_what_is_said() -> None:
-    sent: list[int] = []
-    world = World(2)
-    for member in world.members:
-        member.store.has(EPOCH, ["world/0", "world/1"])
-    await asyncio.sleep(0)
-    sent.extend(len(queue) for queue in world.up)
-    await world.settle()
-    world.members[0].store.set(EPOCH, "world/0", b"0")
-    world.members[1].store.set(EPOCH, "world/1", b"1")
-    await asyncio.sleep(0)
-    sent.extend(len(queue) for queue in world.up)
-    assert sent == [1, 1, 1, 0]
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"t": "store", "epoch": EPOCH, "values": {"k": 1}, "want": []},
-        {"t": "store", "epoch": EPOCH, "values": [], "want": []},
-        {"t": "store", "epoch": "5", "values": {}, "want": []},
-        {"t": "store", "epoch": EPOCH, "values": {}, "want": [7]},
-        {"t": "store", "epoch": EPOCH, "values": {}, "want": ["f" * 1000]},
-        rendezvous.pack(EPOCH, {"k": "A" * (2 * rendezvous.MAXIMUM_VALUE_BYTES)}),
-        {"t": "store"},
-    ],
-)
-async def test_garbage_is_refused(said: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="store"):
-        rendezvous.unpack(said)
-    world = World(1)
-    world.relays[0].from_member(world.members[0], said)
-    assert "sent garbage" in world.members[0].killed
-    with pytest.raises(ValueError, match="store"):
-        world.coordinator.heard(0, said)
-    world.relays[0].from_coordinator(said)  # printed; the agent lives
-
-
-def test_what_an_epoch_holds_is_bounded() -> None:
-    hub: StoreHub[int] = StoreHub(maximum_bytes=1000)
-    hub.enter(1)
-    hub.put({"a/1": "A" * 500})
-    with pytest.raises(ValueError, match="over 1000 bytes"):
-        hub.put({"a/2": "A" * 500})
-    hub.enter(2)
-    for number in range(5):
-        hub.want(number, f"folder-{number}")
-    with pytest.raises(ValueError, match="over 1000 bytes"):
-        hub.want(5, "f" * 500)
-    hub.enter(3)
-    assert hub.put({"a/2": "A" * 500})
-
-
-def test_the_first_value_of_a_key_stays() -> None:
-    hub: StoreHub[int] = StoreHub()
-    hub.enter(1)
-    hub.want(7, "a")
-    assert hub.put({"a/1": "AA=="}) == {"a/1": "AA=="}
-    assert hub.put({"a/1": "AQ=="}) == {}
-    assert list(hub.deliveries()) == [([7], {"a/1": "AA=="})]
-    assert list(hub.deliveries()) == []
