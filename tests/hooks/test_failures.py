@@ -5,23 +5,14 @@ import dataclasses
 import gc
 import time
 import weakref
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from deadpool_megatron import arguments
-from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.link.member_link import StopOrder
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
-from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
-from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
-from deadpool_megatron.hooks.dimensions import PeerMismatch
-from deadpool_megatron.hooks.entry import RestoreFailed
 from deadpool_megatron.hooks.interrupt_cleanup import forget_frames
 from deadpool_megatron.hooks.session import drain_seconds
-from deadpool_megatron.persist.state_template import TemplateError
-from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.vault.errors import VaultError
 from fake_nccl import fake as fake_nccl
 from tests.hooks.session_rig import QUICK, Rig, drained
@@ -95,87 +86,6 @@ def test_an_exception_is_the_close_that_follows_its_report(
     assert len(rig.said("raised")) == (kind == "raised")
 
 
-def test_extras_without_room_end_the_process_with_their_status(
-    rig: Rig, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """And with one line, the last one, which the coordinator repeats."""
-
-    rig.entry.loop.acts[1] = Mock(side_effect=ExtrasOutgrown("grown to 9 bytes, go on with more"))
-    rig.record(1)
-    ended = rig.result()
-    assert isinstance(ended, SystemExit)
-    assert ended.code == ExitStatus.EXTRAS_OUTGROWN
-    assert capfd.readouterr().err.endswith("grown to 9 bytes, go on with more\n")
-
-
-@pytest.mark.parametrize("stage", ["adopt", "rebuild", "step"])
-@pytest.mark.parametrize(
-    "error",
-    [
-        TemplateError("the program does not say what its checkpoints hold"),
-        UnsupportedOptimizer("SGD keeps odd, a set"),
-        ExtrasError("extra_state cannot be encoded: a set"),
-    ],
-    ids=["skeleton", "optimizer", "extras"],
-)
-def test_a_program_that_cannot_be_protected_ends_with_one_line(
-    rig: Rig, stage: str, error: Exception, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever program it is: status 2, as for any bad input, and no traceback."""
-
-    def refuse() -> None:
-        raise error
-
-    if stage == "step":
-        rig.entry.loop.acts[1] = refuse
-    else:
-        rig.entry.acts[stage] = refuse
-    capfd.readouterr()
-    rig.record(1)
-    ended = rig.result()
-    assert isinstance(ended, SystemExit)
-    assert ended.code == 2
-    assert capfd.readouterr().err.splitlines() == [f"deadpool: {error}"]
-    assert rig.entry.calls[-1] == "close"
-
-
-def test_an_exception_while_building_ends_the_process_at_once(rig: Rig) -> None:
-    """No peer has anything to do with it."""
-
-    rig.entry.acts["adopt"] = Mock(side_effect=ValueError("no such data"))
-    started = time.monotonic()
-    rig.record(1)
-    assert isinstance(rig.result(), ValueError)
-    assert time.monotonic() - started < QUICK.close_seconds
-
-
-@pytest.mark.parametrize(
-    ("stage", "error", "kind", "wanted"),
-    [
-        ("restore", RestoreFailed("shard1", "no"), "restore-failed", {"part": "shard1"}),
-        ("verify", PeerMismatch("parameters differ"), "restore-failed", {"part": ""}),
-        ("restore", VaultError("no room"), "fault", {"group": "vault", "operation": "restore"}),
-        ("rebuild", CommunicatorFault("WORLD", "attach", "late"), "fault", {"group": "WORLD"}),
-    ],
-    ids=["part-missing", "peers-differ", "vault", "communication"],
-)
-def test_failures_that_lead_to_a_new_decision(
-    rig: Rig, stage: str, error: Exception, kind: str, wanted: dict[str, Any]
-) -> None:
-    """Only what is about the state may cast doubt on the generation."""
-
-    rig.entry.acts[stage] = Mock(side_effect=error)
-    rig.record(1)
-    said = rig.expect(kind)
-    assert said["epoch"] == 1
-    assert {name: said[name] for name in wanted} == wanted
-    rig.drain(1)
-    del rig.entry.acts[stage]
-    rig.record(2)
-    rig.ends_well()
-    assert len(rig.said("fault") + rig.said("restore-failed")) == 1
-
-
 def test_an_interrupt_without_a_close_is_reported_and_waited_out(rig: Rig) -> None:
     rig.entry.loop.acts[1] = Mock(side_effect=EpochClosed(1, "allreduce"))
     rig.record(1)
@@ -185,14 +95,6 @@ def test_an_interrupt_without_a_close_is_reported_and_waited_out(rig: Rig) -> No
     assert "quiesce" not in rig.entry.calls, "it has not left before the close"
     rig.drain(1)
     assert rig.end() is None
-
-
-def test_the_end_of_the_run_ends_any_wait(rig: Rig) -> None:
-    rig.entry.acts["restore"] = Mock(side_effect=VaultError("no"))
-    rig.record(1)
-    rig.expect("fault")
-    assert rig.end() is None
-    assert rig.said("drained") == []
 
 
 # What an interrupted step leaves behind.
@@ -252,9 +154,3 @@ def test_a_survivor_is_not_given_up_while_its_communicators_are_aborted() -> Non
     assert 2 * limit_seconds < settings.close_seconds, "or its agent kills it first"
     longer = dataclasses.replace(settings, close_seconds=1.5 * settings.close_seconds)
     assert drain_seconds("nccl", longer) == 1.5 * limit_seconds, "one number for a larger job"
-
-
-def test_stop_order_is_no_failure(rig: Rig) -> None:
-    rig.entry.loop.acts[1] = Mock(side_effect=StopOrder("over"))
-    rig.record(1)
-    assert rig.result() is None

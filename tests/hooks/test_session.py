@@ -6,14 +6,12 @@ import time
 import pytest
 import torch
 
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.wire.framing import readable
 from tests.hooks.session_rig import (
     ELSEWHERE,
     SEAT,
     SECONDS,
-    Exited,
     Rig,
     drained,
 )
@@ -132,21 +130,3 @@ def test_the_close_of_a_newer_epoch_ends_the_one_that_is_played(rig: Rig) -> Non
     rig.close(2)
     assert rig.expect("drained") == drained(2)
     assert rig.end() is None
-
-
-@pytest.mark.parametrize("unclean", ["communication", "device"])
-def test_who_cannot_leave_cleanly_says_so_and_ends(rig: Rig, unclean: str) -> None:
-    if unclean == "communication":
-        rig.communicators.clean = False
-    else:
-        rig.entry.quiet = False
-    rig.entry.loop.acts[1] = rig.communicators.collective
-    rig.record(1)
-    rig.expect("restored")
-    rig.close(1)
-    assert rig.expect("drained") == drained(1, clean=False)
-    ended = rig.result()
-    assert isinstance(ended, Exited)
-    assert ended.args == (ExitStatus.UNCLEAN,)
-    assert rig.said("drained") == [drained(1, clean=False)]
-    assert "quiesce" in rig.entry.calls
