@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
@@ -43,6 +43,21 @@ def layout(role: int, world: int, *, layout_hash: str = "") -> RoleLayout:
     parts = (PartInfo("main", main_bytes, (role,)), PartInfo("extras@step", 8, (role,)))
     peers = tuple(range(world))
     return RoleLayout(role, parts, peers, 2, layout_hash or f"hash{role}")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it, with sets in order."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if hasattr(value, "to_dict"):
+        return plain(value.to_dict())
+    if hasattr(value, "__dataclass_fields__"):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(plain, value))
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 class Rig:
@@ -248,6 +263,19 @@ class Rig:
     def awaited(self) -> Set[int]:
         """Nodes that still have to answer the close."""
         return self.state.doing.awaited if isinstance(self.state.doing, Closing) else set()
+
+    def show(self) -> None:
+        """Print the actions of the last call, and the phase; of a record what was decided."""
+        for action in self.last:
+            values = {key: value for key, value in vars(action).items() if value or value == 0}
+            if (record := values.get("record")) is not None:
+                restore = str(record.restore.generation.to_list())[1:-1]
+                seats = {role: str(seat.to_list()) for role, seat in record.seats.items()}
+                values["record"] = f"{record.epoch} {seats} {record.restore.kind} {restore}"
+                values["record"] += f" without {sorted(record.fewer_copies)} {sorted(record.nodes)}"
+            text = json.dumps(plain(values), sort_keys=True, default=str)
+            print(type(action).__name__, text.replace('"', ""))
+        print(f"{self.state.phase}: {self.state.waiting_for()}".strip(": "))
 
     def alter(self, part: str, **changes: object) -> None:
         """Other values in one part of the state, such as ``fleet``."""

@@ -8,7 +8,7 @@ read like that of any other file.
 
 import json
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,26 +27,12 @@ from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.layout.schemes import plan_of_kind
 from deadpool_megatron.preflight.health import Health
 from deadpool_megatron.preflight.judge import HostFacts
+from tests.cluster.machine.rig import plain
 from tests.cluster.machine.stale import OF_EPOCH
 from tests.cluster.machine.world import World
 from tests.common import lives
 
 LIVES = Path(__file__).parent / "lives"
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has it, with sets in order."""
-    if isinstance(value, float):
-        return round(value, 6)
-    if hasattr(value, "to_dict"):
-        return plain(value.to_dict())
-    if hasattr(value, "__dataclass_fields__"):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(map(plain, value))
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 class Told(World):
