@@ -1,0 +1,91 @@
+"""Connections of a coordinator without a network: each prints what is sent to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.framing import FrameBuffer, encode
+from deadpool_megatron.wire.sealed_records import RecordReader
+
+
+class Connection:
+    """One connection to ``peers``, from its first message on; ``size``: bytes that wait in it."""
+
+    def __init__(self, heard: Heard, name: str, *messages: Mapping[str, Any]) -> None:
+        self.name, self.size, self.is_closed, self.transport = name, 0, False, self
+        self.reader, self._frames = RecordReader(), FrameBuffer()
+        given: Any = self
+        self.task = asyncio.create_task(heard.peers.serve(self.reader, given, name))
+        self.say(*messages)
+
+    def say(self, *messages: Mapping[str, Any]) -> None:
+        self.reader.feed_data(b"".join(map(encode, messages)))
+
+    def write(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            print(f"to {self.name}: {message}")
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+    def get_extra_info(self, _: str) -> None:
+        return None
+
+    def close(self) -> None:
+        print(f"{self.name} is closed")
+        self.is_closed = True
+
+    def abort(self) -> None:
+        print(f"{self.name} is reset")
+        self.is_closed = True
+
+    async def drain(self) -> None:
+        """Nothing waits."""
+
+
+class Heard:
+    """Prints what the coordinator is told of its connections. ``fails``: it fails at a report of
+    this value, or at a join."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.fails: Any = None
+        self.peers = Peers(settings, self, 1)
+        self.peers.boot = "c1"
+
+    def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
+        if self.fails == "join":
+            raise ValueError("it fails at a join")
+        print(f"node {peer.node} joined{' again' if again else ''}; {self.peers.hearing}")
+        if message.get("is_in", True):
+            self.peers.welcome(peer, {"t": "welcome", "seen": self.peers.taken(peer)})
+
+    def agent_reported(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+        if self.fails == message["value"]:
+            raise ValueError(f"it fails at {self.fails}")
+        print(f"node {peer.node} reported {message['value']}")
+
+    def agent_left(self, peer: AgentPeer, cause: str) -> None:
+        print(f"node {peer.node} left: {cause}{' (dropped)' if peer.dropped else ''}")
+
+    def superseded(self, why: str) -> None:
+        print(f"superseded: {why}")
+
+    async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {"ok": bool(message["command"])}
+
+    def refused(self, who: str, why: str) -> None:
+        print(f"refused {who}: {why}")
+
+
+async def turn(seconds: float = 0.0) -> None:
+    """Let everything happen that follows, and then so much time go by."""
+    await asyncio.sleep(seconds)
+    for _ in range(20):
+        await asyncio.sleep(0)
