@@ -5,8 +5,6 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import pytest
-
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
@@ -141,62 +139,3 @@ def test_second_agent_of_a_node_is_refused_but_the_same_one_may_reconnect() -> N
     events = serve(scenario)
     assert events.joined == [(3, False), (3, True)]
     assert events.left == [3]
-
-
-def test_a_greeting_that_arrives_after_a_later_one_changes_nothing() -> None:
-    """Its agent has been welcomed on the later one and closes this one, which must not look like
-    the end of its node."""
-
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        late, (reader, writer) = await connect(address), await connect(address)
-        writer.write(framing.encode(join(3, greeting=2)))
-        assert (await framing.read_frame(reader))["t"] == "welcome"
-        late[1].write(framing.encode(join(3, greeting=1)))
-        late[1].close()
-        assert await late[0].read() == b""
-        writer.write(framing.encode({"t": "report", "n": 1, "value": "still here"}))
-        await events.until(lambda: events.said)
-        assert events.joined == [(3, False)]
-        assert events.left == events.refusals == []
-
-    serve(scenario)
-
-
-def test_an_agent_that_greets_again_before_its_welcome_has_one_answer() -> None:
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        events.is_slow = True
-        agents = [await connect(address), await connect(address)]
-        for number, (_, writer) in enumerate(agents, 1):
-            writer.write(framing.encode(join(3, greeting=number)))
-            await events.until(lambda number=number: len(events.joined) == number)
-        assert events.peers is not None
-        assert not events.peers.agents[3].welcomed
-        events.welcome(events.peers.agents[3])
-        assert await agents[0][0].read() == b""
-        assert (await framing.read_frame(agents[1][0]))["t"] == "welcome"
-        assert events.left == []
-
-    serve(scenario)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"t": "report", "value": "without a number"},
-        {"t": "beat", "members": {"x": {}}, "vault": {}, "b": 1.0, "o": 0},
-        {"t": "superseded", "term": "soon"},
-        {"t": []},
-    ],
-    ids=str,
-)
-def test_message_without_sense_is_refused_and_its_agent_stays(message: dict[str, Any]) -> None:
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        reader, writer = await connect(address)
-        writer.write(framing.encode(join(3)) + framing.encode(message))
-        writer.write(framing.encode({"t": "report", "n": 1, "value": "after"}))
-        await events.until(lambda: events.said)
-        assert (await framing.read_frame(reader))["t"] == "welcome"
-
-    events = serve(scenario)
-    assert len(events.refusals) == 1
-    assert events.farewells == []
