@@ -1,6 +1,5 @@
 """Logs in memory, and files on a file system that hangs: who asks for them does not."""
 
-import asyncio
 import os
 import tempfile
 from pathlib import Path
@@ -23,13 +22,6 @@ def hanging(directory: Path) -> tuple[Files, Path]:
     files = files_of(directory)
     files._work.put(lambda: read(hangs, 0, 9))
     return files, hangs
-
-
-def test_what_is_read(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("0123456789")
-    for start, nbytes, found in ((3, 4, "3456"), (-4, 9, "6789"), (-90, 2, "01")):
-        assert read(tmp_path / "log", start, nbytes) == found
-    assert read(tmp_path / "none", 0, 1) == ""
 
 
 async def test_while_one_hangs_nobody_waits_and_then_everything_is_written(
@@ -60,49 +52,6 @@ async def test_its_end_does_not_wait_for_what_hangs(
     assert "not written within 0.1 s" in capsys.readouterr().err
     with open(hangs, "w"):
         pass
-
-
-async def test_logs_are_copied_once_whoever_copies(tmp_path: Path) -> None:
-    """They wait for a target that takes nothing; and a node's next agent, or who cleans up after
-    it, leaves nothing out and nothing twice."""
-    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
-    copy = target / "one.log"
-    logs.log("one").write_text("first\n")
-    files = files_of(tmp_path)
-    await asyncio.sleep(0.3)
-    target.mkdir()
-    copy.write_text("of an earlier run\n")
-    await until(lambda: copy.read_text() == "of an earlier run\nfirst\n")
-    with open(logs.log("one"), "a") as log:
-        log.write("second\n")
-    LogCopier(logs.directory, target).copy()
-    with open(logs.log("one"), "a") as log:
-        log.write("third\n")
-    await files.close(SECONDS)
-    assert copy.read_text() == "of an earlier run\nfirst\nsecond\nthird\n"
-
-
-def test_the_log_of_a_process_that_has_ended_leaves_memory_once_it_is_copied(
-    tmp_path: Path,
-) -> None:
-    """Each process that is started anew has a log of its own, and a run may start thousands."""
-    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
-    for number in range(3):
-        logs.log(f"member-{number}").write_text(f"last words of {number}\n")
-    copier = LogCopier(logs.directory, target)
-    for number in range(2):
-        copier.is_over(f"member-{number}.log")
-    assert "No such file or directory" in copier.copy()
-    assert len(list(logs.directory.glob("*.log"))) == 3, "it is nowhere else yet"
-    target.mkdir()
-    assert copier.copy() == ""
-    assert list(logs.directory.glob("*.log")) == [logs.log("member-2")]
-    for number in range(3):
-        assert (target / f"member-{number}.log").read_text() == f"last words of {number}\n"
-    # As of a node that comes again: an old place in the log would leave its beginning out.
-    logs.log("member-0").write_text("again\n")
-    assert copier.copy() == ""
-    assert (target / "member-0.log").read_text() == "last words of 0\nagain\n"
 
 
 def test_a_log_that_is_not_copied_gives_its_oldest_part_up(tmp_path: Path) -> None:

@@ -9,14 +9,9 @@ from socket import gethostname
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cluster.coordinator.files import is_bad
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.run_directory import bad_nodes, bad_nodes as quarantine
-from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.ownership import OwnershipError
 
 NODE = quarantine.BadNode("node7", "device-error", 100.0, "0a0a0a0a", "Xid 79")
-#: an entry at a time that is filled in
 
 
 def test_a_file_that_somebody_keeps_locked_is_left_in_time(
@@ -29,41 +24,6 @@ def test_a_file_that_somebody_keeps_locked_is_left_in_time(
             quarantine.add_bad_node(tmp_path, NODE)
         assert cli.main(["bad-nodes", "--forget", "node7", str(tmp_path)]) == 2
     quarantine.add_bad_node(tmp_path, NODE)
-
-
-def test_a_host_is_kept_once_for_each_run_and_the_oldest_make_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bad_nodes, "_MOST_KEPT", 2)
-    assert quarantine.read_bad_nodes(tmp_path) == []
-    quarantine.add_bad_node(tmp_path, NODE)
-    quarantine.add_bad_node(tmp_path, replace(NODE, wall_seconds=200.0))
-    others = [replace(NODE, host=host) for host in ("node8", "node9")]
-    for other in others:
-        quarantine.add_bad_node(tmp_path, other)
-    assert quarantine.read_bad_nodes(tmp_path) == others
-
-
-def test_a_file_that_others_could_have_written_or_that_is_damaged_is_refused(
-    tmp_path: Path,
-) -> None:
-    quarantine.add_bad_node(tmp_path, NODE)
-    file = bad_nodes.bad_nodes_file(tmp_path)
-    file.write_text(file.read_text().replace("node7", "node7,x y"))
-    with pytest.raises(ValueError, match="is no name of a host"):
-        quarantine.read_bad_nodes(tmp_path)
-    file.chmod(0o666)
-    with pytest.raises(OwnershipError):
-        quarantine.read_bad_nodes(tmp_path)
-    with pytest.raises(OwnershipError):
-        quarantine.add_bad_node(tmp_path, NODE)
-
-
-def test_old_ones_are_used_again_and_never_too_many_are_left_out() -> None:
-    known = [replace(NODE, host=f"node{n}", wall_seconds=100.0 * n) for n in (4, 1, 2, 3)]
-    again = replace(NODE, host="node1", wall_seconds=350.0)
-    assert quarantine.recent_hosts([*known, again], 250.0, 9) == ["node1", "node3", "node4"]
-    assert quarantine.recent_hosts([*known, again], 250.0, 2) == ["node1", "node4"]
 
 
 def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten(
@@ -102,13 +62,3 @@ def test_a_run_on_a_bad_host_is_refused_before_it_starts(
     assert not run.exists()
     assert cli.main(["check", "--runs", str(tmp_path)]) == 1
     assert "problem: run 0a0a0a0a quarantined " in capsys.readouterr().out
-
-
-def test_a_lost_connection_or_a_drain_says_nothing_of_the_host() -> None:
-    bad = {
-        kind
-        for kind in FailureKind
-        if is_bad(Event(Kind.NODE_LOST, node=1, data={"kind": str(kind), "cause": ""}))
-    }
-    assert {FailureKind.DEVICE_ERROR, FailureKind.LEFT_OUT, FailureKind.NODE_FROZEN} <= bad
-    assert not bad & {FailureKind.NODE_LOST, FailureKind.DRAINED, FailureKind.PROCESS_CRASH}
