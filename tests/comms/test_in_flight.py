@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.in_flight import waiters
-from deadpool_megatron.comms.in_flight.attached_epoch import Epoch, Limits, Progress, Stuck
+from deadpool_megatron.comms.in_flight.attached_epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
-from deadpool_megatron.comms.in_flight.works import HostWork, StreamWork
+from deadpool_megatron.comms.in_flight.works import HostWork
 
 from .ranks import Member, run
 
@@ -121,101 +121,3 @@ def test_memory_is_not_safe_while_another_thread_waits_for_what_it_has_not_left(
     running.ended.set()
     thread.join(LIMIT_SECONDS)
     assert not epoch.may_write()
-
-
-class Abandoned:
-    """An operation whose wait was left."""
-
-    def __init__(self, group: object = None) -> None:
-        self.stuck = Stuck(group, None)
-
-    def unfinished_in(self) -> Stuck:
-        return self.stuck
-
-    def finish(self) -> None: ...
-
-
-def test_abandoned_operations_write_until_they_are_known_to_sleep(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One that has another before it in its group may not have been started yet."""
-    monkeypatch.setattr(waiters, "stays_asleep", lambda waiters: True)
-    quiescent = [False]
-    fabric = SimpleNamespace(aborting=lambda: False, quiescent=lambda: quiescent[0])
-    epoch = Epoch(1, Limits(60.0, 0.0, 5.0, LIMIT_SECONDS), WaiterPool(), Progress(), None)
-    epoch.closed, epoch.fabrics = True, {"": fabric}  # type: ignore[dict-item]
-    assert not epoch.may_write()
-    group = object()
-    epoch.abandoned = [Abandoned(group)]
-    assert epoch.may_write(), "its connections are up"
-    quiescent[0] = True
-    assert not epoch.may_write()
-    epoch.in_flight = {0: Abandoned(group)}
-    assert epoch.may_write(), "queued behind it"
-    works = [epoch.in_flight[0], *epoch.abandoned]
-    assert epoch.take_leftovers().works == works, "who frees memory hears of both"
-
-
-def test_waits_are_woken_before_an_abort_and_after_it_and_the_grace_begins_once() -> None:
-    """An abort may take long, and threads begin to wait meanwhile."""
-    order: list[str] = []
-    pool: Any = SimpleNamespace(wake_all=lambda: order.append("wake"))
-    fabric: Any = SimpleNamespace(abort=lambda: order.append("abort"))
-    epoch = Epoch(1, Limits(60.0, 0.0, 5.0, LIMIT_SECONDS), pool, Progress(), None)
-    epoch.fabrics = {"": fabric}
-    epoch.close()
-    assert order == ["wake", "abort", "wake"]
-    closed_at = epoch.closed_at_seconds
-    epoch.close()
-    assert epoch.closed_at_seconds == closed_at
-
-
-def test_a_planned_change_ends_the_wait_of_a_thread_whose_operation_failed() -> None:
-    pool: Any = SimpleNamespace()
-    limits = Limits(60.0, 5.0, 5.0, 5.0)
-    epoch = Epoch(1, limits, pool, Progress(), lambda *_: epoch.retire())
-    began = time.monotonic()
-    with pytest.raises(EpochClosed):
-        epoch.fault("group", "all_reduce", "reset")
-    assert time.monotonic() - began < limits.close_wait_seconds
-
-
-class Failing:
-    """A Work whose connections are gone."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        raise RuntimeError("Connection closed by peer")
-
-    def is_completed(self) -> bool:
-        return True
-
-
-def group_of(epoch: Epoch) -> Any:
-    return SimpleNamespace(epoch=epoch, description="pp", place="pp", size=2)
-
-
-def test_a_receive_that_has_failed_writes_no_more() -> None:
-    """Whoever has lost a peer would be replaced as well, each time."""
-    limits, pool = Limits(60.0, 5.0, 5.0, 5.0), WaiterPool()
-    epoch = Epoch(1, limits, pool, Progress(), lambda *_: epoch.retire())
-    work = HostWork(Failing(), group_of(epoch), "recv", 1, (), True, True, True, None)
-    with pytest.raises(EpochClosed):
-        work.wait()
-    epoch.close()
-    assert work.unfinished_in() is None
-    assert not epoch.may_write()
-    pool.shut_down()
-
-
-@pytest.mark.parametrize("is_aborted", [False, True])
-def test_what_an_aborted_operation_on_a_device_has_left_is_not_used(is_aborted: bool) -> None:
-    """Its wait may return as if all were well."""
-    epoch = Epoch(1, Limits(60.0, 0.0, 5.0, 5.0), WaiterPool(), Progress(), None)
-    inner = SimpleNamespace(wait=lambda: is_aborted and epoch.close())
-    work = StreamWork(inner, group_of(epoch), "all_reduce", 1)
-    if is_aborted:
-        with pytest.raises(EpochClosed):
-            work.wait()
-    else:
-        assert work.wait()
-    assert epoch.progress.finished == (not is_aborted)
