@@ -17,17 +17,19 @@ VICTIM, ATTACKER = 65533, 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
-def as_user(uid: int, function: Callable[[], object]) -> str:
-    """What ``function`` returns as text, in a process of that user. Fails where it raises."""
+def as_user(uid: int | None, function: Callable[[], object]) -> str:
+    """What ``function`` returns as text, in a process of that user (None: of this one). Fails where
+    it raises."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         status = 1
         try:
             os.close(reading)
-            os.setgroups([])
-            os.setgid(uid)
-            os.setuid(uid)
+            if uid is not None:
+                os.setgroups([])
+                os.setgid(uid)
+                os.setuid(uid)
             os.environ["HOME"] = "/"
             os.write(writing, str(function()).encode())
             status = 0
