@@ -42,12 +42,13 @@ def one() -> str:
         ("scripts/a.sh", "#!/bin/sh\n# a\n\nls\n", 1),
         ("scripts/a.json", "{}\n", 0),
         ("tests/a.py", PYTHON, 7),
+        ("tests/calls/a.txt", "== what is shown\nimport os; x = 1\nx\n    1\n", 2),
         ("docs/a.md", "a\n\nb\n", 3),
     ],
 )
 def test_lines_of_code_are_counted(tmp_path: Path, name: str, text: str, lines: int) -> None:
     file = tmp_path / name
-    file.parent.mkdir()
+    file.parent.mkdir(parents=True)
     file.write_text(text)
     found = [file for part in code_lines.by_file(tmp_path).values() for file in part.items()]
     assert found == ([(name, lines)] if lines else [])
