@@ -2,25 +2,21 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 from deadpool_megatron.cli import main
 from deadpool_megatron.cli.storage.verifying import verify_checkpoint
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.persist import frozen_file
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.shm import slot_check as verifying
 from deadpool_megatron.vault.shm.segment import Segment, copy_name
 from deadpool_megatron.vault.shm.slot_check import Verdict, verify_segment
+from tests.cli.storage.damage import checkpoint, flip
 from tests.cli.told import CarryOut
+from tests.common import lives, statements
 from tests.vault.harness import Member, cluster, make_layout
 from tests.vault.protected import begin
 
@@ -41,14 +37,6 @@ def findings(carry_out: CarryOut) -> Findings:
         return list(answer["findings"])
 
     return verify
-
-
-def flip(path: Path, position: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(position)
-        byte = file.read(1)
-        file.seek(position)
-        file.write(bytes([byte[0] ^ 0x10]))
 
 
 def test_a_live_node_and_one_damaged_byte(
@@ -125,87 +113,6 @@ def test_a_slot_that_is_overwritten_while_it_is_hashed_is_busy(
     assert finding.verdict is Verdict.BUSY
 
 
-def checkpoint(directory: Path) -> Path:
-    state = {"weight": torch.arange(5000.0), "step": torch.tensor(7)}
-    dcp.save(state, checkpoint_id=str(directory), no_dist=True)
-    torch.save({"iteration": 7}, directory / "common.pt")
-    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    return next(directory.glob("*.distcp"))
-
-
-def test_a_checkpoint_with_every_kind_of_damage(tmp_path: Path, findings: Findings) -> None:
-    data = checkpoint(tmp_path / "iter_1")
-    whole = data.read_bytes()
-    assert {f["verdict"] for f in findings(tmp_path / "iter_1", 0)} == {"good"}
-    assert findings(tmp_path, 0), "a folder of checkpoints"
-
-    flip(data, len(whole) // 2)
-    (bad,) = [f for f in findings(tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
-    assert bad["path"] == str(data)
-    data.write_bytes(whole[:-100])
-    assert "an entry lies at" in str(findings(tmp_path / "iter_1", 1))
-    data.unlink()
-    assert "No such file" in str(findings(tmp_path / "iter_1", 1))
-    (tmp_path / "iter_1" / ".metadata").write_bytes(b"\x80\x04K")
-    assert findings(tmp_path / "iter_1", 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("__0_0.distcp", bytes(1 << 20), "is empty"),
-        ("common.pt", None, "No such file"),
-        ("common.pt", b"", "is empty"),
-        ("common.pt", b"anything else", "is no archive of torch"),
-        ("metadata.json", None, "No such file"),
-        ("metadata.json", b"", "cannot be read"),
-        ("metadata.json", b"{}", "does not say how it is to be read"),
-    ],
-)
-def test_what_megatron_needs_beside_the_index(
-    tmp_path: Path, findings: Findings, name: str, content: bytes | None, reason: str
-) -> None:
-    """As a power failure leaves files that nobody had synced: empty, or not there."""
-    checkpoint(tmp_path / "iter_1")
-    path = tmp_path / "iter_1" / name
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-    (bad,) = [f for f in findings(tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
-    assert bad["path"] == str(path)
-    assert reason in bad["reason"]
-
-
-def test_the_older_format_of_megatron(tmp_path: Path, findings: Findings) -> None:
-    file = tmp_path / "iter_1" / "mp_rank_00" / "model_optim_rng.pt"
-    file.parent.mkdir(parents=True)
-    torch.save({"weight": torch.arange(5000.0)}, file)
-    (good,) = findings(tmp_path, 0)
-    assert (good["path"], good["verdict"]) == (str(file), "good")
-    flip(file, file.stat().st_size // 2)
-    assert findings(tmp_path / "iter_1", 1)
-
-
-def test_common_values_in_the_index(tmp_path: Path, findings: Findings) -> None:
-    """As Megatron-LM 0.19 saves them; a checkpoint of torch alone has none."""
-    state = {"common_state/shard_0_1": torch.tensor(7)}
-    dcp.save(state, checkpoint_id=str(tmp_path / "iter_1"), no_dist=True)
-    (bad,) = [f for f in findings(tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
-    assert bad["path"].endswith("metadata.json")
-    (tmp_path / "iter_1" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    assert findings(tmp_path / "iter_1", 0)
-    dcp.save({"weight": torch.ones(3)}, checkpoint_id=str(tmp_path / "iter_2"), no_dist=True)
-    assert findings(tmp_path / "iter_2", 0)
-
-
-def test_what_an_index_holds_besides(tmp_path: Path, findings: Findings) -> None:
-    """Another version of Megatron-LM may name anything."""
-    path = checkpoint(tmp_path / "iter_1").parent / ".metadata"
-    path.write_bytes(path.read_bytes().replace(b"TensorProperties", b"OtherProperties0"))
-    (unknown,) = findings(path.parent, 2)
-    assert (unknown["path"], unknown["verdict"]) == (str(path), "not verified")
-
-
 @pytest.mark.parametrize("moment", ["before", "within"])
 def test_a_checkpoint_that_a_run_prunes_meanwhile_is_not_bad(tmp_path: Path, moment: str) -> None:
     data = checkpoint(tmp_path / "iter_1")
@@ -221,38 +128,5 @@ def test_a_checkpoint_that_a_run_prunes_meanwhile_is_not_bad(tmp_path: Path, mom
     assert len(found) == (0 if moment == "before" else 2)
 
 
-def test_frozen_weights_of_a_run(tmp_path: Path, findings: Findings) -> None:
-    run = RunDirectory(tmp_path / "run")
-    run.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings()))
-    tensors = [("base", torch.arange(5000.0))]
-    name = frozen_file.name_of(tensors, time.sleep)
-    frozen_file.write(run.frozen, name, tensors, time.sleep)
-    (good,) = findings(run.path, 0)
-    assert (good["kind"], good["verdict"], good["bytes"]) == ("frozen", "good", 20000)
-    flip(run.frozen / name, 19999)
-    (bad,) = findings(run.path, 1)
-    assert bad["path"] == str(run.frozen / name)
-    run.frozen.chmod(0o700)
-    (run.frozen / name).chmod(0o666)
-    assert "can be written by others" in str(findings(run.path, 1))
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ('{"kind": "durable", "path": "PLACE/none"}', "names PLACE/none, which is not there"),
-        ("", "cannot be read"),
-    ],
-)
-def test_what_another_run_would_go_on_from_is_not_there(
-    tmp_path: Path, findings: Findings, text: str, reason: str
-) -> None:
-    run = RunDirectory(tmp_path / "run")
-    run.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings()))
-    run.latest.write_text(text.replace("PLACE", str(tmp_path)))
-    (bad,) = findings(run.path, 1)
-    assert (bad["kind"], bad["path"]) == ("latest", str(run.latest))
-    assert reason.replace("PLACE", str(tmp_path)) in bad["reason"]
-    (tmp_path / "none").mkdir()
-    run.latest.write_text(json.dumps({"kind": "dump", "path": str(tmp_path / "none")}))
-    assert [found["verdict"] for found in findings(run.path, 0)] == ["good"]
+def test_damage_is_found_and_named_as_before(tmp_path: Path) -> None:
+    lives.compare(Path(__file__).parent / "calls" / "verify.txt", statements.live, tmp_path)
