@@ -1,10 +1,8 @@
 """Which generations are protected, and what follows for slots and for failures."""
 
-import pytest
 from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout.records import Generation, is_due, next_due, successors
-from deadpool_megatron.layout.schemes import most_lost
 
 
 @given(st.integers(0, 10_000), st.integers(1, 50))
@@ -32,11 +30,3 @@ def test_successors_never_count_more_than_were_written(
     assert counted <= sum(held < other for other in line + new)
     if held == restored_at:
         assert counted == len(new)
-
-
-@pytest.mark.parametrize(
-    ("every", "lag", "spans", "wanted"),
-    [(1, 0, True, 1), (1, 0, False, 2), (1, 2, True, 3), (4, 0, True, 7), (4, 0, False, 8)],
-)
-def test_the_rpo_of_the_design(every: int, lag: int, spans: bool, wanted: int) -> None:
-    assert most_lost(every, lag, spans_the_world=spans) == wanted
