@@ -1,4 +1,4 @@
-"""What is called for saves that are written from memory and what it answers, line by line; see calls/."""
+"""What is called for saves from memory and what it answers, line by line; see calls/."""
 
 from pathlib import Path
 
