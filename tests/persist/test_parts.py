@@ -1,16 +1,12 @@
 """The pure parts of exports: boxes, coverage, marks, state templates, pruning, what is due."""
 
 import itertools
-import json
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, strategies as st
 
 from deadpool_megatron.cluster.coordinator import durable
@@ -23,16 +19,9 @@ from deadpool_megatron.cluster.coordinator.durable import (
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_valid
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist.state_template import (
-    FromExtras,
-    Piece,
-    StateTemplate,
-    TemplateError,
     boxes,
-    read_template,
-    template_path,
-    write_template,
 )
-from deadpool_megatron.persist.writing import WritingError, check_cover, metadata_of, write_role
+from deadpool_megatron.persist.writing import WritingError, check_cover
 from tests.persist.harness.exported import exported, saved_at
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4)
@@ -74,59 +63,6 @@ def test_only_a_whole_cover_passes(shape: list[int], chance: random.Random) -> N
         check_cover("key", shape, [*found, found[0]])
     with pytest.raises(WritingError, match="over the edge"):
         check_cover("key", [*shape[:-1], shape[-1] - 1], found)
-
-
-def told(role: int, **content: Any) -> dict[str, Any]:
-    """What a role says of its file, as it arrives."""
-    words = {"role": role, "file": f"__{role}_0.distcp", "bytes": 9, "tensors": [], "objects": []}
-    return dict(json.loads(json.dumps({**words, **content})))
-
-
-def test_metadata_joins_what_roles_have_written() -> None:
-    first = told(0, tensors=[["w", (4,), (0,), (3,), "bfloat16", 0, 5]], objects=[["o", 5, 4]])
-    second = told(1, tensors=[["w", (4,), (3,), (1,), "bfloat16", 0, 9]])
-    metadata = metadata_of([first, second])
-    entry: Any = metadata.state_dict_metadata["w"]
-    assert (entry.size, entry.properties.dtype) == (torch.Size([4]), torch.bfloat16)
-    places = {(i.fqn, i.offset): p.relative_path for i, p in metadata.storage_data.items()}
-    assert places["w", torch.Size([3])] == "__1_0.distcp"
-    assert places["o", None] == "__0_0.distcp"
-    with pytest.raises(WritingError, match="w: 3 of 4 elements"):
-        metadata_of([first])
-    other = told(1, tensors=[["w", (4,), (3,), (1,), "float32", 0, 9]])
-    with pytest.raises(WritingError, match="do not agree"):
-        metadata_of([first, other])
-    with pytest.raises(WritingError, match="o was written twice"):
-        metadata_of([first, second, told(2, objects=[["o", 0, 4]])])
-
-
-def test_a_skeleton_comes_back_from_its_file(tmp_path: Path) -> None:
-    piece = Piece("key", (4, 2), (1, 0), (1, 2), "bfloat16", "shard0", 128, "float32")
-    template = StateTemplate(3, "hash", (piece,), {"o": FromExtras(("counters",))})
-    write_template(tmp_path, template)
-    assert read_template(tmp_path, 3, "hash") == template
-    assert template_path(tmp_path, 3).stat().st_mode & 0o777 == 0o600
-    with pytest.raises(TemplateError, match="another layout"):
-        read_template(tmp_path, 3, "other")
-    with pytest.raises(TemplateError, match="role 4 left no state template"):
-        read_template(tmp_path, 4, "hash")
-    template_path(tmp_path, 3).chmod(0o622)
-    with pytest.raises(TemplateError, match="by others"):
-        read_template(tmp_path, 3, "hash")
-    write_template(tmp_path, StateTemplate(3, "hash", refusal="w lies nowhere"))
-    with pytest.raises(TemplateError, match="w lies nowhere"):
-        read_template(tmp_path, 3, "hash")
-
-
-def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
-    piece = Piece("bias", (2,), (0,), (2,), "float32", "shard0", 0, "float32")
-    mask = Piece("mask", (2,), (0,), (2,), "float32", "mask", 0, "float32", is_extra=True)
-    values = {"bias": torch.ones(2), "mask": torch.tensor([0.0, -math.inf])}
-    source: Any = SimpleNamespace(tensor=lambda piece: values[piece.key])
-    assert write_role(StateTemplate(3, "hash", (piece, mask)), source, tmp_path)["role"] == 3
-    values["bias"] = torch.tensor([1.0, math.nan])
-    with pytest.raises(WritingError, match="bias of role 3 is not finite"):
-        write_role(StateTemplate(3, "hash", (piece, mask)), source, tmp_path)
 
 
 def test_pruning_keeps_the_newest_and_what_is_needed() -> None:
@@ -272,15 +208,3 @@ def test_a_save_that_two_coordinators_make_valid_is_there_once(
     assert read_valid(run.latest)[0].path == str(final)
     set_aside = ["iter_0000004.before-run"] if is_foreign else []
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000004", *set_aside]
-
-
-def test_a_number_of_the_extras_is_taken_with_what_is_added_to_it() -> None:
-    extras = {"counters": {"iteration": 7, "shape": [2, 3]}}
-
-    def taken(*path: str, plus: int = 0) -> object:
-        return FromExtras(path, plus).value(extras, lambda *_: 0)
-
-    assert (taken("counters", "iteration"), taken("counters", "iteration", plus=1)) == (7, 8)
-    assert taken("counters", "shape") == (2, 3)
-    with pytest.raises(TemplateError, match=r"counters\.tokens"):
-        taken("counters", "tokens")
