@@ -6,8 +6,9 @@
 
 A line of code is neither blank, nor comment, nor docstring. Counted are the package with its
 data files written by hand, the Python of scripts/ and of tests/, the statements of transcripts
-(calls/*.txt) as lines of tests, the shell of scripts/; of docs/ every line of its pages. The ceilings stand in pyproject.toml under [tool.deadpool.ceilings]; a
-change may lower them, never raise them.
+(calls/*.txt) as lines of tests, the shell of scripts/; of docs/ every line of its pages. The
+ceilings stand in pyproject.toml under [tool.deadpool.ceilings]; a change may lower them, never
+raise them.
 
 Exit status: 0 all within their ceilings; 1 something is above its ceiling; 2 bad arguments.
 """
