@@ -1,87 +1,16 @@
-"""Slurm's variables, the wrong ones included; what it drains is drained in the run, once."""
+"""What Slurm drains is drained in the run, once."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deadpool_megatron.cli import slurm
-from deadpool_megatron.cli.common import CommandError, RunNotReachable, host_address
-from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment
+from deadpool_megatron.cli.common import CommandError, RunNotReachable
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from tests.cli.start.refused import old_run
 from tests.cli.told import Complain
-
-# Taken from a task of Slurm 22.05.
-TASK = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_NODEID": "3",
-    "SLURM_STEP_NUM_NODES": "6",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x6)",
-    "SLURMD_NODENAME": "node4",
-    "SLURM_TOPOLOGY_ADDR": "core.rack1.node4",
-    "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
-}
-
-
-def test_a_task_of_one_per_node() -> None:
-    """Its number counts, not that of the node: they differ with --distribution=arbitrary."""
-    found = slurm_environment({**TASK, "SLURM_NODEID": "0"})
-    assert found == SlurmNode(3, "node4", "rack1")
-
-
-@pytest.mark.parametrize(
-    ("address", "pattern", "domain"),
-    [
-        ("node4", "node", ""),
-        ("", "", ""),
-        ("block7.node4", "block.node", "block7"),
-        ("s0.s1.host.of.site", "switch.switch.node", "s1"),
-    ],
-)
-def test_domain(address: str, pattern: str, domain: str) -> None:
-    names = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
-    assert slurm_environment({**TASK, **names}).domain == domain
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"SLURM_JOB_ID": None}, "no Slurm job"),
-        ({"SLURM_STEP_ID": None}, "put 'srun --ntasks-per-node=1' before it"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x5)"}, "several tasks on a node (2(x5))"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1(x3),2"}, "several tasks on a node (1(x3),2)"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "many"}, "is 'many'"),
-        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
-    ],
-)
-def test_one_line_for_each_way_to_be_wrong(change: dict[str, str | None], told: str) -> None:
-    changed = {k: v for k, v in {**TASK, **change}.items() if v is not None}
-    with pytest.raises(CommandError, match="--from-slurm") as raised:
-        slurm_environment(changed)
-    assert told in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"node4": "10.0.0.4", "debian": "127.0.1.1"}
-
-    def resolve(host: str, *_: object) -> list[object]:
-        if host not in answers:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answers[host], 0))]
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert host_address("node4") == "10.0.0.4"
-    with pytest.raises(CommandError, match="which other nodes cannot reach: give --host"):
-        host_address("debian")
-    with pytest.raises(CommandError, match="is not known"):
-        host_address("nowhere")
-
 
 WAITS = "waits for a spare node"
 
