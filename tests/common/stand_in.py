@@ -1,4 +1,4 @@
-"""Stands for what a call is made of, in the statements of calls/."""
+"""Stands for what calls are made of, in the statements of the folders calls/."""
 
 from __future__ import annotations
 
