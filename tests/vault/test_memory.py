@@ -22,7 +22,6 @@ from deadpool_megatron.vault.memory import (
     Budget,
     Room,
     allocated_bytes,
-    cgroup_memory,
     objection,
     usable_bytes,
     warnings,
@@ -227,42 +226,3 @@ def test_a_member_asks_for_what_the_plan_is_reckoned_with(kind: str, group: int)
     needs = node_needs(layouts[0], 1, settings)
     assert sum(reckoned.values()) == len(roles) * needs.total
     assert 0 <= needs.own - segment_bytes(layouts[0]) <= PAGE_BYTES
-
-
-def test_the_tightest_of_all_limits_counts(tmp_path: Path) -> None:
-    (tmp_path / "own-0-0.0.0.seg").write_bytes(bytes(8192))
-    assert usable_bytes(tmp_path, 5000) == 5000
-    assert usable_bytes(tmp_path, 0) > 5000
-
-
-def _group(directory: Path, **files: object) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, value in files.items():
-        (directory / name.replace("_", ".", 1)).write_text(f"{value}\n")
-
-
-def test_the_tightest_cgroup_of_version_2_counts(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("0::/job/step\n")
-    root = tmp_path / "fs"
-    _group(root / "job", memory_max=1000, memory_current=400)
-    _group(root / "job" / "step", memory_max="max", memory_current=300)
-    (root / "job" / "memory.stat").write_text("anon 5\nfile 90\ninactive_file 40\nactive_file 10\n")
-    found = cgroup_memory(root, own)
-    assert found is not None
-    assert (found.left_bytes, found.limit_bytes, found.path) == (650, 1000, root / "job")
-
-
-def test_cgroups_of_version_1_and_none(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("5:cpu,cpuacct:/a\n4:memory:/slurm/job\n")
-    group = tmp_path / "fs" / "memory" / "slurm" / "job"
-    group.mkdir(parents=True)
-    (group / "memory.limit_in_bytes").write_text("5000\n")
-    (group / "memory.usage_in_bytes").write_text("4990\n")
-    found = cgroup_memory(tmp_path / "fs", own)
-    assert found is not None
-    assert found.left_bytes == 10
-    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert cgroup_memory(tmp_path / "fs", own) is None
-    assert cgroup_memory(tmp_path / "fs", tmp_path / "missing") is None

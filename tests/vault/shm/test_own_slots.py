@@ -13,8 +13,7 @@ from deadpool_megatron.layout.records import Generation, Inventory, Restore, Sea
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom
-from deadpool_megatron.vault.memory import Budget, allocated_bytes
-from deadpool_megatron.vault.room import make_own, park
+from deadpool_megatron.vault.memory import allocated_bytes
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, copy_name, own_name
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.worker import RoleWorker
@@ -281,25 +280,3 @@ def test_a_role_of_another_size_gets_slots_of_its_own(tmp_path: Path) -> None:
         member.write(Generation(1, 0))
         assert _parked(node.directory) == []
         assert allocated_bytes(node.directory) < NBYTES
-
-
-def _left_by_the_first(directory: Path) -> None:
-    """Slots that the first process on the place has parked, and some that it was killed over."""
-    park(directory, make_layout(7, nbytes=NBYTES), Seat(0, 3, 0), Budget(directory))
-    (directory / "..parked-0.3.0.seg.7.7").touch()
-
-
-def test_what_a_process_was_killed_over_goes_with_the_next_on_its_place(tmp_path: Path) -> None:
-    _left_by_the_first(tmp_path)
-    later = park(tmp_path, make_layout(7, nbytes=NBYTES), Seat(0, 3, 1), Budget(tmp_path))
-    assert list(tmp_path.iterdir()) == [later.path]
-
-
-def test_a_process_that_gets_a_role_before_it_parks_has_no_slots_of_others_beside_it(
-    tmp_path: Path,
-) -> None:
-    _left_by_the_first(tmp_path)
-    other = park(tmp_path, make_layout(7, nbytes=NBYTES), Seat(0, 4, 0), Budget(tmp_path))
-    own = tmp_path / own_name(7, Seat(0, 3, 1))
-    make_own(own, make_layout(7, nbytes=NBYTES), Seat(0, 3, 1), Budget(tmp_path))
-    assert sorted(tmp_path.iterdir()) == sorted([other.path, own])
