@@ -22,7 +22,7 @@ TRIALS = {
     "wrong": (
         NUMBER,
         "_SHORTEST_RUN = 2",
-        f"{TESTS}::test_a_large_group_has_a_short_name",
+        "tests/layout/test_calls.py::test_calls_are_answered_as_before[words]",
         "noticed",
     ),
     "idle": (COMMENT, "# Those at equal distances", TESTS, "survived"),
