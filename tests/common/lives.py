@@ -1,7 +1,8 @@
 """Lives line by line, with what comes of each: a file is what happens and what is expected.
 
 A line at the margin is what happens; below it, indented, is all that comes of it. A life begins
-with ``== its name {its options}``. A change that is meant changes these files as well: with
+with ``== its name {its options}``; what stands before the first one begins each of them, and shows
+nothing. A change that is meant changes these files as well: with
 ``DEADPOOL_TEST_WRITE=1`` in the environment they are written again, and the difference is read like
 that of any other file.
 """
@@ -32,12 +33,15 @@ def text(value: Any, volatile: re.Pattern[str]) -> str:
 
 def compare(path: Path, live: Live, directory: Path) -> None:
     """``live(script, options, directory)``: the lines of the script, each with what comes of it."""
-    found: list[str] = []
-    for number, life in enumerate(path.read_text().split("== ")[1:]):
+    before, *parts = path.read_text().split("== ")
+    always = before.splitlines()
+    found = [*always]
+    for number, life in enumerate(parts):
         header, *script = [line for line in life.splitlines() if not line.startswith("    ")]
         options = json.loads(header[header.index("{") :] if "{" in header else "{}")
         (directory / str(number)).mkdir()
-        found += [f"== {header}", *live(script, options, directory / str(number))]
+        lines = live([*always, *script], options, directory / str(number))
+        found += [f"== {header}", *lines[len(always) :]]
     hold(path, found)
 
 
