@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +17,15 @@ from deadpool_megatron.cluster.agent import node_check as module, vault_process 
 from deadpool_megatron.cluster.agent.members import Member
 from deadpool_megatron.cluster.agent.node_check import Examiner
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultKeeper
+from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd
 from deadpool_megatron.cluster.process.fork_server import StartedMember
 from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.preflight.judge import HostFacts
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.wire import framing
 from tests.common.virtual_time import VirtualLoop
 from tests.common.waiting import until
@@ -37,7 +35,6 @@ EPOCH = 3
 HELD = records.Inventory(
     0, EPOCH, (records.Holding(0, records.Generation(1, 7), frozenset({"shard0"})),)
 )
-NOTHING = records.Inventory(0, EPOCH)
 FACTS = HostFacts("at the start", noted="an earlier run put it aside")
 
 
@@ -153,71 +150,6 @@ def note_starts(monkeypatch: pytest.MonkeyPatch, dies_after_seconds: float = 0.0
     return started
 
 
-def test_a_vault_that_the_kernel_does_not_let_go(
-    keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another one on the same slots must not start; the end of the agent goes on."""
-    started = note_starts(monkeypatch, dies_after_seconds=1e6)
-
-    async def live() -> None:
-        await keeper.start()
-        keeper._control = Control(closes=False)  # type: ignore[assignment]
-        with pytest.raises(VaultGivenUp, match="epoch 3 was not closed: no answer, and did not"):
-            await keeper.close_epoch(3)
-        await keeper.shut_down(remove=True)
-
-    in_no_time(live())
-    assert [watch.kills for watch in started] == [2]
-
-
-@pytest.mark.parametrize(
-    ("vaults", "told", "kills", "seconds"),
-    [
-        ([(14.0, True)], HELD, [0], 14.0),
-        ([(0.0, False), (8.0, True)], HELD, [1, 0], 13.0),
-        ([(9.0, False), (0.0, True)], HELD, [1, 0], 14.0),
-        ([(0.0, False), (0.0, False), (0.0, True)], NOTHING, [1, 1, 0], 10.0),
-        ([(19.0, False)], NOTHING, [0], 20.0),
-        ([(100.0, True)], NOTHING, [0], 20.0),
-    ],
-    ids=["slow", "slow-second", "slow-and-silent", "two-silent", "silent-at-the-end", "too-slow"],
-)
-def test_a_vault_that_still_comes_up_is_not_killed_for_its_inventory(
-    keeper: VaultKeeper,
-    monkeypatch: pytest.MonkeyPatch,
-    vaults: Sequence[tuple[float, bool]],
-    told: records.Inventory,
-    kills: list[int],
-    seconds: float,
-) -> None:
-    """``vaults``: one after the other, how long each takes to come up, whether it answers then."""
-    keeper._settings = replace(keeper._settings, connect_seconds=200.0)
-    assert keeper._settings.stage_seconds == 5.0
-    started = note_starts(monkeypatch)
-
-    async def connect(*_: object) -> Any:
-        comes_up_seconds, tells = vaults[len(started) - 1]
-        await asyncio.sleep(comes_up_seconds)
-        return Control(tells=tells)
-
-    async def run() -> tuple[records.Inventory, float]:
-        await keeper.start()
-        supervising = asyncio.create_task(keeper.supervise())
-        await keeper.close_epoch(EPOCH)
-        began = asyncio.get_running_loop().time()
-        found = await keeper.inventory(EPOCH)
-        took = asyncio.get_running_loop().time() - began
-        await asyncio.sleep(1.0)  # the vault after the last kill is started
-        supervising.cancel()
-        return found, took
-
-    monkeypatch.setattr(VaultControl, "connect", connect)
-    found, took = in_no_time(run())
-    assert found == told
-    assert [watch.kills for watch in started] == kills
-    assert took == pytest.approx(seconds, abs=0.5)
-
-
 def examiner(
     directory: Path, seat: int, *command: str, settings: Settings | None = None
 ) -> tuple[Any, list[Any]]:
@@ -274,43 +206,6 @@ def test_facts_are_read_by_a_process_of_its_own(segments: Path) -> None:
 
 
 __all__ = ["info", "keeper"]
-
-
-def record(epoch: int) -> EpochRecord:
-    """Its one role sits on another node: nobody here has to leave the epoch."""
-    nodes = {n: NodeAddress("127.0.0.1", 1, f"node{n}", spare=n == 0) for n in range(2)}
-    restore = Restore("initial", Generation(epoch, 0))
-    return EpochRecord(epoch, {0: Seat(1, 0, 0)}, nodes, restore)
-
-
-@pytest.mark.parametrize(
-    ("opened", "closed", "orders"),
-    [(0, 0, []), (3, 0, ["adopt 3"]), (3, 3, ["close 3"]), (4, 3, ["close 3", "adopt 4"])],
-)
-async def test_a_vault_that_is_started_again_is_where_the_one_before_was(
-    keeper: VaultKeeper,
-    monkeypatch: pytest.MonkeyPatch,
-    opened: int,
-    closed: int,
-    orders: list[str],
-) -> None:
-    """One that is told to open a closed epoch refuses, and is given up after some starts."""
-    vault = Control()
-
-    async def connect(*_: object) -> Control:
-        return vault
-
-    monkeypatch.setattr(VaultControl, "connect", connect)
-    note_starts(monkeypatch)
-    if opened:
-        await keeper.adopt(record(opened))
-    if closed:
-        await keeper.close_epoch(closed)
-    await keeper.start()
-    supervising = asyncio.create_task(keeper.supervise())
-    await keeper._ready.wait()
-    supervising.cancel()
-    assert vault.orders == orders
 
 
 @contextmanager
