@@ -150,8 +150,9 @@ class Communicators(Observed):
         epoch = self._current
         if group is None or epoch is None:
             return
+        if epoch.closed or self._store is None:
+            raise EpochClosed(epoch.number, "new_group")
         epoch.check("new_group")
-        assert self._store is not None  # as long as an epoch is open
         limits = self._limits
         limit_seconds = limits.operation_timeout_seconds
         if epoch.is_patient:
