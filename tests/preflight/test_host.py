@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +12,11 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli.prepare.gpu_health import run as gpu_health
-from deadpool_megatron.preflight import health, host, host as gpus
+from deadpool_megatron.preflight import health, host
 from deadpool_megatron.preflight.health import Answer, Health, ask
-from deadpool_megatron.preflight.host import read_facts
-from deadpool_megatron.preflight.judge import HostFacts, Needs, Standing, problems
+from deadpool_megatron.preflight.judge import HostFacts
 from tests.common.programs import run_among, stand_in
-from tests.common.waiting import PATIENCE_SECONDS, wait_for
+from tests.common.waiting import wait_for
 
 ROOMY = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
 
@@ -30,70 +28,6 @@ def test_facts_survive_json() -> None:
     assert facts.interface_up
     assert facts.memory_bytes > 0
     assert {"python", "torch", "megatron-core", "deadpool-megatron"} <= facts.versions.keys()
-
-
-#: The second GPU is split.
-LISTED = """\
-GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)
-GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)
-  MIG 3g.40gb     Device  0: (UUID: MIG-5)
-  MIG 4g.40gb     Device  1: (UUID: MIG-6)
-GPU 2: NVIDIA H100 80GB HBM3 (UUID: GPU-3)
-"""
-
-
-def test_gpus_are_those_that_nvidia_smi_lists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    stand_in(tmp_path, **{"nvidia-smi": f"cat <<'END'\n{LISTED}END"})
-    assert gpus.listed_gpus() == ("GPU-1", "MIG-5", "MIG-6", "GPU-3")
-
-    def hangs(*_: object, **options: float) -> None:
-        raise subprocess.TimeoutExpired("nvidia-smi", options["timeout"])
-
-    monkeypatch.setattr(subprocess, "run", hangs)
-    assert gpus.listed_gpus() == ()
-
-
-@pytest.mark.parametrize(
-    ("named", "seen"),
-    [
-        (None, ("GPU-a1", "GPU-b2", "GPU-c3", "GPU-d4")),
-        ("", ()),
-        (" ", ()),
-        ("2,3", ("GPU-c3", "GPU-d4")),
-        ("3, 0", ("GPU-d4", "GPU-a1")),
-        ("GPU-d4,GPU-b", ("GPU-d4", "GPU-b2")),
-        ("GPU-d4,GPU-gone,GPU-a1", ("GPU-d4",)),
-        ("1,4,2", ("GPU-b2",)),
-        ("0,-1,2", ("GPU-a1",)),
-        ("0,,2", ("GPU-a1",)),
-        ("-1", ()),
-    ],
-)
-def test_visible_gpus_are_those_that_the_driver_would_show(
-    named: str | None, seen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpus, "listed_gpus", lambda: ("GPU-a1", "GPU-b2", "GPU-c3", "GPU-d4"))
-    assert gpus.visible_gpus({} if named is None else {gpus.VISIBLE: named}) == seen
-
-
-@pytest.mark.parametrize(
-    ("seen", "slot", "may_share", "shown"),
-    [
-        (("a", "b"), 1, False, ("0", "b")),
-        (("a", "b"), 2, False, ("0", "")),
-        ((), 0, False, ("0", "")),
-        (("a", "b"), 3, True, ("0", "b")),
-        ((), 3, True, ("3", None)),
-    ],
-)
-def test_a_member_is_shown_its_own_gpu(
-    seen: tuple[str, ...], slot: int, may_share: bool, shown: tuple[str, str | None]
-) -> None:
-    found = gpus.of_member(seen, slot, may_share=may_share)
-    assert (found["LOCAL_RANK"], found.get(gpus.VISIBLE)) == shown
 
 
 def test_a_plan_says_how_much_memory_is_needed(
@@ -119,34 +53,6 @@ def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert cli.main(["check", "--json", "--health-command", "/no/such"]) == 1
     assert "/no/such" in json.loads(capsys.readouterr().out)["problems"][-1]
-
-
-LINGER, LOGIND, BESIDE = (
-    "var/lib/systemd/linger",
-    "etc/systemd/logind.conf",
-    "etc/systemd/logind.conf.d",
-)
-
-
-@pytest.mark.parametrize(
-    ("user", "files", "told"),
-    [
-        (os.getuid() + 1000, {}, True),  # what upstream has it be
-        (0, {}, False),
-        (54321, {LOGIND: "[Login]\n#RemoveIPC=no\n"}, True),
-        (54321, {LOGIND: "[Login]\nRemoveIPC=no\n"}, False),
-        (54321, {LOGIND: "RemoveIPC=no\n", f"{BESIDE}/9.conf": " RemoveIPC = yes\n"}, True),
-        (54321, {f"{LINGER}/54321": ""}, False),
-    ],
-)
-def test_memory_that_logind_removes_is_told(
-    tmp_path: Path, user: int, files: dict[str, str], told: bool
-) -> None:
-    assert not host.memory_may_go(user, tmp_path), "there is no systemd"
-    for name, text in {"run/systemd/system/x": "", **files}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert ("enable-linger" in host.memory_may_go(user, tmp_path)) is told
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
@@ -180,29 +86,6 @@ _PROGRAM = "NVRM: Xid (PCI:0000:65:00): 31, pid=812, name=python, Ch 00000008, i
 _DEVICE = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', GPU has fallen off the bus."
 
 
-@pytest.mark.parametrize(
-    ("command", "answer"),
-    [
-        ("echo fine", Answer(Health.GOOD, "fine")),
-        ("echo first; echo 'slow link'; exit 1", Answer(Health.SPARE_ONLY, "slow link")),
-        ("echo ECC >&2; exit 2", Answer(Health.OUT, "ECC")),
-        ("exit 2", Answer(Health.OUT, "no output")),
-        ("exit 3", Answer(Health.UNKNOWN, "no output")),
-        ("exit 4", Answer(Health.UNKNOWN, "ended with status 4: no output")),
-        ("kill -9 $$", Answer(Health.UNKNOWN, "ended with status -9: no output")),
-        (r"printf 'a\033[31mb\n'; exit 1", Answer(Health.SPARE_ONLY, "a?[31mb")),
-    ],
-)
-def test_each_end_has_a_meaning(command: str, answer: Answer) -> None:
-    assert ask(command, PATIENCE_SECONDS) == answer
-
-
-def test_a_command_that_is_not_there_is_no_reason() -> None:
-    answer = ask("/nowhere/check_node", PATIENCE_SECONDS)
-    assert answer.health is Health.GOOD
-    assert "not found" in answer.text
-
-
 def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     answer = ask(f"sleep 1000 & echo $! > {pid}; wait", 0.5)
@@ -216,16 +99,6 @@ def is_dead(process: Path) -> bool:
         return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
-
-
-@pytest.mark.parametrize(
-    ("status", "standing"), [(1, Standing.WEAK), (2, Standing.LEFT_OUT), (0, None)]
-)
-def test_a_node_is_judged_by_it(status: int, standing: Standing | None) -> None:
-    facts = read_facts("", f"echo said; exit {status}", PATIENCE_SECONDS)
-    assert HostFacts.from_dict(facts.to_dict()) == facts
-    told = [one for one in problems(facts, Needs(1)) if "health command" in one.text]
-    assert [one.standing for one in told] == ([] if standing is None else [standing])
 
 
 @pytest.mark.parametrize(
@@ -245,12 +118,6 @@ def test_wrappers_translate(
     for given, expected in ends.items():
         stand_in(tmp_path, **{program: f"exit {given}"})
         assert run_among(tmp_path, WRAPPERS / wrapper, **path).returncode == expected, given
-
-
-@pytest.mark.parametrize("number", [13, 31, 43, 45, 48, 63, 64, 74, 79, 94, 95, 999])
-def test_only_a_fault_of_the_device_takes_its_node_out(number: int) -> None:
-    found = health.newest_bad([record(1.0, f"NVRM: Xid (0000:03:00): {number}, it says")], 0.0)
-    assert (found is not None) == (number in {48, 63, 64, 74, 79, 94, 95})
 
 
 def record(seconds: float, text: str) -> bytes:
