@@ -1,20 +1,15 @@
 """The model and its roles: published sizes, Megatron's split and groups, seats and copies."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from megatron.core.parallel_state import RankGenerator
 
-from deadpool_megatron.planning.plan_file import Plan, read_plan
 from deadpool_megatron.planning.sizes import (
     data_parallel_peers,
     expert_data_parallel_peers,
-    scene_of,
-    slots_of,
     stage_parameters,
-    step_seconds,
     total_parameters,
 )
 from deadpool_megatron.planning.traffic import place
@@ -64,53 +59,6 @@ def test_copies_lie_in_other_domains_where_there_are_enough(
         assert placement.scene.seats[number] not in role.buddies
 
 
-def parts_of(plan: Plan, role: int) -> list[tuple[int, tuple[int, ...]]]:
-    layout = scene_of(plan).layouts[role]
-    shards = [part for part in layout.parts if part.name in layout.shard_parts]
-    return [(part.nbytes, part.replicas) for part in shards]
-
-
-@pytest.mark.parametrize(
-    ("parallel", "expected"),
-    [
-        ({}, (12 * 10**10 // 4 // 4, (1,))),
-        ({"optimizer_instances": 2}, (12 * 10**10 // 4 // 2, (1, 5))),
-        ({"distributed_optimizer": False}, (12 * 10**10 // 4, (1, 3, 5, 7))),
-    ],
-)
-def test_shards_and_who_has_equal_bytes(
-    parallel: dict[str, Any], expected: tuple[int, tuple[int, ...]]
-) -> None:
-    plan = make(parallel=parallel)
-    assert parts_of(plan, 1) == [expected]
-    assert slots_of(plan) == (3 if parallel else 2)
-    assert slots_of(make(parallel=parallel, protection={"max_lag": 3})) == slots_of(plan) + 3
-    sent = place(plan).roles[1].sent_bytes
-    assert sent == (0 if parallel else expected[0]), "peers have the rest far enough apart"
-
-
-def test_experts_are_a_part_of_their_own() -> None:
-    plan = make(model={"expert_parameters": 8 * 10**9}, parallel={"ep": 4})
-    dense, expert = parts_of(plan, 0)
-    assert dense == (12 * 2 * 10**9 // 4 // 4, (0,))
-    # Two tensor ranks, two stages, four expert ranks: nobody else has these experts.
-    assert expert == (12 * 8 * 10**9 // 16, (0,))
-
-
-def test_racks() -> None:
-    rows = {"racks": 4, "spares": 2}
-    domains = scene_of(make(cluster=rows)).domains
-    assert [domains[node] for node in (0, 1, 2, 7, 8, 9)] == [
-        "rack0", "rack0", "rack1", "rack3", "rack0", "rack1"
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "billions"), [("7b", 6.74), ("65b", 65.2), ("175b", 175.0)])
-def test_known_models_have_their_known_size(name: str, billions: float) -> None:
-    plan = read_plan(CONFIGS / f"{name}.yaml")
-    assert total_parameters(plan.model) / 1e9 == pytest.approx(billions, rel=0.02)
-
-
 @pytest.mark.parametrize("untied", [False, True])
 @given(
     tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4]), experts=st.sampled_from([0, 4])
@@ -124,10 +72,3 @@ def test_the_stages_are_the_whole_model(untied: bool, tp: int, pp: int, experts:
     repeated = (tp - 1) * (4 * (2 * 2 * 64 + 64 * experts) + 2 * 64)
     both_ends = 1024 * 64 if pp > 1 and not untied else 0
     assert split == total_parameters(plan.model) + repeated + both_ends
-
-
-def test_the_step_follows_from_the_work() -> None:
-    assert step_seconds(make()) == 20
-    speed = {"tflops_per_gpu": 100, "efficiency": 0.5, "tokens_per_step": 10**6}
-    plan = make(cluster={"step_seconds": None, **speed})
-    assert step_seconds(plan) == pytest.approx(6 * 1e10 * 1e6 / (16 * 100e12 * 0.5))
