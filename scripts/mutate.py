@@ -69,7 +69,7 @@ _GENERATED_SECONDS = 75
 # of Megatron, before which its stand-ins for a CPU have to be there.
 _IMPORTED = ("pytest", "hypothesis.stateful", "torch.distributed.tensor", "wandb")
 # Of generated slips: what shows that the tests, or what they are made with, could not be imported.
-_NO_IMPORT = re.compile(r"while importing|loading conftest|during collection")
+_NO_IMPORT = re.compile(r"while importing|loading conftest|(during|ERROR) collect")
 # No test failed, and no process was left over: the shared memory may be that of another session.
 _LEFT_SEGMENTS = re.compile(r"^=+ left over by this session.*\n(?!process )", re.MULTILINE)
 _ENDED = (2, 3)  # the exit status where something ended the run, or raised outside of any test
