@@ -6,8 +6,13 @@ from types import SimpleNamespace
 import numpy
 import torch
 import torch.distributed as dist
-from deadpool_megatron.hooks import Program, Session, SteppedLoop, state_hash
-from megatron.core import parallel_state  # after the hooks: without a GPU they have stand-ins
+from deadpool_megatron.megatron import stand_ins
+from deadpool_megatron.member import Program, Session, SteppedLoop
+
+stand_ins.install()  # before Megatron: a machine without a GPU
+
+from deadpool_megatron.megatron.identity import state_hash
+from megatron.core import parallel_state
 
 ITERATIONS, BATCH = 12, 8
 

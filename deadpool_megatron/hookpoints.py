@@ -28,7 +28,7 @@ ALLOW = "--deadpool-allow"
 #: lets one unreviewed flag through, by its name without dashes, or one value of one, as
 #: ``flag=value``; may be given several times
 ALLOW_UNREVIEWED = "--deadpool-allow-unreviewed"
-_HANDLERS_MODULE = "deadpool_megatron.hooks.pretraining.attach"
+_HANDLERS_MODULE = "deadpool_megatron.megatron.pretraining.attach"
 _MARK = "__deadpool_hookpoint__"
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from deadpool_megatron.cli.display import Display
-from deadpool_megatron.platform import stand_ins
+from deadpool_megatron.megatron import stand_ins
 from tests.common import forks
 from tests.megatron_lm.harness.parsing import in_checkout
 from tests.reach.shrinking import Known, shrink

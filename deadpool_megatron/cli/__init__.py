@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from deadpool_megatron import UserError, __version__, arguments
 from deadpool_megatron.cli.common import CommandError, refusing_system_errors
-from deadpool_megatron.cluster.failures import ExitStatus
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.observe.narration import shown
 
 # Sub-command -> its module and its help, by topic; the order is that of the help text.

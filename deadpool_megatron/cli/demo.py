@@ -31,9 +31,9 @@ from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.examples import find_shipped
 from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
 from deadpool_megatron.cli.watch import Follower
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.observe.story import PHASES, Interruption
 from deadpool_megatron.preflight.host import VISIBLE, visible_gpus
 from deadpool_megatron.process_names import interpreter

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.failures import MEANINGS
+from deadpool_megatron.failures import MEANINGS
 
 _HEAD = """\
 # Codes of failures

@@ -33,9 +33,9 @@ from deadpool_megatron.cli.common import (
     shown_host,
 )
 from deadpool_megatron.cli.http_server import LimitedServer
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, EventTail, Kind
+from deadpool_megatron.failures import FailureKind
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.observe.steps import decimal
 from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Story

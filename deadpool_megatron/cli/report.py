@@ -11,9 +11,9 @@ from typing import Any
 
 from deadpool_megatron.cli.common import Asker, seconds, size, table
 from deadpool_megatron.cli.run_result import failure_to_dict, read_result, read_story
-from deadpool_megatron.cluster.failures import MEANINGS
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, date
+from deadpool_megatron.failures import MEANINGS
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe import narration
 from deadpool_megatron.observe.narration import count

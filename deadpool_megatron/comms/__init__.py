@@ -3,6 +3,7 @@
 communicators  those of one process, exchangeable as a whole
 groups/        what Megatron holds for the whole run
 gloo, nccl     what stands behind the groups in an epoch
+gathers        all-gathers of several tensors on gloo, as torch's own corrupt memory
 in_flight/     the operations of one epoch, and its end
 inner          the seam between them and torch, and what a call raises when peers fail
 store          in which the communicators of one epoch meet

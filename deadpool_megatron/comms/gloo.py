@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo, ReduceOptions
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.comms.gathers import INSTEAD, SeveralWorks
 from deadpool_megatron.comms.in_flight.attached_epoch import Activity, Epoch
 from deadpool_megatron.comms.in_flight.waiters import Left
 from deadpool_megatron.comms.in_flight.works import HostWork, communication_failed, is_asynchronous
@@ -45,13 +46,12 @@ from deadpool_megatron.comms.inner import (
     GroupSpec,
     InnerGroup,
 )
-from deadpool_megatron.platform.gathers import INSTEAD, SeveralWorks
 
 #: operations whose inner Work is run by wait() itself, which then takes no notice of a timeout
 _RUN_BY_WAIT = frozenset(name for name in COMMUNICATION if "reduce_scatter" in name)
 _HANDED = POINT_TO_POINT | _RUN_BY_WAIT
 #: as c10d: with one thread, small collectives in a row take up to ten times as long on busy cores.
-#: With more than one, an operation of gloo's must not be used: platform/gathers.py
+#: With more than one, an operation of gloo's must not be used: comms/gathers.py
 _THREADS_PER_GROUP = 2
 _DEVICE_ATTEMPTS = 5
 _device_lock = threading.Lock()

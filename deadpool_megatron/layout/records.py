@@ -8,7 +8,7 @@ The cadence: only generations of every n-th iteration are protected. Which those
 their number alone, so that all roles protect the same ones: if a role skipped one on its own
 account, no later failure would find a state that all roles have. Slots and lag count protected
 generations. Why the gate of the design (section 4) still holds is written in
-:mod:`deadpool_megatron.hooks.capture.protection`.
+:mod:`deadpool_megatron.member.protection`.
 """
 
 from __future__ import annotations

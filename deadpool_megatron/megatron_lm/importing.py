@@ -30,7 +30,7 @@ def import_megatron(script: Path) -> None:
         except ModuleNotFoundError as error:
             raise RuntimeError(f"{script}: Megatron-LM cannot be imported: {error}") from error
     else:
-        from deadpool_megatron.platform import stand_ins
+        from deadpool_megatron.megatron import stand_ins
 
         stand_ins.install_megatron_lm(checkout)
     if own != checkout:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.failures import FailureKind
 
 
 class Use(StrEnum):

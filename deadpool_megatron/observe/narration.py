@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_megatron.cluster.failures import MEANINGS, FailureKind, in_words, process_name
 from deadpool_megatron.events import Event, Kind, date
+from deadpool_megatron.failures import MEANINGS, FailureKind, in_words, process_name
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.steps import decimal

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.failures import FailureKind, in_words
 from deadpool_megatron.events import Event, Kind, date
+from deadpool_megatron.failures import FailureKind, in_words
 from deadpool_megatron.observe.narration import count, describe_wait, shown
 from deadpool_megatron.preflight.health import run_by_shell
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
-from deadpool_megatron.cluster.failures import FailureKind, rank
 from deadpool_megatron.events import Event, Kind, date
+from deadpool_megatron.failures import FailureKind, rank
 from deadpool_megatron.observe.account import Account
 from deadpool_megatron.observe.steps import StepTable
 

@@ -15,8 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.failures import FailureKind, in_words
 from deadpool_megatron.events import Event, Kind, date
+from deadpool_megatron.failures import FailureKind, in_words
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import advice, count, describe_wait, to_do

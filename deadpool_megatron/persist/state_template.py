@@ -223,7 +223,7 @@ class StepNumber(Mark):
 @dataclass(frozen=True)
 class RandomStates(Mark):
     """The random states of Python, numpy, torch, the device, and Megatron's own, as Megatron's
-    checkpoints name them. Without a device its state is that of the CPU (platform/stand_ins.py).
+    checkpoints name them. Without a device its state is that of the CPU (megatron/stand_ins.py).
     """
 
     def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:

@@ -28,7 +28,7 @@ from deadpool_megatron.settings import Settings
 
 # Of a parameter, as an update uses it: fp32.
 GRADIENT_BYTES = 4.0
-# Plain values of the parameter groups, as a member rounds them up (hooks/capture/recompute.py).
+# Plain values of the parameter groups, as a member rounds them up (megatron/step_keeper.py).
 _UPDATE_BYTES = 64 << 10
 # Megatron pads the vocabulary to a multiple of this times tp (--make-vocab-size-divisible-by).
 _VOCAB_MULTIPLE = 128

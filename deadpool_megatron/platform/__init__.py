@@ -2,9 +2,6 @@
 
 devices     the seam, what a copy beside training is, and the CPU
 cuda        the other platform
-stand_ins   what Megatron takes for granted of a GPU, answered on a CPU
-gathers     all-gathers of several tensors on gloo, as torch's own corrupt memory
-saving      checkpoints written inside the training process
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
 from deadpool_megatron.cluster.process.program import LOADED
-from deadpool_megatron.hooks import Emit, Program, Session
+from deadpool_megatron.member import Emit, Program, Session
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig, parse_args
 
 if TYPE_CHECKING:

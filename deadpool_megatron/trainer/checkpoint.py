@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from deadpool_megatron.file_systems import write_text
-from deadpool_megatron.hooks.capture import megatron_extras
-from deadpool_megatron.hooks.checkpoints.loading import exact_load
+from deadpool_megatron.megatron import megatron_extras
+from deadpool_megatron.megatron.loading import exact_load
 from deadpool_megatron.state import extras
 from deadpool_megatron.trainer.config import BadArgumentsError
 from deadpool_megatron.trainer.megatron_api import (
@@ -35,7 +35,7 @@ def write(loop: TrainingLoop, directory: Path) -> None:
     """Write the state of ``loop`` into ``directory``, created if missing. Collective."""
     directory.mkdir(parents=True, exist_ok=True)
     loop.synchronize_parameters()
-    # In the calling process; see :mod:`deadpool_megatron.platform.saving`.
+    # In the calling process; see :mod:`deadpool_megatron.megatron.saving`.
     writer = TorchDistSaveShardedStrategy("torch_dist", 1)
     dist_checkpointing.save(_sharded_state(loop, is_loading=False), str(directory), writer)
     own = extras.encode(megatron_extras.capture(loop))

@@ -15,7 +15,7 @@ import warnings
 # already when ranks are forked.
 import torch._dynamo
 
-from deadpool_megatron.platform import saving, stand_ins
+from deadpool_megatron.megatron import saving, stand_ins
 
 # Megatron overlaps kernels by the order of their launch, which holds with one queue only. The
 # driver reads this when it starts.

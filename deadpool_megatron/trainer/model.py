@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from deadpool_megatron.hooks.capture.first_state import complete_state
+from deadpool_megatron.megatron.first_state import complete_state
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
 from deadpool_megatron.trainer.megatron_api import (
     DistributedDataParallel,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.platform import stand_ins
+from deadpool_megatron.megatron import stand_ins
 from deadpool_megatron.trainer.config import (
     BadArgumentsError,
     TrainerConfig,

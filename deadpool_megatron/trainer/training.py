@@ -20,8 +20,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.hooks.capture import identity as hashing
-from deadpool_megatron.hooks.loop import SteppedLoop
+from deadpool_megatron.megatron import identity as hashing
+from deadpool_megatron.member.loop import SteppedLoop
 from deadpool_megatron.trainer import checkpoint
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
 from deadpool_megatron.trainer.megatron_api import (

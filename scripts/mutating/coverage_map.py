@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "deadpool_megatron"
-ROOMS = ("layout", "vault", "hooks", "cluster", "comms", "persist")
+ROOMS = ("layout", "vault", "member", "megatron", "cluster", "comms", "persist")
 # At most, of one function; the seconds are those of the recording.
 FUNCTION_TESTS = 120
 _FUNCTION_SECONDS = 60.0

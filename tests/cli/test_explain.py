@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.failures import MEANINGS
+from deadpool_megatron.failures import MEANINGS
 from tests.cli.told import CarryOut
 
 PAGE = Path(__file__).parents[2] / "docs" / "codes.md"

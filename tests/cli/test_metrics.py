@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli.metrics import WatchedMetrics, metrics
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.events import Event, Kind, to_line
+from deadpool_megatron.failures import FailureKind
 from deadpool_megatron.observe.view import view
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deadpool_megatron.cluster import failures
+from deadpool_megatron import failures
 from deadpool_megatron.cluster.process.logs import fatal_words, last_words
 from deadpool_megatron.events import not_finite
 

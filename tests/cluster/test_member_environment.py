@@ -30,7 +30,7 @@ import os, torch
 torch.cuda.init = lambda: None
 torch.cuda.set_device = lambda number: None
 torch.cuda.nccl.version = lambda: (2, 28, 9)
-from deadpool_megatron.hooks.session import take_device
+from deadpool_megatron.member.session import take_device
 take_device("nccl", int(os.environ["LOCAL_RANK"]))
 """
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
+from deadpool_megatron.failures import FailureKind
 from deadpool_megatron.observe.story import Story
 
 WORLD_SIZE = 8

@@ -297,7 +297,7 @@ def test_coalesced_gathers_have_a_future() -> None:
 
 
 def test_coalesced_gathers_have_a_name_that_harms_nobody() -> None:
-    """See platform/gathers.py: torch's own operation corrupts memory."""
+    """See comms/gathers.py: torch's own operation corrupts memory."""
     assert all(run(2, kinds_of_gathers).values())
 
 

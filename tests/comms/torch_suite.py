@@ -59,7 +59,7 @@ class TorchSuite(distributed_test.TestDistBackend, distributed_test.DistributedT
         self, title: str, is_async: bool, operation: Any, *args: Any, **kwargs: Any
     ) -> None:
         """As torch, but for the number of events that a profiler sees in an all-gather of several
-        tensors: ours goes tensor by tensor, as torch's own corrupts memory (platform/gathers.py).
+        tensors: ours goes tensor by tensor, as torch's own corrupts memory (comms/gathers.py).
         """
         if operation is dist.all_gather_coalesced and not _stock:
             kwargs["expect_event"] = False

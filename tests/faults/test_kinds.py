@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.failures import GRACE_SECONDS
 from deadpool_megatron.cluster.run_directory.bad_nodes import read_bad_nodes
+from deadpool_megatron.failures import GRACE_SECONDS
 from deadpool_megatron.settings import Settings
 from fake_nccl import KIND
 from tests.cluster.running import deadpool

@@ -81,7 +81,7 @@ def _say(**facts: object) -> None:
 
 
 def _main(order: Order) -> None:
-    from deadpool_megatron.platform import stand_ins
+    from deadpool_megatron.megatron import stand_ins
     from tests.fuzz.trial import Found, trial
     from tests.megatron_lm.harness.arguments import real_text
     from tests.megatron_lm.harness.runs import tree

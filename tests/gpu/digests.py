@@ -2,8 +2,8 @@
 
 import hashlib
 
-from deadpool_megatron.hooks.capture import identity
-from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.megatron import identity
+from deadpool_megatron.member.loop import ProtectedLoop
 
 
 def state_digests(loop: ProtectedLoop) -> dict[str, str]:

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.hooks import dimensions
-from deadpool_megatron.hooks.capture import megatron_extras as extras
-from deadpool_megatron.hooks.capture.optimizer import ShardState
-from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
+from deadpool_megatron.megatron import dimensions, megatron_extras as extras
+from deadpool_megatron.megatron.interrupt_cleanup import InterruptCleanup
+from deadpool_megatron.megatron.optimizer import ShardState
 from deadpool_megatron.state.extras import decode, encode
 from tests.gpu.digests import state_digests
 

@@ -95,7 +95,7 @@ def _is_exact(task: Task, row: Any) -> bool:
     from going_back import GoingBack
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from deadpool_megatron.hooks.interrupt_cleanup import forget_frames
+    from deadpool_megatron.megatron.interrupt_cleanup import forget_frames
     from deadpool_megatron.trainer import config, training
 
     def interrupt(*_: object) -> None:
@@ -124,7 +124,7 @@ def _is_exact(task: Task, row: Any) -> bool:
 
 
 if __name__ == "__main__":
-    from deadpool_megatron.platform import stand_ins
+    from deadpool_megatron.megatron import stand_ins
     from deadpool_megatron.trainer.__main__ import main
 
     stand_ins.install()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.platform import stand_ins
+from deadpool_megatron.megatron import stand_ins
 from tests.megatron_lm.harness.runs import copy_tree
 
 # Before a test of this process imports anything of Megatron, as some do.

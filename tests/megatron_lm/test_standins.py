@@ -90,7 +90,7 @@ def attempt(checkout):
     except (RuntimeError, ValueError) as error:
         print(type(error).__name__, error, end=";")
 attempt(pathlib.Path({str(tmp_path)!r}))
-from deadpool_megatron.platform import stand_ins
+from deadpool_megatron.megatron import stand_ins
 stand_ins.install()
 attempt(tree)
 """).split(";")
@@ -103,7 +103,7 @@ def _run(program: str) -> str:
     """Run a program in a process of its own, since stand-ins stay; answers its last line."""
     start = f"""
 import sys, torch, pathlib
-from deadpool_megatron.platform import stand_ins
+from deadpool_megatron.megatron import stand_ins
 tree = pathlib.Path({str(_tree())!r})
 """
     return said("-W", "ignore", "-c", start + program).strip().splitlines()[-1]

@@ -18,12 +18,12 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     """Train three iterations; one checkpoint from the live objects, one as an export makes it."""
     import torch.distributed as dist
 
-    from deadpool_megatron.hooks.capture import megatron_extras
-    from deadpool_megatron.hooks.capture.first_state import complete_state
-    from deadpool_megatron.hooks.capture.identity import role_layout
-    from deadpool_megatron.hooks.capture.optimizer import ShardState
-    from deadpool_megatron.hooks.checkpoints.state_templates import make_template
     from deadpool_megatron.layout.records import Generation
+    from deadpool_megatron.megatron import megatron_extras
+    from deadpool_megatron.megatron.first_state import complete_state
+    from deadpool_megatron.megatron.identity import role_layout
+    from deadpool_megatron.megatron.optimizer import ShardState
+    from deadpool_megatron.megatron.state_templates import make_template
     from deadpool_megatron.persist import writing
     from deadpool_megatron.persist.state_template import read_template, write_template
     from deadpool_megatron.state import extras as codec

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from deadpool_megatron.hooks.capture import megatron_extras as extras
-from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
-from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
+from deadpool_megatron.megatron import megatron_extras as extras
+from deadpool_megatron.megatron.optimizer import UnsupportedOptimizer
+from deadpool_megatron.member.frozen_weights import FrozenWeights
 from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.persist.frozen_file import FrozenFileError
 from deadpool_megatron.vault.errors import NoRoom

@@ -10,8 +10,8 @@ import pytest
 from deadpool_megatron.cli.storage.verifying import verify_checkpoint
 from deadpool_megatron.cluster.coordinator.durable import DurableError, NewCheckpoint
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.hooks.pretraining.megatron_checkpoints import StorageFaults
 from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.megatron.pretraining.megatron_checkpoints import StorageFaults
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint, make_private
 from deadpool_megatron.vault.shm.slot_check import Verdict
 from tests.security.users import ATTACKER, needs_root

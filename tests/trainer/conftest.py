@@ -4,7 +4,7 @@ The stand-ins come before the first import of anything of Megatron, also where a
 is the first to import some of it.
 """
 
-from deadpool_megatron.platform import stand_ins
+from deadpool_megatron.megatron import stand_ins
 from tests.trainer.layouts import text
 
 stand_ins.install()

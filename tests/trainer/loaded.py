@@ -2,7 +2,7 @@
 
 import torch
 
-from deadpool_megatron.platform import stand_ins
+from deadpool_megatron.megatron import stand_ins
 
 stand_ins.install()
 torch.set_num_threads(1)

@@ -124,8 +124,8 @@ def hash_changes(arguments: str) -> list[str]:
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from deadpool_megatron.hooks.capture.identity import entry_digests
-    from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
+    from deadpool_megatron.megatron.identity import entry_digests
+    from deadpool_megatron.megatron.optimizer import inner_optimizers
 
     loop, _ = make_loop(arguments)
     steps(loop, 1)

@@ -35,7 +35,7 @@ def save_in_the_middle(arguments: str, folder: Path) -> dict[str, Any]:
 
 def load_and_go_on(arguments: str, folder: Path, trained_before: int) -> dict[str, Any]:
     """Load into a loop that has already trained some iterations, and train three."""
-    from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
+    from deadpool_megatron.megatron.optimizer import inner_optimizers
     from tests.gpu.digests import state_digests
 
     loop, _ = make_loop(arguments)

@@ -12,9 +12,9 @@ from deadpool_megatron.cli import common
 from deadpool_megatron.cli.control.asking import final_line
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.run_result import failure_to_dict, read_recent
-from deadpool_megatron.cluster.failures import process_name
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE
+from deadpool_megatron.failures import process_name
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import (

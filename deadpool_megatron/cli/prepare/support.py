@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.failures import ExitStatus
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.support import judgement
 from deadpool_megatron.support.flags import Level
 from deadpool_megatron.support.judgement import Judged

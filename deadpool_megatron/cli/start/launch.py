@@ -24,13 +24,13 @@ from deadpool_megatron.cli.common import ignore_notices, local_address, refusing
 from deadpool_megatron.cli.start.scripts import preload_modules
 from deadpool_megatron.cli.start.serving import serve
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ProcessEnd
 from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.process.logs import last_line, tail
 from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.preflight.host import VISIBLE, share_of
 from deadpool_megatron.wire import auth
 

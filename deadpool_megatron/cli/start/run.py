@@ -32,10 +32,10 @@ from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.start.resuming import bring_frozen_weights, bring_notes, resume_point
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
 from deadpool_megatron.cli.watch import Follower
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import kept_memory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.observe.narration import shown
 from deadpool_megatron.settings import NEVER
 

@@ -28,7 +28,7 @@ VARIABLE = "DEADPOOL_SCRIPT"
 EMBEDDED_TRAINER = ("-m", "deadpool_megatron.trainer")
 NVIDIA_CONTROL_DEVICE = Path("/dev/nvidiactl")
 DEFAULT_PRELOAD = ",".join(
-    f"deadpool_megatron.{name}" for name in ("trainer.megatron_api", "trainer.training", "hooks")
+    f"deadpool_megatron.{name}" for name in ("trainer.megatron_api", "trainer.training", "member")
 )
 
 

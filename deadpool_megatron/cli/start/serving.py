@@ -15,7 +15,6 @@ from deadpool_megatron.cli.common import PASSING, CommandError, RequestRefused, 
 from deadpool_megatron.cli.start.checks import read_domains
 from deadpool_megatron.cluster.agent.options import NO_NUMBER, AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -23,6 +22,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
 )
 from deadpool_megatron.cluster.run_directory.leftover_slots import NodeTaken, remove_unclaimed
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.layout import placement as domains
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.vault.errors import SegmentError

@@ -34,7 +34,6 @@ from deadpool_megatron.cluster.agent.options import (
     member_spec,
 )
 from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultKeeper
-from deadpool_megatron.cluster.failures import ExitStatus, FailureKind, kind_of_end
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.rendezvous import StoreRelay
@@ -44,6 +43,7 @@ from deadpool_megatron.cluster.process.logs import Files, LocalLogs
 from deadpool_megatron.cluster.process.posix import Orphans
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
 from deadpool_megatron.cluster.run_directory.leftover_slots import NodeTaken, held_names
+from deadpool_megatron.failures import ExitStatus, FailureKind, kind_of_end
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, Restore, Seat
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.vault.disk.dump import incarnations

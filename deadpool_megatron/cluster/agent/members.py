@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from deadpool_megatron.cluster.failures import process_name
 from deadpool_megatron.cluster.link.protocol import NUMBERS
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ProcessEnd
 from deadpool_megatron.cluster.process.fork_server import StartedMember, Starter
 from deadpool_megatron.cluster.process.logs import fatal_words, last_words, tail
 from deadpool_megatron.cluster.process.member_main import MemberSpec
+from deadpool_megatron.failures import process_name
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer, WireError, encode, send_some
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state import State
@@ -35,6 +34,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
 )
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
+from deadpool_megatron.failures import FailureKind
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.observe.notify import Notices, Outlet
 from deadpool_megatron.ownership import OwnershipError

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind, not_finite
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.settings import Settings
 
 # So many iterations with numbers of each kind are compared; hashes are one for each role.

@@ -36,7 +36,6 @@ from deadpool_megatron.cluster.coordinator.succession import (
     valid_checkpoints,
 )
 from deadpool_megatron.cluster.coordinator.watchdog import Watchdog
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal import journal
 from deadpool_megatron.cluster.journal.terms import Rhythm, SignOfLife
 from deadpool_megatron.cluster.link import protocol
@@ -54,6 +53,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
 )
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.file_systems import run_to_end
 from deadpool_megatron.layout.planner import is_kept, is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.link.pacing import Metronome, hang_look_seconds
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import inputs
@@ -19,6 +18,7 @@ from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.cluster.watch import windows
 from deadpool_megatron.cluster.watch.hang import HangLimit, ProgressClock, find_hang, table_of
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.failures import FailureKind
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.settings import Settings
 

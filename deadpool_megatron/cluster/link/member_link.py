@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.link.rendezvous import MemberStore
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.layout.records import EpochRecord, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer, encode, send_some, writable
@@ -42,7 +42,7 @@ class Handlers:
 
     ``on_close(epoch, cause)`` runs after the interrupt is readable. ``status()`` answers the body
     of a beat: section, iteration, waiting ([group, operation, sequence] or None), progress, and
-    what hooks/probes.py adds when the process stands still.
+    what member/reports.py adds when the process stands still.
     """
 
     on_close: Callable[[int, str], None]

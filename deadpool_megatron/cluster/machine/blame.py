@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deadpool_megatron.cluster.failures import GRACE_SECONDS, OF_THE_HOST, FailureKind
+from deadpool_megatron.failures import GRACE_SECONDS, OF_THE_HOST, FailureKind
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory, Restore
 from deadpool_megatron.wire.forms import read, write
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev, state as states, takeover
 from deadpool_megatron.cluster.machine.actions import DropNode, Welcome
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
@@ -20,6 +19,7 @@ from deadpool_megatron.cluster.machine.epoch import can_spare, decide, not_moved
 from deadpool_megatron.cluster.machine.membership import drop_node, silent
 from deadpool_megatron.cluster.machine.pauses import consider_pause
 from deadpool_megatron.events import Kind
+from deadpool_megatron.failures import ExitStatus, FailureKind
 from deadpool_megatron.preflight import judge
 from deadpool_megatron.preflight.health import NOT_ASKED, Health
 from deadpool_megatron.preflight.judge import HostFacts, Judgement, Needs, Standing

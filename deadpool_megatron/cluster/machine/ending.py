@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
 
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.machine import actions, inputs as ev, state as states
 from deadpool_megatron.cluster.machine.blame import LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.events import Kind
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery
 from deadpool_megatron.layout.records import Generation, Restore, Seat

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import chosen_plan, ending, inputs as ev, state as states
 from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, WriteRecord
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.events import Kind
+from deadpool_megatron.failures import ExitStatus, FailureKind
 from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.placement import missing_copies

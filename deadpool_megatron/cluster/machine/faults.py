@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deadpool_megatron.cluster.failures import GRACE_SECONDS, ExitStatus, FailureKind, process_name
 from deadpool_megatron.cluster.machine import inputs as ev, membership
 from deadpool_megatron.cluster.machine.actions import EmitEvent
 from deadpool_megatron.cluster.machine.blame import SHOWN_FAILURES, Failure, LastWords
@@ -14,6 +13,7 @@ from deadpool_megatron.cluster.machine.ending import end_as_found
 from deadpool_megatron.cluster.machine.epoch import close, save_and_end, step_reported
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
 from deadpool_megatron.events import Kind
+from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind, process_name
 from deadpool_megatron.layout.records import BadPart, Generation
 from deadpool_megatron.layout.replaying import REPLAY, suspects
 from deadpool_megatron.layout.schemes import ProtectionPlan, recomputes

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.user_requests import Request
+from deadpool_megatron.failures import FailureKind
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory, RoleLayout
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.preflight.judge import HostFacts

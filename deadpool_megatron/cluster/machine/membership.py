@@ -10,7 +10,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.failures import (
+from deadpool_megatron.cluster.machine import ending, epoch, inputs as ev, state as states
+from deadpool_megatron.cluster.machine.actions import DropNode, RecordQuarantined, RecordRemoved
+from deadpool_megatron.cluster.machine.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.core import Core
+from deadpool_megatron.cluster.machine.pauses import consider_pause
+from deadpool_megatron.cluster.run_directory.directory import member_log_name
+from deadpool_megatron.events import Kind
+from deadpool_megatron.failures import (
     OF_THE_HOST,
     ExitStatus,
     FailureKind,
@@ -20,13 +27,6 @@ from deadpool_megatron.cluster.failures import (
     same_text,
     signal_name,
 )
-from deadpool_megatron.cluster.machine import ending, epoch, inputs as ev, state as states
-from deadpool_megatron.cluster.machine.actions import DropNode, RecordQuarantined, RecordRemoved
-from deadpool_megatron.cluster.machine.blame import Failure, LastWords
-from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.pauses import consider_pause
-from deadpool_megatron.cluster.run_directory.directory import member_log_name
-from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import records, schemes
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.words import difference

@@ -4,7 +4,6 @@ nothing."""
 
 from __future__ import annotations
 
-from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import ending, epoch, inputs
 from deadpool_megatron.cluster.machine.actions import Pause
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
@@ -19,6 +18,7 @@ from deadpool_megatron.cluster.machine.state import (
     State,
 )
 from deadpool_megatron.events import Kind
+from deadpool_megatron.failures import ExitStatus, FailureKind
 from deadpool_megatron.layout.records import next_due
 from deadpool_megatron.layout.schemes import plan_in_words
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deadpool_megatron.cluster.failures import rank
 from deadpool_megatron.cluster.machine.blame import Failure
+from deadpool_megatron.failures import rank
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.wire.forms import Coded
 

@@ -8,7 +8,6 @@ When all are back the newest epoch stays open, or it is closed as after any fail
 
 from __future__ import annotations
 
-from deadpool_megatron.cluster.failures import FailureKind, rank
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.blame import Failure
 from deadpool_megatron.cluster.machine.core import Core
@@ -16,6 +15,7 @@ from deadpool_megatron.cluster.machine.epoch import check_opened, close, opening
 from deadpool_megatron.cluster.machine.membership import give_up, matters
 from deadpool_megatron.cluster.machine.requests import refuse_assumed
 from deadpool_megatron.cluster.machine.state import Config, MemberStatus, Opening, TakingOver
+from deadpool_megatron.failures import FailureKind, rank
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight import judge
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from deadpool_megatron.cluster.failures import signal_name
 from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.failures import signal_name
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.vault.errors import is_shortage
 

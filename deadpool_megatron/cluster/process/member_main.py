@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.program import LOADED, OtherProgram
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.wire.auth import ENVIRONMENT_NAME as SECRET_VARIABLE
 from deadpool_megatron.wire.forms import Coded

@@ -4,7 +4,7 @@ communication, in iterations that are measured.
 Where a wait only orders streams (NCCL), the host does not wait and its clock says nothing. So a
 stream is marked before and after each wait; when the device has passed the marks, the time between
 them is the time in which it had nothing to do. An iteration may have tens of thousands of waits:
-whoever measures chooses how seldom (:mod:`deadpool_megatron.hooks.reports`).
+whoever measures chooses how seldom (:mod:`deadpool_megatron.member.reports`).
 
 How far it is torch's flight recorder says. Its watchdog looks at the events of all operations ten
 times a second, whether anybody waits for them or not, and keeps for each group the numbers of the

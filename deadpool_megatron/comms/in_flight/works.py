@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.comms.gathers import SeveralWorks, failure_of
 from deadpool_megatron.comms.in_flight.attached_epoch import Epoch, Stuck
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter
 from deadpool_megatron.comms.inner import POINT_TO_POINT, RECEIVES, CommunicatorFault, EpochClosed
-from deadpool_megatron.platform.gathers import SeveralWorks, failure_of
 
 #: longest time in which a wait for a collective cannot notice a close; each slice that ends
 #: unfinished costs one exception (tens of microseconds)

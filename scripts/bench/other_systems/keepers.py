@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
+from deadpool_megatron.megatron.optimizer import inner_optimizers
 from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
 from deadpool_megatron.trainer.megatron_api import get_cuda_rng_tracker, parallel_state
 from deadpool_megatron.trainer.training import TrainingLoop

@@ -61,11 +61,11 @@ def take_world(device: Device) -> None:
     """This process becomes a world of one rank, on its device."""
     import torch.distributed as dist
 
-    from deadpool_megatron.platform import stand_ins
+    from deadpool_megatron.megatron import stand_ins
 
     stand_ins.install()
     from deadpool_megatron.comms import Communicators
-    from deadpool_megatron.hooks.session import take_device
+    from deadpool_megatron.member.session import take_device
 
     kind = take_device("nccl" if device is Device.CUDA else "gloo", 0)
     os.environ.update(RANK="0", WORLD_SIZE="1")

@@ -65,7 +65,7 @@ def play(setup: Setup, number: int, line: Connection) -> None:
         torch.zeros(1, device="cuda")
     # What takes long to load is there before it is needed.
     from deadpool_megatron.comms import Communicators
-    from deadpool_megatron.hooks.session import drain_seconds
+    from deadpool_megatron.member.session import drain_seconds
     from deadpool_megatron.settings import Settings
 
     # The limits that a member has.

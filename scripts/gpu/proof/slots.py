@@ -17,8 +17,8 @@ class Slot:
     """Holds tensors, as a member has its shard there."""
 
     def __init__(self, tensors: list[Any], directory: str) -> None:
-        from deadpool_megatron.hooks.capture.identity import role_layout
         from deadpool_megatron.layout.records import Generation, Seat
+        from deadpool_megatron.megatron.identity import role_layout
         from deadpool_megatron.platform import select_platform
         from deadpool_megatron.state.packing import Part
         from deadpool_megatron.vault.shm.segment import Segment, checksum, own_name

@@ -17,7 +17,6 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import launch
 from deadpool_megatron.cluster.agent import agent as service
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -25,6 +24,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     segment_root,
     write_json,
 )
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.settings import Settings
 from tests.security.users import common_directory
 

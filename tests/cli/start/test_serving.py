@@ -8,8 +8,8 @@ import pytest
 from deadpool_megatron.cli.common import CommandError, RequestRefused, RunNotReachable
 from deadpool_megatron.cli.start import serving
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.run_directory import directory
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import AuthenticationError

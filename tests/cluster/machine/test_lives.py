@@ -17,12 +17,12 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.commands import describe
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.user_requests import Request, Verb
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.chosen_plan import memory_refusal
 from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.failures import FailureKind
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.layout.schemes import plan_of_kind
 from deadpool_megatron.preflight.health import Health

@@ -21,7 +21,7 @@ from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, 
 from deadpool_megatron.comms.in_flight.attached_epoch import Progress
 from deadpool_megatron.comms.in_flight.waiters import AT_ONCE
 from deadpool_megatron.comms.nccl import NcclFabric
-from deadpool_megatron.hooks.reports import HangProbe
+from deadpool_megatron.member.reports import HangProbe
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import environment as nccl_environment
 from fake_nccl import KIND, fake as fake_nccl

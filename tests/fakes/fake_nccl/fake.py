@@ -55,6 +55,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, Store
 
+from deadpool_megatron.comms.gathers import SeveralWorks
 from deadpool_megatron.comms.gloo import GlooFabric, GlooGroup
 from deadpool_megatron.comms.in_flight.attached_epoch import Epoch
 from deadpool_megatron.comms.in_flight.device_time import CudaClock
@@ -71,7 +72,6 @@ from deadpool_megatron.comms.inner import (
     GroupSpec,
 )
 from deadpool_megatron.comms.nccl import NcclFabric
-from deadpool_megatron.platform.gathers import SeveralWorks
 from fake_nccl.collected import FreedCommunicatorError, collected
 from fake_nccl.stream_order import StreamOrderError, enter_stream_order, order, unwatched
 

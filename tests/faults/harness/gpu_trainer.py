@@ -8,7 +8,7 @@ import os
 import sys
 from unittest.mock import patch
 
-from deadpool_megatron.hooks import session
+from deadpool_megatron.member import session
 from deadpool_megatron.trainer import __main__ as trainer
 
 

@@ -80,7 +80,7 @@ def _parsing() -> list[str]:
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     from megatron.training import arguments
 
-    from deadpool_megatron.hooks.pretraining import attach
+    from deadpool_megatron.megatron.pretraining import attach
 
     sys.argv = ["pretrain_gpt.py", *question["arguments"]]
     try:
@@ -172,7 +172,7 @@ def _main(tree: Path, task: str) -> None:
         if torch.cuda.is_available():
             sys.path.insert(0, str(tree))
         else:
-            from deadpool_megatron.platform import stand_ins
+            from deadpool_megatron.megatron import stand_ins
 
             stand_ins.install_megatron_lm(tree)
         lines = {"parsing": _parsing, "flags": _flags, "points": _points}[task]()

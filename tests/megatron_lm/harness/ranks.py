@@ -108,7 +108,7 @@ def _record(seen: Trained, *, exact: bool) -> None:
     """Have this rank note what it trains, and load checkpoints exactly, if wanted."""
     from megatron.training import training
 
-    from deadpool_megatron.hooks.checkpoints.loading import load_exactly
+    from deadpool_megatron.megatron.loading import load_exactly
 
     step, train, load = training.train_step, training.train, training.load_checkpoint
     fork = os.fork
@@ -162,7 +162,7 @@ def _hashes(models: list[Any], optimizer: Any) -> tuple[str, dict[str, str]]:
 
 
 def _state(models: list[Any], optimizer: Any) -> Iterator[Any]:
-    from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
+    from deadpool_megatron.megatron.optimizer import inner_optimizers
 
     for model in models:
         yield from model.parameters()

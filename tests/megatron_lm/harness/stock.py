@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from deadpool_megatron.platform import stand_ins
+from deadpool_megatron.megatron import stand_ins
 
 TREE_VARIABLE = "DEADPOOL_TEST_TREE"
 

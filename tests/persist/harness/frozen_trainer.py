@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.hooks.capture import megatron_extras as extras
-from deadpool_megatron.hooks.entry import EpochEntry
+from deadpool_megatron.megatron import megatron_extras as extras
+from deadpool_megatron.member.entry import EpochEntry
 from deadpool_megatron.trainer import __main__ as trainer, model, training
 from tests.persist.harness.held_trainer import held
 from tests.persist.harness.holding import waits_of

@@ -3,7 +3,7 @@
 Whole vaults with real slots and real members' clients, on a network in this process; what the
 coordinator does is done by its own planner. A member's bytes follow from role, generation and part,
 so that every restored byte is compared. What is left out here has tests of its own: real processes
-and kills (test_faults, tests/faults), the arithmetic of a replay (tests/hooks).
+and kills (test_faults, tests/faults), the arithmetic of a replay (tests/megatron).
 """
 
 import itertools

@@ -9,10 +9,10 @@ from typing import TypeVar
 import pytest
 
 from deadpool_megatron.cluster.coordinator.succession import RecoveredState, begin
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import WRONG, Journal, note_node
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.events import Kind
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore
 from deadpool_megatron.preflight.judge import HostFacts
 from tests.cluster.machine.bootstrapping.test_takeover import rejoin

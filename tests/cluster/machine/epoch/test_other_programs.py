@@ -1,7 +1,7 @@
 """A process whose program is not that of the run has no part in it; nobody else is to blame."""
 
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
+from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.preflight.judge import HostFacts
 from tests.cluster.machine.bootstrapping.test_restart import come_and_close
 from tests.cluster.machine.rig import SIGKILL, Phase, Rig, g

@@ -1,0 +1,251 @@
+"""The audit of one iteration: what data-parallel peers must hold, and compute, alike.
+
+Before the passes all replicas compute one micro-batch of one of them (:mod:`.passes`). Then, around
+each inner update::
+
+    before    peers compare sums of the weights that the forward pass has used; then one of them,
+              another in each audit, sends the state of its shard as it was captured after the
+              update before, and the gradients that it is about to use, to all of them, and each
+              computes the update on copies
+    after     the audited role adds the sums of what its own update has made, and all compare
+
+An update again on another node is an idea of ByteRobust (dual-phase replay) and of Megatron's rerun
+machine; here it takes one role's shard, a chunk at a time, so that it needs no memory to speak of.
+
+What differs means that the generation of this iteration is not handed to the vault: the group
+stands still until the coordinator has put the node aside and the run continues from the generation
+before, which the role has waited for to be committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import Generation, is_due
+from deadpool_megatron.megatron import update_replay
+from deadpool_megatron.megatron.audit import shipping, verdict as verdicts
+from deadpool_megatron.megatron.audit.passes import PassAudit, why_not_compared
+from deadpool_megatron.megatron.dimensions import current_device, gathered, plain_parameters
+from deadpool_megatron.megatron.optimizer import (
+    UnsupportedOptimizer,
+    inner_optimizers,
+    is_distributed,
+    parameters_of,
+)
+from deadpool_megatron.member.loop import ProtectedLoop
+from deadpool_megatron.member.reports import RoleReports
+from deadpool_megatron.state.packing import Part, fingerprint
+
+_SUMS = 2  # of a fingerprint
+
+# The bytes of a part of a generation that lies sealed in an own slot.
+SealedPart = Callable[[Generation, str], memoryview | None]
+
+
+def _refuse_what_cannot_be_audited(optimizer: Any) -> None:
+    why, inner_ones = update_replay.why_not_replayed(optimizer), inner_optimizers(optimizer)
+    for inner in inner_ones:
+        if not is_distributed(inner):
+            why = "without the distributed optimizer wrong state stays in the replica that has it"
+        elif inner.ddp_config.num_distributed_optimizer_instances > 1:
+            why = "with several optimizer instances wrong state stays in the replica that has it"
+    if not why and all(dist.get_world_size(one.data_parallel_group) < 2 for one in inner_ones):
+        why = "there are no data-parallel peers"
+    if why:
+        raise UnsupportedOptimizer(f"--deadpool-audit-interval: {why}; leave it out")
+
+
+def is_audited(iteration: int, interval: int, every: int) -> bool:
+    """Return whether it is the first one, in or after each ``interval``-th, whose state before is
+    captured where each ``every``-th generation is."""
+    before = max(0, iteration - every)
+    return is_due(iteration - 1, every) and iteration // interval > before // interval
+
+
+def audit_number(iteration: int, interval: int, every: int) -> int:
+    """Of an audited iteration; that of the next one is greater by one, so that roles take turns."""
+    return iteration // max(interval, every)
+
+
+class Audit(verdicts.Auditor):
+    """Of one role in one process.
+
+    ``shards``: the part of each inner optimizer. Raises UnsupportedOptimizer where no peer can
+    compute what this role computes.
+    """
+
+    def __init__(
+        self,
+        loop: ProtectedLoop,
+        shards: Sequence[Part],
+        sealed_part: SealedPart,
+        interval: int,
+        settle: Callable[[], None],
+        reports: RoleReports,
+    ) -> None:
+        _refuse_what_cannot_be_audited(loop.optimizer)
+        super().__init__(loop, settle, reports)
+        self._inner = inner_optimizers(loop.optimizer)
+        self._shards = shards
+        self._sealed_part = sealed_part
+        self._interval = interval
+        self._passes = None
+        if why := why_not_compared(loop):
+            print(f"audits do not compare passes: {why}", flush=True)
+        else:
+            self._passes = PassAudit(loop, settle, reports)
+            loop.around_passes = self._passes.around
+        self._previous: Generation | None = None
+        self._weights_compared = False
+        # Of each inner update that is computed twice: sums of what this role has computed from what
+        # was sent, a row for each chunk.
+        self._computed: dict[int, Tensor] = {}
+        self._seconds = 0.0
+        self._bytes = 0
+
+    def announce(self, iteration: int, previous: Generation, every: int) -> None:
+        """The iteration about to come, and whose state it begins from; each ``every``-th generation
+        is captured."""
+        self._iteration, self._previous = iteration, previous
+        self._number = None
+        if is_audited(iteration, self._interval, every):
+            self._number = audit_number(iteration, self._interval, every)
+        if self._passes is not None:
+            self._passes.announce(iteration, self._number)
+        self._weights_compared, self._computed = False, {}
+        self._seconds, self._bytes = 0.0, 0
+
+    def before_update(self, index: int) -> None:
+        """Inner optimizer ``index`` is about to update, with these weights and gradients."""
+        if self._number is None:
+            return
+        started = time.monotonic()
+        if not self._weights_compared:
+            self._weights_compared = True
+            self._settle()
+            self._compare_weights()
+        if (peers := self._peers(index)) is not None:
+            audited = self._audited(peers, self._number)
+            if audited == dist.get_rank():
+                self._damage("audit.state", self._shards[index].tensors)
+            self._computed[index] = self._compute_alike(index, audited, peers)
+        self._seconds += time.monotonic() - started
+
+    def after_update(self, index: int) -> None:
+        """Inner optimizer ``index`` has updated its shard."""
+        if self._number is None:
+            return
+        started = time.monotonic()
+        if (peers := self._peers(index)) is not None:
+            self._compare_update(index, self._audited(peers, self._number), peers)
+        self._seconds += time.monotonic() - started
+        if index == len(self._inner) - 1:
+            self._number = None
+            if dist.get_rank() == 0:  # one is enough: who finds something says so himself
+                passes = 0.0 if self._passes is None else self._passes.seconds
+                facts = {"seconds": passes + self._seconds, "bytes": self._bytes}
+                self._reports.send_event(Kind.AUDITED, self._iteration, facts)
+
+    def _peers(self, index: int) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup = self._inner[index].data_parallel_group
+        return group if dist.get_world_size(group) > 1 else None
+
+    def _audited(self, peers: dist.ProcessGroup, number: int) -> int:
+        roles = dist.get_process_group_ranks(peers)
+        return roles[number % len(roles)]
+
+    def _compare_weights(self) -> None:
+        """Compare what the forward pass has used: equal in all data-parallel peers."""
+        groups: dict[bool, dist.ProcessGroup] = {}
+        for index, inner in enumerate(self._inner):
+            is_expert = any(one.get("is_expert_parallel") for one in inner.optimizer.param_groups)
+            if (peers := self._peers(index)) is not None:
+                groups[is_expert] = peers
+        for is_expert, peers in sorted(groups.items()):
+            held = plain_parameters(self._loop, expert=is_expert)
+            self._damage("audit.weight", held)
+            found = gathered(fingerprint(held, current_device()), peers)
+            what = "expert weights" if is_expert else "weights"
+            self._stop_if_wrong(
+                verdicts.judge_equals({r: _sums(one) for r, one in found.items()}, what)
+            )
+
+    def _compute_alike(self, index: int, audited: int, peers: dist.ProcessGroup) -> Tensor:
+        """As :meth:`_compute`. Where no majority tells who is wrong, all compute it once more, and
+        who does not come to the same is: a fault that comes and goes shows so."""
+        sums = self._compute(index, audited, peers)
+        known, first = self._gather_computed(sums, peers)
+        what = f"the update of role {audited}"
+        verdict = verdicts.judge_computed(first, known, what)
+        if verdict is not None and not verdict.is_certain:
+            _, second = self._gather_computed(self._compute(index, audited, peers), peers)
+            self._stop_if_wrong(verdicts.judge_repeated(first, second, what))
+        return sums
+
+    def _gather_computed(
+        self, sums: Tensor, peers: dist.ProcessGroup
+    ) -> tuple[dict[int, int], dict[int, verdicts.Sums]]:
+        """By role: its hardware, and its sums."""
+        own = torch.tensor([self._hardware], dtype=torch.int64, device=sums.device)
+        found = gathered(torch.cat([own, sums.flatten()]), peers)
+        hardware_of = {role: int(row[0]) for role, row in found.items()}
+        return hardware_of, {role: _sums(row[1:]) for role, row in found.items()}
+
+    def _compute(self, index: int, audited: int, peers: dist.ProcessGroup) -> Tensor:
+        """The update of ``audited`` on copies; sums of each chunk, of shape (chunks, 2)."""
+        inner, device, is_own = self._inner[index], current_device(), audited == dist.get_rank()
+        payload = shipping.describe(inner) if is_own else b""
+        description = shipping.described(shipping.broadcast_bytes(payload, audited, peers, device))
+        sums = []
+        for chunk in description.chunks:
+            if is_own:
+                flat = shipping.pack(inner, chunk, self._state_before(index), device)
+            else:
+                flat = torch.empty(shipping.chunk_bytes(chunk), dtype=torch.uint8, device=device)
+            dist.broadcast(flat, src=audited, group=peers)
+            copies = shipping.unpack(chunk, flat)
+            self._bytes += flat.numel()
+            del flat
+            update_replay.update_copies(inner, description.groups, copies)
+            updated = [tensor for copy in copies for tensor in copy.tensors.values()]
+            self._damage("audit.update", updated)
+            sums.append(fingerprint(updated, device))
+        if is_own:
+            gradients = [p.grad for p in parameters_of(inner) if p.grad is not None]
+            self._damage("audit.gradient", gradients)
+        return torch.stack(sums) if sums else torch.zeros(0, _SUMS, dtype=torch.int64).to(device)
+
+    def _state_before(self, index: int) -> Callable[[Tensor], Tensor]:
+        """The tensors of a shard as they were captured; as they are, where that is not in an own
+        slot."""
+        part, previous = self._shards[index], self._previous
+        held = None if previous is None else self._sealed_part(previous, part.name)
+        if held is None:
+            return lambda tensor: tensor
+        return lambda tensor: part.slice(held, tensor)
+
+    def _compare_update(self, index: int, audited: int, peers: dist.ProcessGroup) -> None:
+        inner, sums = self._inner[index], self._computed.pop(index)
+        used = torch.zeros_like(sums)
+        if audited == dist.get_rank():
+            for number, chunk in enumerate(update_replay.chunks(inner)):
+                made = (t for one in chunk for _, t in update_replay.all_tensors(inner, one))
+                used[number] = fingerprint(made, sums.device)
+        known, found = self._gather_computed(torch.cat([sums, used]), peers)
+        again = {role: both[: used.numel()] for role, both in found.items()}
+        what = f"the update of role {audited}"
+        if len(set(known.values())) > 1:
+            self._say_who_is_alone(verdicts.alone(known), "updates", min(found))
+        used_sums = found[audited][used.numel() :]
+        self._stop_if_wrong(verdicts.judge_update(audited, used_sums, again, known, what))
+
+
+def _sums(values: Tensor) -> verdicts.Sums:
+    return tuple(int(value) for value in values.reshape(-1))

@@ -1,0 +1,155 @@
+"""The dimensions of parallelism: what peers along each can rebuild, and must hold equal.
+
+Tensor: parameters that are replicated over the group. Pipeline: tied embeddings. Data: parameters
+from the shards of the peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from deadpool_megatron.megatron import fp8, optimizer
+from deadpool_megatron.member.loop import ProtectedLoop
+from deadpool_megatron.state.packing import fingerprint
+
+
+class PeerMismatch(RuntimeError):
+    """After a restore, peers that must hold equal bytes do not; the message names them."""
+
+
+def rebuild_from_peers(loop: ProtectedLoop) -> None:
+    """Collectively derive what need not be restored from a slot: master weights -> model copy ->
+    all-gather over the data-parallel group, forced. Along the other dimensions each role restores
+    its own layers and slices.
+
+    A missed forced sync does not hang: it trains on with other numbers (field-tested), so it is
+    done after every restore, whatever the overlap flags say. Where FusedAdam holds the master
+    weights the copy does nothing: the shard of the model itself was restored. Weights in FP8
+    are cast again, with the restored scales and amaxes. Where whole parameters are dealt out, each
+    rank has those of others from their owners.
+    """
+    distributed = False
+    for inner in optimizer.inner_optimizers(loop.optimizer):
+        if hasattr(inner, "_copy_main_params_to_model_params"):
+            inner._copy_main_params_to_model_params()
+        distributed = distributed or optimizer.is_distributed(inner)
+    for chain in optimizer.layer_wise(loop.optimizer):
+        # Since 0.18 the buffers of the chunks may be cut so that each shard has whole parameters.
+        if getattr(chain, "use_buffer_param_sync", False):
+            distributed = True
+        else:
+            chain.allgather_params()
+    if not distributed:
+        return
+    for chunk in loop.model_chunks:
+        chunk.start_param_sync(force_sync=True)
+    fp8.finish_gather(loop.model_chunks)
+
+
+def verify(loop: ProtectedLoop) -> None:
+    """Collectively compare what peers must hold equally. Raises PeerMismatch."""
+    verify_tensor(loop)
+    verify_pipeline(loop)
+    verify_data(loop)
+
+
+def verify_tensor(loop: ProtectedLoop) -> None:
+    """Norms, biases and routers, which are replicated over the tensor-parallel group: a missed sum
+    over it shows here first."""
+    # Each rank has those of its own heads (--softmax-type learnable), and Megatron marks none.
+    of_heads = {
+        id(parameter)
+        for chunk in loop.model_chunks
+        for name, parameter in chunk.named_parameters()
+        if name.endswith("softmax_offset")
+    }
+    replicated = [
+        raw
+        for parameter in parameters(loop, expert=False)
+        if not getattr(parameter, "tensor_model_parallel", False) and id(parameter) not in of_heads
+        for raw in optimizer.plain_tensors(parameter)
+    ]
+    group = parallel_state.get_tensor_model_parallel_group()
+    compare_with_peers(replicated, group, "tensor-replicated parameters")
+
+
+def verify_pipeline(loop: ProtectedLoop) -> None:
+    """The two copies of tied word embeddings, in the first and the last stage."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return
+    if not parallel_state.is_rank_in_embedding_group():
+        return
+    shared = [_shared_embedding(chunk) for chunk in loop.model_chunks]
+    if tied := [weight for weight in shared if weight is not None]:
+        group = parallel_state.get_embedding_group()
+        compare_with_peers(tied, group, "tied word embeddings")
+
+
+def verify_data(loop: ProtectedLoop) -> None:
+    """Parameters over the data-parallel group, expert ones over the experts' group."""
+    data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    compare_with_peers(plain_parameters(loop, expert=False), data, "parameters")
+    if expert := plain_parameters(loop, expert=True):
+        experts = parallel_state.get_expert_data_parallel_group()
+        compare_with_peers(expert, experts, "expert parameters")
+
+
+def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, what: str) -> None:
+    """Raise PeerMismatch unless all ranks of ``group`` hold bit-equal ``tensors``."""
+    if dist.get_world_size(group) == 1:
+        return
+    device = tensors[0].device if tensors else current_device()
+    own = fingerprint(tensors, device)
+    found = gathered(own, group)
+    odd = [role for role, other in found.items() if not torch.equal(other, found[dist.get_rank()])]
+    if odd:
+        raise PeerMismatch(f"{what} of roles {odd} differ from role {dist.get_rank()}")
+
+
+def gathered(own: Tensor, group: dist.ProcessGroup) -> dict[int, Tensor]:
+    """Everybody's tensor by role, on the host. Collective."""
+    roles = dist.get_process_group_ranks(group)
+    seen = [torch.empty_like(own) for _ in roles]
+    dist.all_gather(seen, own, group=group)
+    return dict(zip(roles, torch.stack(seen).cpu(), strict=True))
+
+
+def current_device() -> torch.device:
+    """Returns where the groups communicate."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def parameters(loop: ProtectedLoop, *, expert: bool) -> list[torch.nn.Parameter]:
+    """Dense or expert parameters of all chunks, in module order (Megatron marks experts so)."""
+    return [
+        parameter
+        for chunk in loop.model_chunks
+        for parameter in chunk.parameters()
+        if (not getattr(parameter, "allreduce", True)) == expert
+    ]
+
+
+def plain_parameters(loop: ProtectedLoop, *, expert: bool) -> list[Tensor]:
+    """The same; of quantised ones what they wrap."""
+    found = parameters(loop, expert=expert)
+    return [raw for parameter in found for raw in optimizer.plain_tensors(parameter)]
+
+
+def _shared_embedding(chunk: object):  # type: ignore[no-untyped-def]
+    """The chunk's copy of the tied embedding weight, or None where it has none."""
+    if not get_attr_wrapped_model(chunk, "share_embeddings_and_output_weights"):
+        return None
+    if not (
+        get_attr_wrapped_model(chunk, "pre_process")
+        or get_attr_wrapped_model(chunk, "post_process")
+    ):
+        return None
+    return get_attr_wrapped_model(chunk, "shared_embedding_or_output_weight")()

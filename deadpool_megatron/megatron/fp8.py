@@ -1,0 +1,246 @@
+"""State that Transformer Engine keeps for training in FP8: captured, put back in place, reset.
+
+With delayed scaling every module has scaling factors and histories of largest values (amax) that
+each forward and each backward pass changes, and that no parameter tells: unique state. So has
+attention in FP8 with tensorwise scaling, for its softmax. Tensorwise, blockwise and MXFP8 scaling
+keep nothing else: their factors are computed from the values at hand, and what is cached of them is
+made again. Nothing here is needed for them but the reset.
+
+Amaxes are reduced over registers that the whole process shares, in the order in which modules came
+by first. Peers reduce a register in one collective, so which modules are in it, and in which order,
+is state as well: it is captured, and every role gets that of the restored generation.
+
+Written with the sources open, never run: it needs a GPU. The sources: Transformer Engine 2.8 to
+2.12, pytorch/quantization.py (fp8.py before 2.9), pytorch/module/base.py, pytorch/distributed.py,
+pytorch/attention/dot_product_attention/dot_product_attention.py; Megatron-core 0.16.1,
+core/fp8_utils.py. Transformer Engine is not imported: objects are known by their attributes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import fp8_utils
+from torch import Tensor
+
+from deadpool_megatron.megatron.optimizer import UnsupportedOptimizer, raw_tensors
+from deadpool_megatron.member.loop import ProtectedLoop, model_config, trains_in_fp8
+from deadpool_megatron.state.extras import ExtrasError
+
+_DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+_KINDS = ("scale", "scale_inv", "amax_history")
+# The process-wide registers, and where a module keeps its places in them.
+_REGISTERS = ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer")
+_PLACE = "buffer_index_and_autocast_key"
+# What the state manager says outside of any autocast region; the depth was renamed in 2.9.
+_OUTSIDE = {
+    "FP8_ENABLED": False,
+    "FP8_CALIBRATION": False,
+    "FP8_RECIPE": None,
+    "FP8_DISTRIBUTED_GROUP": None,
+    "FP8_GRAPH_CAPTURING": False,
+    "IS_FIRST_FP8_MODULE": False,
+    "AUTOCAST_DEPTH": 0,
+    "FP8_AUTOCAST_DEPTH": 0,
+}
+# How many matrix products a module quantises for, as its forward pass says (prepare_forward).
+_PRODUCTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2, "DotProductAttention": 3}
+
+_Modules = list[tuple[str, Any]]
+_completed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def capture(loop: ProtectedLoop) -> dict[str, Any]:
+    """The extras of FP8: as many tensors as there are dtypes, so that one copy takes them all.
+
+    The first call creates what a first forward pass would create. So extras have their final size
+    from the start, and a process that has computed nothing yet has all that is restored.
+    """
+    modules = _quantising(loop)
+    if not modules:
+        return {}
+    values: dict[str, Any] = {"fp8.layout": _layout(modules), "fp8.registered": _order(modules)}
+    for dtype, group in _by_dtype(modules).items():
+        values[f"fp8.values.{dtype}"] = torch.cat([tensor.reshape(-1) for tensor in group])
+    return values
+
+
+def restore(loop: ProtectedLoop, values: Mapping[str, Any]) -> None:
+    """Inverse of :func:`capture`, in place: quantizers and registers refer to these tensors.
+
+    Raises ExtrasError when the loop quantises in other modules than the one that was captured.
+    """
+    modules = _quantising(loop)
+    if values.get("fp8.layout") != (_layout(modules) if modules else None):
+        raise ExtrasError("modules that train in FP8 differ from those that were captured")
+    if not modules:
+        return
+    with torch.no_grad():
+        for dtype, group in _by_dtype(modules).items():
+            flat = values[f"fp8.values.{dtype}"].to(group[0].device)
+            pieces = flat.split([tensor.numel() for tensor in group])
+            shaped = [piece.view_as(tensor) for piece, tensor in zip(pieces, group, strict=True)]
+            torch._foreach_copy_(group, shaped)
+    _register(modules, values["fp8.registered"])
+
+
+def reset_in_flight(model_chunks: Sequence[Any]) -> None:
+    """Forget what an interrupted step left behind, and what was cached of its weights.
+
+    Stale entries of an interrupted recomputation would be taken for those of the next one: no
+    error, but scaling factors of another micro-batch, and other numbers of reductions.
+    """
+    modules = _modules(model_chunks if _completed else ())
+    if not any(module in _completed for _, module in modules):
+        return  # not in FP8
+    manager = _manager()
+    for name, value in _OUTSIDE.items():
+        if hasattr(manager, name):
+            setattr(manager, name, value)
+    for waiting in manager.fp8_tensors_recompute_buffer:
+        waiting.clear()
+    recomputing: Any = sys.modules["transformer_engine.pytorch.distributed"]
+    recomputing._FP8_ACTIVATION_RECOMPUTE_ENABLED = False
+    recomputing._FP8_ACTIVATION_RECOMPUTE_PHASE = False
+    recomputing.activation_recompute_forward._is_first_fp8_module.clear()
+    # This drops the registrations of a model that the process has had before.
+    _register(modules, _order(modules))
+    for _, module in modules:
+        module._fp8_workspaces.clear()
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = True
+
+
+def finish_gather(model_chunks: Sequence[Any]) -> None:
+    """After a forced gather of parameters: make what weights in FP8 are read by in backward passes.
+
+    Megatron does so only in the forward pre-hooks when gathers overlap, and those may be off in the
+    next step. Doing it twice does no harm.
+    """
+    quantised = [
+        parameter
+        for chunk in (model_chunks if _completed else ())
+        for parameter in chunk.parameters()
+        if parameter.requires_grad and raw_tensors(parameter)
+    ]
+    if quantised:
+        fp8_utils.post_all_gather_processing(quantised)
+
+
+def named_tensors(model_chunks: Sequence[Any]) -> list[tuple[str, Tensor]]:
+    """Scaling factors and histories of all modules, in one order on equal roles."""
+    return _tensors(_modules(model_chunks))
+
+
+def _modules(model_chunks: Sequence[Any]) -> _Modules:
+    """Transformer Engine's modules, whether they quantise or not."""
+    return [
+        (f"{index}.{name}", module)
+        for index, chunk in enumerate(model_chunks)
+        for name, module in chunk.named_modules()
+        if isinstance(getattr(module, "fp8_meta", None), dict)
+    ]
+
+
+def _quantising(loop: ProtectedLoop) -> _Modules:
+    """The same, made complete; empty where training is not in FP8."""
+    modules = _modules(loop.model_chunks)
+    if not modules or not trains_in_fp8(loop):
+        return []
+    waiting = [(name, module) for name, module in modules if module not in _completed]
+    if waiting:
+        _make_complete(loop.model_chunks, waiting, model_config(loop))
+    return modules
+
+
+def _make_complete(model_chunks: Sequence[Any], waiting: _Modules, config: Any) -> None:
+    """Initialise modules as the first forward pass in Megatron's own FP8 region does.
+
+    Raises UnsupportedOptimizer for what would be lost or could not be compared.
+    """
+    if not all(isinstance(getattr(_manager(), name, None), dict) for name in _REGISTERS):
+        raise UnsupportedOptimizer(
+            "this version of Transformer Engine keeps FP8 state in a place that is not known;"
+            " 2.8 to 2.12 were read"
+        )
+    for chunk in model_chunks:
+        for name, parameter in chunk.named_parameters():
+            if raw_tensors(parameter) and not parameter.requires_grad:
+                raise UnsupportedOptimizer(f"{name} is frozen and in FP8: it cannot be cast again")
+        for name, module in chunk.named_modules():
+            if hasattr(module, "_fused_impl"):  # Megatron's TEFusedMLP
+                raise UnsupportedOptimizer(f"{name}: fused operations keep FP8 state of their own")
+    # Without gradients, or leaving the region would reduce amaxes and move the histories on.
+    with torch.no_grad(), fp8_utils.get_fp8_context(config):
+        for name, module in waiting:
+            module.init_fp8_metadata(num_gemms=_products(name, module))
+            _completed.add(module)
+
+
+def _products(name: str, module: Any) -> int:
+    if isinstance(count := getattr(module, "num_gemms", None), int):
+        return count  # GroupedLinear
+    for kind in type(module).__mro__:
+        if kind.__name__ in _PRODUCTS:
+            return _PRODUCTS[kind.__name__]
+    raise UnsupportedOptimizer(f"{name}: the FP8 state of a {type(module).__name__} is not known")
+
+
+def _manager() -> Any:
+    """Transformer Engine's class of process-wide FP8 state; None where it is not imported."""
+    # The name that Megatron imports it by, in all versions.
+    module = sys.modules.get("transformer_engine.pytorch.fp8")
+    return getattr(module, "FP8GlobalStateManager", None)
+
+
+def _order(modules: _Modules) -> list[int]:
+    """Numbers of the registered modules, in the order in which they would register again."""
+    # A module enters the registers of both directions at once, the forward one first.
+    keys = {key: number for number, key in enumerate(_manager().global_amax_buffer)}
+    places = [
+        (keys[place[1]], place[0], number)
+        for number, (_, module) in enumerate(modules)
+        if (place := module.fp8_meta.get(_PLACE)) and place[1] in keys
+    ]
+    return [number for *_, number in sorted(places)]
+
+
+def _register(modules: _Modules, order: Sequence[int]) -> None:
+    """Have exactly these modules in the registers, in this order."""
+    manager = _manager()
+    for name in _REGISTERS:
+        getattr(manager, name).clear()
+    for _, module in modules:
+        module.fp8_meta.pop(_PLACE, None)
+    for number in order:
+        manager.add_fp8_tensors_to_global_buffer(modules[number][1].fp8_meta)
+
+
+def _by_dtype(modules: _Modules) -> dict[str, list[Tensor]]:
+    groups: dict[str, list[Tensor]] = {}
+    for _, tensor in _tensors(modules):
+        groups.setdefault(str(tensor.dtype).removeprefix("torch."), []).append(tensor)
+    return groups
+
+
+def _tensors(modules: _Modules) -> list[tuple[str, Tensor]]:
+    # Recipes without a history have none: their states hold settings only.
+    return [
+        (f"{name}.{direction}.{kind}", tensor.detach())
+        for name, module in modules
+        for direction in _DIRECTIONS
+        for kind in _KINDS
+        if isinstance(tensor := getattr(module.fp8_meta.get(direction), kind, None), Tensor)
+    ]
+
+
+def _layout(modules: _Modules) -> str:
+    """Equal when two captures mean the same modules and tensors, in the same order."""
+    text = [name for name, _ in modules]
+    text += [f"{name}{tuple(t.shape)}{t.dtype}" for name, t in _tensors(modules)]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()

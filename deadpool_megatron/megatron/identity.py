@@ -1,0 +1,240 @@
+"""The identity of a role's state: what its bytes mean, and one number for all of it.
+
+The layout of a role's generations says which parameters of which model they are, cut in which way;
+so its member describes it to the vaults, once, when a role is built or a model takes another role
+in place. Names are those of the whole model: however its layers are dealt out to stages, each has
+one name. The hash covers everything that a rank's training depends on: the oracle of exactness.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from deadpool_megatron.layout.records import (
+    BOUNDARIES,
+    PartInfo,
+    RoleLayout,
+    extras_part,
+    gradients_part,
+)
+from deadpool_megatron.layout.words import in_words
+from deadpool_megatron.megatron import fp8, optimizer
+from deadpool_megatron.megatron.megatron_extras import (
+    largest_logits,
+    lasting_buffers,
+    tracked_random_states,
+)
+from deadpool_megatron.member.loop import ProtectedLoop, layer_number, trains_in_fp8
+from deadpool_megatron.state.packing import Part
+
+_Entry = tuple[str, Tensor | str]
+
+_EXPERTS = ("expert_tensor_parallel", "expert_model_parallel")
+_OTHERS = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "data_parallel")
+
+
+def identify(loop: ProtectedLoop, parts: Sequence[Part]) -> None:
+    """Have each shard part of a role say what it holds. Raises UnsupportedOptimizer for a parameter
+    that is updated and has no name."""
+    names = {id(parameter): name for name, parameter in loop.named_parameters()}
+    model = in_words(loop.model_arguments())
+    for inner, part in zip(optimizer.inner_optimizers(loop.optimizer), parts, strict=True):
+        text = "\n".join((part.meaning, model, *_contents(inner, names)))
+        part.meaning = hashlib.sha256(text.encode()).hexdigest()
+
+
+def _contents(inner: Any, names: dict[int, str]) -> Iterator[str]:
+    """A line for each parameter, in the order in which they are packed."""
+    models = {
+        id(updated): (one, start) for one, updated, start in optimizer.model_parameters(inner)
+    }
+    for updated in (one for group in inner.optimizer.param_groups for one in group["params"]):
+        parameter, start = models.get(id(updated), (updated, 0))
+        if id(parameter) not in names:
+            shape = tuple(parameter.shape)
+            raise optimizer.UnsupportedOptimizer(
+                f"named_parameters() has no parameter of shape {shape}"
+            )
+        kept = {"": updated, **optimizer.state_tensors(inner, updated)}
+        states = [f"{key}:{one.dtype}:{tuple(one.shape)}" for key, one in kept.items()]
+        yield f"{_slice(names[id(parameter)], parameter)}|{start}|{states}"
+
+
+def _slice(name: str, parameter: Tensor) -> str:
+    """A parameter and which slice of the whole model's it is: experts are dealt out to ranks of
+    their own. No data-parallel rank: replicas have equal slices."""
+    is_dense = getattr(parameter, "allreduce", True)
+    ranks = [_rank(group) for group in (_OTHERS[:1] if is_dense else _EXPERTS)]
+    return f"{name}|{tuple(parameter.shape)}|{ranks}"
+
+
+def _rank(name: str) -> str:
+    """The role's rank in one of Megatron's groups."""
+    group = getattr(parallel_state, f"get_{name}_group")()
+    return f"{group.rank()}/{group.size()}"
+
+
+def role_meaning(loop: ProtectedLoop) -> str:
+    """Return which role of which model ``loop`` was built for."""
+    facts = {**loop.model_arguments(), "virtual_stages": len(loop.model_chunks)}
+    facts |= {f"{name}_rank": _rank(name) for name in (*_OTHERS, *_EXPERTS)}
+    facts["layers"] = "+".join(_layers(chunk) for chunk in loop.model_chunks)
+    frozen = [
+        f"{_slice(name, parameter)}|{parameter.dtype}"
+        for name, parameter in loop.named_parameters()
+        if not parameter.requires_grad
+    ]
+    facts["frozen"] = hashlib.sha256("\n".join(frozen).encode()).hexdigest()[:16] if frozen else 0
+    return in_words({**facts, "stage": loop.stage_class()})
+
+
+def _layers(chunk: torch.nn.Module) -> str:
+    """The numbers that a chunk's layers have in the whole model, runs as first and last."""
+    runs: list[list[int]] = []
+    for number in (layer_number(name, module) for name, module in chunk.named_modules()):
+        if number is not None and runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        elif number is not None:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs) or "none"
+
+
+def role_layout(
+    role: int,
+    parts: list[Part],
+    extras_room_bytes: int,
+    peers: list[int],
+    slots: int,
+    meaning: str,
+    step_parts: Sequence[PartInfo] = (),
+) -> RoleLayout:
+    """The layout of a role's generations. ``extras_room_bytes``: at each boundary; no part of the
+    hash, so that a run continues with other room. ``step_parts``: for the updates that lead to each
+    generation, where they are kept (see :mod:`.recompute`).
+    """
+    identities = {part.name: part.signature() for part in parts}
+    # The gradients of a part are those of the same parameters.
+    identities |= {gradients_part(name): identity for name, identity in identities.items()}
+    found = [*(PartInfo(part.name, part.nbytes, part.replicas) for part in parts), *step_parts]
+    infos = [replace(info, identity=identities.get(info.name, "")) for info in found]
+    digest = hashlib.sha256(meaning.encode())
+    for info in infos:
+        digest.update(f"{info.name}|{info.nbytes}|{info.identity};".encode())
+    return RoleLayout(
+        role=role,
+        parts=(
+            *infos,
+            *(
+                PartInfo(extras_part(boundary), extras_room_bytes, (role,))
+                for boundary in BOUNDARIES
+            ),
+        ),
+        peers=tuple(sorted(peers)),
+        slots=slots,
+        layout_hash=digest.hexdigest(),
+        meaning=meaning,
+    )
+
+
+def state_hash(loop: ProtectedLoop) -> str:
+    """SHA-256, in hexadecimal, of this rank's whole training state. Purely local.
+
+    Covers parameters and buffers of all chunks, each optimizer's master parameters, moments, steps
+    and group values, loss scalers, FP8 scaling factors and histories, all random generators, the
+    schedule and the counters.
+
+    With ``--overlap-param-gather`` parameters are current only after a forced gather; do one on
+    all ranks first.
+    """
+    digest = hashlib.sha256()
+    for name, value in _entries(loop):
+        _add(digest, name, value)
+    return digest.hexdigest()
+
+
+def entry_digests(loop: ProtectedLoop) -> dict[str, str]:
+    """Return entry -> short digest, of this rank's state beside weights and optimizer state."""
+    found = {}
+    for name, value in _numbers(loop):
+        _add(digest := hashlib.sha256(), name, value)
+        found[name] = digest.hexdigest()[:12]
+    return found
+
+
+def _entries(loop: ProtectedLoop) -> Iterator[_Entry]:
+    yield from _weights(loop)
+    yield from _numbers(loop)
+
+
+def _weights(loop: ProtectedLoop) -> Iterator[_Entry]:
+    for number, chunk in enumerate(loop.model_chunks):
+        for name, parameter in chunk.named_parameters():
+            raw = optimizer.raw_tensors(parameter)
+            for attribute, tensor in raw.items():
+                yield f"parameter.{number}.{name}.{attribute}", tensor
+            if not raw:
+                yield f"parameter.{number}.{name}", parameter
+        for name, buffer in lasting_buffers(chunk):
+            yield f"buffer.{number}.{name}", buffer
+    for name, tensor in fp8.named_tensors(loop.model_chunks) if trains_in_fp8(loop) else ():
+        yield f"fp8.{name}", tensor
+    for name, tensor in largest_logits(loop):
+        yield f"logits.{name}", tensor
+    for number, part in enumerate(optimizer.inner_optimizers(loop.optimizer)):
+        yield from _optimizer_entries(f"optimizer.{number}", part)
+
+
+def _numbers(loop: ProtectedLoop) -> Iterator[_Entry]:
+    for name, scaler in optimizer.loss_scalers(loop.optimizer).items():
+        values = sorted(scaler.state_dict().items())
+        yield name, repr([(key, float(value)) for key, value in values])
+    yield from _generator_entries()
+    yield "scheduler", repr(loop.scheduler.num_steps)
+    yield "counters", repr(sorted(loop.counters.items()))
+    yield "log_sums", repr(sorted(loop.log_sums.items()))
+
+
+def _optimizer_entries(name: str, part: Any) -> Iterator[_Entry]:
+    for group_number, group in enumerate(part.optimizer.param_groups):
+        scalars = {k: v for k, v in group.items() if isinstance(v, int | float)}
+        yield f"{name}.group.{group_number}", repr(sorted(scalars.items()))
+        for key, value in sorted(group.items()):
+            if isinstance(value, Tensor):
+                yield f"{name}.group.{group_number}.{key}", value
+        for number, parameter in enumerate(group["params"]):
+            place = f"{name}.{group_number}.{number}"
+            yield f"{place}.main", parameter
+            for key, tensor in optimizer.state_tensors(part, parameter).items():
+                yield f"{place}.{key}", tensor
+            if numbers := optimizer.plain_values(part, parameter):
+                yield f"{place}.numbers", repr(sorted(numbers.items()))
+
+
+def _generator_entries() -> Iterator[_Entry]:
+    kind, keys, position, has_normal, normal = np.random.get_state(legacy=True)
+    yield "rng.python", repr(random.getstate())
+    yield "rng.numpy", f"{kind}{np.asarray(keys).tobytes().hex()}{position}{has_normal}{normal}"
+    yield "rng.torch", torch.get_rng_state()
+    if torch.cuda.is_available():
+        yield "rng.cuda", torch.cuda.get_rng_state()
+    for name, state in sorted(tracked_random_states().items()):
+        yield f"rng.{name}", state
+
+
+def _add(digest: hashlib._Hash, name: str, value: Tensor | str) -> None:
+    digest.update(name.encode())
+    if isinstance(value, str):
+        digest.update(value.encode())
+        return
+    digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
+    data = value.detach().cpu().contiguous().reshape(-1)
+    digest.update(data.view(torch.uint8).numpy().data)

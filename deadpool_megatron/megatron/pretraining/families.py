@@ -1,0 +1,89 @@
+"""The differences between versions of Megatron-LM, a row for each family of them.
+
+Everything else in these hooks asks :func:`family` and no version. Megatron can be imported when a
+method is called.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from deadpool_megatron.megatron.pretraining.scene import replaced
+from deadpool_megatron.support.versions import FAMILIES
+
+
+@dataclass(frozen=True)
+class Family:
+    """Versions of Megatron-LM that answer what the hooks ask in the same way: a row of
+    ``support/tables/versions.toml``, which says what each column means."""
+
+    globals_setter: str
+    finalising: str
+    common_saves: tuple[str, ...]
+    openers: tuple[str, ...]
+    config_class: str = ""
+    built_from_config: bool = False
+    queue_from_start: bool = False
+
+    def own_config(self, argument: Any) -> Any:
+        """Return an argument of pretrain() such that what training changes in it stays there."""
+        if not self.config_class:
+            return argument
+        holder, name = place(self.config_class)
+        return copy.deepcopy(argument) if isinstance(argument, getattr(holder, name)) else argument
+
+    def set_up_around(self, set_up: Callable[..., Any], model: Any) -> Any:
+        """Return what ``set_up``, a call of setup_model_and_optimizer(), makes around ``model``,
+        which is there already."""
+        from megatron.training import training
+
+        # Without a model in the config it asks get_model().
+        without = {"cfg_container": None, "model_provider_func": _never}
+        with replaced(training, "get_model", lambda *_args, **_kwargs: model):
+            return set_up(**without) if self.built_from_config else set_up()
+
+    def drop_saves(self) -> None:
+        """Stop the writers of asynchronous saves and forget what they were writing."""
+        from megatron.training import async_utils
+
+        queue = async_utils._async_calls_queue
+        if queue is not None:
+            _abort_writers(queue)
+        renewed = type(queue)(persistent=queue.persistent) if self.queue_from_start else None
+        async_utils._async_calls_queue = renewed
+
+
+@functools.cache
+def family() -> Family:
+    """Return that of the Megatron in use; a version that nobody tried counts as the newest."""
+    from megatron.core.package_info import __version__
+
+    newest = list(FAMILIES.values())[-1]
+    return Family(**FAMILIES.get(".".join(__version__.split(".")[:2]), newest))
+
+
+def place(named: str) -> tuple[Any, str]:
+    """Return the holder and the name that a row names as ``MODULE:NAME``, or
+    ``MODULE:HOLDER.NAME``: a function of Megatron where its callers look it up."""
+    module, _, path = named.partition(":")
+    *holders, name = path.split(".")
+    return functools.reduce(getattr, holders, importlib.import_module(module)), name
+
+
+def _abort_writers(queue: Any) -> None:
+    """Stop what an AsyncCallsQueue has under way, and drop the results."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    for caller in {id(call.async_caller): call.async_caller for call in queue.async_calls}.values():
+        caller.close(abort=True)
+    # What an aborted writer has put there would be taken for the next one's result.
+    filesystem_async._results_queue = None
+
+
+def _never(*_args: Any, **_kwargs: Any) -> Any:
+    raise AssertionError("the model is there already")

@@ -1,0 +1,484 @@
+"""Megatron-LM's train() and what follows it in pretrain(), as a loop that a session protects.
+
+Every recovery enters train() again, on all roles alike, on the objects that were built once. To
+resume after iteration k it begins *with* k: the step answers what it answered the first time, which
+travels with the generation, and everything that train() does after a step (log, evaluation, save,
+decision to exit) is done again or, where the state is already that after it, left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_current_running_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.megatron import identity as hashing
+from deadpool_megatron.megatron.dimensions import current_device
+from deadpool_megatron.megatron.loading import load_exactly
+from deadpool_megatron.megatron.pretraining import entered, stages
+from deadpool_megatron.megatron.pretraining.build import Build
+from deadpool_megatron.megatron.pretraining.iteration import POSITIONS, SHOULD_EXIT, Newest
+from deadpool_megatron.megatron.pretraining.logbook import Logbook, Reporter
+from deadpool_megatron.megatron.pretraining.megatron_checkpoints import Saves, saved_state
+from deadpool_megatron.megatron.pretraining.scene import acting, replaced
+from deadpool_megatron.member.loop import Emit, ProtectedLoop, StepRunner
+
+# Of Megatron's arguments: where the data is.
+_PLACES = (*POSITIONS, "consumed_valid_samples")
+# Loaded once it has read something; before 0.17 it keeps nothing by path.
+_METADATA_READER = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
+
+
+class _Warm(BaseException):
+    """Leaves train() after the step of a warm-up."""
+
+
+class _NoGeneration(BaseException):
+    """A step that wants the run to end made no update; carries what it answered."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+
+class PretrainLoop(ProtectedLoop):
+    """See the module text. ``pretrain``: Megatron's function with its arguments."""
+
+    def __init__(
+        self, build: Build, pretrain: Callable[[], Any], run_directory: Path, emit: Emit
+    ) -> None:
+        from megatron.training import get_args
+
+        self._args = args = get_args()
+        loaded = Path(str(args.load)) / f"iter_{args.iteration:07d}"
+        in_part = args.finetune or args.no_load_optim or args.no_load_rng
+        self.loaded = loaded if loaded.is_dir() and not in_part else None
+        self.build = build
+        self.role = self._args.rank
+        self._pretrain = pretrain
+        self._reporter = Reporter(emit)
+        self.model_chunks, self.optimizer, self.scheduler = build.objects
+        self.counters = {"iteration": self._args.iteration, **self._places()}
+        self.log_sums = {}
+        self._first_iteration = self._args.iteration + 1
+        self._runner: StepRunner | None = None
+        self._saves = Saves(self._announce, self._reporter.lost_checkpoint)
+        self._logbook = Logbook(run_directory)
+        self._restored = False
+        self._entered = False
+        self._newest = Newest(self._args.num_floating_point_operations_so_far)
+        self._operations = self._newest.operations
+        # Sums of the log, as train() holds them once it has been entered and logged.
+        self._sums: dict[str, Any] | None = None
+        self._to_replay = 0
+        # The iteration of the checkpoint that the run continued from last. All roles have to agree
+        # on it, so that a process that takes over a role gets it with the state.
+        self._passed = 0
+        self._just_loaded: int | None = None
+        self._take_lengths: Callable[[], Iterable[float | None]] = tuple
+        arguments = build.train_arguments
+        arguments["forward_step_func"] = _faults_in_forward(arguments["forward_step_func"])
+
+    # What a session asks of a loop.
+
+    def train(self, runner: StepRunner) -> None:
+        """See :class:`ProtectedLoop`."""
+        self._runner = runner
+        self.build.user_buffers.renew()
+        # The first iteration whose lines are to be written (again).
+        logs_newest = self._newest.known and not runner.is_behind("evaluation")
+        self._logbook.open(self._restored, self.counters["iteration"] + (not logs_newest))
+        if self._entered:
+            self._logbook.mute()
+        self._entered = True
+        self._go_to_start()
+        scene: dict[str, Callable[..., Any]] = {
+            "train_step": self._train_step,
+            "training_log": self._log,
+            "evaluate": self._evaluate_once,
+            "evaluate_and_print_results": functools.partial(self._evaluate, "evaluation"),
+            "save_checkpoint": self._save,
+            "checkpoint_and_decide_exit": self._decide_exit,
+        }
+        done = self.counters["iteration"] if self._newest.known else None
+        # What train() starts at each entry continues where it was.
+        entering = entered.to_train(lambda: self._newest.lengths, done, self._first_iteration - 1)
+        try:
+            with self._saves.watched():
+                with acting(scene), entering as take_lengths:
+                    self._take_lengths = take_lengths
+                    result = self.build.train(**self.build.train_arguments)
+                self._follow_up(result)
+        except SystemExit as stop:
+            # As --exit-interval and the like end a run: by a decision of all roles.
+            if stop.code not in (None, 0):
+                raise
+        self._saves.look()
+        self._logbook.close()
+        iteration, last = self.counters["iteration"], self._args.train_iters
+        self.early = f"{iteration} of {last} iterations" if iteration < last else ""
+        self.unsaved = self._saves.lost.get(iteration, "")
+
+    def warm_up(self) -> None:
+        """See :class:`ProtectedLoop`: train() up to the end of its first step."""
+        if self._args.moe_token_dispatcher_type == "flex" or self._args.tp_comm_overlap:
+            return  # their buffers are memory of peers, mapped as they are made
+
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            raise _Warm
+
+        with acting({"train_step": step}), entered.to_warm_up(), contextlib.suppress(_Warm):
+            self.build.train(**self.build.train_arguments)
+
+    def reset_after_interrupt(self) -> None:
+        """See :class:`ProtectedLoop`. Nothing to do at the start of a run."""
+        if not self._restored:
+            return
+        self._abandon_saves()
+        self._set_places(self.counters)
+        # With another number Megatron would guess how many validation samples were consumed before
+        # checkpoints said so (training.py:3350), also where there was none yet.
+        self._args.iteration = 0
+        self.build.renew_iterators()
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """See :class:`ProtectedLoop`."""
+        from megatron.training import checkpointing
+
+        args = self._args
+        self._abandon_saves()
+        reader = getattr(sys.modules.get(_METADATA_READER), "CachedMetadataFileSystemReader", None)
+        if (forget := getattr(reader, "clear_metadata_cache", None)) is not None:
+            # What this process has read of a path; somebody may have written it anew since.
+            forget()
+        number = int(directory.name.removeprefix("iter_"))
+        is_older = any(directory.glob("mp_rank_*"))
+        # What the user said is about the start of the run, and about saves, whose state Megatron
+        # loads into; this one is to be loaded whole.
+        whole = {
+            "load": str(directory.parent),
+            "ckpt_step": number,
+            "ckpt_format": "torch" if is_older else "torch_dist",
+            "exit_on_missing_checkpoint": True,
+            "pretrained_checkpoint": None,
+            "finetune": False,
+            "no_load_optim": False,
+            "no_load_rng": False,
+            "no_save_optim": False,
+            "no_save_rng": False,
+        }
+        args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
+        self.scheduler.num_steps = 0  # a load adds to it
+        with contextlib.ExitStack() as stack:
+            for name, value in whole.items():
+                stack.enter_context(replaced(args, name, value))
+            # Of the older format it takes the optimizer's shards from where the tracker points.
+            tracked = replaced(checkpointing, "read_metadata", lambda _: (number, False))
+            stack.enter_context(tracked)
+            iteration, operations = load_exactly(
+                checkpointing.load_checkpoint, *self.build.objects, checkpointing_context={}
+            )
+        # The load sets the parameter groups before it takes over the checkpoint's weight decay.
+        self.scheduler.step(increment=0)
+        self.counters.update(iteration=iteration, **self._places())
+        self._newest, self._operations = Newest(operations), operations
+        self._saves.restore(0)
+        self._passed = self._just_loaded = iteration
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """See :class:`ProtectedLoop`."""
+        return saved_state(self.build.objects)
+
+    def stage_class(self) -> str:
+        """See :class:`ProtectedLoop`."""
+        return self.class_of(self.role)
+
+    def model_arguments(self) -> dict[str, Any]:
+        """See :class:`ProtectedLoop`, and Megatron's check_checkpoint_args()."""
+        args = self._args
+        names = ["add_position_embedding", "position_embedding_type", "data_parallel_random_init"]
+        if args.vocab_file:
+            names += ["max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type"]
+        return {**super().model_arguments(), **{name: getattr(args, name) for name in names}}
+
+    def class_of(self, role: int) -> str:
+        """The stage class of any role."""
+        return stages.stage_class(self._args, self.build.train_arguments["config"], role)
+
+    def state_hash(self) -> str:
+        """See :class:`ProtectedLoop`."""
+        if self._args.overlap_param_gather:
+            for chunk in self.model_chunks:
+                chunk.start_param_sync(force_sync=True)
+        return hashing.state_hash(self)
+
+    def close(self) -> None:
+        """See :class:`ProtectedLoop`."""
+        super().close()
+        self.build.close()
+
+    def extra_state(self) -> dict[str, Any]:
+        """See :class:`ProtectedLoop`."""
+        return {
+            "newest": self._newest.to_dict(),
+            "first_iteration": self._first_iteration,
+            "unfinished_save": self._saves.unfinished,
+            "passed": self._passed if self._passed == self.counters["iteration"] else 0,
+            # After the iteration; exports need it (saved_state).
+            "operations": self._operations,
+        }
+
+    def restore_extra_state(self, kept: Mapping[str, Any]) -> None:
+        """See :class:`ProtectedLoop`."""
+        self._restored = True
+        self._newest.restore(kept["newest"])
+        self._operations = kept["operations"]
+        self._first_iteration = kept["first_iteration"]
+        self._saves.restore(kept["unfinished_save"])
+        # What lies beside a checkpoint knows only of the one before.
+        self._passed = kept["passed"] if self._just_loaded is None else self._just_loaded
+        self._just_loaded = None
+
+    # Entering train() and going on behind it.
+
+    def _go_to_start(self) -> None:
+        """Megatron's arguments as train() has to find them: before the newest iteration, whose
+        answer is replayed, or after it where there is no answer."""
+        from megatron.training import get_timers
+
+        args, iteration = self._args, self.counters["iteration"]
+        self._to_replay = iteration if self._newest.known else 0
+        args.iteration = iteration - (1 if self._to_replay else 0)
+        args.curr_iteration = args.iteration
+        self._set_places({**self.counters, **self._newest.positions_before})
+        args.num_floating_point_operations_so_far = self._newest.operations_before
+        self._sums = None
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        self.build.train_arguments["config"].timers = get_timers()
+
+    def _follow_up(self, result: Any) -> None:
+        """Do what pretrain() does when train() has returned ``result``: last save, evaluations.
+
+        Everything before is passed over: the functions that build answer with what there is.
+        """
+        from megatron.training import training
+
+        iterators = iter(self.build.iterators)
+        muted = contextlib.ExitStack()
+
+        def after_training(*_args: Any, **_kwargs: Any) -> Any:
+            muted.close()
+            return result
+
+        scene = {
+            "initialize_megatron": _nothing,
+            "set_jit_fusion_options": _nothing,
+            "setup_model_and_optimizer": lambda *args, **kwargs: self.build.objects,
+            "build_train_valid_test_data_iterators": lambda *args: next(iterators),
+            "train": after_training,
+            "evaluate_and_print_results": self._evaluate_at_the_end,
+            "save_checkpoint": self._save,
+        }
+        with acting(scene), muted:
+            muted.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            muted.enter_context(replaced(training, "append_to_progress_log", _nothing))
+            self._pretrain()
+
+    # What Megatron's functions do meanwhile.
+
+    def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        iteration = self._arguments(original, args, kwargs)["iteration"] + 1
+        if iteration == self._to_replay:
+            self._to_replay = 0
+            get_rerun_state_machine().current_iteration = iteration
+            return self._newest.replay(current_device())
+        self._saves.look()
+        failpoints.set_context(iteration=iteration, section="forward-backward")
+        failpoints.hit("step.begin")
+        hooks = getattr(self.model_chunks[0], "remove_forward_pre_hook_handles", {})
+        self._newest.begin(self._args, gathers_ahead=bool(hooks))
+        try:
+            return self._running.step(
+                iteration, lambda: self._update(original, args, kwargs, iteration)
+            )
+        except _NoGeneration as left:
+            # Megatron saves and ends the run now; nothing of that belongs to a generation.
+            self._runner = None
+            return left.answer
+
+    def _update(
+        self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any], iteration: int
+    ) -> Any:
+        """The step itself, and everything that has to be known to continue behind it elsewhere."""
+        from megatron.training import training
+
+        given = self._arguments(original, args, kwargs)
+        given["forward_backward_func"] = self.around_passes(given["forward_backward_func"])
+        answer = original(**given)
+        self._newest.lengths = list(self._take_lengths())
+        if answer[SHOULD_EXIT]:
+            raise _NoGeneration(answer)
+        self._newest.finish(answer, self._sums or {})
+        batch = (
+            parallel_state.get_data_parallel_world_size()
+            * self._args.micro_batch_size
+            * get_num_microbatches()
+        )
+        skipped = get_current_global_batch_size() - get_current_running_global_batch_size()
+        # As train() will count them when the step has returned.
+        self.counters.update(
+            iteration=iteration,
+            consumed_train_samples=self._args.consumed_train_samples + batch,
+            skipped_train_samples=self._args.skipped_train_samples + skipped,
+        )
+        self._operations = self._newest.operations + training.num_floating_point_operations(
+            self._args, batch, **dict(zip(entered.LENGTHS, self._newest.lengths, strict=False))
+        )
+        self._reporter.step(iteration, answer, self.optimizer, self.counters)
+        failpoints.hit("step.end")
+        failpoints.set_context(section="between")
+        return answer
+
+    def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = self._arguments(original, args, kwargs)
+        iteration, sums = given["iteration"], given["total_loss_dict"]
+        if self._sums is not sums:
+            # train() was entered anew, with empty ones.
+            sums.update(self._newest.sums(current_device()))
+            self._newest.put_back_loss_sums()
+            self._sums = sums
+        if "is_first_iteration" in given:
+            # Of the run, not of this entry into train(): the first line leaves the sums alone.
+            given["is_first_iteration"] = iteration == self._first_iteration
+        given["skipped_iter"] = self._newest.skipped  # which a replayed step may not say
+        failpoints.set_context(section="log")
+        failpoints.hit("log.begin")
+        runner, every = self._running, self._args.tensorboard_log_interval
+        with self._logbook.lines("log", iteration, runner.check, runner.epoch):
+            answer = original(**given)
+            shown = iteration % every == 0
+            self._logbook.mark(runner.epoch, runner.recomputed, iteration, shown=shown)
+        failpoints.hit("log.end")
+        failpoints.set_context(section="between")
+        return answer
+
+    def _evaluate_at_the_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        prefix = str(self._arguments(original, args, kwargs)["prefix"])
+        boundary = "test" if prefix.endswith("test set") else "validation"
+        self._evaluate(boundary, original, *args, **kwargs)
+
+    def _evaluate(
+        self, boundary: str, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        runner = self._running
+
+        def run() -> None:
+            failpoints.hit("evaluation.begin")
+            with self._logbook.lines(
+                boundary, self.counters["iteration"], runner.check, runner.epoch
+            ):
+                original(*args, **kwargs)
+            self.counters["consumed_valid_samples"] = self._args.consumed_valid_samples
+            failpoints.hit("evaluation.end")
+
+        runner.segment(boundary, run)
+
+    def _evaluate_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer = original(*args, **kwargs)
+        self._reporter.evaluation(self.counters["iteration"], losses=answer[0])
+        return answer
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        given = self._arguments(original, args, kwargs)
+        iteration, lasting = given["iteration"], not given.get("non_persistent_ckpt", False)
+        write = functools.partial(
+            self._saves.write,
+            functools.partial(original, *args, **kwargs),
+            iteration,
+            lasting=lasting,
+            is_last=lasting and iteration >= self._args.train_iters,
+            may_be_lost=self._runner is not None,
+            capture=bytes if self._runner is None else self._runner.capture_extras,
+        )
+        if self._runner is None or self._saves.owed:
+            write()
+        else:
+            self._runner.segment("save", write)
+
+    def _decide_exit(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import training
+
+        given = self._arguments(original, args, kwargs)
+        self._newest.operations = given["num_floating_point_operations_so_far"]
+        if given["iteration"] == self._passed and self._running.is_behind("save"):
+            return False  # the run before may have ended there, as --exit-interval says
+        if self._saves.owed:
+            # The one that was being written when the run was interrupted.
+            names = inspect.signature(training.save_checkpoint_and_time).parameters
+            training.save_checkpoint_and_time(
+                **{name: value for name, value in given.items() if name in names}
+            )
+        return original(*args, **kwargs)
+
+    # Helpers.
+
+    @property
+    def _running(self) -> StepRunner:
+        assert self._runner is not None
+        return self._runner
+
+    def _announce(self, directory: Path, iteration: int, extras: bytes) -> None:
+        if self._runner is not None:
+            self._runner.count_as_durable(directory, iteration, extras)
+
+    def _set_places(self, places: Mapping[str, Any]) -> None:
+        for name in _PLACES:
+            setattr(self._args, name, places[name])
+
+    def _places(self) -> dict[str, int]:
+        return {name: getattr(self._args, name) for name in _PLACES}
+
+    def _abandon_saves(self) -> None:
+        """One that was under way when an exception passed."""
+        self.build.train_arguments["checkpointing_context"].clear()
+        self._saves.abandon()
+
+    def _arguments(
+        self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+def _faults_in_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Let tests fail before each micro-batch: point ``forward``, which a fault may mark for
+    gradients that are NaN; added only once."""
+    if not failpoints.ACTIVE or hasattr(forward_step, "__wrapped__"):
+        return forward_step
+
+    @functools.wraps(forward_step)
+    def wrapper(iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        failpoints.perhaps_spoiled(model.parameters(), "forward")
+        return forward_step(iterator, model, *args, **kwargs)
+
+    return wrapper

@@ -1,0 +1,445 @@
+"""The recipe of a role's part of a checkpoint, from its live objects: which bytes lie where.
+
+A program makes the state that a save would write (:meth:`ProtectedLoop.checkpoint_state`). Each
+tensor in it is found again by its address: in a shard part, among the extras, or in a parameter
+that is cast from master weights in a shard part. Of the parameters of a distributed optimizer every
+data-parallel peer writes what it has the master weights of, so that nobody needs bytes of others.
+A run with a tensor that is not found has no exports, and says so. From the training process the
+recipe goes to the exporters.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from torch import Tensor
+
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.layout.records import RoleLayout
+from deadpool_megatron.megatron import optimizer
+from deadpool_megatron.megatron.megatron_extras import frozen_and_buffers, large_frozen_weights
+from deadpool_megatron.member.loop import ProtectedLoop
+from deadpool_megatron.persist.frozen_file import FROZEN
+from deadpool_megatron.persist.state_template import (
+    ZEROS,
+    FromExtras,
+    Piece,
+    StateTemplate,
+    StepNumber,
+    TemplateError,
+    boxes,
+    dtype_name,
+    has_marks,
+    share_template,
+    write_template,
+)
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.state.packing import Part
+
+# Objects beside tensors that no iteration changes.
+_CONSTANT_OBJECTS = (
+    ".per_bucket_numel",
+    ".per_bucket_numel_unpadded",
+    "._extra_state",
+    "rerun_state_machine_state",  # of one that has nothing to do
+)
+
+
+def make_template(loop: ProtectedLoop, parts: Sequence[Part], layout: RoleLayout) -> StateTemplate:
+    """The state template of the role that ``loop`` was built for; a refused one when there is none.
+
+    No communication; reads no more than the parameters, once. Never raises: whether a run can do
+    without checkpoints is not decided here.
+    """
+    try:
+        return _Maker(loop, parts, layout).make()
+    except TemplateError as error:
+        refusal = str(error)
+    except Exception as error:
+        refusal = f"Megatron does not make the state to save: {type(error).__name__}: {error}"
+    return StateTemplate(layout.role, layout.layout_hash, refusal=refusal)
+
+
+def leave_template(template: StateTemplate, settings: Settings) -> None:
+    """Give it to the exporters: of this node, and where the run's end may call for an export also
+    of others, by way of the run directory. Nobody waits for that one: a thread writes it.
+
+    Raises TemplateError where exports were asked for and cannot be, OSError.
+    """
+    if template.refusal and settings.export_iterations:
+        raise TemplateError(f"--deadpool-persist-interval: {template.refusal}")
+    directory, role = Path(os.environ["DEADPOOL_SEGMENT_DIR"]), template.role
+    write_template(directory, template)
+
+    def share() -> None:
+        try:
+            shared = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).templates
+            share_template(directory, role, shared)
+        except OSError as error:
+            text = f"role {role} could not be exported if its node were lost: {error}"
+            print(text, file=sys.stderr, flush=True)
+
+    if settings.exports:
+        threading.Thread(target=share, name="skeleton", daemon=True).start()
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The place of the bytes of some memory in a generation: ``count`` elements from ``address``
+    on, each ``itemsize`` wide there and of dtype ``stored`` in the generation."""
+
+    address: int
+    count: int
+    itemsize: int
+    part: str
+    offset_bytes: int
+    stored: torch.dtype
+    is_extra: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.address + self.count * self.itemsize
+
+    def offset_of(self, element: int) -> int:
+        return self.offset_bytes + element * self.stored.itemsize
+
+
+class _Maker:
+    def __init__(self, loop: ProtectedLoop, parts: Sequence[Part], layout: RoleLayout) -> None:
+        self._loop = loop
+        self._layout = layout
+        self._inner = optimizer.inner_optimizers(loop.optimizer)
+        if optimizer.layer_wise(loop.optimizer) or optimizer.state_numbers(loop.optimizer):
+            raise TemplateError("ranks talk to make the state, or parameters count their own steps")
+        self._origins: list[_Origin] = []
+        for part in parts:
+            for tensor, offset in part.places():
+                self._add(tensor, part.name, offset, tensor.dtype)
+        offset = 0
+        for _, tensor in large_frozen_weights(loop):
+            self._add(tensor, FROZEN, offset, tensor.dtype)
+            offset += tensor.nbytes
+        # Memory of parameters that data-parallel peers have a run each of.
+        self._shared: list[tuple[int, int, bool]] = []
+        self._kept_alive: list[Tensor] = []
+        for inner in self._inner:
+            self._add_derived(inner)
+
+    def make(self) -> StateTemplate:
+        with self._without_gathering():
+            state = self._loop.checkpoint_state()
+        # Not earlier: a router that is asked for its state replaces its bias by one in fp32.
+        for name, tensor in frozen_and_buffers(self._loop):
+            self._add(tensor, f"buffer.{name}", 0, tensor.dtype, is_extra=True)
+        padding = set(_padding(state))
+        if "optimizer" in state:
+            state["optimizer"] = self._marked_optimizer(state["optimizer"])
+        sharded, common = save_preprocess(state, False)
+        pieces: list[Piece] = []
+        objects: dict[str, Any] = {}
+        for leaf in nested_values(sharded):
+            if isinstance(leaf, ShardedTensor):
+                pieces += self._pieces(leaf, (leaf.key, leaf.global_offset) in padding)
+            elif isinstance(leaf, ShardedObject):
+                if is_main_replica(leaf.replica_id):
+                    objects[leaf.unique_key] = self._checked(leaf)
+            else:
+                raise TemplateError(f"{type(leaf).__name__} is nothing that checkpoints hold")
+        return StateTemplate(
+            role=self._layout.role,
+            layout_hash=self._layout.layout_hash,
+            pieces=tuple(pieces),
+            objects=objects,
+            common=common if self._layout.role == 0 else None,
+        )
+
+    # Where bytes lie.
+
+    def _add(
+        self,
+        tensor: Tensor,
+        part: str,
+        offset_bytes: int,
+        stored: torch.dtype,
+        *,
+        is_extra: bool = False,
+    ) -> None:
+        if tensor.numel() and tensor.is_contiguous():
+            place = tensor.data_ptr(), tensor.numel(), tensor.element_size()
+            origin = _Origin(*place, part, offset_bytes, stored, is_extra)
+            bisect.insort(self._origins, origin, key=lambda one: one.address)
+
+    def _add_derived(self, inner: Any) -> None:
+        """Parameters that are cast from master weights, whole or a run of them."""
+        for parameter, master, start in optimizer.model_parameters(inner):
+            run = parameter.detach().view(-1)[start : start + master.numel()]
+            if master.data_ptr() == run.data_ptr():
+                continue  # it is the parameter that is updated
+            origin, offset = self._one_piece(master, "master weights do")
+            if not torch.equal(master.detach().view(-1).to(run.dtype), run):
+                raise TemplateError("a parameter is not what its master weights round to")
+            self._add(run, origin.part, offset, origin.stored)
+        if optimizer.is_distributed(inner):
+            self._share(inner, (one for buffer in inner.buffers for one in buffer.params))
+
+    @contextlib.contextmanager
+    def _without_gathering(self) -> Iterator[None]:
+        """Within, a distributed optimizer that would gather its state to save it answers memory
+        that stands for it, never touched, of which this role's runs are known.
+
+        Megatron then cuts it into parameters (distrib_optimizer.py, fully_reshardable).
+        """
+        distributed = [inner for inner in self._inner if optimizer.is_distributed(inner)]
+        for inner in distributed:
+            inner.get_parameter_state_dp_zero = functools.partial(self._stand_in, inner)
+        try:
+            yield
+        finally:
+            for inner in distributed:
+                del inner.get_parameter_state_dp_zero
+
+    def _stand_in(self, inner: Any, *_args: Any, **_kwargs: Any) -> dict[Any, Any]:
+        """As ``get_parameter_state_dp_zero`` answers: flat tensors by buffer, dtype and name."""
+        rank = inner.data_parallel_group.rank()
+        answer: dict[Any, Any] = {"buckets_coalesced": True}
+        for number, (buffer, ranges) in enumerate(
+            zip(inner.buffers, inner.gbuf_ranges, strict=True)
+        ):
+            ((dtype, buckets),) = ranges.items()
+            whole = {
+                name: torch.empty(buffer.numel_unpadded, dtype=torch.float32)
+                for name in ("param", "exp_avg", "exp_avg_sq")
+            }
+            before = 0
+            for bucket, found in zip(buffer.buckets, buckets, strict=True):
+                own = before + rank * (bucket.grad_data.numel() // inner.data_parallel_group.size())
+                for parameter, run in found["param_map"].items():
+                    start = own + run["gbuf_local"].start
+                    kept = inner._get_main_param_and_optimizer_states(parameter)
+                    for name, tensor in whole.items():
+                        self._stand_for(tensor, start, kept[name])
+                before += bucket.numel_unpadded
+            self._share(inner, whole.values())
+            self._kept_alive += whole.values()
+            answer[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
+        return answer
+
+    def _stand_for(self, whole: Tensor, start: int, kept: Tensor) -> None:
+        """From element ``start`` on, ``whole`` stands for a tensor of a shard part."""
+        origin, offset = self._one_piece(kept, "the optimizer's state does")
+        if kept.dtype != whole.dtype:
+            raise TemplateError(f"the optimizer keeps its state as {kept.dtype}")
+        self._add(whole[start : start + kept.numel()], origin.part, offset, origin.stored)
+
+    def _share(self, inner: Any, tensors: Iterable[Tensor]) -> None:
+        """Of these each data-parallel peer of a distributed optimizer has a run."""
+        for tensor in tensors:
+            end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+            first_instance = inner.distributed_optimizer_instance_id == 0
+            bisect.insort(self._shared, (tensor.data_ptr(), end, first_instance))
+
+    def _one_piece(self, tensor: Tensor, what: str) -> tuple[_Origin, int]:
+        """The origin of a whole tensor, and the offset of its first byte in the part."""
+        found = self._find(tensor)
+        if len(found) != 1 or found[0][1] != tensor.numel():
+            raise TemplateError(f"{what} not lie in one piece of a shard part")
+        _, _, origin, first = found[0]
+        return origin, origin.offset_of(first)
+
+    def _find(self, tensor: Tensor) -> list[tuple[int, int, _Origin, int]]:
+        """Runs of a contiguous tensor that are known: first and last element, its origin, and the
+        element of the origin at which it begins."""
+        item = tensor.element_size()
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * item
+        found = []
+        place = bisect.bisect_left(self._origins, end, key=lambda one: one.address)
+        # They do not overlap: the ones before the first that ends too early do so, too.
+        while place > 0 and (origin := self._origins[place - 1]).end > begin:
+            place -= 1
+            low, high = max(begin, origin.address), min(end, origin.end)
+            if origin.itemsize == item:
+                first = (low - origin.address) // item
+                found.append(((low - begin) // item, (high - begin) // item, origin, first))
+        return found[::-1]
+
+    # Tensors.
+
+    def _pieces(self, leaf: ShardedTensor, is_padding: bool) -> Iterator[Piece]:
+        data = leaf.data
+        if not data.is_contiguous():
+            raise TemplateError(f"{leaf.key} is saved from memory that is not contiguous")
+        if is_padding:
+            if is_main_replica(leaf.replica_id):
+                zeros = _Origin(0, data.numel(), data.element_size(), ZEROS, 0, data.dtype)
+                yield from self._run(leaf, 0, data.numel(), zeros, 0)
+            return
+        runs = self._find(data)
+        owner = self._shared_by(data)
+        if owner is None:
+            if not is_main_replica(leaf.replica_id):
+                return
+            reached = 0
+            for start, stop, _, _ in runs:
+                if start != reached:
+                    break
+                reached = stop
+            if reached != data.numel():
+                raise TemplateError(f"{leaf.key} lies in no shard part and in no extras")
+        elif not (owner and _leads_its_copies(leaf.replica_id)):
+            return
+        for start, stop, origin, first in runs:
+            yield from self._run(leaf, start, stop, origin, first)
+
+    def _run(
+        self, leaf: ShardedTensor, start: int, stop: int, origin: _Origin, first: int
+    ) -> Iterator[Piece]:
+        """The boxes of the elements ``start`` to ``stop``, which begin at element ``first`` of
+        their origin."""
+        prepended = leaf.prepend_axis_num
+        for box in boxes(tuple(leaf.data.shape), start, stop):
+            local = (*([0] * prepended), *box.offsets)
+            offset = origin.offset_of(first + box.start - start)
+            yield Piece(
+                key=leaf.key,
+                shape=tuple(leaf.global_shape),
+                offsets=tuple(a + b for a, b in zip(leaf.global_offset, local, strict=True)),
+                sizes=(*([1] * prepended), *box.sizes),
+                dtype=dtype_name(leaf.data.dtype),
+                part=origin.part,
+                offset_bytes=0 if origin.part == ZEROS else offset,
+                stored=dtype_name(origin.stored),
+                is_extra=origin.is_extra,
+            )
+
+    def _shared_by(self, data: Tensor) -> bool | None:
+        """None for memory that is no parameter of a distributed optimizer; else whether it is of
+        the first instance of it, which writes."""
+        begin, end = data.data_ptr(), data.data_ptr() + data.numel() * data.element_size()
+        place = bisect.bisect_right(self._shared, begin, key=lambda one: one[0]) - 1
+        if place < 0 or not data.numel():
+            return None
+        low, high, first_instance = self._shared[place]
+        return first_instance if low <= begin and end <= high else None
+
+    # Other values.
+
+    def _checked(self, leaf: ShardedObject) -> Any:
+        is_constant = leaf.key.endswith(_CONSTANT_OBJECTS)
+        if is_constant and "_extra_state" in leaf.key:
+            configs = [getattr(chunk, "config", None) for chunk in self._loop.model_chunks]
+            is_constant = not any(getattr(config, "fp8", None) for config in configs)
+        if not is_constant and not has_marks(leaf.data):
+            raise TemplateError(f"{leaf.key}: nobody knows how an iteration changes it")
+        return leaf.data
+
+    def _marked_optimizer(self, node: Any) -> Any:
+        chained = getattr(self._loop.optimizer, "chained_optimizers", [self._loop.optimizer])
+        if len(chained) == 1:
+            return self._marked(node, 0, self._inner[0])
+        return {
+            key: self._marked(node[key], self._inner.index(one), one)
+            if any(one is inner for inner in self._inner)
+            else node[key]
+            for key, one in enumerate(chained)
+        }
+
+    def _marked(self, node: Any, index: int, inner: Any) -> Any:
+        """Return what one inner optimizer saves beside its tensors, with marks."""
+        if isinstance(node, ShardedObject):
+            node.data = self._marked(node.data, index, inner)
+            return node
+        if not isinstance(node, Mapping):
+            return node
+        marked = dict(node)
+        if "param_groups" in node:
+            marked["param_groups"] = [
+                self._marked_group(group, index, number, inner)
+                for number, group in enumerate(node["param_groups"])
+            ]
+            if isinstance(node.get("state"), Mapping):
+                # Left out at the first capture, where it is zero.
+                step = self._step(inner, as_number=False)
+                marked["state"] = {**node["state"], **({"common_step": step} if step else {})}
+        if "grad_scaler" in node:
+            marked["grad_scaler"] = self._marked_scaler(node["grad_scaler"], index)
+        if "optimizer" in node:
+            marked["optimizer"] = self._marked(node["optimizer"], index, inner)
+        return marked
+
+    def _marked_group(
+        self, group: Mapping[str, Any], index: int, number: int, inner: Any
+    ) -> dict[str, Any]:
+        live = inner.optimizer.param_groups[number]
+        marked: dict[str, Any] = {}
+        for key, value in group.items():
+            if key == "step" and key not in live:
+                step = self._step(inner, as_number=True)
+                if step is None:
+                    raise TemplateError("the number of steps lies in no shard part")
+                marked[key] = step
+            elif isinstance(live.get(key), Tensor) or (
+                key in live and isinstance(value, int | float | bool | str | tuple)
+            ):
+                marked[key] = FromExtras(("param_groups", index, number, key))
+            else:
+                marked[key] = value
+        return marked
+
+    def _marked_scaler(self, node: Any, index: int) -> Any:
+        if isinstance(node, ShardedObject):
+            node.data = self._marked_scaler(node.data, index)
+            return node
+        return {key: FromExtras(("scalers", f"scaler{index}", key)) for key in node}
+
+    def _step(self, inner: Any, *, as_number: bool) -> StepNumber | None:
+        for state in inner.optimizer.state.values():
+            step = state.get("step")
+            if isinstance(step, Tensor) and (found := self._find(step.view(-1))):
+                _, _, origin, first = found[0]
+                stored = dtype_name(origin.stored)
+                return StepNumber(origin.part, origin.offset_of(first), stored, as_number)
+        return None
+
+
+def _leads_its_copies(replica_id: Any) -> bool:
+    """Return whether this is the main copy but for the data-parallel rank, the last of the
+    numbers."""
+    if isinstance(replica_id, int):
+        raise TemplateError(f"copies of a parameter are numbered {replica_id}, without groups")
+    return all(number == 0 for number in replica_id[:-1])
+
+
+def _padding(node: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tensors between those of parameters in a flat buffer, which hold nothing."""
+    if isinstance(node, ShardedObject | ShardedTensor):
+        return
+    if isinstance(node, Mapping):
+        flag = node.get("padding")
+        if isinstance(flag, LocalNonpersistentObject) and flag.obj:
+            for one in node.values():
+                if isinstance(one, ShardedTensor):
+                    yield one.key, tuple(one.global_offset)
+            return
+        for one in node.values():
+            yield from _padding(one)
+    elif isinstance(node, list):
+        for one in node:
+            yield from _padding(one)

@@ -1,0 +1,228 @@
+"""One update of an inner optimizer again, from its state before and the gradients that it used.
+
+``step`` of the live optimizer's own class does it, with its own flags, on tensors of the same
+device: whatever the implementation (for-each, fused), the same numbers come out of the same bytes.
+That this is so is not believed but shown: by a rehearsal on the first update of a run, and by the
+owner's checksums after each replay (layout.replaying).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deadpool_megatron.megatron import optimizer as optimizers
+from deadpool_megatron.megatron.first_state import same_bytes, without_hooks
+from deadpool_megatron.state.packing import Part
+from deadpool_megatron.wire.forms import Coded
+
+# What a rehearsal takes of device memory at a time: state before, and gradients, about this much.
+_CHUNK_BYTES = 64 << 20
+_PLAIN = (int, float, bool, str, type(None))
+# Whose update depends on nothing but parameters, state, gradients and the values of the groups.
+_KNOWN = frozenset({"Adam", "AdamW", "FusedAdam"})
+
+
+@dataclass(frozen=True)
+class InnerUpdate(Coded):
+    """Everything that one inner optimizer used: ``groups`` holds the plain values of its parameter
+    groups, ``without_gradient`` the numbers of parameters (over all groups) that had none."""
+
+    groups: tuple[Mapping[str, Any], ...]
+    without_gradient: tuple[int, ...]
+
+
+def why_not_replayed(optimizer: Any) -> str:
+    """Return why the same update could give other bytes, in words; empty where it cannot."""
+    groups = [group for one in optimizers.param_group_values(optimizer) for group in one]
+    if any(isinstance(value, Tensor) for group in groups for value in group.values()):
+        return "the optimizer is capturable: its steps and learning rate lie on the device"
+    for inner in optimizers.inner_optimizers(optimizer):
+        kind = type(inner.optimizer).__name__
+        if kind not in _KNOWN:
+            known = ", ".join(sorted(_KNOWN))
+            return f"the inputs of an update are known for {known} only, not for {kind}"
+        if getattr(getattr(inner, "config", None), "use_precision_aware_optimizer", False):
+            return f"the precision-aware {kind} keeps masters and gradients of its own"
+        if any(
+            optimizers.raw_tensors(value)
+            for parameter in optimizers.parameters_of(inner)
+            for value in inner.optimizer.state[parameter].values()
+            if isinstance(value, Tensor)
+        ):
+            return f"{kind} keeps quantised state"
+    return ""
+
+
+def refuse_what_cannot_be_replayed(optimizer: Any) -> None:
+    """Raise UnsupportedOptimizer where the same update could give other bytes."""
+    if why := why_not_replayed(optimizer):
+        raise optimizers.UnsupportedOptimizer(
+            f"--deadpool-protection recompute: {why}; use --deadpool-protection buddy"
+        )
+
+
+def used_values(inner: Any) -> tuple[dict[str, Any], ...]:
+    """The plain values of each parameter group as they are now: learning rate, betas, ..."""
+    return tuple(
+        {
+            key: value
+            for key, value in group.items()
+            if key != "params" and (isinstance(value, _PLAIN) or _is_plain_tuple(value))
+        }
+        for group in inner.optimizer.param_groups
+    )
+
+
+def replay(inner: Any, update: InnerUpdate, gradients: list[Tensor]) -> None:
+    """Update the live parameters and state in place. ``gradients``: one for each parameter, any
+    device; those of parameters without one are not looked at."""
+    parameters = optimizers.parameters_of(inner)
+    absent = set(update.without_gradient)
+    for group, values in zip(inner.optimizer.param_groups, update.groups, strict=True):
+        _set_values(group, values)
+    for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        parameter.grad = None if number in absent else gradient.to(parameter.device)
+    try:
+        _step(without_hooks(inner.optimizer))
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def rehearse(
+    inner: Any,
+    update: InnerUpdate,
+    shard: Part,
+    before: memoryview,
+    gradients: list[Tensor],
+    after: memoryview,
+) -> str:
+    """Replay an update on copies and compare; the first difference in words, empty if there is
+    none. ``before`` and ``after``: bytes of the shard part around the update. Takes about
+    ``_CHUNK_BYTES`` of device memory, or what one parameter needs.
+    """
+    number, groups, absent = 0, group_numbers(inner), set(update.without_gradient)
+    for chunk in chunks(inner):
+        copies = [
+            _copy(inner, number + index, groups[number + index], parameter, shard, before)
+            for index, parameter in enumerate(chunk)
+        ]
+        for copy in copies:
+            if copy.number not in absent:
+                copy.parameter.grad = gradients[copy.number].to(copy.parameter.device)
+        update_copies(inner, update.groups, copies)
+        for copy, parameter in zip(copies, chunk, strict=True):
+            for name, tensor in all_tensors(inner, parameter):
+                if not same_bytes(copy.tensors[name], shard.slice(after, tensor)):
+                    return f"{name or 'parameter'} of parameter {copy.number}"
+        number += len(chunk)
+    return ""
+
+
+@dataclass(frozen=True)
+class ParameterCopy:
+    """A parameter, with its gradient, and what its optimizer keeps for it, on memory of their own.
+
+    ``number``: over all groups; ``group``: which one it is in. ``tensors``: the parameter under the
+    empty name, then its state; ``values``: state that is no tensor.
+    """
+
+    number: int
+    group: int
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter itself."""
+        return self.tensors[""]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Return what the optimizer keeps for it."""
+        return {**self.values, **{name: t for name, t in self.tensors.items() if name}}
+
+
+def group_numbers(inner: Any) -> list[int]:
+    """For each parameter of :func:`parameters_of` the number of its group."""
+    groups = inner.optimizer.param_groups
+    return [number for number, group in enumerate(groups) for _ in group["params"]]
+
+
+def update_copies(
+    inner: Any, groups: Sequence[Mapping[str, Any]], copies: Sequence[ParameterCopy]
+) -> None:
+    """Update copies of parameters, of this or of another role, as ``inner`` would update its own.
+
+    ``groups``: the plain values of its parameter groups; gradients are those of the copies.
+    """
+    shadow = without_hooks(inner.optimizer)
+    shadow.state = defaultdict(dict, {copy.parameter: copy.state for copy in copies})
+    shadow.param_groups = []
+    for number, (group, values) in enumerate(
+        zip(inner.optimizer.param_groups, groups, strict=True)
+    ):
+        chosen = [copy.parameter for copy in copies if copy.group == number]
+        if chosen:
+            copied = dict(group)
+            _set_values(copied, values)
+            copied["params"] = chosen
+            shadow.param_groups.append(copied)
+    _step(shadow)
+
+
+def _copy(
+    inner: Any, number: int, group: int, parameter: Tensor, shard: Part, held: memoryview
+) -> ParameterCopy:
+    """A parameter and its state as the bytes of the shard part have them."""
+    tensors = {
+        name: shard.slice(held, tensor).to(tensor.device, copy=True)
+        for name, tensor in all_tensors(inner, parameter)
+    }
+    return ParameterCopy(number, group, tensors, optimizers.plain_values(inner, parameter))
+
+
+def _step(adam: Any) -> None:
+    # The class's own: a learning rate scheduler may have wrapped that of the live object.
+    with torch.no_grad():
+        type(adam).step(adam)
+
+
+def _set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """As they were used; a value that was not there then (a count of steps) is taken away."""
+    for key, value in list(group.items()):
+        plain = isinstance(value, _PLAIN) or _is_plain_tuple(value)
+        if key != "params" and plain and key not in values:
+            del group[key]
+    for key, value in values.items():
+        group[key] = tuple(value) if isinstance(value, list | tuple) else value
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)
+
+
+def all_tensors(inner: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter, under the empty name, then what its optimizer keeps for it."""
+    yield "", parameter
+    yield from optimizers.state_tensors(inner, parameter).items()
+
+
+def chunks(inner: Any) -> Iterator[list[Tensor]]:
+    """The parameters in turn, so many at a time that they and their state take about 64 MiB."""
+    found: list[Tensor] = []
+    nbytes = 0
+    for parameter in optimizers.parameters_of(inner):
+        found.append(parameter)
+        nbytes += sum(t.numel() * t.element_size() for _, t in all_tensors(inner, parameter))
+        if nbytes >= _CHUNK_BYTES:
+            yield found
+            found, nbytes = [], 0
+    if found:
+        yield found

@@ -1,0 +1,533 @@
+"""Entering an epoch on Megatron: build, connect, restore, synchronise, verify one role."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron import core
+from megatron.core import parallel_state
+
+from deadpool_megatron import __version__
+from deadpool_megatron.cluster.link.member_link import MemberLink
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, EpochStore
+from deadpool_megatron.events import GRADIENT_NORM, STATE, Kind
+from deadpool_megatron.failures import FailureKind, kind_of_end
+from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
+from deadpool_megatron.layout.replaying import REPLAY
+from deadpool_megatron.layout.schemes import SchemeKind, recomputes
+from deadpool_megatron.layout.sizing import extras_room_bytes, node_needs
+from deadpool_megatron.megatron import dimensions, megatron_extras
+from deadpool_megatron.megatron.audit.audit import Audit
+from deadpool_megatron.megatron.first_state import complete_state
+from deadpool_megatron.megatron.identity import (
+    entry_digests,
+    identify,
+    role_layout,
+    role_meaning,
+)
+from deadpool_megatron.megatron.interrupt_cleanup import InterruptCleanup
+from deadpool_megatron.megatron.megatron_extras import large_frozen_weights
+from deadpool_megatron.megatron.optimizer import (
+    ShardState,
+    StepHooks,
+    largest_value,
+    refuse_unknown_state,
+    statistics_span_the_world,
+)
+from deadpool_megatron.megatron.state_templates import leave_template, make_template
+from deadpool_megatron.megatron.update_replay import refuse_what_cannot_be_replayed
+from deadpool_megatron.member.frozen_weights import FrozenWeights
+from deadpool_megatron.member.loop import Program, ProtectedLoop, model_config
+from deadpool_megatron.member.protection import Protection, ReplayRefused, UpdateCapture
+from deadpool_megatron.member.reports import RoleReports
+from deadpool_megatron.ownership import check_checkpoint
+from deadpool_megatron.persist.frozen_file import Wait
+from deadpool_megatron.platform import PinnedSlots, select_platform
+from deadpool_megatron.state import extras as extras_codec
+from deadpool_megatron.vault import memory
+from deadpool_megatron.vault.disk import extras_file
+from deadpool_megatron.vault.disk.sources import dump_differs
+from deadpool_megatron.vault.errors import Interrupted, NoRoom, VaultError
+from deadpool_megatron.vault.member import VaultClient
+from deadpool_megatron.wire.framing import readable
+
+# A device gets at least this long to show that it is idle, however late it is asked.
+_LEAST_SYNCHRONISE_SECONDS = 0.1
+
+
+class RestoreFailed(RuntimeError):
+    """The generation of the record cannot be had; ``part`` is the one that is missing, or empty."""
+
+    def __init__(self, part: str, text: str) -> None:
+        super().__init__(text)
+        self.part = part
+
+
+class OtherModel(RestoreFailed):
+    """The state that the run was to continue from is not this program's; the message is one
+    line."""
+
+
+class BuiltRole(NamedTuple):
+    """Everything that is made for one role, and dropped with it. ``frozen``: of large frozen
+    weights; ``audit``: where it is asked for."""
+
+    loop: ProtectedLoop
+    shard: ShardState
+    protection: Protection
+    cleanup: InterruptCleanup
+    frozen: FrozenWeights | None
+    audit: Audit | None
+
+
+class EpochEntry:
+    """Holds what is built for the current role. Its stages are run in their order by the session;
+    the first needs no peer and touches no slot, so that a member which is still building when its
+    epoch is closed has nothing to leave and continues building."""
+
+    def __init__(
+        self,
+        program: Program,
+        link: MemberLink,
+        communicators: Communicators,
+        reports: RoleReports,
+    ) -> None:
+        self.program = program
+        self.communicators = communicators
+        self.reports = reports
+        self.settings = settings = link.settings
+        self.role = -1
+        self.generation = Generation(0, 0)
+        self.boundary = "step"
+        self._link = link
+        self._platform = select_platform()
+        self._vault = VaultClient(
+            os.environ["DEADPOOL_VAULT_SOCKET"],
+            Path(os.environ["DEADPOOL_SEGMENT_DIR"]),
+            link.seat,
+            # The vault may have to make the slots first.
+            connect_seconds=settings.connect_seconds + settings.restore_seconds,
+            memory_bytes=settings.memory_bytes,
+        )
+        self._pinned = PinnedSlots(self._platform, self._warn)
+        self._built: BuiltRole | None = None
+        self._late: dict[str, Any] = {}
+        self._pristine = b""
+        # What extras are of: they are put back into a role that is cut the same way.
+        self._identity: list[str] = []
+
+    @property
+    def built(self) -> BuiltRole:
+        """All that there is for :attr:`role`; only after a build."""
+        assert self._built is not None
+        return self._built
+
+    @property
+    def loop(self) -> ProtectedLoop:
+        """The live training loop; only after a build."""
+        return self.built.loop
+
+    @property
+    def protection(self) -> Protection:
+        """The role's protection; only after a build."""
+        return self.built.protection
+
+    def build_detached(self, role: int, world_size: int) -> None:
+        """Make groups and loop for ``role`` without peers, dropping those of another role."""
+        self._make_groups(role, world_size)
+        self._make_loop()
+
+    @property
+    def is_built(self) -> bool:
+        """Return whether there are groups and a loop for :attr:`role`."""
+        return self._built is not None
+
+    def warm_up(self) -> None:
+        """One iteration without peers, so that kernels, allocator and schedules are warm; and the
+        memory that a role needs for its generations.
+
+        Its results mean nothing; whatever it changes is replaced by a restore before it is used.
+        """
+        self.loop.warm_up()
+        self.built.cleanup.forget()
+        self._park()
+
+    def _park(self) -> None:
+        """Make slots for a role that is not played yet, and page-lock what is copied into them;
+        what the node may have to keep for others comes first."""
+        try:
+            self._find_room(pinned=False)
+            self._vault.park(self.protection.layout)
+        except NoRoom as error:
+            print(f"slots are made when there is a role for them: {error}", flush=True)
+            return
+        self._pinned.pin(self._vault.slot_views(self.protection.copied_parts))
+
+    # Stages.
+
+    def adopt(self, record: EpochRecord, role: int) -> None:
+        """Be built for ``role``. A fresh start builds with peers instead, in :meth:`rebuild`."""
+        world_size = len(record.seats)
+        built_for = self.role if self.is_built else -1
+        if record.restore.kind == "initial":
+            self._make_groups(role, world_size)
+        elif not self.is_built or (self.role != role and not self._renumber(role)):
+            self.build_detached(role, world_size)
+            if built_for >= 0:
+                print(f"built for role {built_for}, rebuilt for role {role}", flush=True)
+        elif built_for != role:
+            print(f"built for role {built_for}, takes role {role} in place", flush=True)
+
+    def rebuild(self, record: EpochRecord, role: int) -> None:
+        """Connect every group of the epoch."""
+        limit = self.settings.rebuild_seconds
+        store = EpochStore(self._link.store, record.epoch, limit)
+        self.communicators.attach(record.epoch, store, role, deadline_seconds=limit)
+        if record.restore.kind == "initial":
+            self._make_loop()
+
+    def restore(self, record: EpochRecord, role: int) -> None:
+        """Bring the state of the record's generation into the live objects."""
+        restore = record.restore
+        layout = self.protection.layout
+        if restore.kind == "dump" and (why := dump_differs(Path(restore.path), layout)):
+            raise OtherModel(
+                "",
+                f"the state in {restore.path} is of another model or other flags: role {role}:"
+                f" {why}; resume it with the command that wrote it",
+            )
+        if restore.kind != "memory" and not self._vault.has_segment(self.role):
+            # Before any is taken. A run that continues from memory has its slots, and lives with
+            # fewer copies rather than end.
+            for text in self._find_room(pinned=self._platform.is_cuda):
+                self._warn(text)
+        # First: whether the state in memory is of this model is for the coordinator to judge; the
+        # vault may have made slots for that state already, and has none of another layout.
+        self._link.send({"t": "registered", "layout": layout.to_dict()})
+        plan = record.protection
+        # Without the gradients of every iteration there is nothing to replay.
+        with_steps = recomputes(plan) and plan.every == 1
+        self.protection.enter(record.epoch, plan.every, with_steps=with_steps)
+        self.built.cleanup.forget()
+        self.boundary = restore.boundary
+        if restore.kind in ("memory", "dump"):
+            self.generation = restore.generation
+            self._restore_from_vault(record)
+            self.protection.owe(self.generation, self.boundary)
+            return
+        self._late, self.reports.told = {}, []
+        if restore.kind == "durable":
+            # First as after the build: a checkpoint does not hold all that an interrupted
+            # iteration, or the warm-up of a spare, has changed (traps, A4).
+            pristine = extras_codec.decode(self._pristine)
+            megatron_extras.restore(self.loop, pristine)
+            megatron_extras.restore_last(pristine)
+            if (frozen := self.built.frozen) is not None:
+                frozen.forget()
+            if kept := self._extras_beside(Path(restore.path)):
+                self._compare_schedule(record, kept)
+            self._load(Path(restore.path))
+            self.built.shard.readopt()
+            if kept:
+                megatron_extras.restore(self.loop, kept)
+                self.reports.tell_again(kept["told"])
+            # By value: resetting the loop changes some of the tensors in place.
+            self._late = kept or extras_codec.decode(self.capture_extras())
+        elif loaded := self.loop.loaded:
+            self._late = self._extras_beside(loaded)
+            if self._late:
+                megatron_extras.restore_passing(self.loop, self._late)
+        # A program may have loaded a checkpoint of its own while it was built.
+        self.generation = Generation(record.epoch, self.loop.counters["iteration"])
+
+    def synchronise(self, record: EpochRecord, role: int) -> None:
+        """Parameters from the peers, iterators from the counters, random states last."""
+        dimensions.rebuild_from_peers(self.loop)
+        self.loop.reset_after_interrupt()
+        if self._late:
+            megatron_extras.restore_last(self._late)
+            self._late = {}
+
+    def verify(self, record: EpochRecord, role: int) -> None:
+        """Peers of every dimension hold equal what they must hold equal."""
+        dimensions.verify(self.loop)
+        if record.restore.kind in ("initial", "durable"):
+            if (frozen := self.built.frozen) is not None:
+                frozen.leave(self._waiting(record.epoch, "verify"))
+            # The first generation of a new line; sealed and committed before the first update.
+            # Not before the comparison: a state that is not equal must not become a generation.
+            self.protection.announce(self.generation, first=True)
+            # At the boundary of the checkpoint: what it includes would else be done a second time,
+            # from here, when this generation is restored.
+            self.protection.complete(self.capture_extras(), self.boundary)
+            self.protection.owe(self.generation, self.boundary)
+        if record.restore.kind == "initial" and role == 0:
+            k = self.generation.iteration
+            if (path := self.program.loaded_checkpoint(k)) is not None:
+                where = {"temporary": str(path), "final": str(path), "loaded": True}
+                self.reports.say("durable-request", iteration=k, **where)
+
+    # Parts of the stages.
+
+    def capture_extras(self) -> bytes:
+        """The encoded extras of the loop as it stands."""
+        return self._capture(self.loop, self.built.frozen)
+
+    def entry_digests(self) -> dict[str, str]:
+        """Return digests of the state beside weights and optimizer state, for a comparison."""
+        return entry_digests(self.loop)
+
+    def _capture(self, loop: ProtectedLoop, frozen: FrozenWeights | None) -> bytes:
+        others = {"told": self.reports.told, "frozen": "" if frozen is None else frozen.name()}
+        values = {**megatron_extras.capture(loop), **others, "identity": self._identity}
+        return extras_codec.encode(values)
+
+    def judge_state(self) -> None:
+        """Before it is saved: what no norm tells of, or none was computed for, shows here."""
+        self.reports.judge(STATE, largest_value(self.built.shard.parts))
+
+    def quiesce(self, deadline_seconds: float) -> bool:
+        """After an interrupt: True when no copy reads the state and the device has nothing to do.
+
+        On a device this is the proof that no kernel of the closed epoch will still write.
+        """
+        limit = time.monotonic() + deadline_seconds
+        quiet = not self.is_built or self.protection.quiesce(deadline_seconds)
+        try:
+            left = limit - time.monotonic()
+            self._platform.synchronize(max(_LEAST_SYNCHRONISE_SECONDS, left))
+        except (TimeoutError, RuntimeError) as error:
+            print(f"this process has to be replaced: {error}", file=sys.stderr, flush=True)
+            return False
+        return quiet
+
+    def close(self) -> None:
+        """End threads and connections; the vault keeps the slots."""
+        if self.is_built:
+            self.protection.close()
+        self._pinned.release()
+        self._vault.close()
+
+    def _load(self, checkpoint: Path) -> None:
+        """Raises RestoreFailed where it is the checkpoint that cannot be loaded."""
+        try:
+            check_checkpoint(checkpoint)
+            self.loop.load_checkpoint(checkpoint)
+        except BaseException as error:  # Megatron exits where it finds nothing
+            # torch collects the exceptions of all ranks, each with its frames, in a BaseException.
+            found = [one[0] for one in getattr(error, "failures", {}).values()] or [error]
+            others = (EpochClosed, CommunicatorFault, MemoryError, torch.OutOfMemoryError)
+            for one in found:
+                if isinstance(one, others):
+                    raise one from error
+            words = f"{type(found[0]).__name__}: {found[0]}".splitlines()[0]
+            if kind_of_end(words) is not FailureKind.PROCESS_CRASH:
+                raise  # of a device, or of the way to a peer
+            raise RestoreFailed("", f"{checkpoint} cannot be loaded: {words}") from error
+
+    def _compare_schedule(self, record: EpochRecord, values: dict[str, Any]) -> None:
+        """At a start, whose command may be another one: raise OtherModel where the state has
+        another schedule than the command line, unless that is to count."""
+        found = megatron_extras.other_schedule(self.loop, values) if record.begins else ""
+        if found and not megatron_extras.command_counts(self.loop.scheduler):
+            advice = "give the former, or --override-opt-param-scheduler as well"
+            raise OtherModel("", f"{found}: {advice}")
+        if found and self.role == 0:
+            self._warn(f"{found}, which counts (--override-opt-param-scheduler)")
+
+    def _extras_beside(self, checkpoint: Path) -> dict[str, Any]:
+        """The extras of this role that lie beside a checkpoint; empty where there are none for it,
+        so that what was loaded is what stock Megatron has loaded. Raises RestoreFailed."""
+        try:
+            found = extras_file.read(checkpoint, self.role, dist.get_world_size())
+            values = extras_codec.decode(found) if found else {}
+        except (OSError, extras_file.ExtrasFileError, extras_codec.ExtrasError) as error:
+            raise RestoreFailed("", f"{checkpoint} cannot be loaded: {error}") from error
+        if values.get("identity") == self._identity:
+            return values
+        if self.role == 0:
+            self._warn(
+                f"{checkpoint} has no extras of these roles: what Megatron's format does not hold"
+                " (random states of data-parallel ranks above 0, running sums) is not restored"
+            )
+        return {}
+
+    def _restore_from_vault(self, record: EpochRecord) -> None:
+        settings = self.settings
+        try:
+            restored = self._vault.restore(
+                self.protection.layout,
+                record.epoch,
+                self.generation,
+                self.boundary,
+                # The vault gives up first, and names what it lacks: after a last try to get it.
+                deadline_seconds=settings.restore_seconds + settings.connect_seconds,
+                interrupted=self._link.interrupt_fd,
+            )
+        except Interrupted as error:
+            raise EpochClosed(record.epoch, "restore") from error
+        except VaultError as error:
+            raise RestoreFailed(getattr(error, "part", ""), str(error)) from error
+        part = extras_part(self.boundary)
+        try:
+            values = extras_codec.decode(restored.part(part))
+            replayed = self.protection.restore(restored, self.generation)
+            if (frozen := self.built.frozen) is not None:
+                frozen.restore(values.get("frozen", ""), self._waiting(record.epoch, "restore"))
+        except extras_codec.ExtrasError as error:
+            # Damaged before it was sealed, so that all copies and their checksums agree.
+            raise RestoreFailed(part, str(error)) from error
+        except ReplayRefused as error:
+            raise RestoreFailed(REPLAY, str(error)) from error
+        finally:
+            restored.close()
+        if replayed:
+            self.reports.send_event(Kind.REPLAYED, self.generation.iteration, replayed)
+        self._compare_schedule(record, values)
+        megatron_extras.restore(self.loop, values)
+        self._late = values
+        self.reports.tell_again(values["told"])
+
+    def _waiting(self, epoch: int, operation: str) -> Wait:
+        def wait(seconds: float) -> None:
+            if readable(self._link.interrupt_fd, seconds):
+                raise EpochClosed(epoch, operation)
+
+        return wait
+
+    def _find_room(self, *, pinned: bool) -> list[str]:
+        """Look for memory before the first slot is made; returns warnings, one line each. Raises
+        NoRoom with one line that names needs, limit and remedy."""
+        needs = node_needs(self.protection.layout, _roles_per_node(), self.settings)
+        # Other members of the node may have taken their part of it already.
+        rooms = memory.node_rooms(self._vault.directory, self.settings.memory_bytes)
+        if trouble := memory.objection(needs, rooms):
+            raise NoRoom(trouble)
+        return memory.warnings(needs, rooms, memory.memlock_bytes(), pinned=pinned)
+
+    def _warn(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+        if self._link.seat.slot == 0 and self.reports.record is not None:
+            self.reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
+
+    def _make_groups(self, role: int, world_size: int) -> None:
+        self._drop()
+        os.environ["RANK"] = str(role)
+        os.environ["WORLD_SIZE"] = str(world_size)
+        self.communicators.detach()
+        self.program.make_groups()
+        self.role = role
+
+    def _renumber(self, role: int) -> bool:
+        """Take ``role`` with what was built for another one of its class; False if that is none."""
+        loop = self.loop
+        if not self.program.serves(loop, role):
+            return False
+        try:
+            self.communicators.renumber(role)
+        except ValueError:
+            return False
+        self.protection.close()
+        self.built.shard.release()
+        os.environ["RANK"] = str(role)
+        self.role = role
+        with self.communicators.found_again():
+            self._protect(self.program.renumber(loop, self.reports.emit))
+        return True
+
+    def _make_loop(self) -> None:
+        self._protect(self.program.make_loop(self.reports.emit))
+
+    def _protect(self, loop: ProtectedLoop) -> None:
+        optimizer, config = loop.optimizer, model_config(loop)
+        refuse_unknown_state(optimizer, config)
+        complete_state(optimizer)
+        frozen, large = None, large_frozen_weights(loop)
+        if large:
+            folder = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).frozen
+            frozen = FrozenWeights(large, folder)
+        shard = ShardState(optimizer)
+        parts = shard.parts
+        identify(loop, parts)
+        meaning = role_meaning(loop)
+        cut = (part.signature() for part in parts)
+        self._identity = [__version__, core.__version__, meaning, *cut]
+        lag = self.settings.max_lag
+        slots = (2 if statistics_span_the_world(optimizer) else 3) + lag
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        # Renumbered, the model is one that was warmed up: what it was when it was new is kept.
+        self._pristine = self._pristine or self._capture(loop, frozen)
+        updates = UpdateCapture()
+        # Room for steps is part of the layout, which is fixed for a run.
+        if self.settings.protection == SchemeKind.RECOMPUTE:
+            # Here: no other scheme loads it.
+            from deadpool_megatron.megatron.step_keeper import StepKeeper
+
+            refuse_what_cannot_be_replayed(optimizer)
+            updates = StepKeeper(
+                optimizer, shard, self._platform, self._vault, self.reports.report_rehearsal
+            )
+        layout = role_layout(
+            self.role,
+            parts,
+            extras_room_bytes(len(self._pristine), self.settings.extras_room_bytes),
+            list(dist.get_process_group_ranks(group)),
+            slots,
+            meaning,
+            updates.layout_parts(self.role),
+        )
+        leave_template(make_template(loop, parts, layout), self.settings)
+        protection = Protection(
+            vault=self._vault,
+            platform=self._platform,
+            settings=self.settings,
+            parts=parts,
+            layout=layout,
+            interrupt_fd=self._link.interrupt_fd,
+            closed_epoch=lambda: self._link.closed_epoch,
+            report_wait=self.reports.report_wait,
+            pinned=self._pinned,
+            updates=updates,
+        )
+        before, after, audit = [protection.using], [shard.updated, protection.updated], None
+        if self.settings.audit_interval:
+            audit = Audit(
+                loop,
+                parts,
+                self._vault.sealed_part,
+                self.settings.audit_interval,
+                protection.settle,
+                self.reports,
+            )
+            before.append(audit.before_update)
+            after.append(audit.after_update)
+        judge = functools.partial(self.reports.judge, GRADIENT_NORM)
+        StepHooks(optimizer, protection.gate, before, after, judge)
+        cleanup = InterruptCleanup(loop)
+        self._built = BuiltRole(loop, shard, protection, cleanup, frozen, audit)
+
+    def _drop(self) -> None:
+        """Let go of the objects of another role before the new ones take memory."""
+        if self.role < 0:
+            return
+        self._pinned.release()
+        if self._built is not None:
+            self._built.protection.close()
+            self._built.loop.close()
+        self._built = None
+        self._late, self._pristine = {}, b""
+        self.program.drop_groups()
+        gc.collect()
+
+
+def _roles_per_node() -> int:
+    return int(os.environ.get("DEADPOOL_NPROC", "1"))

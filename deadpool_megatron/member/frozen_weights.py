@@ -1,0 +1,103 @@
+"""Frozen weights too large for the extras: protected once, by a file in the run directory.
+
+No iteration changes them, so each generation only names the file
+(:mod:`deadpool_megatron.persist.frozen_file`); a process that takes the role reads it there. That
+they do not change is watched by the versions that torch counts of tensors, and by a fingerprint at
+each restore: a program that does change them could not be restored exactly, and ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from deadpool_megatron.megatron.megatron_extras import MOST_FROZEN_BYTES
+from deadpool_megatron.megatron.optimizer import UnsupportedOptimizer
+from deadpool_megatron.persist import frozen_file
+from deadpool_megatron.state.packing import fingerprint
+from deadpool_megatron.vault.errors import NoRoom
+
+
+class FrozenWeights:
+    """Of one role in one process, which has such ``weights``, by name. Main thread."""
+
+    def __init__(self, weights: Sequence[tuple[str, Tensor]], folder: Path) -> None:
+        self._weights = weights
+        self._tensors = [tensor for _, tensor in weights]
+        self._folder = folder
+        self._name = ""
+        self._version = 0
+        self._fingerprint: list[int] = []
+
+    def name(self) -> str:
+        """The file with what they hold, for the extras; empty before :meth:`leave`.
+
+        Raises UnsupportedOptimizer if they have changed.
+        """
+        if self._name and self._version != self._count_versions():
+            self._refuse_changes()
+        return self._name
+
+    def forget(self) -> None:
+        """Forget them: what comes now may be other weights, those of a checkpoint."""
+        self._name = ""
+
+    def leave(self, wait: frozen_file.Wait) -> None:
+        """Have them in a file before a generation names it.
+
+        Raises what ``wait`` does, NoRoom where they cannot be written, and UnsupportedOptimizer if
+        they have changed.
+        """
+        started = time.monotonic()
+        name = self.name() or frozen_file.name_of(self._weights, wait)
+        try:
+            frozen_file.write(self._folder, name, self._weights, wait)
+        except OSError as error:
+            raise NoRoom(
+                f"{frozen_file.size_of(self._weights)} bytes of frozen weights cannot be written to"
+                f" {self._folder}: {error.strerror or error}; make room there, or give a --run-dir"
+                " on other storage"
+            ) from error
+        self._know(name)
+        seconds = time.monotonic() - started
+        print(f"frozen weights are in {self._folder / name} after {seconds:.1f} s", flush=True)
+
+    def restore(self, name: str, wait: frozen_file.Wait) -> None:
+        """Bring back what the file ``name`` holds, unless it is here.
+
+        Raises FrozenFileError, what ``wait`` does, and UnsupportedOptimizer if they have changed
+        here.
+        """
+        if not name:
+            raise frozen_file.FrozenFileError("the state was captured without its frozen weights")
+        if name == self._name:
+            self._refuse_changes()
+        else:
+            self._name = ""
+            frozen_file.read(self._folder, name, self._weights, wait)
+            self._know(name)
+
+    def _know(self, name: str) -> None:
+        self._name = name
+        self._version = self._count_versions()
+        self._fingerprint = self._sums()
+
+    def _refuse_changes(self) -> None:
+        version = self._count_versions()
+        if self._sums() != self._fingerprint:
+            raise UnsupportedOptimizer(
+                "frozen weights have changed in training: in a role that has more than"
+                f" {MOST_FROZEN_BYTES >> 20} MiB of them they are written once, and could not be"
+                " restored; leave them as they are, or run it without protection"
+            )
+        self._version = version
+
+    def _count_versions(self) -> int:
+        return sum(tensor._version for tensor in self._tensors)
+
+    def _sums(self) -> list[int]:
+        sums = fingerprint(self._tensors, self._tensors[0].device)
+        return [int(one) for one in sums.tolist()]

@@ -1,0 +1,524 @@
+"""One process of a protected run: takes roles, trains, leaves closed epochs, takes roles again.
+
+A training program calls ``Session.join().run(program)`` and never sees a failure. The same process
+may wait as a spare, adopt a role, lose its peers many times and finish; there is one path for all::
+
+    record of epoch e -> seated?  no:  build in a provisional role, detached, and wait
+                                  yes: adopt, rebuild, restore, sync, verify -> train -> done
+    epoch closed      -> leave: drain, forget what was in flight, say so, wait for the next record
+
+What ends an epoch for this process, and how that is told from a failure of its own:
+
+* EpochClosed: somebody failed. The close is known already, or it is on its way.
+* a failed communication, vault or restore: reported; the coordinator closes the epoch.
+* any other exception: reported at once. After a close, or half a second before one, it is the
+  close's doing (a peer died in the middle of something, an aborted operation left junk) and counts
+  as one (rule 11). When no close comes it is the program's own and ends the process, with its
+  traceback.
+
+The device of the process is taken before anything uses one: what is asked of "the current device"
+afterwards (the memory next to it, the groups on it) is asked of the member's own. Until one is set
+that is the first one, for all members of a node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from deadpool_megatron import arguments, failpoints
+from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
+from deadpool_megatron.cluster.process.program import LOADED
+from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, Limits
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind, kind_of_end
+from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.megatron.dimensions import PeerMismatch
+from deadpool_megatron.megatron.interrupt_cleanup import forget_frames
+from deadpool_megatron.megatron.optimizer import UnsupportedOptimizer
+from deadpool_megatron.member.entry import EpochEntry, OtherModel, RestoreFailed
+from deadpool_megatron.member.epoch_runner import EpochRunner
+from deadpool_megatron.member.loop import Program
+from deadpool_megatron.member.protection import ExtrasOutgrown
+from deadpool_megatron.member.reports import DeviceMeter, HangProbe, HostMeter, RoleReports
+from deadpool_megatron.persist.state_template import TemplateError
+from deadpool_megatron.preflight.host import VISIBLE
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.state.extras import ExtrasError
+from deadpool_megatron.support import environment as nccl_environment
+from deadpool_megatron.vault.errors import NoRoom, VaultError
+from deadpool_megatron.wire.framing import readable
+
+_LOOK_SECONDS = 0.05
+# Twice, and the word has to be with the agent in time.
+_NCCL_SHARE = 0.45
+
+
+class Session:
+    """See the module text. All methods but the link's handlers run on the main thread."""
+
+    def __init__(self, link: MemberLink, run_directory: Path) -> None:
+        settings = link.settings
+        self._link, self._settings = link, settings
+        self._run_directory = run_directory
+        self._world_size = int(os.environ["DEADPOOL_WORLD_SIZE"])
+        # What the coordinator expects this process to be needed for.
+        wanted = int(os.environ.get("DEADPOOL_PROVISIONAL_ROLE", link.seat.slot))
+        self._provisional_role = wanted % self._world_size
+        kind = take_device(settings.communicator, link.seat.slot)
+        self._drain_seconds = drain_seconds(kind, settings)
+        print(
+            f"deadpool: {kind}: {settings.close_seconds:g} s to leave a closed epoch, of them"
+            f" {self._drain_seconds:g} s for communication and then for the device;"
+            f" {settings.rebuild_seconds:g} s to connect",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._communicators = Communicators(
+            kind,
+            Limits(
+                operation_timeout_seconds=settings.operation_timeout_seconds,
+                close_wait_seconds=settings.close_seconds,
+                drain_seconds=self._drain_seconds,
+                long_operation_seconds=settings.first_step_seconds,
+            ),
+            self._on_fault,
+            settings.interface,
+            settings.rebuild,
+        )
+        self._reports = RoleReports(link, self._check)
+        self._entry: EpochEntry | None = None
+        # Guards who answers a close: the watcher for a member outside of an epoch, else the main
+        # thread. Whoever answers holds it, so that no answer overtakes a newer one.
+        self._engagement = threading.Lock()
+        self._engaged_epoch = 0
+        self._drained_epoch = 0
+        self._pause = PausePoint()
+        self._own_time = (
+            HostMeter(self._waited_seconds)
+            if kind == "gloo"
+            else DeviceMeter(self._communicators.stream_waits, self._stalled_seconds)
+        )
+        self._hang_probe = HangProbe()
+
+    @staticmethod
+    def join() -> Session:
+        """The session of this process, from the environment that its agent made.
+
+        Raises RuntimeError outside of ``deadpool run`` or ``deadpool agent``.
+        """
+        return Session(MemberLink.from_environment(), Path(os.environ["DEADPOOL_RUN_DIR"]))
+
+    def run(self, program: Program) -> None:
+        """Play whatever role the records give this process, until the run is over.
+
+        Ends the process, with one line and status 2, where the program cannot be protected.
+        """
+        failpoints.load()
+        seat = self._link.seat
+        failpoints.set_context(run_dir=str(self._run_directory), node=seat.node, slot=seat.slot)
+        self._communicators.install()
+        self._entry = EpochEntry(program, self._link, self._communicators, self._reports)
+        self._link.start(
+            Handlers(
+                on_close=self._on_close,
+                on_pause=self._on_pause,
+                status=self._status,
+                on_durable=self._on_durable,
+            )
+        )
+        try:
+            self._follow_records()
+        except StopOrder:
+            pass
+        except (TemplateError, UnsupportedOptimizer, ExtrasError) as error:
+            # What this program is cannot be protected: where it says so is of no use to anybody.
+            print(f"deadpool: {error}", file=sys.stderr, flush=True)
+            sys.exit(ExitStatus.BAD_INPUT)
+        finally:
+            self._entry.close()
+            self._link.close()
+
+    # The main thread's way through epochs.
+
+    @property
+    def _built(self) -> EpochEntry:
+        assert self._entry is not None
+        return self._entry
+
+    def _follow_records(self) -> None:
+        # Waits for records have no deadline here: how long a job may wait for a spare or for other
+        # nodes is the coordinator's to decide, and the end of the agent ends this process.
+        record = self._link.wait_record(0)
+        while True:
+            role = next((r for r, seat in record.seats.items() if seat == self._link.seat), None)
+            if role is None:
+                self._stand_by(record)
+            else:
+                try:
+                    self._take_seat(record, role)
+                except SystemExit as stop:
+                    if role and stop.code in (None, 0):
+                        # On all roles alike: the reason is in the log of role 0, which is to be
+                        # the first to go.
+                        self._ends_within(record.epoch, self._settings.close_seconds)
+                    raise
+            record = self._link.wait_record(record.epoch)
+
+    def _stand_by(self, record: EpochRecord) -> None:
+        """Be warm: build in a provisional role, with no peers; then only wait.
+
+        Once built it stays as it is over any number of epochs, or it would be building whenever it
+        is needed.
+        """
+        reports, entry = self._reports, self._built
+        reports.record = None
+        if not entry.is_built:
+            if not self._await_turn(record):
+                return
+            reports.section = "build"
+            role = self._provisional_role
+            if not self._is_restarted_in(record):
+                role = entry.program.provisional_role(role)
+            entry.build_detached(role, self._world_size)
+            self._compare_program(record)
+            entry.warm_up()
+            self._communicators.warm()
+        reports.section = "parked"
+        self._link.send({"t": "warm"})
+        failpoints.hit("member.warm")
+
+    def _is_restarted_in(self, record: EpochRecord) -> bool:
+        """Return whether this process follows one that played a role: it will be given that
+        role."""
+        place = self._link.seat.node, self._link.seat.slot
+        return any((seat.node, seat.slot) == place for seat in record.seats.values())
+
+    def _await_turn(self, record: EpochRecord) -> bool:
+        """Wait until the program lets spares build; False when the epoch is over before."""
+        self._reports.section = "parked"
+        while not self._built.program.spares_may_build():
+            if self._ends_within(record.epoch, _LOOK_SECONDS):
+                if self._link.stopped:
+                    raise StopOrder("the run is over")
+                return False
+        return True
+
+    def _take_seat(self, record: EpochRecord, role: int) -> None:
+        """Play ``role`` until the epoch is closed, unless it is closed already."""
+        reports = self._reports
+        reports.record, reports.role = record, role
+        # While a newcomer builds, the watcher answers a close: there is nothing to leave yet.
+        self._stage("adopt", self._built.adopt, record, role)
+        if not self._engage(record.epoch):
+            reports.section = "parked"
+            return
+        try:
+            self._play(record, role)
+        except (EpochClosed, Exception) as error:
+            if isinstance(error, StopOrder):
+                raise
+            self._await_close(record.epoch, error)
+            ended: BaseException = error
+        self._leave(record.epoch, ended)
+
+    def _stage(
+        self, phase: str, run: Callable[[EpochRecord, int], None], record: EpochRecord, role: int
+    ) -> None:
+        """One stage of a recovery. It ends by returning, or by an exception that leaves the whole
+        line: EpochClosed when a new epoch is closed meanwhile, or a failure that is reported and
+        ends in a new close."""
+        self._reports.section = phase
+        failpoints.set_context(epoch=record.epoch, role=role, section=phase)
+        failpoints.hit(f"recovery.{phase}")
+        started = time.monotonic()
+        run(record, role)
+        self._say_phase(phase, started)
+
+    def _say_phase(self, phase: str, started: float) -> None:
+        self._reports.say("phase", phase=phase, seconds=time.monotonic() - started)
+
+    def _ends_within(self, epoch: int, seconds: float) -> bool:
+        """Return whether ``epoch`` is closed, or the run over, before so many seconds are."""
+        limit = time.monotonic() + seconds
+        while not (self._link.stopped or self._link.closed_epoch >= epoch):
+            if time.monotonic() >= limit:
+                return False
+            readable(self._link.interrupt_fd, _LOOK_SECONDS)
+        return True
+
+    def _engage(self, epoch: int) -> bool:
+        with self._engagement:
+            if self._link.closed_epoch >= epoch:
+                return False
+            self._engaged_epoch = epoch
+            # Spares hear of pauses, too; an order of an older epoch must not stop this one.
+            self._pause.reset()
+            return True
+
+    def _play(self, record: EpochRecord, role: int) -> NoReturn:
+        """Enter the epoch in ``role`` and train in it; ends by an exception."""
+        entry = self._built
+        for phase, stage in (
+            ("rebuild", entry.rebuild),
+            ("restore", entry.restore),
+            ("sync", entry.synchronise),
+            ("verify", entry.verify),
+        ):
+            if phase == "verify":  # of all roles before any of them trains
+                self._compare_program(record)
+            self._stage(phase, stage, record, role)
+        self._reports.say("restored", generation=entry.generation.to_list())
+        checkpoints = self._run_directory / "checkpoints"
+        runner = EpochRunner(record, entry, self._pause, self._own_time, checkpoints)
+        runner.hash_restored()
+        entry.loop.train(runner)
+        self._reports.section = "finish"
+        entry.protection.end()
+        self._finish(record, role)
+
+    def _compare_program(self, record: EpochRecord) -> None:
+        """Raises OtherProgram, which ends this process."""
+        try:
+            text = LOADED.agree(self._run_directory, record.history.start)
+        except (OSError, ValueError) as error:
+            text = f"its program was not compared with that of the run: {error}"
+        if text:
+            place = record.epoch, self._link.seat.node
+            data = {"level": "warning", "text": text}
+            self._link.send_event(Event(Kind.LOG, *place, data=data))
+
+    def _await_close(self, epoch: int, error: BaseException) -> None:
+        """Return when ``epoch`` is closed, having done what leads to it; see the module text.
+
+        Raises ``error`` when it turns out to be the program's own, StopOrder at the end of the run.
+        """
+        if self._link.closed_epoch < epoch and not self._link.stopped:
+            if isinstance(error, RestoreFailed | PeerMismatch):
+                part, other = getattr(error, "part", ""), isinstance(error, OtherModel)
+                self._reports.say("restore-failed", part=part, text=str(error), other_program=other)
+            elif isinstance(error, CommunicatorFault):
+                self._on_fault(error.group, error.operation, error.cause)
+            elif isinstance(error, NoRoom | ExtrasOutgrown):
+                # Another process would come to the same.
+                print(error, file=sys.stderr, flush=True)
+                bad = isinstance(error, NoRoom)
+                sys.exit(ExitStatus.BAD_INPUT if bad else ExitStatus.EXTRAS_OUTGROWN)
+            elif isinstance(error, TemplateError | UnsupportedOptimizer):
+                raise error  # that this program cannot be protected is no consequence of anything
+            elif isinstance(error, VaultError):
+                self._on_fault("vault", self._reports.section, str(error))
+            elif isinstance(error, EpochClosed):
+                self._on_fault("member", error.operation, "interrupted without a close")
+            elif _is_of_peers(error):
+                self._on_fault("member", self._reports.section, _in_words(error))
+            else:
+                self._reports.say("raised", text=_in_words(error).partition("\n")[0])
+                if not self._ends_within(epoch, GRACE_SECONDS):
+                    raise error  # else it was the first sign of a peer's death
+        with contextlib.suppress(EpochClosed):
+            self._wait_closed(epoch)
+        if not isinstance(error, EpochClosed):
+            # For whoever reads the log; nothing of the interrupted step is used.
+            print(f"epoch {epoch} ends here with {_in_words(error)}", file=sys.stderr, flush=True)
+
+    def _finish(self, record: EpochRecord, role: int) -> NoReturn:
+        """Report the end and stay available: a late failure may need this role again."""
+        loop = self._built.loop
+        failpoints.hit("finish")
+        state_hash = loop.state_hash()
+        self._check(record.epoch)
+        self._reports.say(
+            "done",
+            role=role,
+            state_hash=state_hash,
+            samples=loop.counters.get("consumed_train_samples", 0),
+            early=loop.early,
+            unsaved=loop.unsaved,
+            extra={
+                "stall_seconds": self._built.protection.stall_seconds,
+                "entries": self._built.entry_digests(),
+            },
+        )
+        self._reports.section = "done"
+        self._wait_closed(record.epoch)
+
+    def _leave(self, epoch: int, ended: BaseException) -> None:
+        """After a close: nothing may still read or write this process's state; then say so."""
+        started = time.monotonic()
+        self._reports.section = "drain"
+        failpoints.set_context(section="drain")
+        failpoints.hit("recovery.drain")
+        # The watcher may not have come to it yet; a drain of an open epoch would do nothing.
+        self._communicators.interrupt(epoch)
+        clean = self._communicators.drain()
+        if why := self._communicators.ruin:
+            print(f"this process has to be replaced: {why}", file=sys.stderr, flush=True)
+        # On a device only now: it cannot finish while an operation waits for a dead peer.
+        clean = self._built.quiesce(self._drain_seconds) and clean
+        if clean:
+            forget_frames(ended)
+        self._say_phase("drain", started)
+        with self._engagement:
+            if clean:  # else it ends, and must not be called clean meanwhile
+                self._engaged_epoch = 0
+            self._say_drained(max(epoch, self._link.closed_epoch), clean)
+        if not clean:
+            self._link.flush(self._settings.drain_seconds)
+            os._exit(ExitStatus.UNCLEAN)
+        self._reports.section = "parked"
+
+    def _say_drained(self, epoch: int, clean: bool) -> None:
+        """Once for an epoch: the main thread may have left before the watcher comes to it. The
+        engagement lock is held."""
+        if epoch > self._drained_epoch:
+            self._drained_epoch = epoch
+            self._link.send({"t": "drained", "epoch": epoch, "clean": clean})
+
+    def _wait_closed(self, epoch: int) -> NoReturn:
+        """Wait for the close of ``epoch`` (EpochClosed) or the end of the run (StopOrder)."""
+        while True:
+            self._check(epoch)
+            # The coordinator has the deadline; the agent's death ends this process.
+            readable(self._link.interrupt_fd, self._settings.close_seconds)
+
+    def _check(self, epoch: int) -> None:
+        if self._link.stopped:
+            raise StopOrder("the run is over")
+        if self._link.closed_epoch >= epoch:
+            raise EpochClosed(epoch, f"section {self._reports.section}")
+
+    # Called on other threads than the main one.
+
+    def _on_close(self, epoch: int, cause: str) -> None:
+        with self._engagement:
+            engaged = 0 < self._engaged_epoch <= epoch
+            if not engaged:
+                self._say_drained(epoch, clean=True)
+        if engaged:
+            # A thread of its own: to abort NCCL may take long, and a member that sends no beats
+            # meanwhile is taken for frozen.
+            threading.Thread(
+                target=self._communicators.interrupt,
+                args=(epoch,),
+                name="deadpool-interrupt",
+                daemon=True,
+            ).start()
+
+    def _on_pause(self, iteration: int) -> None:
+        started = self._pause.order(iteration)
+        if started is not None:
+            epoch = self._engaged_epoch
+            self._link.send({"t": "pause-refused", "epoch": epoch, "iteration": started})
+
+    def _on_durable(self, iteration: int) -> None:
+        self._reports.durable_iteration = iteration
+
+    def _on_fault(self, group: str, operation: str, text: str) -> None:
+        message = {"t": "fault", "group": group, "operation": operation, "text": text}
+        self._link.send({**message, "epoch": self._engaged_epoch})
+
+    def _waited_seconds(self) -> float:
+        return self._communicators.waited_seconds() + self._stalled_seconds()
+
+    def _stalled_seconds(self) -> float:
+        return 0.0 if self._entry is None else self._entry.protection.stall_seconds
+
+    def _status(self) -> Mapping[str, Any]:
+        waiting = self._communicators.waiting_for()
+        return {
+            "section": self._reports.section,
+            "iteration": self._reports.iteration,
+            "waiting": list(waiting) if waiting else None,
+            "progress": self._communicators.progress(),
+            "own": list(self._own_time.sample),
+            **self._hang_probe.look(self._communicators),
+        }
+
+
+def _in_words(error: BaseException) -> str:
+    """Return the last lines of the traceback of ``error``."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _is_of_peers(error: BaseException | None) -> bool:
+    """Return whether ``error``, or what it was raised for, is a failure of communication: a peer
+    has died, and this process is as good as before."""
+    return error is not None and (
+        isinstance(error, EpochClosed | CommunicatorFault)
+        or kind_of_end(_in_words(error)) is FailureKind.COMMUNICATOR_ERROR
+        or _is_of_peers(error.__cause__ or error.__context__)
+    )
+
+
+def drain_seconds(kind: str, settings: Settings) -> float:
+    """Limit for the end of abandoned communication, and again for the device to come to rest.
+
+    gloo comes to its end at once or not at all. With NCCL both together get nearly all of the time
+    for which the agent waits for this process.
+    """
+    return settings.drain_seconds if kind == "gloo" else _NCCL_SHARE * settings.close_seconds
+
+
+def take_device(communicator: str, slot: int) -> str:
+    """Make the GPU that the agent shows this member the current device, if there is one; returns
+    "gloo", "nccl" or what plays it, as ``communicator`` says for all members of the run.
+
+    Ends the process, with one line, where NCCL could not recover, or has no GPU for this member:
+    that is the host's fault, and no other member trains with something else for it.
+    """
+    if communicator != "nccl":
+        _end_if(arguments.played_problem(communicator), ExitStatus.BAD_INPUT)
+        if torch.cuda.is_available():
+            # With gloo, members may share a GPU.
+            torch.cuda.set_device(slot % torch.cuda.device_count())
+        # Where a run was made and nobody has chosen, no GPU was to be seen.
+        return "gloo" if communicator == "auto" else communicator
+    _end_if(nccl_environment.complaint(os.environ), ExitStatus.BAD_INPUT)
+    _end_if(_take_gpu(), ExitStatus.NO_DEVICE)
+    version = _nccl_version()
+    _end_if(nccl_environment.version_complaint(version), ExitStatus.BAD_INPUT)
+    for line in nccl_environment.warnings(os.environ):
+        print(f"deadpool: {line}", file=sys.stderr, flush=True)
+    print(
+        f"deadpool: GPU {os.environ.get(VISIBLE, '0')}, NCCL {'.'.join(map(str, version))},"
+        f" {nccl_environment.in_force(os.environ)}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return communicator
+
+
+def _take_gpu() -> str:
+    """Returns why there is no GPU for this member, as torch says it; empty once it is taken."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(0)
+    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"no GPU for this process ({VISIBLE}={os.environ.get(VISIBLE)}): {why}"
+    return ""
+
+
+def _end_if(problem: str, status: int) -> None:
+    if problem:
+        print(f"deadpool: {problem}", file=sys.stderr, flush=True)
+        sys.exit(status)
+
+
+def _nccl_version() -> tuple[int, int, int]:
+    """Of the library that is loaded, which need not be the one that torch was built with."""
+    backend = getattr(dist, "ProcessGroupNCCL", None)
+    loaded = getattr(backend, "get_runtime_nccl_version", torch.cuda.nccl.version)
+    major, minor, patch = loaded()[:3]
+    return int(major), int(minor), int(patch)

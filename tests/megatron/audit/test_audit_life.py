@@ -1,0 +1,122 @@
+"""The life of an audit on ranks that train: what each role says and does in each iteration.
+
+In lives/audits.txt a line is an iteration with the faults in it: a role and the point where a bit
+is wrong there. How the file is written again: tests/common/lives.py.
+"""
+
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed as dist
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.megatron import optimizer as optimizers
+from deadpool_megatron.megatron.audit import verdict
+from deadpool_megatron.megatron.audit.audit import Audit
+from deadpool_megatron.megatron.dimensions import rebuild_from_peers
+from deadpool_megatron.megatron.first_state import complete_state
+from deadpool_megatron.member.loop import model_config
+from tests.common import lives
+from tests.state.loading import load
+from tests.trainer.layouts import TINY, make_loop
+from tests.trainer.ranks import run_ranks
+
+
+class _Stands(Exception):
+    """A role waits for the coordinator's decision."""
+
+
+class _Reports:
+    """In place of those of a role."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def send_event(self, kind: str, iteration: int | None, facts: dict[str, Any]) -> None:
+        self.say(kind, of=iteration, **{k: v for k, v in facts.items() if k != "seconds"})
+
+    def say(self, kind: str, **facts: Any) -> None:
+        self.lines.append(f"{kind} {json.dumps(facts)}")
+
+    def stand_still(self, why: str) -> NoReturn:
+        self.lines.append(f"stands still: {why}")
+        raise _Stands
+
+
+def live_on_rank(script: Sequence[str], options: dict[str, Any]) -> list[list[str]]:
+    """What comes of each line of a life on this rank."""
+    rank, reports, told = dist.get_rank(), _Reports(), list[list[str]]()
+    loop, _ = make_loop(f"{TINY} {options['flags']}")
+    complete_state(loop.optimizer)
+    shard, slots = optimizers.ShardState(loop.optimizer), dict[Any, memoryview]()
+    if rank in options.get("other_hardware", ()):
+        verdict.hardware = lambda device: 77
+    model_config(loop).num_moe_experts = options.get("experts")
+
+    def keep(generation: Generation) -> None:
+        for part in shard.parts:
+            held = slots[generation, part.name] = memoryview(bytearray(part.nbytes))
+            for view, tensor in zip(part.views(held), part.tensors, strict=True):
+                view.copy_(tensor)
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed, tempfile.TemporaryDirectory() as d:
+        try:
+            audit = Audit(
+                loop,
+                shard.parts,
+                lambda generation, name: slots.get((generation, name)),
+                options.get("interval", 1),
+                lambda: reports.lines.append("waits until the generation before is committed"),
+                reports,  # type: ignore[arg-type]
+            )
+        except optimizers.UnsupportedOptimizer as error:
+            return [[str(error)]]
+        hooks = [audit.before_update], [audit.after_update]
+        optimizers.StepHooks(loop.optimizer, lambda: None, *hooks, lambda norm: None)
+        model_config(loop).num_moe_experts = None
+        keep(before := Generation(1, 0))
+        for number, line in enumerate(script):
+            faults = [word.split(":") for word in line.split()[1:]]
+            points = [point for role, point in faults if int(role) == rank]
+            made = [
+                {"id": f"{number}-{n}", "point": f"audit.{point}", "action": "mark"}
+                for n, point in enumerate(points)
+            ]
+            Path(d, "plan").write_text(json.dumps(made))
+            failpoints.load(Path(d, "plan"))
+            iteration = loop.counters["iteration"] + 1
+            audit.announce(iteration, before, options.get("every", 1))
+            try:
+                loop.train_step()
+                keep(before := Generation(1, iteration))
+            except _Stands:
+                for part in shard.parts:
+                    load(part, slots[before, part.name])
+                rebuild_from_peers(loop)
+                loop.reset_after_interrupt()
+            told.append([*printed.getvalue().splitlines(), *reports.lines])
+            reports.lines.clear()
+            printed.truncate(printed.seek(0))
+    return told
+
+
+def live(script: Sequence[str], options: dict[str, Any], _: Path) -> list[str]:
+    ranks = run_ranks(options["ranks"], live_on_rank, script, options)
+    lines = []
+    for number, line in enumerate(script[: len(ranks[0])]):
+        lines.append(line)
+        for role, told in enumerate(ranks):
+            lines += [f"    {role}: {said}" for said in told[number]]
+    return lines
+
+
+@pytest.mark.slow
+def test_a_life_is_as_it_was_before(tmp_path: Path) -> None:
+    lives.compare(Path(__file__).parent / "lives" / "audits.txt", live, tmp_path)

@@ -1,0 +1,216 @@
+"""An audit of passes in a run of one role, on a model of one weight."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, rerun_state_machine
+from torch import Tensor, nn
+
+from deadpool_megatron.megatron.audit import passes
+from deadpool_megatron.megatron.audit.passes import PassAudit
+from deadpool_megatron.megatron.audit.verdict import _PASS, Accusation
+
+
+class Chunk(nn.Module):
+    """What the audit asks of Megatron's DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.buffers = [SimpleNamespace(grad_data=torch.zeros(4))]  # type: ignore[assignment]
+        self.weight.grad = self.buffers[0].grad_data
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.weight * inputs
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+    def zero_grad_buffer(self) -> None:
+        self.buffers[0].grad_data.zero_()
+
+
+class Rig:
+    """``noise``: what a pass adds to its output, one after the other."""
+
+    def __init__(self) -> None:
+        self.chunk = Chunk()
+        self.chunks = [self.chunk]
+        self.done: list[str] = []
+        self.told: list[str] = []
+        self.noise = iter([0.0] * 100)
+        loop = SimpleNamespace(model_chunks=self.chunks)
+        reports = SimpleNamespace(send_event=self._told)
+        self.audit = PassAudit(loop, lambda: self.done.append("settled"), reports)  # type: ignore[arg-type]
+
+    def _told(self, _kind: Any, _iteration: Any, data: dict[str, Any]) -> None:
+        self.told.append(data["text"])
+
+    def forward_backward(self, *, data_iterator: Any, num_microbatches: int) -> None:
+        """In place of Megatron's."""
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        for place in range(num_microbatches * len(self.chunks)):
+            chunk, iterator = (
+                given[place % len(self.chunks)] for given in (self.chunks, iterators)
+            )
+            output = chunk(next(iterator)["x"] + next(self.noise))
+            machine = rerun_state_machine.get_rerun_state_machine()
+            loss = output.sum()
+            machine.validate_result(loss, lambda _: True, "never right", fatal=False)
+            machine.is_unexpectedly_large(loss, 10.0, "loss")
+            loss.backward()
+            self.done.append("pass")
+
+    def iteration(self, number: int) -> None:
+        self.audit.announce(number, number)
+        run = self.audit.around(self.forward_backward)
+        data = [iter([{"x": torch.ones(4)}]) for _ in self.chunks]
+        run(data_iterator=data if len(data) > 1 else data[0], num_microbatches=0)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for name in ("get_data_parallel_rank", "get_pipeline_model_parallel_rank"):
+        monkeypatch.setattr(parallel_state, name, lambda: 0)
+    monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda: dist.group.WORLD)
+    config = SimpleNamespace(**dict.fromkeys(passes._SYNCHRONISING))
+    monkeypatch.setattr(passes, "model_config", lambda _loop: config)
+    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    mode = rerun_state_machine.RerunMode.VALIDATE_RESULTS
+    rerun_state_machine.initialize_rerun_state_machine(mode=mode)
+    try:
+        yield Rig()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", rerun_state_machine.RerunMode)
+def test_megatrons_rerun_machine_does_not_see_it(
+    rig: Rig, mode: rerun_state_machine.RerunMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = rerun_state_machine.get_rerun_state_machine()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    machine.set_mode(mode)
+    machine.state = rerun_state_machine.RerunState.INITIAL_RUN
+    machine.first_iteration_complete = True
+    before = copy.deepcopy({k: v for k, v in vars(machine).items() if k != "error_injector"})
+    rig.iteration(1)
+    assert rig.done.count("pass") == 2
+    assert not rig.told
+    assert {name: vars(machine)[name] for name in before} == before
+
+
+def test_passes_that_do_not_repeat_are_left_with_the_name_of_who_did_not(rig: Rig) -> None:
+    rig.noise = iter([0.0, 1.0])
+    rig.iteration(1)
+    (text,) = rig.told
+    assert "of roles [0]" in text
+    rig.iteration(2)
+    assert rig.done.count("pass") == 2, "not computed any more"
+
+
+def test_the_generation_before_is_committed_by_all_before_anybody_is_accused(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(rows: list[Tensor], row: Tensor) -> None:
+        rig.done.append("compared")
+        rows[0].copy_(row)
+
+    monkeypatch.setattr(dist, "all_gather", gather)
+    rig.iteration(1)
+    assert rig.done == ["pass", "pass", "settled", "compared"]
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Accusation | None]:
+    found: list[Accusation | None] = []
+    monkeypatch.setattr(PassAudit, "_stop_if_wrong", lambda _, one: found.append(one))
+    return found
+
+
+HARDWARE, OUTPUT = 4, 5  # where they stand in the row of a role
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_other_bytes_of_other_hardware_accuse_nobody(
+    other: bool, rig: Rig, verdicts: list[Accusation | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three replicas of one role, the last of which gives another output."""
+
+    def gather(rows: list[Tensor], row: Tensor) -> None:
+        for replica, one in enumerate(rows):
+            one.copy_(row)
+            one[0] = replica
+        rows[2][OUTPUT] += 1
+        rows[2][HARDWARE] += other
+
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 3)
+    monkeypatch.setattr(dist, "all_gather", gather)
+    for number in (1, 2):
+        rig.iteration(number)
+    named = None if other else Accusation((2,), True, "a forward and backward pass")
+    assert verdicts == [named, named]
+    said = "audits cannot judge the passes of roles [2]: no data-parallel peer has"
+    assert [text.startswith(said) for text in rig.told] == [True] * other, "once"
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_of_two_replicas_the_one_that_does_not_repeat_itself_is_wrong(
+    is_repeated: bool, rig: Rig, verdicts: list[Accusation | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second audit, for the first one tries whether passes repeat. The second replica gives
+    another output, once or each time."""
+    gathered = 0
+
+    def gather(rows: list[Tensor], row: Tensor) -> None:
+        nonlocal gathered
+        gathered += 1
+        for replica, one in enumerate(rows):
+            one.copy_(row)
+            one[0] = replica
+        rows[1][OUTPUT] += gathered == 2 or (gathered > 2 and is_repeated)
+
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(dist, "all_gather", gather)
+    for number in (1, 2):
+        rig.iteration(number)
+    assert rig.done.count("pass") == 4
+    assert rig.chunk.buffers[0].grad_data.sum() == 0
+    named = Accusation((0, 1), False, _PASS) if is_repeated else Accusation((1,), True, _PASS)
+    assert verdicts == [None, named]
+
+
+def test_each_chunk_of_an_interleaved_pipeline_is_a_stage(
+    rig: Rig, verdicts: list[Accusation | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three replicas of two ranks with two chunks each; in the second replica the first chunk of
+    its second rank is wrong, and with it all that comes later, the chunks of its first rank
+    included."""
+
+    def gather(rows: list[Tensor], row: Tensor) -> None:
+        for role, one in enumerate(rows):
+            one.copy_(row)
+            replica, rank = divmod(role, 2)
+            one[:3] = torch.tensor([replica, rank, rank])
+        first_chunk, second_chunk = OUTPUT, OUTPUT + 6
+        rows[3][[first_chunk, second_chunk]] += 1
+        rows[2][second_chunk] += 1
+
+    rig.chunks.append(Chunk())
+    config = SimpleNamespace(microbatch_group_size_per_vp_stage=2)
+    vars(config).update(dict.fromkeys(passes._SYNCHRONISING))
+    monkeypatch.setattr(passes, "model_config", lambda _loop: config)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 6)
+    monkeypatch.setattr(dist, "all_gather", gather)
+    rig.iteration(1)
+    assert rig.done.count("pass") == 2 * 4, "twice, each with the least that the pipeline takes"
+    assert verdicts == [Accusation((3,), True, _PASS)]
+    assert all(chunk.buffers[0].grad_data.sum() == 0 for chunk in rig.chunks)

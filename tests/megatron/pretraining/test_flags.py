@@ -1,0 +1,216 @@
+"""The flags on Megatron-LM's command line: what they look like, and what they refuse to go with."""
+
+import argparse
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.megatron.pretraining import attach
+from deadpool_megatron.support.flags import REVIEWED, ROWS, UNREVIEWED, FlagRow, Level
+from deadpool_megatron.support.judgement import judge, refusal
+from tests.megatron_lm.harness.arguments import small
+from tests.megatron_lm.harness.checkout import TAG, TAGS, TREES, checkout, needs_megatron_lm
+from tests.megatron_lm.harness.parsing import Answer, Question, ask, in_checkout
+
+ROOT = Path(__file__).parents[3]
+MODEL = [*small(), "--save-interval", "5"]
+
+_TABLES = tomllib.loads(Path(__file__).with_name("examples.toml").read_text())
+EXAMPLES = dict.fromkeys(_TABLES["without_a_value"].split(), "") | _TABLES["examples"]
+BY_HAND, HARMLESS, _PARSED_ONLY = (_TABLES[n] for n in ("by_hand", "harmless", "parsed_only"))
+
+
+def refused(**given: object) -> str:
+    return attach.refusal(argparse.Namespace(deadpool=True, **given), [])
+
+
+def unread(argv: list[str]) -> str:
+    return refusal(each for each in judge(argv) if each.level is Level.UNREAD)
+
+
+def row_of(flag: str) -> FlagRow:
+    """The first: what is set is set where the one that refuses does not apply."""
+    return next(row for row in ROWS if flag in row.flags)
+
+
+def test_every_flag_of_every_row_is_tried() -> None:
+    tried = EXAMPLES.keys() | BY_HAND.keys()
+    stopping = [row for row in ROWS if row.level is not Level.ACCEPTED]
+    assert {flag for row in stopping for flag in row.flags} == tried
+
+
+@pytest.mark.parametrize("flag", EXAMPLES)
+def test_each_flag_is_seen_before_anything_starts(flag: str) -> None:
+    assert row_of(flag).is_named_in(["--lr", "1", flag, *EXAMPLES[flag].split(), "--deadpool"])
+
+
+@pytest.mark.parametrize("extra", HARMLESS)
+def test_near_misses_are_not_seen_either(extra: str) -> None:
+    argv = [*MODEL, "--deadpool", *extra.split()]
+    assert not [row.shown for row in ROWS if row.is_named_in(argv, "0.16.1")]
+
+
+@pytest.mark.parametrize("flag", BY_HAND)
+def test_rows_that_the_parser_cannot_reach(flag: str) -> None:
+    assert refused(**BY_HAND[flag]) == row_of(flag).line
+
+
+def test_no_flag_is_judged_twice() -> None:
+    rows = [flag for row in ROWS for flag in row.flags]
+    families = [flag for family in (*REVIEWED, *UNREVIEWED) for flag in family.flags]
+    counts = Counter([*set(rows), *families])
+    assert [flag for flag, count in counts.items() if count > 1] == []
+    assert all(family.reason for family in (*REVIEWED, *UNREVIEWED))
+
+
+def test_what_no_cpu_runs_is_accepted_and_not_called_supported() -> None:
+    """As the reach tests leave it out: nobody has run it, anywhere."""
+    cannot = tomllib.loads((ROOT / "tests" / "reach" / "rules.toml").read_text())["cannot"]
+    patterns = " ".join(cannot.values()).split()
+    options = ("options of what is in a row", "old names")
+    run = [one for one in REVIEWED if one.title not in options]
+    flags = [flag for family in run for flag in family.flags]
+    assert [flag for flag in flags if any(fnmatch(flag, each) for each in patterns)] == []
+
+
+def test_the_documentation_has_the_table() -> None:
+    page = (ROOT / "docs" / "megatron-lm.md").read_text()
+    for row in ROWS:
+        if row.level is Level.ACCEPTED:
+            assert all(f"`{flag}`" in page for flag in row.flags)
+            continue
+        fate = row.becomes if row.level is Level.SET else f"refused: {row.remedy}"
+        if row.level is Level.READ:
+            fate = f"read: `--deadpool-allow {row.name}`"
+        assert f"| `{row.shown.replace(', ', '`, `')}` | {row.reason} | {fate} |\n" in page
+
+
+#: What Megatron makes of it: nothing that TransformerEngine or Apex has to bring.
+GPU_PLAIN = {
+    "transformer_impl": "'local'",
+    "gradient_accumulation_fusion": "False",
+    "masked_softmax_fusion": "False",
+}
+
+
+# With Megatron-LM's own parser.
+
+
+def with_parser(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.full(pytest.mark.megatron_lm(needs_megatron_lm(test)))
+
+
+@pytest.fixture(scope="module")
+def parsers() -> dict[str, dict[str, list[str]]]:
+    """By tag: each flag, and the values that its parser lists; "" for a flag without a value."""
+    return {
+        tag: {
+            flag: listed or ([] if takes_value else [""])
+            for flag, listed, takes_value in map(json.loads, in_checkout("flags", tag=tag))
+        }
+        for tag in TREES
+        if checkout(tag) is not None
+    }
+
+
+@with_parser
+def test_every_flag_of_the_parsers_is_judged_and_no_other(
+    parsers: dict[str, dict[str, list[str]]],
+) -> None:
+    """With :func:`test_no_flag_is_judged_twice`: each is in exactly one list."""
+    known = {
+        tag: {flag for flag in flags_of_tag if flag.startswith("--")}
+        for tag, flags_of_tag in parsers.items()
+    }
+    judged = {flag for family in (*REVIEWED, *UNREVIEWED) for flag in family.flags}
+    judged |= {flag for row in ROWS for flag in row.flags}
+    of_a_package = {flag for row in ROWS if row.only_with == "kitchen" for flag in row.flags}
+    if len(known) == len(TREES):
+        assert judged - of_a_package <= set().union(*known.values())
+    for tag, flags_of_tag in known.items():
+        if tag == TAGS[0]:
+            assert flags_of_tag <= judged
+        # Nobody has read what came later: it is refused until somebody has.
+        assert all(unread(["pretrain_gpt.py", flag]) for flag in flags_of_tag - judged)
+        assert not [flag for flag in flags_of_tag if flag.startswith("--deadpool")]
+
+
+def configuration(name: str) -> list[str]:
+    return (ROOT / "configs" / "megatron-lm" / name).read_text().split()
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Answer]:
+    """By name: what Megatron's parser and ours say to all command lines of this module."""
+    if checkout() is None:
+        pytest.skip("no Megatron-LM checkout")
+    questions = {
+        f"{flag} {value}".strip(): Question(
+            [*MODEL, "--deadpool", flag, *value.split()], validate=flag not in _PARSED_ONLY.split()
+        )
+        for flag, value in EXAMPLES.items()
+    }
+    for extra in HARMLESS:
+        words = extra.split()
+        # It needs training by samples.
+        validate = "--rampup-batch-size" not in words
+        questions[extra or "nothing"] = Question([*MODEL, "--deadpool", *words], validate=validate)
+    questions["without"] = Question([*MODEL, "--use-sharp"], show=("deadpool", "use_sharp"))
+    if TAGS[0] != TAG:
+        beside = [*MODEL, "--deadpool", "--async-save", "--use-persistent-ckpt-worker"]
+        questions["worker"] = Question(beside, show=("async_strategy",))
+    questions["async"] = Question([*MODEL, "--deadpool", "--async-save"], show=("async_save",))
+    small_model = [*configuration("small.args"), "--deadpool", "--save", "there"]
+    questions["small.args"] = Question(small_model, 4, show=("data_parallel_size",))
+    both = [*configuration("small.args"), *configuration("cpu.args"), "--deadpool"]
+    questions["cpu"] = Question(both, 4, show=("distributed_backend", "data_parallel_size"))
+    plain = [*configuration("small.args"), *configuration("gpu-plain.args"), "--bf16", "--deadpool"]
+    questions["gpu-plain"] = Question(plain, 4, show=tuple(GPU_PLAIN))
+    return dict(zip(questions, ask(list(questions.values())), strict=True))
+
+
+@with_parser
+@pytest.mark.parametrize("flag", EXAMPLES)
+def test_each_flag_is_refused(
+    answers: dict[str, Answer], parsers: dict[str, dict[str, list[str]]], flag: str
+) -> None:
+    answer = answers[f"{flag} {EXAMPLES[flag]}".strip()]
+    if answer.error.startswith("SystemExit"):
+        values = parsers[TAG].get(flag)
+        assert values is None or (values and EXAMPLES[flag] not in values), answer.error
+        pytest.skip(f"{TAG} does not have it")
+    assert answer.error == ""
+    if row_of(flag).level is Level.SET:
+        assert answer.refused == ""
+        return
+    # Graphs turn on the generators of another row.
+    assert answer.refused.startswith(row_of(flag).line)
+
+
+@with_parser
+@pytest.mark.parametrize("extra", HARMLESS)
+def test_near_misses_are_accepted(answers: dict[str, Answer], extra: str) -> None:
+    answer = answers[extra or "nothing"]
+    assert (answer.error, answer.refused) == ("", "")
+
+
+@with_parser
+def test_without_deadpool_megatron_decides_alone(answers: dict[str, Answer]) -> None:
+    assert answers["without"].shown == {"deadpool": "False", "use_sharp": "True"}
+    assert answers["async"].shown == {"async_save": "False"}
+    if TAGS[0] != TAG:
+        assert answers["worker"].shown == {"async_strategy": "'mcore'"}
+
+
+@with_parser
+def test_small_configurations_are_valid_and_can_be_protected(answers: dict[str, Answer]) -> None:
+    """tests/launch/test_pretrain_65b.py has the large ones."""
+    shown = {"data_parallel_size": "2"}
+    assert answers["small.args"] == Answer(shown=shown)
+    assert answers["cpu"] == Answer(shown={"distributed_backend": "'gloo'", **shown})
+    assert answers["gpu-plain"] == Answer(shown=GPU_PLAIN)

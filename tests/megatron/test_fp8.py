@@ -1,0 +1,253 @@
+"""State that only GPUs have: FP8, in histories and in weights.
+
+None of this has run on a GPU. What Transformer Engine and Apex keep is played by
+:mod:`tests.megatron.fake_te`; Megatron's own classes are the real ones.
+"""
+
+import itertools
+import sys
+from collections import deque
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import fp8_utils
+
+from deadpool_megatron.megatron import dimensions, fp8, interrupt_cleanup
+from deadpool_megatron.megatron.first_state import complete_state
+from deadpool_megatron.megatron.optimizer import ShardState, UnsupportedOptimizer
+from deadpool_megatron.state.extras import ExtrasError
+from tests.gpu.digests import state_digests
+from tests.megatron import fake_te, gpu_rig
+from tests.megatron.fake_te import Float8Tensor, Manager, Model
+from tests.megatron.gpu_rig import Slot, differences, distributed_inner, plain_inner
+from tests.megatron.plain_loop import plain_loop
+
+transformer_engine = fake_te.transformer_engine
+_one_rank = gpu_rig.one_rank
+
+
+TE_DISTRIBUTED = "transformer_engine.pytorch.distributed"
+
+
+def recipe_loop(recipe: str = "delayed", chunks: int = 1) -> Any:
+    kinds: tuple[Any, ...] = (lambda: fake_te.Linear(8), lambda: fake_te.GroupedLinear(8))
+    if recipe in ("delayed", "tensorwise"):
+        kinds = (*kinds, fake_te.DotProductAttention)
+    models = [Model([kind() for kind in kinds], recipe) for _ in range(chunks)]
+    weights = [parameter for model in models for parameter in model.parameters()]
+    inner = plain_inner(torch.optim.AdamW(weights, lr=0.01))
+    loop = plain_loop(models, inner)
+    complete_state(loop.optimizer)
+    return loop
+
+
+def registered(manager: type[Manager]) -> list[list[int]]:
+    """What each register holds, in its order."""
+    return [[t.numel() for t in found] for found in manager.global_scale_buffer.values()]
+
+
+def train(loop: Any, count: int, seed: int, interrupt: bool = False) -> None:
+    """Two micro-batches for each update; every chunk has its own FP8 region, as with stages."""
+    for number in range(count):
+        generator = torch.Generator().manual_seed(100 * seed + number)
+        for module in (m for c in loop.model_chunks for m in c.modules()):
+            if hasattr(module, "is_first_microbatch"):
+                module.is_first_microbatch = True
+        for _ in range(2):
+            value = torch.randn(6, 8, generator=generator)
+            for chunk in loop.model_chunks:
+                with fp8_utils.get_fp8_context(chunk.config):
+                    value = chunk(value)
+                if interrupt:
+                    return
+            (value**2).mean().backward()
+        for inner in loop.optimizer.chained_optimizers:
+            inner.optimizer.step()
+            inner.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("recipe", "chunks"), [("delayed", 1), ("delayed", 2), ("tensorwise", 2)])
+def test_histories_and_scales_come_back_in_place(
+    transformer_engine: type[Manager], recipe: str, chunks: int
+) -> None:
+    """Traps, A4. Attention is delayed in its softmax under tensorwise scaling as well."""
+    loop = recipe_loop(recipe, chunks)
+    shard = ShardState(loop.optimizer)
+    first = Slot(loop, shard)
+    tensors = [t for _, t in fp8.named_tensors(loop.model_chunks)]
+    addresses = [t.data_ptr() for t in tensors]
+    assert tensors
+    train(loop, 3, seed=1)
+    slot, at_capture = Slot(loop, shard), state_digests(loop)
+    assert len(slot.extras) < len(first.extras) + 500, "room for them is there from the start"
+    transformer_engine.reduced.clear()
+    train(loop, 2, seed=2)
+    after, reduced = state_digests(loop), list(transformer_engine.reduced)
+    train(loop, 1, seed=3, interrupt=True)
+    slot.restore(loop, shard)
+    assert differences(state_digests(loop), at_capture) == []
+    transformer_engine.reduced.clear()
+    train(loop, 2, seed=2)
+    assert differences(state_digests(loop), after) == []
+    assert transformer_engine.reduced == reduced
+    now = [t.data_ptr() for _, t in fp8.named_tensors(loop.model_chunks)]
+    assert now == addresses
+    registered = itertools.chain(*transformer_engine.global_scale_buffer.values())
+    assert {t.data_ptr() for t in registered} <= set(addresses)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_newcomer_reduces_what_survivors_reduce(
+    transformer_engine: type[Manager], recipe: str
+) -> None:
+    """It has run no forward pass; in two chunks it would register the second one too late."""
+    loop = recipe_loop(recipe, chunks=2)
+    shard = ShardState(loop.optimizer)
+    train(loop, 2, seed=1)
+    slot = Slot(loop, shard)
+    transformer_engine.reduced.clear()
+    train(loop, 1, seed=2)
+    after, reduced = state_digests(loop), list(transformer_engine.reduced)
+    order = registered(transformer_engine)
+    # Another process: nothing is registered there.
+    for name in ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer"):
+        getattr(transformer_engine, name).clear()
+    newcomer = recipe_loop(recipe, chunks=2)
+    target = ShardState(newcomer.optimizer)
+    Slot(newcomer, target)  # what a build captures
+    slot.restore(newcomer, target)
+    assert registered(transformer_engine) == order
+    transformer_engine.reduced.clear()
+    train(newcomer, 1, seed=2)
+    assert differences(state_digests(newcomer), after) == []
+    assert transformer_engine.reduced == reduced
+
+
+def test_before_the_first_step_nothing_is_registered(transformer_engine: type[Manager]) -> None:
+    """A survivor of an interrupted first iteration, a warmed-up spare, and a newcomer agree."""
+    loop = recipe_loop(chunks=2)
+    shard = ShardState(loop.optimizer)
+    slot = Slot(loop, shard)
+    train(loop, 1, seed=1)
+    after, reduced = state_digests(loop), list(transformer_engine.reduced)
+    slot.restore(loop, shard)
+    assert not any(transformer_engine.global_amax_buffer.values())
+    transformer_engine.reduced.clear()
+    train(loop, 1, seed=1)
+    assert differences(state_digests(loop), after) == []
+    assert transformer_engine.reduced == reduced
+
+
+def test_what_an_interrupt_leaves_behind_is_forgotten(transformer_engine: type[Manager]) -> None:
+    loop = recipe_loop()
+    fp8.capture(loop)
+    train(loop, 1, seed=1)
+    recomputing: Any = sys.modules[TE_DISTRIBUTED]
+    transformer_engine.AUTOCAST_DEPTH = 2
+    transformer_engine.FP8_ENABLED = True
+    transformer_engine.IS_FIRST_FP8_MODULE = True
+    transformer_engine.fp8_tensors_recompute_buffer = [deque([1, 2]), deque([3])]
+    recomputing._FP8_ACTIVATION_RECOMPUTE_PHASE = True
+    first = recomputing.activation_recompute_forward._is_first_fp8_module
+    first += [True, False]
+    linear = loop.model_chunks[0].layers[0]
+    assert linear._fp8_workspaces
+    assert not linear.is_first_microbatch
+    fp8.reset_in_flight(loop.model_chunks)
+    assert transformer_engine.AUTOCAST_DEPTH == 0
+    assert not transformer_engine.FP8_ENABLED
+    assert not transformer_engine.IS_FIRST_FP8_MODULE
+    assert [list(one) for one in transformer_engine.fp8_tensors_recompute_buffer] == [[], []]
+    assert not recomputing._FP8_ACTIVATION_RECOMPUTE_PHASE
+    assert first == []
+    assert not linear._fp8_workspaces
+    assert linear.is_first_microbatch
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_other_modules_than_those_captured_are_an_error() -> None:
+    values = fp8.capture(recipe_loop())
+    with pytest.raises(ExtrasError, match="differ"):
+        fp8.restore(recipe_loop(chunks=2), values)
+    with pytest.raises(ExtrasError, match="differ"):
+        fp8.restore(recipe_loop(), {})
+    plain = plain_loop([torch.nn.Linear(2, 2)])
+    assert fp8.capture(plain) == {}
+    fp8.restore(plain, {})
+    with pytest.raises(ExtrasError, match="differ"):
+        fp8.restore(plain, values)
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_state_that_is_kept_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unheard(fake_te.TransformerEngineBaseModule):
+        """Of a kind that nobody has looked at."""
+
+    loop = recipe_loop()
+    loop.model_chunks[0].layers.append(Unheard())
+    with pytest.raises(UnsupportedOptimizer, match=r"layers\.3: .* Unheard"):
+        fp8.capture(loop)
+    loop = recipe_loop()
+    loop.model_chunks[0].layers[0]._fused_impl = None
+    with pytest.raises(UnsupportedOptimizer, match=r"layers\.0: fused operations"):
+        fp8.capture(loop)
+    later: Any = ModuleType("fp8")
+    later.FP8GlobalStateManager = SimpleNamespace(quantization_state=None)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", later)
+    with pytest.raises(UnsupportedOptimizer, match="version of Transformer Engine"):
+        fp8.capture(recipe_loop())
+
+
+# Weights in FP8.
+
+
+def test_weights_in_fp8_are_cast_with_restored_scales_then_gathered_then_finished(
+    transformer_engine: type[Manager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through Megatron's own copy of masters into the model."""
+    loop = recipe_loop()
+    inner = distributed_inner(
+        loop.optimizer.chained_optimizers[0].optimizer,
+        use_precision_aware_optimizer_no_fp8_or_ds_fp8=False,
+    )
+    inner.buffers, inner.data_parallel_group = [], "data"
+    for name in ("model_float16", "model_fp32", "shard_fp32", "shard_fp32_from_float16"):
+        setattr(inner, f"{name}_groups", [])
+    loop.optimizer.chained_optimizers = [inner]
+    (chunk,) = loop.model_chunks
+    chunk.bucket_groups = chunk.expert_parallel_bucket_groups = []
+    chunk.zero_grad_buffer = lambda: None
+    done: list[Any] = []
+
+    def scale() -> float:
+        return float(chunk.layers[0].fp8_meta["scaling_fwd"].scale[1])
+
+    monkeypatch.setattr(
+        "megatron.core.optimizer.distrib_optimizer.quantize_param_shard",
+        lambda *arguments: done.append((arguments[-1], scale())),
+    )
+    chunk.start_param_sync = lambda force_sync: done.append(("gathered", force_sync))
+    monkeypatch.setattr(fp8, "finish_gather", lambda chunks: done.append("finished"))
+    shard = ShardState(loop.optimizer)
+    fp8.capture(loop)
+    train(loop, 2, seed=1)
+    slot, wanted = Slot(loop, shard), scale()
+    train(loop, 1, seed=2)
+    assert scale() != wanted
+    transformer_engine.AUTOCAST_DEPTH = 1
+    interrupt_cleanup.fp8_state(SimpleNamespace(loop=loop))  # type: ignore[arg-type]
+    assert transformer_engine.AUTOCAST_DEPTH == 0
+    slot.restore(loop, shard)
+    dimensions.rebuild_from_peers(loop)
+    assert done == [("data", wanted), ("gathered", True), "finished"]
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_frozen_weights_in_fp8_are_refused() -> None:
+    model = Model([fake_te.Linear(2)], "tensorwise")
+    weight = Float8Tensor(torch.ones(4))
+    model.layers[0].weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(UnsupportedOptimizer, match="frozen and in FP8"):
+        fp8.capture(plain_loop([model]))

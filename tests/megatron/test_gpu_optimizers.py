@@ -1,0 +1,341 @@
+"""State that only GPUs have: FusedAdam, the precision-aware optimizer, Apex, graph-safe generators;
+and what is refused with a reason.
+
+None of this has run on a GPU. What Transformer Engine and Apex keep is played by
+:mod:`tests.megatron.fake_te`; Megatron's own classes are the real ones.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.enums import Fp8Recipe
+from torch import Tensor
+
+from deadpool_megatron.megatron import dimensions, megatron_extras as extras
+from deadpool_megatron.megatron.first_state import complete_state
+from deadpool_megatron.megatron.optimizer import (
+    ShardState,
+    UnsupportedOptimizer,
+    raw_tensors,
+    refuse_unknown_state,
+)
+from deadpool_megatron.state.extras import decode
+from deadpool_megatron.support import flags
+from tests.gpu.digests import state_digests
+from tests.megatron import gpu_rig
+from tests.megatron.fake_te import FusedAdam
+from tests.megatron.gpu_rig import Slot, differences, distributed_inner, plain_inner
+from tests.megatron.plain_loop import plain_loop
+
+_one_rank = gpu_rig.one_rank
+
+
+class Sharded(torch.nn.Module):
+    """A chunk of two peers: parameters in one buffer, of which this rank updates the second half.
+
+    The gather of the other half is played by noting what would be sent.
+    """
+
+    def __init__(self, shapes: list[int], dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.buffer = torch.randn(2 * sum(shapes)).to(dtype)
+        self.shard = self.buffer[sum(shapes) :]
+        self.own = list(self.shard.split(shapes))
+        self.config = SimpleNamespace(fp8=None)
+        self.bucket_groups: list[Any] = []
+        self.expert_parallel_bucket_groups: list[Any] = []
+        self.sent: list[Tensor] = []
+
+    def start_param_sync(self, force_sync: bool) -> None:
+        assert force_sync
+        self.sent.append(self.shard.clone())
+
+
+def precision_aware(chunk: Sharded, **kinds: Any) -> Any:
+    adam = FusedAdam(chunk.own, 0.01, master_weights=True, use_decoupled_grad=True, **kinds)
+    return distributed_inner(
+        adam,
+        use_precision_aware_optimizer=True,
+        use_precision_aware_optimizer_no_fp8_or_ds_fp8=True,
+    )
+
+
+def update(inner: Any, count: int, seed: int) -> None:
+    for number in range(count):
+        generator = torch.Generator().manual_seed(100 * seed + number)
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                grad = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = grad if parameter.dtype == torch.float32 else None
+                parameter.decoupled_grad = grad
+        inner.optimizer.step()
+
+
+NARROW = {
+    "remainders": {"store_param_remainders": True},
+    "whole-masters": {},
+    "fp16-masters": {"master_param_dtype": torch.float16},
+    "bf16-moments": {
+        "store_param_remainders": True,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    },
+    "fp16-and-fp8-moments": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16},
+    "all-narrow": {
+        "master_param_dtype": torch.float16,
+        "exp_avg_dtype": torch.uint8,
+        "exp_avg_sq_dtype": torch.uint8,
+    },
+}
+
+
+@pytest.mark.parametrize("kinds", NARROW.values(), ids=NARROW)
+def test_the_precision_aware_optimizer_goes_on_exactly(kinds: dict[str, Any]) -> None:
+    """Traps, A8: the model's shard is state, and is in its place before the forced gather."""
+    chunk = Sharded([5, 64, 7])
+    inner = precision_aware(chunk, **kinds)
+    loop = plain_loop([chunk], inner)
+    refuse_unknown_state(loop.optimizer, chunk.config)
+    complete_state(loop.optimizer)
+    shard = ShardState(loop.optimizer)
+    places = [parameter.data_ptr() for parameter in chunk.own]
+    update(inner, 3, seed=1)
+    slot, at_capture, model = Slot(loop, shard), state_digests(loop), chunk.shard.clone()
+    update(inner, 2, seed=2)
+    after = state_digests(loop)
+    chunk.buffer.fill_(-1)
+    slot.restore(loop, shard)
+    dimensions.rebuild_from_peers(loop)
+    assert torch.equal(chunk.sent[-1], model)
+    assert differences(state_digests(loop), at_capture) == []
+    update(inner, 2, seed=2)
+    assert differences(state_digests(loop), after) == []
+    assert [parameter.data_ptr() for parameter in chunk.own] == places
+
+
+@pytest.mark.parametrize("kinds", NARROW.values(), ids=NARROW)
+def test_state_made_at_the_start_is_what_a_first_step_makes(kinds: dict[str, Any]) -> None:
+    results = []
+    for eager in (True, False):
+        torch.manual_seed(3)
+        chunk = Sharded([5, 64, 7])
+        inner = precision_aware(chunk, **kinds)
+        loop = plain_loop([chunk], inner)
+        if eager:
+            complete_state(loop.optimizer)
+            ShardState(loop.optimizer)
+        update(inner, 2, seed=1)
+        results.append((state_digests(loop), chunk.shard))
+    assert torch.equal(results[0][1], results[1][1])
+    assert differences(results[0][0], results[1][0]) == []
+
+
+def test_a_load_puts_new_tensors_everywhere_and_the_parts_follow() -> None:
+    chunk = Sharded([5, 7])
+    kinds = NARROW["all-narrow"]
+    loop = plain_loop([chunk], inner := precision_aware(chunk, **kinds))
+    complete_state(loop.optimizer)
+    shard = ShardState(loop.optimizer)
+    update(inner, 2, seed=1)
+    other = Sharded([5, 7])
+    source = precision_aware(other, **kinds)
+    update(source, 3, seed=4)
+    states = {
+        own: {name: source.optimizer._get(theirs, name) for name in source.optimizer.dtypes}
+        for own, theirs in zip(chunk.own, other.own, strict=True)
+    }
+    chunk.shard.copy_(other.shard)
+    inner.optimizer.load_values(states)
+    loaded = state_digests(loop)
+    shard.readopt()
+    assert differences(state_digests(loop), loaded) == []
+    slot = Slot(loop, shard)
+    update(inner, 1, seed=5)
+    slot.restore(loop, shard)
+    assert differences(state_digests(loop), loaded) == []
+
+
+def test_a_load_that_leaves_state_out_is_noticed() -> None:
+    chunk = Sharded([5])
+    loop = plain_loop([chunk], inner := precision_aware(chunk))
+    complete_state(loop.optimizer)
+    shard = ShardState(loop.optimizer)
+    del inner.optimizer.state[chunk.own[0]]["exp_avg"]
+    with pytest.raises(KeyError, match="exp_avg"):
+        shard.readopt()
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_the_count_of_steps_in_the_groups_is_exact(capturable: bool) -> None:
+    """It begins with the first step: a generation from before it has none."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    inner = plain_inner(FusedAdam([weight], 0.5, capturable=capturable))
+    loop = plain_loop([], inner)
+    complete_state(loop.optimizer)
+    shard = ShardState(loop.optimizer)
+    (group,) = inner.optimizer.param_groups
+    first, learning_rate = Slot(loop, shard), group["lr"]
+    update(inner, 1, seed=1)
+    group["note"] = 4
+    assert int(group["step"]) == 1
+    first.restore(loop, shard)
+    assert group.keys() == {"params", "lr"}
+    assert not capturable or group["lr"] is learning_rate
+    update(inner, 2, seed=1)
+    if capturable:
+        group["lr"].mul_(0.1)
+    second, counted = Slot(loop, shard), group["step"]
+    kept, shown = float(group["lr"]), state_digests(loop)
+    update(inner, 1, seed=2)
+    if capturable:
+        group["lr"].mul_(0.1)
+    assert differences(state_digests(loop), shown)
+    second.restore(loop, shard)
+    assert int(group["step"]) == 2
+    assert float(group["lr"]) == kept
+    assert isinstance(group["step"], Tensor) == capturable
+    assert not capturable or group["step"] is counted
+    assert differences(state_digests(loop), shown) == []
+    # A process that has made no step yet.
+    newcomer = plain_inner(FusedAdam([torch.nn.Parameter(torch.ones(3))], 0.5, capturable=False))
+    target = plain_loop([], newcomer)
+    complete_state(target.optimizer)
+    values = decode(second.extras)
+    extras.restore(target, values)
+    assert int(newcomer.optimizer.param_groups[0]["step"]) == 2
+
+
+# Random states.
+
+
+def test_a_tracker_of_generators_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's, and Megatron's own for CUDA graphs: forks refer to the objects."""
+
+    class Tracker:
+        def __init__(self) -> None:
+            self.states_: dict[str, Any] = {
+                name: torch.Generator().manual_seed(seed) for seed, name in enumerate("ab")
+            }
+
+        def get_states(self) -> dict[str, Any]:
+            return dict(self.states_)
+
+        def set_states(self, states: dict[str, Any]) -> None:
+            self.states_ = states
+
+    tracker = Tracker()
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    generators = dict(tracker.states_)
+
+    def draw() -> list[float]:
+        return [torch.rand(1, generator=g).item() for g in tracker.states_.values()]
+
+    loop = plain_loop([])
+    draw()
+    slot, shown = Slot(loop, ShardState(loop.optimizer)), state_digests(loop)
+    first = draw()
+    assert differences(state_digests(loop), shown) != []
+    slot.restore(loop, ShardState(loop.optimizer))
+    assert differences(state_digests(loop), shown) == []
+    assert draw() == first
+    assert tracker.states_ == generators, "the same objects"
+
+
+@pytest.mark.parametrize("recipe", [*Fp8Recipe, "delayed"])
+def test_fp8_recipes_are_taken_but_the_custom_one(recipe: Any) -> None:
+    inner = plain_inner(FusedAdam([torch.ones(1)], 0.1))
+    optimizer = SimpleNamespace(chained_optimizers=[inner])
+    config = SimpleNamespace(fp8="e4m3", fp8_recipe=recipe, fp8_param=False)
+    if recipe != "custom":
+        refuse_unknown_state(optimizer, config)
+        return
+    with pytest.raises(UnsupportedOptimizer, match="--fp8-recipe custom"):
+        refuse_unknown_state(optimizer, config)
+
+
+def test_an_optimizer_that_megatron_does_not_wrap_is_refused() -> None:
+    """As its layer-wise one has them in fp32."""
+    optimizer = SimpleNamespace(chained_optimizers=[torch.optim.SGD([torch.ones(1)], 0.1)])
+    with pytest.raises(UnsupportedOptimizer, match="--bf16"):
+        refuse_unknown_state(optimizer, SimpleNamespace())
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_weights_in_fp8_with_masters_of_megatron_are_taken(recipe: str) -> None:
+    inner = distributed_inner(FusedAdam([torch.ones(1)], 0.1))
+    optimizer = SimpleNamespace(chained_optimizers=[inner])
+    refuse_unknown_state(optimizer, SimpleNamespace(fp8="e4m3", fp8_recipe=recipe, fp8_param=True))
+
+
+def meeting(condition: str) -> dict[str, Any]:
+    """Arguments that meet a condition of a row."""
+    found: dict[str, Any] = {}
+    for term in condition.split(" and "):
+        name, _, rest = term.partition(" ")
+        test, _, values = rest.partition(" ")
+        number = int(values) + 1 if test == "above" else 0
+        found[name] = number or (values.split()[0] if test in ("is", "has") else True)
+    return found
+
+
+@pytest.mark.parametrize("row", [*flags.ACCEPTED, *flags.READ], ids=lambda row: row.name)
+def test_what_the_table_accepts_is_built(row: flags.FlagRow) -> None:
+    """A model with a flag that support lets pass is refused nowhere later."""
+    inner = distributed_inner(FusedAdam([torch.ones(1)], 0.1))
+    optimizer = SimpleNamespace(chained_optimizers=[inner])
+    for condition in row.when or [flag[2:].replace("-", "_") for flag in row.flags]:
+        config = SimpleNamespace(**meeting(condition))
+        assert row.applies(config) or "is-not" in condition
+        refuse_unknown_state(optimizer, config)
+
+
+AWARE = {
+    "use_precision_aware_optimizer": True,
+    "use_precision_aware_optimizer_no_fp8_or_ds_fp8": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "words"),
+    [
+        ({"fp4": "e2m1"}, {}, "fp4"),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True}, {}, "MXFP8"),
+        ({"fp8": "e4m3", "fp8_param": True}, {"plain": True}, "distributed optimizer only"),
+        ({"fp8": "e4m3", "fp8_param": True}, {"config": AWARE}, "casts itself"),
+        ({"qk_clip": True}, {}, "--qk-clip"),
+        ({"fp8": "e4m3", "fp8_param": True}, {"grad_scaler": object()}, "skipped update"),
+        ({"cuda_graph_impl": "local"}, {}, "--enable-cuda-graph"),
+        ({"enable_cuda_graph": True}, {}, "--enable-cuda-graph"),
+    ],
+)
+def test_what_cannot_be_done_right_is_refused(
+    config: dict[str, Any], more: dict[str, Any], words: str
+) -> None:
+    adam = FusedAdam([torch.ones(1)], 0.1)
+    inner = plain_inner(adam) if more.get("plain") else distributed_inner(adam)
+    inner.config = SimpleNamespace(**more.get("config", {}))
+    inner.grad_scaler = more.get("grad_scaler")
+    optimizer = SimpleNamespace(chained_optimizers=[inner])
+    with pytest.raises(UnsupportedOptimizer, match=words):
+        refuse_unknown_state(optimizer, SimpleNamespace(**config))
+    refuse_unknown_state(
+        SimpleNamespace(chained_optimizers=[distributed_inner(adam)]),
+        SimpleNamespace(cuda_graph_impl="none", enable_cuda_graph=False, fp8=None, fp8_param=True),
+    )
+
+
+def test_a_precision_aware_use_of_others_is_refused() -> None:
+    inner = plain_inner(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
+    inner.config = SimpleNamespace(use_precision_aware_optimizer=True)
+    with pytest.raises(UnsupportedOptimizer, match="precision-aware use of SGD"):
+        refuse_unknown_state(SimpleNamespace(chained_optimizers=[inner]), SimpleNamespace())
+
+
+def test_quantised_tensors_of_an_unknown_make_are_refused() -> None:
+    tensor: Any = torch.ones(2)
+    tensor._quantizer = None
+    with pytest.raises(UnsupportedOptimizer, match="unknown place"):
+        raw_tensors(tensor)
