@@ -87,9 +87,7 @@ def install() -> None:
     if _installed or torch.cuda.is_available():
         return
     if "megatron.core" in sys.modules:
-        raise RuntimeError(
-            "without a GPU, install the stand-ins before megatron.core is imported"
-        )
+        raise RuntimeError("without a GPU, install the stand-ins before megatron.core is imported")
     _replace_device()
     _replace_factories()
     _replace_tensor_methods()
