@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from deadpool_megatron.cluster.process.program import LOADED
-from deadpool_megatron.megatron_lm.importing import import_megatron
+from deadpool_megatron.megatron_lm.checkout import import_megatron
 
 ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"
 EXIT_BAD_INPUT = 2

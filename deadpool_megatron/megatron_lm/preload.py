@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from deadpool_megatron.megatron_lm.importing import import_megatron, script_of_this_run
+from deadpool_megatron.megatron_lm.checkout import import_megatron, script_of_this_run
 
 _script = script_of_this_run()
 if _script is not None:

@@ -27,8 +27,8 @@ from deadpool_megatron.layout.parity_groups import ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.schemes import losses_survived
 from deadpool_megatron.layout.sizing import Scene, memory_by_use
-from deadpool_megatron.planning.plan_file import Plan
-from deadpool_megatron.planning.sizes import GRADIENT_BYTES, protection_plan, scene_of, settings_of
+from deadpool_megatron.planning.sections import Plan
+from deadpool_megatron.planning.shards import GRADIENT_BYTES, protection_plan, scene_of, settings_of
 
 GIGA = 1e9
 # vault/pacing.py: of the time from the seal to the gate, the part in which copies are over.

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import deadpool_megatron
 from deadpool_megatron.preflight import health
-from deadpool_megatron.preflight.judge import HostFacts
+from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.vault.memory import cgroup_memory, memlock_bytes
 from deadpool_megatron.vault.pace import interface_of
 

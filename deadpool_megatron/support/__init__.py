@@ -3,7 +3,7 @@
 The rows are data, in ``tables/*.toml``; these modules read them:
 
 * :mod:`.flags`: flags of Megatron-LM and their values, ``tables/flags.toml``
-* :mod:`.judgement`: the verdict on a command line, for ``deadpool support`` and a start
+* :mod:`.findings`: findings on a command line and the verdict, for ``deadpool support`` and a start
 * :mod:`.versions`: versions that were tried, ``tables/versions.toml``, and names in Megatron-LM
   that the hooks rely on, ``tables/names.toml``
 * :mod:`.environment`: variables of NCCL and torch, versions of NCCL, ``tables/environment.toml``

@@ -4,7 +4,7 @@ Each flag of core_v0.16.1 is in exactly one place of ``tables/flags.toml``, and 
 later versions that somebody has looked at; what stands nowhere is unread as well.
 
 The arguments that Megatron has parsed decide (:meth:`FlagRow.applies`). What can be read off the
-command line (:meth:`FlagRow.is_named_in`) is told before anything starts. :mod:`.judgement` makes a
+command line (:meth:`FlagRow.is_named_in`) is told before anything starts. :mod:`.findings` makes a
 verdict of it.
 """
 

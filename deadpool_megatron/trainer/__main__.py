@@ -20,7 +20,7 @@ from deadpool_megatron.member import Emit, Program, Session
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig, parse_args
 
 if TYPE_CHECKING:
-    from deadpool_megatron.trainer.training import TrainingLoop
+    from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
 
 class GptProgram(Program):
@@ -38,7 +38,7 @@ class GptProgram(Program):
 
     def make_loop(self, emit: Emit) -> TrainingLoop:
         """Model, optimizer, scheduler and data."""
-        from deadpool_megatron.trainer.training import TrainingLoop
+        from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
         LOADED.note_arguments(vars(self._config))
         LOADED.note_data(self._config.data)

@@ -25,7 +25,7 @@ from deadpool_megatron.trainer.megatron_api import (
 from deadpool_megatron.vault.disk import extras_file
 
 if TYPE_CHECKING:
-    from deadpool_megatron.trainer.training import TrainingLoop
+    from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
 # Megatron's name of the file that names the newest complete checkpoint of a folder.
 _TRACKER = "latest_checkpointed_iteration.txt"

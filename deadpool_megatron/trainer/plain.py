@@ -32,7 +32,7 @@ def train(config: TrainerConfig) -> dict[str, Any]:
     and how many ``samples``. Raises BadArgumentsError, also where there is no such checkpoint.
     """
     from deadpool_megatron.trainer import checkpoint
-    from deadpool_megatron.trainer.training import TrainingLoop
+    from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
     start = checkpoint.latest(config.load) if config.load is not None else None
     if config.load is not None and start is None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import arguments
+from deadpool_megatron.support.findings import judge
 from deadpool_megatron.support.flags import Level
-from deadpool_megatron.support.judgement import judge
 from tests.fuzz import drawing
 from tests.fuzz.drawing import (
     FEATURES,

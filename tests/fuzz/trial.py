@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.support.judgement import allowances, judge
+from deadpool_megatron.support.findings import allowances, judge
 from tests.faults.harness.jobs import Outcome, Program, run_program
 from tests.fuzz.comparing import differences
 from tests.fuzz.drawing import ROLES, Draw

@@ -96,7 +96,7 @@ def _is_exact(task: Task, row: Any) -> bool:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from deadpool_megatron.megatron.interrupt_cleanup import forget_frames
-    from deadpool_megatron.trainer import config, training
+    from deadpool_megatron.trainer import config, gpt_loop
 
     def interrupt(*_: object) -> None:
         if next(calls) == 2:
@@ -104,7 +104,7 @@ def _is_exact(task: Task, row: Any) -> bool:
 
     with _changed(row):
         given = config.parse_args([*trainings.model(task, {}), "--train-iters", "8"])
-        loop = training.TrainingLoop(given, lambda kind, facts: None)
+        loop = gpt_loop.TrainingLoop(given, lambda kind, facts: None)
         going = GoingBack(loop, 2)
         going.back()
         wanted = going.train()

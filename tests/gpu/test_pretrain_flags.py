@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from deadpool_megatron.support import flags
-from deadpool_megatron.support.judgement import judge
+from deadpool_megatron.support.findings import judge
 
 KIT = Path(__file__).parents[2] / "scripts" / "gpu"
 FUSION = "--no-gradient-accumulation-fusion"

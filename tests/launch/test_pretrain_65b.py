@@ -18,7 +18,7 @@ import yaml
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start import checks
+from deadpool_megatron.cli.start import preconditions
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from tests.common.programs import stand_in
 from tests.common.waiting import PATIENCE_SECONDS
@@ -95,9 +95,9 @@ def info(task: Task, monkeypatch: pytest.MonkeyPatch) -> RunInfo:
     def stop(*_: object) -> None:
         raise CommandError("as far as the test goes")
 
-    monkeypatch.setattr(checks, "check_shared_memory", stop)
-    monkeypatch.setattr(checks, "decided", lambda communicator, *_: communicator)
-    monkeypatch.setattr(checks, "check_agreed", lambda *_: None)
+    monkeypatch.setattr(preconditions, "check_shared_memory", stop)
+    monkeypatch.setattr(preconditions, "decided", lambda communicator, *_: communicator)
+    monkeypatch.setattr(preconditions, "check_agreed", lambda *_: None)
     for name, value in task.environment.items():
         if name.startswith("SLURM_"):
             monkeypatch.setenv(name, value)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cli.storage.verifying import verify_checkpoint
+from deadpool_megatron.cli.storage.verify import verify_checkpoint
 from deadpool_megatron.events import Kind
 from deadpool_megatron.vault.shm.slot_check import Verdict
 from tests.faults.harness.jobs import Outcome, Program, assert_unnoticed, run_program, undisturbed

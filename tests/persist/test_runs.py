@@ -111,7 +111,7 @@ def test_a_run_that_cannot_export_is_refused_at_its_start(text: str, tmp_path: P
     script.write_text(
         "import sys\n"
         "from deadpool_megatron.trainer.__main__ import main\n"
-        "from deadpool_megatron.trainer.training import TrainingLoop\n"
+        "from deadpool_megatron.trainer.gpt_loop import TrainingLoop\n"
         "del TrainingLoop.checkpoint_state\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deadpool_megatron.planning.plan_file import Plan, make_plan
+from deadpool_megatron.planning.sections import Plan, make_plan
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {"parameters": 10**10},

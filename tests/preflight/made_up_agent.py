@@ -10,7 +10,7 @@ from typing import Any
 
 from deadpool_megatron import cli
 from deadpool_megatron.preflight import host
-from deadpool_megatron.preflight.judge import HostFacts
+from deadpool_megatron.preflight.eligibility import HostFacts
 
 USUAL = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
 

@@ -13,8 +13,8 @@ import pytest
 from deadpool_megatron import cli
 from deadpool_megatron.cli.prepare.gpu_health import run as gpu_health
 from deadpool_megatron.preflight import health, host
+from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.preflight.health import Answer, Health, ask
-from deadpool_megatron.preflight.judge import HostFacts
 from tests.common.programs import run_among, stand_in
 from tests.common.waiting import wait_for
 

@@ -6,8 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from unittest import mock
 
+from deadpool_megatron.support.findings import allowances, judge
 from deadpool_megatron.support.flags import Level
-from deadpool_megatron.support.judgement import allowances, judge
 from tests.faults.harness.jobs import Program, run_program
 from tests.megatron_lm.harness.runs import dies, strike, tree
 from tests.reach.shrinking import COMMON, Shrunk

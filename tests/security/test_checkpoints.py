@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cli.storage.verifying import verify_checkpoint
+from deadpool_megatron.cli.storage.verify import verify_checkpoint
 from deadpool_megatron.cluster.coordinator.durable import DurableError, NewCheckpoint
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation, Restore

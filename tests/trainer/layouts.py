@@ -66,7 +66,7 @@ def train(arguments: str) -> Facts:
 def make_loop(arguments: str) -> tuple[Any, list[tuple[str, Facts]]]:
     """A training loop and the list that its emitted events are added to."""
     from deadpool_megatron.trainer.config import parse_args
-    from deadpool_megatron.trainer.training import TrainingLoop
+    from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
     emitted: list[tuple[str, Facts]] = []
     loop = TrainingLoop(

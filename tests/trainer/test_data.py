@@ -9,7 +9,7 @@ import torch
 
 from deadpool_megatron.trainer import __main__ as protected
 from deadpool_megatron.trainer.config import parse_args
-from deadpool_megatron.trainer.training import DataError, build_sources
+from deadpool_megatron.trainer.gpt_loop import DataError, build_sources
 from tests.trainer.layouts import MODEL
 
 

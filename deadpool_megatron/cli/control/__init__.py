@@ -1,4 +1,1 @@
-"""The questions to a run that continues.
-
-status: what it does. asking: requests that change it.
-"""
+"""Commands to a run that continues. status: its state. client: requests that change it."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron.cli import common
-from deadpool_megatron.cli.control.asking import final_line
+from deadpool_megatron.cli.control.client import final_line
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.run_result import failure_to_dict, read_recent
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory

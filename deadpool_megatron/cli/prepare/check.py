@@ -27,11 +27,11 @@ from deadpool_megatron.cli import common
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.observe.narration import count
-from deadpool_megatron.planning.answer import assess
-from deadpool_megatron.planning.plan_file import read_plan
+from deadpool_megatron.planning.assessment import assess
+from deadpool_megatron.planning.sections import read_plan
 from deadpool_megatron.preflight import host
+from deadpool_megatron.preflight.eligibility import HostFacts, Needs, Standing, problems
 from deadpool_megatron.preflight.health import NOT_ASKED
-from deadpool_megatron.preflight.judge import HostFacts, Needs, Standing, problems
 from deadpool_megatron.settings import LONGEST_SECONDS
 
 _NOT_GOOD = 1

@@ -19,10 +19,10 @@ from deadpool_megatron.cli.run_result import ResultError, read_story
 from deadpool_megatron.layout.schemes import losses_survived, scheme_in_words
 from deadpool_megatron.observe.narration import count
 from deadpool_megatron.observe.story import Story
-from deadpool_megatron.planning.answer import OVERHEAD_SHARE, SWAP_SECONDS, Assessment, assess
+from deadpool_megatron.planning.assessment import OVERHEAD_SHARE, SWAP_SECONDS, Assessment, assess
 from deadpool_megatron.planning.megatron_args import ASSUMED, sections_of
-from deadpool_megatron.planning.plan_file import SECTIONS, PlanError, read_plan
-from deadpool_megatron.planning.sizes import (
+from deadpool_megatron.planning.sections import SECTIONS, PlanError, read_plan
+from deadpool_megatron.planning.shards import (
     protection_plan,
     settings_of,
     slots_of,

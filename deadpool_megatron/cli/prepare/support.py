@@ -29,9 +29,9 @@ from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.failures import ExitStatus
-from deadpool_megatron.support import judgement
+from deadpool_megatron.support import findings
+from deadpool_megatron.support.findings import Judged
 from deadpool_megatron.support.flags import Level
-from deadpool_megatron.support.judgement import Judged
 from deadpool_megatron.support.versions import version_beside
 
 _SECONDS = 300.0
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         _print_table(cases, judged)
     else:
         _print_one(judged[0])
-    stopped = not args.batch and judgement.refusal(judged[0])
+    stopped = not args.batch and findings.refusal(judged[0])
     return ExitStatus.BAD_INPUT if stopped else 0
 
 
@@ -112,9 +112,9 @@ def _judge(cases: Sequence[_Case], tree: Path | None) -> list[list[Judged]]:
         raise CommandError(f"{tree} is not a checkout of Megatron-LM")
     parsed = [None for _ in cases] if tree is None else _parsed(cases, tree)
     return [
-        judgement.judge(case.command, args, version)
+        findings.judge(case.command, args, version)
         # What plays no part without NCCL is not judged.
-        + ([] if "gloo" in case.command else judgement.judge_environment(case.environment))
+        + ([] if "gloo" in case.command else findings.judge_environment(case.environment))
         for case, args in zip(cases, parsed, strict=True)
     ]
 
@@ -122,7 +122,7 @@ def _judge(cases: Sequence[_Case], tree: Path | None) -> list[list[Judged]]:
 def _parsed(cases: Sequence[_Case], tree: Path) -> list[argparse.Namespace | None]:
     """Return what the parser of ``tree`` makes of each; None where it takes it not. Raises
     CommandError with its reason where there is one only."""
-    asked = [sys.executable, "-P", "-m", "deadpool_megatron.megatron_lm.parsing"]
+    asked = [sys.executable, "-P", "-m", "deadpool_megatron.megatron_lm.parser"]
     lines = "".join(json.dumps(list(case.command[1:])) + "\n" for case in cases)
     try:
         done = subprocess.run(
@@ -147,9 +147,9 @@ def _as_object(case: _Case, found: Sequence[Judged]) -> dict[str, Any]:
     ]
     return {
         "id": case.id,
-        "verdict": judgement.verdict(found),
-        "without_fork": judgement.verdict(_without_fork(found)),
-        "never_run": judgement.never_run(found),
+        "verdict": findings.verdict(found),
+        "without_fork": findings.verdict(_without_fork(found)),
+        "never_run": findings.never_run(found),
         "rows": rows,
     }
 
@@ -158,16 +158,16 @@ def _print_one(found: Sequence[Judged]) -> None:
     for each in found:
         allowed = " (allowed here)" if each.allowed else ""
         print(f"{_WORDS[each.level]}: {each.line}{allowed}")
-    verdict, owed = judgement.verdict(found), judgement.allowances(found)
+    verdict, owed = findings.verdict(found), findings.allowances(found)
     if verdict == "allowed" and owed:
         verdict = f"needs {' '.join(owed)}"
-    if never := judgement.never_run(found):
+    if never := findings.never_run(found):
         verdict += f"; never run: {', '.join(never)}"
     print(f"verdict: {verdict}")
 
 
 def _print_table(cases: Sequence[_Case], judged: Sequence[Sequence[Judged]]) -> None:
-    verdicts = [judgement.verdict(found) for found in judged]
+    verdicts = [findings.verdict(found) for found in judged]
     for case, verdict, found in zip(cases, verdicts, judged, strict=True):
         print(f"{verdict:9}  {case.id}  {'; '.join(each.shown for each in found)}".rstrip())
     counts = Counter(
@@ -179,7 +179,7 @@ def _print_table(cases: Sequence[_Case], judged: Sequence[Sequence[Judged]]) -> 
     for (level, shown), number in counts.most_common():
         print(f"{number:5}  {level}: {shown}")
     print()
-    stock = [judgement.verdict(_without_fork(found)) for found in judged]
+    stock = [findings.verdict(_without_fork(found)) for found in judged]
     for name, these in (("as they are", verdicts), ("without what only a fork has", stock)):
         shares = (f"{kind} {these.count(kind)}" for kind in _VERDICTS)
         print(f"{len(these)} configurations {name}: {', '.join(shares)}")

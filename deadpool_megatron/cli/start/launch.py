@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deadpool_megatron.cli.common import ignore_notices, local_address, refusing_system_errors
+from deadpool_megatron.cli.start.agent_process import serve
 from deadpool_megatron.cli.start.scripts import preload_modules
-from deadpool_megatron.cli.start.serving import serve
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.process import posix

@@ -30,11 +30,11 @@ from deadpool_megatron import arguments, ownership
 from deadpool_megatron.cli import common
 from deadpool_megatron.cli.prepare import check
 from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment, step_size
-from deadpool_megatron.cli.start import checks, resuming, scripts
-from deadpool_megatron.cli.start.deriving import settled
-from deadpool_megatron.cli.start.restarting import nodes_with_slots, other_slots
+from deadpool_megatron.cli.start import preconditions, resume, scripts
+from deadpool_megatron.cli.start.agent_process import serve
+from deadpool_megatron.cli.start.defaults import settled
+from deadpool_megatron.cli.start.restart import nodes_with_slots, other_slots
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD, preload_modules, waits_for_forks
-from deadpool_megatron.cli.start.serving import serve
 from deadpool_megatron.cluster.agent.options import NO_NUMBER, AgentOptions
 from deadpool_megatron.cluster.journal.journal import MOST_NUMBER, Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
@@ -171,7 +171,7 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
     if args.host is None and interface:
         args.host = common.interface_address(interface)
     if args.host is not None:
-        checks.check_address(run, args.host)
+        preconditions.check_address(run, args.host)
         _check_listening(run, args, args.host)  # before anything is made
     if not (run.path / "run.json").exists():
         if fixed is not None:
@@ -179,7 +179,7 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
         else:
             _create_run(run, args)
     elif args.resume is not None:
-        resuming.write_what_is_left(RunDirectory(args.resume))
+        resume.write_what_is_left(RunDirectory(args.resume))
     info = _run_of(run, args)
     run.run_id = info.run_id
     if args.attach and info.directory:  # files of the command are named as seen from there
@@ -189,21 +189,25 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
             text = f"{info.directory}, where the run was started, is not here ({error.strerror})"
             print(f"deadpool agent: {text}: programs begin in {Path.cwd()}", file=sys.stderr)
     if not info.check_only:  # which says by itself what its nodes lack
-        checks.check_agreed(info, os.environ)
+        preconditions.check_agreed(info, os.environ)
     secret = auth.load_secret(run.path)  # before anything that the directory names is imported
     if not nodes_with_slots(info):  # what they take is not free, and is this node's again
-        checks.check_shared_memory(info, 1)
+        preconditions.check_shared_memory(info, 1)
     if not args.domain:
-        checks.read_domains(info.settings)  # it may be there on the host that made the run only
+        preconditions.read_domains(
+            info.settings
+        )  # it may be there on the host that made the run only
     host, domain = _place(args, slurm, info.settings)
-    checks.check_address(run, host)
+    preconditions.check_address(run, host)
     _check_listening(run, args, host)
     common.warn_of_danger_above(run.path, info)
     if fixed is not None:
         # Fails at once for a wrong address or secret, rather than after the whole patience.
         common.ask_at(fixed, run, info.run_id, {"command": "info"})
     if not info.check_only and (script := scripts.script_of(info.command)) is not None:
-        checks.check_command([script])  # this may be another host than the one that made the run
+        preconditions.check_command(
+            [script]
+        )  # this may be another host than the one that made the run
     return AgentOptions(
         node,
         run,
@@ -284,24 +288,24 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     if not args.check_only:
         if waits_for_forks(args.deadpool_start_method):
             keep_single_threaded()  # even looking for the user's module may import its packages
-        checks.check_command(args.command)
+        preconditions.check_command(args.command)
         scripts.adopt(args)
     communicator, restore = arguments.communicator_in(args), None
     if not args.check_only:
-        communicator = checks.decided(communicator, 1, args.nproc_per_node, os.environ)
+        communicator = preconditions.decided(communicator, 1, args.nproc_per_node, os.environ)
     settings = arguments.settings_from(args, communicator=communicator)
     settings = settled(settings, args.plan, lasts=True)  # all hosts share the directory
     if args.resume is not None:
         # Spares, too: they have nothing to write and are the first that have looked.
         agents = args.nodes + args.spares
-        others = resuming.Others(run, agents, args.node_id, settings.connect_seconds)
-        restore = resuming.resume_point(RunDirectory(args.resume), args, others)
+        others = resume.Others(run, agents, args.node_id, settings.connect_seconds)
+        restore = resume.resume_point(RunDirectory(args.resume), args, others)
     info = replace(common.make_info(args, settings, restore), check_only=args.check_only)
-    checks.check_sizes(info)
-    checks.read_domains(settings)
+    preconditions.check_sizes(info)
+    preconditions.read_domains(settings)
     run.make()
-    resuming.bring_frozen_weights(args.resume, run, info.restore)
-    resuming.bring_notes(args.resume, run)
+    resume.bring_frozen_weights(args.resume, run, info.restore)
+    resume.bring_notes(args.resume, run)
     auth.create_secret(run.path)  # before run.json, which says that everything is there
     run.create(info)
 

@@ -25,11 +25,11 @@ from pathlib import Path
 from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cli import common
 from deadpool_megatron.cli.display import Display
-from deadpool_megatron.cli.start import checks, deriving, scripts
-from deadpool_megatron.cli.start.checks import decided, gpus_to_share
+from deadpool_megatron.cli.start import defaults, preconditions, scripts
 from deadpool_megatron.cli.start.launch import Launcher
-from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
-from deadpool_megatron.cli.start.resuming import bring_frozen_weights, bring_notes, resume_point
+from deadpool_megatron.cli.start.preconditions import decided, gpus_to_share
+from deadpool_megatron.cli.start.restart import begin, hold, restart_of
+from deadpool_megatron.cli.start.resume import bring_frozen_weights, bring_notes, resume_point
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
 from deadpool_megatron.cli.watch import Follower
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
@@ -100,20 +100,20 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     """Check everything; returns also a descriptor that holds the directory for this launcher."""
     keep_single_threaded()  # even looking for the user's module may import its packages
     common.check_platform()
-    checks.check_command(args.command)
+    preconditions.check_command(args.command)
     given, command = tuple(args.command), scripts.adopt(args)
-    chosen = deriving.fill(args, command)
+    chosen = defaults.fill(args, command)
     directory = RunDirectory(args.run_dir)
     size = args.nodes + args.spares, args.nproc_per_node
     communicator = decided(
         arguments.communicator_in(args),
         *size,
         os.environ,
-        advice=lambda seen: deriving.advice(seen, command),
+        advice=lambda seen: defaults.advice(seen, command),
     )
     settings = arguments.settings_from(args, communicator=communicator)
-    lasts = deriving.outlives_hosts(command, directory)
-    settings = deriving.settled(settings, args.plan, lasts=lasts)
+    lasts = defaults.outlives_hosts(command, directory)
+    settings = defaults.settled(settings, args.plan, lasts=lasts)
     restart = restart_of(directory, args, settings)
     if restart is not None:
         info = restart.info
@@ -121,12 +121,12 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         restore = None if args.resume is None else resume_point(RunDirectory(args.resume), args)
         info = common.make_info(args, settings, restore)
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, args.command)
-    checks.check_sizes(info)
-    checks.check_host_is_not_bad(directory, info)
-    checks.read_domains(info.settings)
+    preconditions.check_sizes(info)
+    preconditions.check_host_is_not_bad(directory, info)
+    preconditions.read_domains(info.settings)
     if restart is None:
-        checks.check_run_directory(directory)
-        checks.check_shared_memory(info, info.nodes + info.spares)
+        preconditions.check_run_directory(directory)
+        preconditions.check_shared_memory(info, info.nodes + info.spares)
     # Refused here, or it would be in a standby.
     address = common.local_address(settings.interface)
     common.listen(address, 0).close()

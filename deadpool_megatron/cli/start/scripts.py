@@ -17,7 +17,7 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.process.fork_server import BrokenImport, ForkServer, StartError
 from deadpool_megatron.hookpoints import FLAG
 from deadpool_megatron.settings import Settings, flag_name
-from deadpool_megatron.support import environment as nccl_environment, judgement, versions
+from deadpool_megatron.support import environment as nccl_environment, findings, versions
 from deadpool_megatron.trainer.config import build_parser
 
 #: runs the script with the hooks in it
@@ -28,7 +28,7 @@ VARIABLE = "DEADPOOL_SCRIPT"
 EMBEDDED_TRAINER = ("-m", "deadpool_megatron.trainer")
 NVIDIA_CONTROL_DEVICE = Path("/dev/nvidiactl")
 DEFAULT_PRELOAD = ",".join(
-    f"deadpool_megatron.{name}" for name in ("trainer.megatron_api", "trainer.training", "member")
+    f"deadpool_megatron.{name}" for name in ("trainer.megatron_api", "trainer.gpt_loop", "member")
 )
 
 
@@ -63,10 +63,10 @@ def adopt(args: argparse.Namespace) -> tuple[str, ...]:
     command, told = member_command(args.command), list[str]()
     if script_of(command) is not None:
         version = versions.version_beside(versions.tree_of(Path(args.command[0])))
-        found = judgement.judge(args.command, version=version)
-        if line := judgement.refusal(found):
+        found = findings.judge(args.command, version=version)
+        if line := findings.refusal(found):
             raise CommandError(line)
-        told = judgement.notes(found)
+        told = findings.notes(found)
         arguments.put_into(args, _settings(args.command[1:], args.options))
     if nccl_environment.is_needed(getattr(args, "deadpool_communicator", "auto")):
         told += [line for _, line in nccl_environment.set_aside(os.environ)]

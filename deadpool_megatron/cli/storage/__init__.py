@@ -1,1 +1,1 @@
-"""Bytes that runs leave in memory and on disk: verifying, clean."""
+"""Bytes that runs leave in memory and on disk: verify, clean."""

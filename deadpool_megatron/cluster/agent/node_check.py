@@ -17,7 +17,7 @@ from typing import Any
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.process.children import answer_of
 from deadpool_megatron.layout.records import EpochRecord
-from deadpool_megatron.preflight.judge import HostFacts
+from deadpool_megatron.preflight.eligibility import HostFacts
 
 LOOK_SECONDS = 60.0
 _LIMIT_SECONDS = 30.0

@@ -10,7 +10,7 @@ from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.preflight import host as gpus
-from deadpool_megatron.preflight.judge import HostFacts
+from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 
 #: of a node that the coordinator has still to number

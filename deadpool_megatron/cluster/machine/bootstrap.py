@@ -20,9 +20,9 @@ from deadpool_megatron.cluster.machine.membership import drop_node, silent
 from deadpool_megatron.cluster.machine.pauses import consider_pause
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus, FailureKind
-from deadpool_megatron.preflight import judge
+from deadpool_megatron.preflight import eligibility
+from deadpool_megatron.preflight.eligibility import HostFacts, Judgement, Needs, Standing
 from deadpool_megatron.preflight.health import NOT_ASKED, Health
-from deadpool_megatron.preflight.judge import HostFacts, Judgement, Needs, Standing
 
 # Nobody needs what a node without a role holds alone.
 _AT_REST = (states.Phase.BOOTSTRAPPING, states.Phase.RUNNING, states.Phase.PAUSING)
@@ -266,7 +266,7 @@ def _judge_all(core: Core) -> None:
     if config.settings.check == "off":
         judged = dict.fromkeys(facts, Judgement())
     else:
-        judged = judge.judge(facts, _needs(config))
+        judged = eligibility.judge(facts, _needs(config))
     for node, one in judged.items():
         # Where nobody has asked for it, nothing is said of those that are good.
         if config.check_only or one.standing is not Standing.GOOD:
@@ -274,7 +274,7 @@ def _judge_all(core: Core) -> None:
         state.fleet.nodes[node].judged = one
     out = [node for node, one in judged.items() if one.standing is Standing.LEFT_OUT]
     kept = [one for node, one in facts.items() if node not in out]
-    state.agreed = judge.agree(one for one in kept if one is not None)
+    state.agreed = eligibility.agree(one for one in kept if one is not None)
     if config.check_only:
         _end_check(core, judged)
         return
@@ -289,13 +289,13 @@ def _judge_all(core: Core) -> None:
 
 
 def _judge_one(
-    core: Core, facts: HostFacts | None, agreed: judge.Agreed, *, fresh: bool
+    core: Core, facts: HostFacts | None, agreed: eligibility.Agreed, *, fresh: bool
 ) -> Judgement:
     if core.config.settings.check == "off":
         return Judgement()
     asked = _needs(core.config)
     asked = asked if fresh else replace(asked, shm_bytes=0)
-    return Judgement.of(judge.judge_one(facts, agreed, asked))
+    return Judgement.of(eligibility.judge_one(facts, agreed, asked))
 
 
 def _weak_ones_last(core: Core, judged: Mapping[int, Judgement]) -> None:

@@ -14,7 +14,7 @@ from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.failures import FailureKind
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory, RoleLayout
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from deadpool_megatron.preflight.judge import HostFacts
+from deadpool_megatron.preflight.eligibility import HostFacts
 
 
 class Input:

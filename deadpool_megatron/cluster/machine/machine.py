@@ -114,7 +114,7 @@ class Machine(Core):
         state, config, history = self.state, self.config, last.history
         if config.begins_anew:
             # With the settings of its command; what was asked for, or chosen, in the run before is
-            # over (cli/start/restarting).
+            # over (cli/start/restart).
             state.protection.told = last.protection
         else:
             # A plan that came with the record is reported (again): nobody knows if it was.

@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.machine.recoveries import Recoveries
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.planner import is_kept, usual_layouts
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from deadpool_megatron.preflight.judge import Agreed, HostFacts, Judgement, Standing
+from deadpool_megatron.preflight.eligibility import Agreed, HostFacts, Judgement, Standing
 from deadpool_megatron.settings import Settings
 
 NOTHING = records.Generation(0, 0)

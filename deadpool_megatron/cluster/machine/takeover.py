@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.machine.requests import refuse_assumed
 from deadpool_megatron.cluster.machine.state import Config, MemberStatus, Opening, TakingOver
 from deadpool_megatron.failures import FailureKind, rank
 from deadpool_megatron.layout.records import EpochRecord
-from deadpool_megatron.preflight import judge
+from deadpool_megatron.preflight import eligibility
 
 
 def note_join(core: Core, event: ev.NodeJoined) -> None:
@@ -100,7 +100,7 @@ def _go_on(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     state, fleet = core.state, core.state.fleet
     if core.config.settings.check != "off":  # what they have in common holds for those to come
         known = [node.facts for node in fleet.nodes.values() if node.facts is not None]
-        state.agreed = judge.agree(known)
+        state.agreed = eligibility.agree(known)
     if any(known.returns for known in fleet.nodes.values()):  # so it is with those that are gone
         fleet.returning |= fleet.removed.keys() & record.nodes.keys()
     if state.restarted and not state.survived:

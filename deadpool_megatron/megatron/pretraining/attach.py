@@ -56,7 +56,7 @@ from deadpool_megatron.megatron.pretraining.training_loop import PretrainLoop
 from deadpool_megatron.member import Session
 from deadpool_megatron.member.loop import Emit, Program, ProtectedLoop
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.support import flags, judgement
+from deadpool_megatron.support import findings, flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -84,7 +84,7 @@ def refusal(args: argparse.Namespace, argv: Sequence[str]) -> str:
     can be."""
     if not getattr(args, "deadpool", False):
         return ""
-    line = judgement.refusal(judgement.judge(argv, args))
+    line = findings.refusal(findings.judge(argv, args))
     return line or saves_refusal(getattr(args, "save", None), os.environ)
 
 

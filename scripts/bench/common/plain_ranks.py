@@ -17,9 +17,9 @@ import traceback
 from collections.abc import Callable
 
 from deadpool_megatron.trainer import (
+    gpt_loop,  # noqa: F401 - loaded before the forks
     megatron_api,  # noqa: F401 - first: it installs the stand-ins
     plain,
-    training,  # noqa: F401 - loaded before the forks
 )
 
 # Below the range from which the kernel gives out ports to others at any moment.

@@ -20,7 +20,7 @@ PLACES = ("begin", "end")
 
 def slow_down() -> None:
     """From now on every step of this process's trainer takes longer."""
-    from deadpool_megatron.trainer.training import TrainingLoop
+    from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
     name = "_mean_loss" if os.environ.get(PLACE) == "end" else "train_step"
     own = getattr(TrainingLoop, name)

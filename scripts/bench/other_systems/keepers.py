@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 
 from deadpool_megatron.megatron.optimizer import inner_optimizers
 from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
+from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 from deadpool_megatron.trainer.megatron_api import get_cuda_rng_tracker, parallel_state
-from deadpool_megatron.trainer.training import TrainingLoop
 
 # DCP writes it last, under another name first.
 _COMPLETE = ".metadata"

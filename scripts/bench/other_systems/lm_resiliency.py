@@ -14,7 +14,7 @@ import torch
 from lm_resiliency import InMemoryCkptConfig
 from lm_resiliency.integrations.megatron import enable_megatron_resiliency
 
-from deadpool_megatron.trainer.training import TrainingLoop
+from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 from other_systems.keepers import Keeper
 from other_systems.nodes import NODE_VARIABLE
 

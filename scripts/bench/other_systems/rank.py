@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.trainer.config import TrainerConfig, build_parser, config_from
-from deadpool_megatron.trainer.training import TrainingLoop
+from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 from other_systems.keepers import CheckpointKeeper, Keeper
 
 KEEPERS = ("none", "dcp", "dcp-async", "lm-resiliency")

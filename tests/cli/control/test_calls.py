@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli.control import asking
+from deadpool_megatron.cli.control import client
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from tests.common import lives, statements
@@ -27,10 +27,10 @@ class Coordinator:
         self.asked = list[dict[str, Any]]()
         self._answers = list[Any]()
         patch.chdir(directory)
-        patch.setattr(asking, "ask", self._answer)
+        patch.setattr(client, "ask", self._answer)
         for name in ("_LOOK_SECONDS", "_REPEAT_SECONDS", "_PAUSE_SECONDS"):
-            patch.setattr(asking, name, 0.001)
-        patch.setattr(asking, "_TAKEOVER_SECONDS", 0.05)
+            patch.setattr(client, name, 0.001)
+        patch.setattr(client, "_TAKEOVER_SECONDS", 0.05)
 
     def hears(self, line: str, *answers: Any) -> int:
         self._answers, self.asked = list(answers), []
@@ -56,4 +56,4 @@ ASKED, UNDER_WAY = (Stage.ASKED, ""), (Stage.UNDER_WAY, "waits for a spare node"
 
 
 def test_requests_are_answered_as_before(tmp_path: Path) -> None:
-    lives.compare(Path(__file__).parent / "calls" / "asking.txt", statements.live, tmp_path)
+    lives.compare(Path(__file__).parent / "calls" / "client.txt", statements.live, tmp_path)

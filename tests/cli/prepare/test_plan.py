@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli.prepare import plan as plan_command
-from deadpool_megatron.planning.answer import SWAP_SECONDS
+from deadpool_megatron.planning.assessment import SWAP_SECONDS
 from tests.cli.told import CarryOut
 
 ROOT = Path(__file__).parents[3]

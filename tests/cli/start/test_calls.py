@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron import cli, file_systems
-from deadpool_megatron.cli.start import checks, launch, scripts
+from deadpool_megatron.cli.start import launch, preconditions, scripts
 from deadpool_megatron.cluster.run_directory import cleanup, directory as run_directory
 from deadpool_megatron.preflight import host
 from tests.cli.start.refused import RUN_ID
@@ -30,9 +30,9 @@ class User:
         patch.chdir(directory)
         patch.setattr(host, "listed_gpus", lambda: tuple(f"GPU-{n}" for n in range(gpus)))
         patch.delenv(host.VISIBLE, raising=False)
-        checks._problem_of_torch.cache_clear()
+        preconditions._problem_of_torch.cache_clear()
         count = "import os; print(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
-        patch.setattr(checks, "_PROBE", count)
+        patch.setattr(preconditions, "_PROBE", count)
         patch.setattr(file_systems, "_kinds", lambda: {Path("/"): "ext4"})
         (directory / "shm").mkdir()
         for module in (cleanup, run_directory):

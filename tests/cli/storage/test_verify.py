@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli import main
-from deadpool_megatron.cli.storage.verifying import verify_checkpoint
+from deadpool_megatron.cli.storage.verify import verify_checkpoint
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.shm import slot_check as verifying
 from deadpool_megatron.vault.shm.segment import Segment, copy_name

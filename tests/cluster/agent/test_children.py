@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout import records
-from deadpool_megatron.preflight.judge import HostFacts
+from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from tests.common.virtual_time import VirtualLoop

@@ -50,7 +50,7 @@ from deadpool_megatron.layout.records import (
     Restore,
     Seat,
 )
-from deadpool_megatron.preflight.judge import HostFacts
+from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot

@@ -25,8 +25,8 @@ from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.failures import FailureKind
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.layout.schemes import plan_of_kind
+from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.preflight.health import Health
-from deadpool_megatron.preflight.judge import HostFacts
 from tests.cluster.machine.rig import plain
 from tests.cluster.machine.stale import OF_EPOCH
 from tests.cluster.machine.world import World

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.layout.schemes import plan_of_kind
+from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.preflight.health import Health
-from deadpool_megatron.preflight.judge import HostFacts
 from tests.cluster.machine.stale import feed_stale
 from tests.cluster.machine.world import World
 

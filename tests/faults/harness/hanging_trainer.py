@@ -9,9 +9,9 @@ import sys
 import threading
 from typing import Any
 
-from deadpool_megatron.trainer import __main__ as trainer, training
+from deadpool_megatron.trainer import __main__ as trainer, gpt_loop
 
-_forward = training._forward
+_forward = gpt_loop._forward
 
 
 def hanging(role: str, last: int) -> Any:
@@ -29,5 +29,5 @@ def hanging(role: str, last: int) -> Any:
 if __name__ == "__main__":
     role, last, *rest = sys.argv[1:]
     if os.environ.get("DEADPOOL_INCARNATION", "0") == "0":
-        training._forward = hanging(role, int(last))
+        gpt_loop._forward = hanging(role, int(last))
     sys.exit(trainer.main(rest))

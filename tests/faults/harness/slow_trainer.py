@@ -8,9 +8,9 @@ import sys
 import time
 from typing import Any
 
-from deadpool_megatron.trainer import __main__ as trainer, training
+from deadpool_megatron.trainer import __main__ as trainer, gpt_loop
 
-_forward = training._forward
+_forward = gpt_loop._forward
 
 
 def slow(seconds: float) -> Any:
@@ -26,5 +26,5 @@ def slow(seconds: float) -> Any:
 if __name__ == "__main__":
     node, seconds, *rest = sys.argv[1:]
     if os.environ["DEADPOOL_NODE"] == node:
-        training._forward = slow(float(seconds))
+        gpt_loop._forward = slow(float(seconds))
     sys.exit(trainer.main(rest))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.megatron.pretraining import attach
+from deadpool_megatron.support.findings import judge, refusal
 from deadpool_megatron.support.flags import REVIEWED, ROWS, UNREVIEWED, FlagRow, Level
-from deadpool_megatron.support.judgement import judge, refusal
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import TAG, TAGS, TREES, checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Answer, Question, ask, in_checkout

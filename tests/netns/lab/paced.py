@@ -14,7 +14,7 @@ def main() -> int:
     """Run the trainer in this member."""
     # Not at the top: in the test process the stand-ins for CUDA are not installed.
     from deadpool_megatron.trainer import __main__ as trainer
-    from deadpool_megatron.trainer.training import TrainingLoop
+    from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
     own_step = TrainingLoop.train_step
 

@@ -11,7 +11,7 @@ import torch
 
 from deadpool_megatron.megatron import megatron_extras as extras
 from deadpool_megatron.member.entry import EpochEntry
-from deadpool_megatron.trainer import __main__ as trainer, model, training
+from deadpool_megatron.trainer import __main__ as trainer, gpt_loop, model
 from tests.persist.harness.held_trainer import held
 from tests.persist.harness.holding import waits_of
 
@@ -40,5 +40,5 @@ if __name__ == "__main__":
     extras.MOST_FROZEN_BYTES = 0
     model._build_chunk = frozen_chunk
     EpochEntry.build_detached = build_without_the_weights  # type: ignore[method-assign]
-    training.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
+    gpt_loop.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
     sys.exit(trainer.main(rest))

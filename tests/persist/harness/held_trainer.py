@@ -6,10 +6,10 @@ Arguments: ITERATION=PATTERN[,...] (see holding.py), then those of the trainer.
 import sys
 from typing import Any
 
-from deadpool_megatron.trainer import __main__ as trainer, training
+from deadpool_megatron.trainer import __main__ as trainer, gpt_loop
 from tests.persist.harness.holding import Waits, hold, waits_of
 
-_train_step = training.TrainingLoop.train_step
+_train_step = gpt_loop.TrainingLoop.train_step
 
 
 def held(waits: Waits) -> Any:
@@ -24,5 +24,5 @@ def held(waits: Waits) -> Any:
 
 if __name__ == "__main__":
     told, *rest = sys.argv[1:]
-    training.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
+    gpt_loop.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
     sys.exit(trainer.main(rest))

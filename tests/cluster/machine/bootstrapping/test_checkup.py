@@ -8,8 +8,8 @@ import pytest
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Holding, Inventory
+from deadpool_megatron.preflight.eligibility import HostFacts, Standing
 from deadpool_megatron.preflight.health import Health
-from deadpool_megatron.preflight.judge import HostFacts, Standing
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, layout, nodes_of
 
 GOOD = HostFacts(

@@ -14,7 +14,7 @@ from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore
-from deadpool_megatron.preflight.judge import HostFacts
+from deadpool_megatron.preflight.eligibility import HostFacts
 from tests.cluster.machine.bootstrapping.test_takeover import rejoin
 from tests.cluster.machine.epoch.test_kinds import CUDA, ended, kinds, recover
 from tests.cluster.machine.rig import Phase, Rig, g, nodes_of

@@ -2,7 +2,7 @@
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.failures import ExitStatus
-from deadpool_megatron.preflight.judge import HostFacts
+from deadpool_megatron.preflight.eligibility import HostFacts
 from tests.cluster.machine.bootstrapping.test_restart import come_and_close
 from tests.cluster.machine.rig import SIGKILL, Phase, Rig, g
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli.common import CommandError, RequestRefused, RunNotReachable
-from deadpool_megatron.cli.start import serving
+from deadpool_megatron.cli.start import agent_process
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.run_directory import directory
 from deadpool_megatron.failures import ExitStatus
@@ -28,11 +28,11 @@ class Coordinator:
 
 
 def attach(run: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator) -> int:
-    monkeypatch.setattr(serving, "ask", coordinator)
-    monkeypatch.setattr(serving, "_ATTACH_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(agent_process, "ask", coordinator)
+    monkeypatch.setattr(agent_process, "_ATTACH_PAUSE_SECONDS", 0.0)
     settings = Settings(spare_timeout_seconds=60.0)
     info = directory.RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), settings)
-    return serving._attach(directory.RunDirectory(run), info, None)
+    return agent_process._attach(directory.RunDirectory(run), info, None)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_a_fenced_node_comes_back_though_the_file_of_domains_is_away(
         served.append((options.node, options.domain))
         return 0 if options.node == 7 else ExitStatus.FENCED
 
-    monkeypatch.setattr(serving, "run_agent", serve_once)
-    monkeypatch.setattr(serving, "ask", lambda *_: {"ok": True, "node": 7})
+    monkeypatch.setattr(agent_process, "run_agent", serve_once)
+    monkeypatch.setattr(agent_process, "ask", lambda *_: {"ok": True, "node": 7})
     options = AgentOptions(3, run, info, b"", "127.0.0.1", "")
-    status = serving.serve(options, standby_port=None, rejoins=1)
+    status = agent_process.serve(options, standby_port=None, rejoins=1)
     assert (status, served) == (0, [(3, "rack-a"), (7, "rack-b")])
 
 

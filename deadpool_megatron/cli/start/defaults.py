@@ -19,8 +19,8 @@ from pathlib import Path
 from deadpool_megatron import arguments, file_systems
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
-from deadpool_megatron.planning.answer import assess
-from deadpool_megatron.planning.plan_file import read_plan
+from deadpool_megatron.planning.assessment import assess
+from deadpool_megatron.planning.sections import read_plan
 from deadpool_megatron.planning.traffic import GIGA
 from deadpool_megatron.preflight.host import visible_gpus
 from deadpool_megatron.settings import NEVER, Settings

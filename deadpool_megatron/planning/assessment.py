@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from deadpool_megatron.layout.schemes import losses_survived, most_lost
 from deadpool_megatron.layout.sizing import refusal
-from deadpool_megatron.planning import sizes, traffic
-from deadpool_megatron.planning.plan_file import Plan, PlanError
+from deadpool_megatron.planning import shards, traffic
+from deadpool_megatron.planning.sections import Plan, PlanError
 from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Placement, Timing
 from deadpool_megatron.settings import SettingsError
 
@@ -37,7 +37,7 @@ class Assessment:
     def lost_steps(self) -> int:
         """The RPO: the most finished steps that a loss makes the job compute again."""
         lag = self.plan.protection.max_lag
-        together = sizes.slots_of(self.plan) == 2 + lag
+        together = shards.slots_of(self.plan) == 2 + lag
         return most_lost(self.plan.protection.cadence, lag, spans_the_world=together)
 
     def busiest(self, name: str) -> tuple[float, int]:
@@ -69,9 +69,9 @@ class Assessment:
         placement = self.placement
         return {
             "plan": dataclasses.asdict(self.plan),
-            "parameters": sizes.total_parameters(self.plan.model),
+            "parameters": shards.total_parameters(self.plan.model),
             "roles": len(placement.roles),
-            "slots": sizes.slots_of(self.plan),
+            "slots": shards.slots_of(self.plan),
             "largest_shard_bytes": max(role.shard_bytes for role in placement.roles.values()),
             "domains": len(set(placement.scene.domains.values())),
             "nodes": nodes,
@@ -89,7 +89,7 @@ def assess(plan: Plan) -> Assessment:
     placement = traffic.place(plan)
     _check_domains(plan, placement)
     loads = traffic.node_loads(plan, placement)
-    times = traffic.timing(plan, placement, loads, sizes.step_seconds(plan))
+    times = traffic.timing(plan, placement, loads, shards.step_seconds(plan))
     _check_window(plan, times)
     _check_memory(plan, loads)
     return Assessment(plan, placement, loads, times)
@@ -147,7 +147,7 @@ def _check_scheme(plan: Plan) -> None:
     """The keys of the protection go together, as a run sees it."""
     nodes = plan.cluster.nodes + plan.cluster.spares
     try:
-        why = refusal(sizes.protection_plan(plan), nodes, sizes.settings_of(plan))
+        why = refusal(shards.protection_plan(plan), nodes, shards.settings_of(plan))
     except SettingsError as error:
         why = str(error)
     if why:
@@ -157,7 +157,7 @@ def _check_scheme(plan: Plan) -> None:
 def _check_domains(plan: Plan, placement: Placement) -> None:
     """No copy of a role shares a failure domain with another one."""
     if placement.same_domain:
-        wanted = losses_survived(sizes.settings_of(plan)) + 1
+        wanted = losses_survived(shards.settings_of(plan)) + 1
         raise PlanError(
             f"cluster.racks: {wanted - 1} copies on other nodes need {wanted} failure domains,"
             f" there are {len(set(placement.scene.domains.values()))}: set it to at least {wanted},"
@@ -189,7 +189,7 @@ def _check_memory(plan: Plan, loads: dict[int, NodeLoad]) -> None:
     """Slots and copies fit in what is left of a node's memory."""
     cluster = plan.cluster
     fullest = max(loads, key=lambda node: loads[node].memory_bytes)
-    load, slots = loads[fullest], sizes.slots_of(plan)
+    load, slots = loads[fullest], shards.slots_of(plan)
     needed = load.memory_bytes / GIGA + cluster.host_memory_reserved_gb
     if needed <= cluster.host_memory_gb:
         return

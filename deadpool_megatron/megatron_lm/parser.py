@@ -1,4 +1,4 @@
-"""``python -m deadpool_megatron.megatron_lm.parsing DIR``: the parser of a tree of Megatron-LM.
+"""``python -m deadpool_megatron.megatron_lm.parser DIR``: the parser of a tree of Megatron-LM.
 
 Reads the arguments of a script from each line of its input, as a list, and answers with what that
 parser makes of them, defaults included; where it takes them not, with the reason under ``refused``.
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deadpool_megatron.megatron_lm.importing import import_megatron
+from deadpool_megatron.megatron_lm.checkout import import_megatron
 
 
 class _Parser(argparse.ArgumentParser):

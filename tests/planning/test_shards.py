@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from megatron.core.parallel_state import RankGenerator
 
-from deadpool_megatron.planning.sizes import (
+from deadpool_megatron.planning.shards import (
     data_parallel_peers,
     expert_data_parallel_peers,
     stage_parameters,

@@ -18,7 +18,7 @@ from typing import Any
 
 from deadpool_megatron import file_systems
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start.resuming import refuse_while_training
+from deadpool_megatron.cli.start.resume import refuse_while_training
 from deadpool_megatron.cluster.journal.journal import GONE, WRONG, Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.process import program

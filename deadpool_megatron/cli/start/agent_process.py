@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cli.common import PASSING, CommandError, RequestRefused, ask, ask_at, listen
-from deadpool_megatron.cli.start.checks import read_domains
+from deadpool_megatron.cli.start.preconditions import read_domains
 from deadpool_megatron.cluster.agent.options import NO_NUMBER, AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
 from deadpool_megatron.cluster.journal.journal import Journal

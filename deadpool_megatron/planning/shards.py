@@ -23,7 +23,7 @@ from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, e
 from deadpool_megatron.layout.replaying import step_parts
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
 from deadpool_megatron.layout.sizing import Scene, extras_room_bytes
-from deadpool_megatron.planning.plan_file import Cluster, Model, Parallel, Plan
+from deadpool_megatron.planning.sections import Cluster, Model, Parallel, Plan
 from deadpool_megatron.settings import Settings
 
 # Of a parameter, as an update uses it: fp32.

@@ -1,8 +1,8 @@
-"""The judgement as a function of facts, whatever they are; each rule is in calls/judge.txt."""
+"""Eligibility as a function of facts, whatever they are; each rule is in calls/eligibility.txt."""
 
 from hypothesis import given, strategies as st
 
-from deadpool_megatron.preflight.judge import HostFacts, Needs, Standing, judge
+from deadpool_megatron.preflight.eligibility import HostFacts, Needs, Standing, judge
 
 FACTS = st.builds(
     HostFacts,

@@ -1,12 +1,12 @@
-"""A host whose agent resumes a run, for calls/resuming.txt."""
+"""A host whose agent resumes a run, for calls/resume.txt."""
 
 import argparse
 from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cli.start import resuming
-from deadpool_megatron.cli.start.resuming import Others, resume_point
+from deadpool_megatron.cli.start import resume
+from deadpool_megatron.cli.start.resume import Others, resume_point
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
@@ -32,9 +32,9 @@ class Host:
         self.saved.mkdir()
         (self.saved / ".metadata").touch()
         self.notes(self.state("durable", 5))
-        patch.setattr(resuming, "dump_orphans", lambda *_: [])
-        patch.setattr(resuming, "newest_whole", self._look)
-        patch.setattr(resuming.time, "sleep", self._pause)
+        patch.setattr(resume, "dump_orphans", lambda *_: [])
+        patch.setattr(resume, "newest_whole", self._look)
+        patch.setattr(resume.time, "sleep", self._pause)
 
     def state(self, kind: str, iteration: int, path: Path | None = None) -> Restore:
         return Restore(kind, Generation(1, iteration), path=str(path or self.saved))

@@ -8,8 +8,8 @@ from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout.sizing import node_needs
 from deadpool_megatron.planning import traffic
-from deadpool_megatron.planning.answer import Assessment, assess
-from deadpool_megatron.planning.plan_file import Plan, PlanError
+from deadpool_megatron.planning.assessment import Assessment, assess
+from deadpool_megatron.planning.sections import Plan, PlanError
 from deadpool_megatron.settings import Settings
 from tests.planning.plans import make
 
