@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deadpool_megatron.megatron import fp8, optimizer
 from deadpool_megatron.member.loop import ProtectedLoop
-from deadpool_megatron.state.packing import fingerprint
+from deadpool_megatron.state.parts import fingerprint
 
 
 class PeerMismatch(RuntimeError):

@@ -34,7 +34,7 @@ from deadpool_megatron.megatron.megatron_extras import (
     tracked_random_states,
 )
 from deadpool_megatron.member.loop import ProtectedLoop, layer_number, trains_in_fp8
-from deadpool_megatron.state.packing import Part
+from deadpool_megatron.state.parts import Part
 
 _Entry = tuple[str, Tensor | str]
 

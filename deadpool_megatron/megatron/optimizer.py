@@ -25,7 +25,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from torch import Tensor
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.state.packing import Part, move_into_arenas
+from deadpool_megatron.state.parts import Part, move_into_arenas
 from deadpool_megatron.support import flags
 
 # They keep nothing but tensors for a parameter, and change them in place; nobody has to look after

@@ -37,8 +37,10 @@ from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.megatron import optimizer
 from deadpool_megatron.megatron.megatron_extras import frozen_and_buffers, large_frozen_weights
 from deadpool_megatron.member.loop import ProtectedLoop
-from deadpool_megatron.persist.frozen_file import FROZEN
-from deadpool_megatron.persist.state_template import (
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.state.parts import Part
+from deadpool_megatron.state.template import (
+    FROZEN,
     ZEROS,
     FromExtras,
     Piece,
@@ -51,8 +53,6 @@ from deadpool_megatron.persist.state_template import (
     share_template,
     write_template,
 )
-from deadpool_megatron.settings import Settings
-from deadpool_megatron.state.packing import Part
 
 # Objects beside tensors that no iteration changes.
 _CONSTANT_OBJECTS = (

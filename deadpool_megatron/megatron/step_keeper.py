@@ -46,7 +46,7 @@ from deadpool_megatron.member.protection import (
 )
 from deadpool_megatron.platform.devices import CopyHandle, Platform
 from deadpool_megatron.state import extras as codec
-from deadpool_megatron.state.packing import Part
+from deadpool_megatron.state.parts import Part
 from deadpool_megatron.vault.member import RestoredParts, SlotWriter, VaultClient
 
 _STEP_BYTES = 64 << 10

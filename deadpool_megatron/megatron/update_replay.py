@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deadpool_megatron.megatron import optimizer as optimizers
 from deadpool_megatron.megatron.first_state import same_bytes, without_hooks
-from deadpool_megatron.state.packing import Part
+from deadpool_megatron.state.parts import Part
 from deadpool_megatron.wire.forms import Coded
 
 # What a rehearsal takes of device memory at a time: state before, and gradients, about this much.

@@ -50,9 +50,9 @@ from deadpool_megatron.member.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.member.protection import Protection, ReplayRefused, UpdateCapture
 from deadpool_megatron.member.reports import RoleReports
 from deadpool_megatron.ownership import check_checkpoint
-from deadpool_megatron.persist.frozen_file import Wait
 from deadpool_megatron.platform import PinnedSlots, select_platform
 from deadpool_megatron.state import extras as extras_codec
+from deadpool_megatron.state.frozen_file import Wait
 from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.disk.sources import dump_differs

@@ -1,7 +1,7 @@
 """Frozen weights too large for the extras: protected once, by a file in the run directory.
 
 No iteration changes them, so each generation only names the file
-(:mod:`deadpool_megatron.persist.frozen_file`); a process that takes the role reads it there. That
+(:mod:`deadpool_megatron.state.frozen_file`); a process that takes the role reads it there. That
 they do not change is watched by the versions that torch counts of tensors, and by a fingerprint at
 each restore: a program that does change them could not be restored exactly, and ends.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from deadpool_megatron.megatron.megatron_extras import MOST_FROZEN_BYTES
 from deadpool_megatron.megatron.optimizer import UnsupportedOptimizer
-from deadpool_megatron.persist import frozen_file
-from deadpool_megatron.state.packing import fingerprint
+from deadpool_megatron.state import frozen_file
+from deadpool_megatron.state.parts import fingerprint
 from deadpool_megatron.vault.errors import NoRoom
 
 

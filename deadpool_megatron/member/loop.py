@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from deadpool_megatron.persist.state_template import TemplateError
+from deadpool_megatron.state.template import TemplateError
 
 # emit(kind, data): kind is the value of an events.Kind, data holds JSON values only.
 Emit = Callable[[str, Mapping[str, Any]], None]
@@ -150,7 +150,7 @@ class ProtectedLoop(ABC):
         """The state that a save would write, as ``dist_checkpointing.save`` takes it, made without
         communication and without copies of tensors. Under ``optimizer`` is what its
         ``sharded_state_dict`` answered; all else that an iteration changes are marks
-        (:mod:`deadpool_megatron.persist.state_template`). Raises TemplateError where there is no
+        (:mod:`deadpool_megatron.state.template`). Raises TemplateError where there is no
         such checkpoint.
         """
         raise TemplateError("the program does not say what its checkpoints hold")

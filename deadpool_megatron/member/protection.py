@@ -54,7 +54,7 @@ from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout, extras_part, is_due
 from deadpool_megatron.platform import devices
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.state.packing import Part
+from deadpool_megatron.state.parts import Part
 from deadpool_megatron.vault.errors import Frozen, Interrupted, VaultError
 from deadpool_megatron.vault.member import RestoredParts, SlotWriter, VaultClient
 from deadpool_megatron.vault.shm.segment import checksum

@@ -51,10 +51,10 @@ from deadpool_megatron.member.epoch_runner import EpochRunner
 from deadpool_megatron.member.loop import Program
 from deadpool_megatron.member.protection import ExtrasOutgrown
 from deadpool_megatron.member.reports import DeviceMeter, HangProbe, HostMeter, RoleReports
-from deadpool_megatron.persist.state_template import TemplateError
 from deadpool_megatron.preflight.host import VISIBLE
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.extras import ExtrasError
+from deadpool_megatron.state.template import TemplateError
 from deadpool_megatron.support import environment as nccl_environment
 from deadpool_megatron.vault.errors import NoRoom, VaultError
 from deadpool_megatron.wire.framing import readable

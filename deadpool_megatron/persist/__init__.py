@@ -1,9 +1,7 @@
 """Turns a generation in host memory into a standard checkpoint, in a process of its own.
 
-Torch on the CPU; nothing here runs in a training process but the making of the state template.
+Torch on the CPU; nothing here runs in a training process.
 
-state_template   what a role writes, in boxes, where its bytes lie, and the values of an iteration
-frozen_file      weights that no iteration changes; in the command without torch
-writing          one role's file, and all of them as one checkpoint
-__main__         one node's part of an export; Megatron's classes without Megatron
+torch_dist  the file of each role, and their join into a checkpoint
+__main__    the part of an export that one node has; Megatron's classes without Megatron
 """

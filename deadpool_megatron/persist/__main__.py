@@ -1,11 +1,13 @@
-"""``python -m deadpool_megatron.persist JOB``: one node's part of an export; started by its agent.
+"""``python -m deadpool_megatron.persist JOB``: write the part of an export that one node has.
+
+Its agent starts it.
 
 ``JOB`` is a file with JSON: ``directory`` (of the unfinished checkpoint), ``skeletons`` (a
 directory), ``taken`` (see :class:`~deadpool_megatron.vault.disk.pinned_snapshot.Snapshot`),
 ``dump`` (null, or ``path``, ``generation``, ``boundary`` of a dump, and its ``roles`` to write),
-``iteration``, ``world_size``, ``joins`` (whether this process makes one checkpoint of what all have
-written), ``deadline_seconds``, ``node``, ``run_dir``. Exit status 0; 1 with the reason as the last
-line of standard error.
+``iteration``, ``world_size``, ``joins`` (whether this process joins the files of all roles into one
+checkpoint), ``deadline_seconds``, ``node``, ``run_dir``. Exit status 0; 1 with the reason as the
+last line of standard error.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.ownership import OwnershipError, make_private
-from deadpool_megatron.persist import writing
-from deadpool_megatron.persist.state_template import TemplateError, read_template
+from deadpool_megatron.persist import torch_dist
 from deadpool_megatron.process_names import set_process_name
+from deadpool_megatron.state.template import TemplateError, read_template
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.disk.sources import snapshot_of_dump
 from deadpool_megatron.vault.errors import VaultError
 
-_LEAST_PRIORITY = 19
-_LOOK_SECONDS = 0.1
+_NICENESS = 19
+_POLL_SECONDS = 0.1
 # The package whose objects are carried from one file to another.
 _FOREIGN = "megatron"
 
@@ -51,7 +53,7 @@ def main() -> int:
     given = parser.parse_args()
     die_with_parent(given.parent)
     set_process_name("dp-persist")
-    os.nice(_LEAST_PRIORITY)
+    os.nice(_NICENESS)
     torch.set_num_threads(1)
     stand_in_for_megatron()
     failpoints.load()
@@ -59,7 +61,7 @@ def main() -> int:
     failpoints.set_context(node=job["node"], process="persist", run_dir=job["run_dir"])
     try:
         _carry_out(job)
-    except (OwnershipError, writing.WritingError, TemplateError, VaultError, OSError) as error:
+    except (OwnershipError, torch_dist.WritingError, TemplateError, VaultError, OSError) as error:
         print(f"node {job['node']}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -69,26 +71,26 @@ def _carry_out(job: Mapping[str, Any]) -> None:
     directory = Path(job["directory"])
     make_private(directory)
     common: Any = None
-    for taken in _sources(job):
-        template = read_template(Path(job["skeletons"]), taken.role, taken.layout_hash)
-        failpoints.hit("persist.write", role=taken.role, iteration=taken.generation.iteration)
-        source = writing.GenerationSource(taken, RunDirectory(Path(job["run_dir"])).frozen)
-        told = writing.write_role(template, source, directory)
-        writing.write_extras(source, directory, taken.role, int(job["world_size"]))
-        if taken.role == 0:
-            common = writing.filled(template.common, source)
-        # It appears whole.
-        write_text(_told_path(directory, taken.role), json.dumps(told))
+    for snapshot in _sources(job):
+        template = read_template(Path(job["skeletons"]), snapshot.role, snapshot.layout_hash)
+        failpoints.hit("persist.write", role=snapshot.role, iteration=snapshot.generation.iteration)
+        source = torch_dist.GenerationSource(snapshot, RunDirectory(Path(job["run_dir"])).frozen)
+        index = torch_dist.write_role(template, source, directory)
+        torch_dist.write_extras(source, directory, snapshot.role, int(job["world_size"]))
+        if snapshot.role == 0:
+            common = torch_dist.filled(template.common, source)
+        # Renamed into place, so that the process that joins never reads half of it.
+        write_text(_index_path(directory, snapshot.role), json.dumps(index))
     failpoints.hit("persist.written", iteration=job["iteration"])
     if job["joins"]:
-        told_by_all = _await_all(directory, int(job["world_size"]), float(job["deadline_seconds"]))
-        writing.join(directory, told_by_all, common)
+        indexes = _await_all(directory, int(job["world_size"]), float(job["deadline_seconds"]))
+        torch_dist.join(directory, indexes, common)
         for role in range(int(job["world_size"])):
-            _told_path(directory, role).unlink()
+            _index_path(directory, role).unlink()
 
 
 def _sources(job: Mapping[str, Any]) -> Iterator[Snapshot]:
-    """Yield where the bytes of each role are; one after the other, as there may be many files."""
+    """Yield the snapshots of all roles of this node, each read only when it is due."""
     yield from map(Snapshot.from_dict, job["taken"])
     dump = job["dump"]
     for role in [] if dump is None else dump["roles"]:
@@ -96,7 +98,7 @@ def _sources(job: Mapping[str, Any]) -> Iterator[Snapshot]:
         yield snapshot_of_dump(Path(dump["path"]), role, generation, dump["boundary"])
 
 
-def _told_path(directory: Path, role: int) -> Path:
+def _index_path(directory: Path, role: int) -> Path:
     return directory / f".role-{role}.json"
 
 
@@ -104,28 +106,28 @@ def _await_all(
     directory: Path, world_size: int, deadline_seconds: float
 ) -> list[Mapping[str, Any]]:
     limit = time.monotonic() + deadline_seconds
-    told: dict[int, Mapping[str, Any]] = {}
-    while len(told) < world_size:
-        for role in set(range(world_size)) - set(told):
-            if (path := _told_path(directory, role)).exists():
-                told[role] = json.loads(path.read_text())
-        if len(told) < world_size:
+    indexes: dict[int, Mapping[str, Any]] = {}
+    while len(indexes) < world_size:
+        for role in set(range(world_size)) - set(indexes):
+            if (path := _index_path(directory, role)).exists():
+                indexes[role] = json.loads(path.read_text())
+        if len(indexes) < world_size:
             if time.monotonic() > limit:
-                missing = ", ".join(str(r) for r in range(world_size) if r not in told)
-                raise writing.WritingError(
+                missing = ", ".join(str(r) for r in range(world_size) if r not in indexes)
+                raise torch_dist.WritingError(
                     f"roles {missing} have not written to {directory} within"
                     f" {deadline_seconds:g} s: is it a directory that all nodes share?"
                 )
-            time.sleep(_LOOK_SECONDS)
-    return [told[role] for role in sorted(told)]
+            time.sleep(_POLL_SECONDS)
+    return [indexes[role] for role in sorted(indexes)]
 
 
 def stand_in_for_megatron() -> None:
-    """Have every module of Megatron be a stand-in, in this process; before one is imported.
+    """Replace every module of Megatron by a stand-in in this process, before the first import.
 
     The arguments of a run hold members of Megatron's enumerations, by the name of their class. To
-    import that class would import Megatron, the very one that the members have, with all that it
-    needs. Here a name is all there is: an object of such a class is written again as it was read.
+    import that class would import Megatron with all that it needs. Here a class is only a name, and
+    an object of such a class is written as it was read.
     """
     assert _FOREIGN not in sys.modules, "Megatron was imported here"
     sys.meta_path.insert(0, _ForeignFinder())
@@ -150,7 +152,7 @@ class _ForeignFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _ForeignModule(types.ModuleType):
-    """Has a class of every name."""
+    """A module that has a class of every name."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -161,9 +163,8 @@ class _ForeignModule(types.ModuleType):
 
 
 class _ForeignClass(type):
-    """One of Megatron's. pickle makes its plain objects by itself, and asks here for the others: a
-    call, as most versions of Python write the member of an enumeration, or an attribute, as some
-    versions of 3.11 do."""
+    """A class of Megatron. pickle creates plain objects without it and enumeration members with it:
+    by a call in most versions of Python, by an attribute in some versions of 3.11."""
 
     def __call__(cls, *given: Any) -> Any:
         return _ForeignObject(cls, given)
@@ -175,7 +176,7 @@ class _ForeignClass(type):
 
 
 class _ForeignObject:
-    """Written as what made it."""
+    """An object that is pickled as the call that created it."""
 
     def __init__(self, function: Any, given: tuple[Any, ...]) -> None:
         self._made = function, given

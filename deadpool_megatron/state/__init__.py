@@ -1,7 +1,10 @@
-"""Unique state: how it lies in a flat buffer, how it gets there and back.
+"""The state of a role: in flat buffers, as encoded bytes, and as the recipe of a checkpoint.
 
-Torch only; no network and no Megatron. The hooks say which tensors belong to which part.
+Torch only; no network and no Megatron. The framework's rooms decide which tensors are in which
+part.
 
-packing  parts, and the fingerprint of tensors
-extras   the small state besides, as bytes without pickle
+parts        live tensors with places in a flat buffer, and their fingerprint
+extras       the small state apart from the shard, as bytes without pickle
+template     a role's recipe of its part of a checkpoint
+frozen_file  weights that no iteration changes; usable without torch
 """

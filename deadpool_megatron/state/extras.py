@@ -1,8 +1,8 @@
-"""Extras: the small state an iteration changes besides the shard, as bytes without pickle.
+"""Extras: the small state that an iteration changes apart from the shard, as bytes without pickle.
 
-Encoding: length of a JSON object (8 bytes, little endian), the object, then the raw blobs. In the
-place of each tensor, and of bytes, the object says where its blob is. The random states of Python,
-numpy and torch are captured here; the hooks add Megatron's.
+Encoding: length of a JSON object (8 bytes, little endian), the object, then the raw blobs. The
+object has the place of its blob instead of each tensor, and instead of bytes. The random states of
+Python, numpy and torch are captured here; the framework's own are added by its hooks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ExtrasError(ValueError):
 
 
 def encode(values: Extras) -> bytes:
-    """Bytes of a mapping of JSON values, in which there may be ``bytes`` and tensors (any device,
-    copied to the host). Tuples become lists.
+    """Encode a mapping of JSON values with ``bytes`` and tensors (of any device) in it. Tuples
+    become lists.
 
     Raises ExtrasError for any other value, naming its key.
     """
@@ -57,7 +57,7 @@ def encode(values: Extras) -> bytes:
 
 
 def decode(payload: bytes | memoryview, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Inverse of :func:`encode`; tensors come back on ``device``. Raises ExtrasError."""
+    """Decode the bytes of :func:`encode`, with tensors on ``device``. Raises ExtrasError."""
     view = memoryview(payload)
     try:
         (length,) = _LENGTH.unpack_from(view)
@@ -69,7 +69,7 @@ def decode(payload: bytes | memoryview, device: torch.device | str = "cpu") -> d
         text = bytes(view[_LENGTH.size : _LENGTH.size + length])
         return dict(json.loads(text, object_hook=placed))
     except (struct.error, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        # The last two: a dtype that torch does not have, a wrong shape.
+        # The last two come of a dtype that torch does not have and of a wrong shape.
         raise ExtrasError(f"not encoded extras: {error}") from error
 
 
@@ -87,14 +87,15 @@ def _blob(place: Mapping[str, Any], body: memoryview, device: torch.device | str
 
 
 def capture_random_states() -> dict[str, Any]:
-    """Random states of Python, numpy and torch (CPU, and the current CUDA device if there is one).
+    """Return the random states of Python, numpy and torch (CPU, and the current CUDA device if
+    there is one).
 
     The values are copies: later draws do not change them.
     """
-    version, words, gauss = random.getstate()
+    version, state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
-        "random.python": [version, list(words), gauss],
+        "random.python": [version, list(state), gauss],
         "random.numpy": [str(kind), int(position), int(has_gauss), float(cached)],
         "random.numpy.keys": np.asarray(keys, dtype="<u4").tobytes(),
         "random.torch": torch.get_rng_state(),
@@ -105,9 +106,9 @@ def capture_random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Extras) -> None:
-    """Inverse of :func:`capture_random_states`."""
-    version, words, gauss = states["random.python"]
-    random.setstate((version, tuple(words), gauss))
+    """Restore the states of :func:`capture_random_states`."""
+    version, state, gauss = states["random.python"]
+    random.setstate((version, tuple(state), gauss))
     kind, position, has_gauss, cached = states["random.numpy"]
     keys = np.frombuffer(states["random.numpy.keys"], dtype="<u4")
     np.random.set_state((kind, keys, position, has_gauss, cached))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deadpool_megatron.megatron.optimizer import StepHooks, largest_value
-from deadpool_megatron.state.packing import Part
+from deadpool_megatron.state.parts import Part
 
 
 @pytest.mark.parametrize(

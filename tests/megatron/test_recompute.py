@@ -11,7 +11,7 @@ from deadpool_megatron.megatron import step_keeper as recompute
 from deadpool_megatron.megatron.identity import role_layout
 from deadpool_megatron.megatron.step_keeper import StepKeeper
 from deadpool_megatron.platform.devices import CopyHandle, CpuPlatform
-from deadpool_megatron.state.packing import Part
+from deadpool_megatron.state.parts import Part
 from deadpool_megatron.vault.shm.segment import checksum
 from tests.common.programs import said
 

@@ -13,7 +13,7 @@ from deadpool_megatron.megatron.first_state import complete_state
 from deadpool_megatron.megatron.step_keeper import StepKeeper
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.state import extras as codec
-from deadpool_megatron.state.packing import Part, move_into_arenas
+from deadpool_megatron.state.parts import Part, move_into_arenas
 from tests.state.loading import load
 from tests.trainer.layouts import TINY, make_loop
 from tests.trainer.ranks import run_ranks

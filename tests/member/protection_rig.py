@@ -17,7 +17,7 @@ from deadpool_megatron.megatron.identity import role_layout
 from deadpool_megatron.member.protection import Protection
 from deadpool_megatron.platform import devices
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.state.packing import Part
+from deadpool_megatron.state.parts import Part
 from deadpool_megatron.vault.errors import Frozen, Interrupted
 
 SECONDS = 10.0

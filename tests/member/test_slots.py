@@ -11,8 +11,8 @@ from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.member.protection import SlotViews
 from deadpool_megatron.platform.devices import CpuPlatform, PinnedSlots, host_range
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.state import packing
-from deadpool_megatron.state.packing import Part
+from deadpool_megatron.state import parts
+from deadpool_megatron.state.parts import Part
 from deadpool_megatron.vault.member import VaultClient
 from tests.member.session_rig import BareEntry
 from tests.vault.harness import make_layout, segment_bytes
@@ -66,8 +66,8 @@ def test_tensors_over_a_slot_are_made_once(monkeypatch: pytest.MonkeyPatch) -> N
     part = Part("shard0", [torch.arange(4.0) + k for k in range(3)], (0,))
     slots = [Slot(part.nbytes) for _ in range(2)]
     made: list[int] = []
-    view = packing._view
-    monkeypatch.setattr(packing, "_view", lambda *given: made.append(1) or view(*given))
+    view = parts._view
+    monkeypatch.setattr(parts, "_view", lambda *given: made.append(1) or view(*given))
     views = SlotViews()
     for iteration in range(10):
         slot = slots[iteration % 2]

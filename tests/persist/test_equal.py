@@ -24,9 +24,9 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     from deadpool_megatron.megatron.identity import role_layout
     from deadpool_megatron.megatron.optimizer import ShardState
     from deadpool_megatron.megatron.state_templates import make_template
-    from deadpool_megatron.persist import writing
-    from deadpool_megatron.persist.state_template import read_template, write_template
+    from deadpool_megatron.persist import torch_dist
     from deadpool_megatron.state import extras as codec
+    from deadpool_megatron.state.template import read_template, write_template
     from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
     from deadpool_megatron.vault.shm.segment import checksum
 
@@ -62,13 +62,13 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     template = read_template(folder, role, layout.layout_hash)
     hash_ = layout.layout_hash
     taken = Snapshot(role, hash_, Generation(1, 3), "evaluation", str(path), places)
-    source = writing.GenerationSource(taken, folder)
-    told = json.loads(json.dumps(writing.write_role(template, source, exported)))
-    writing.write_extras(source, exported, role, dist.get_world_size())
+    source = torch_dist.GenerationSource(taken, folder)
+    told = json.loads(json.dumps(torch_dist.write_role(template, source, exported)))
+    torch_dist.write_extras(source, exported, role, dist.get_world_size())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, told)
     if role == 0:
-        writing.join(exported, everyone, writing.filled(template.common, source))
+        torch_dist.join(exported, everyone, torch_dist.filled(template.common, source))
     dist.barrier()
 
 

@@ -14,8 +14,8 @@ import torch
 from deadpool_megatron.megatron import megatron_extras as extras
 from deadpool_megatron.megatron.optimizer import UnsupportedOptimizer
 from deadpool_megatron.member.frozen_weights import FrozenWeights
-from deadpool_megatron.persist import frozen_file
-from deadpool_megatron.persist.frozen_file import FrozenFileError
+from deadpool_megatron.state import frozen_file
+from deadpool_megatron.state.frozen_file import FrozenFileError
 from deadpool_megatron.vault.errors import NoRoom
 from tests.faults.harness.jobs import (
     MODEL,
@@ -145,7 +145,7 @@ def test_a_writer_that_died_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is anything of it left, not even a file that was cut."""
-    monkeypatch.setattr(frozen_file, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(frozen_file, "_GRACE_SECONDS", 0.2)
     name = name_of(weights())
     (tmp_path / f".{name}").write_bytes(b".")
     (tmp_path / f".{name}.0123abcd").write_bytes(b"half of it")
@@ -183,12 +183,12 @@ def test_a_new_run_has_the_files_of_the_one_it_goes_on_from(
     (old / f".{name}.0123abcd").write_bytes(b"half of it")
     if not links:
         monkeypatch.setattr(frozen_file.os, "link", other_file_system)
-    assert frozen_file.bring(old, new) == (0 if links else (old / name).stat().st_size)
-    assert frozen_file.bring(old, new) == 0, "it is there"
+    assert frozen_file.copy_files(old, new) == (0 if links else (old / name).stat().st_size)
+    assert frozen_file.copy_files(old, new) == 0, "it is there"
     (old / name).unlink()
     frozen_file.read(new, name, weights(2), never)
     assert [(path.name, path.stat().st_mode & 0o77) for path in new.iterdir()] == [(name, 0)]
-    assert frozen_file.bring(tmp_path / "none", tmp_path / "nothing") == 0
+    assert frozen_file.copy_files(tmp_path / "none", tmp_path / "nothing") == 0
     assert not (tmp_path / "nothing").exists()
 
 

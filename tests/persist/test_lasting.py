@@ -20,8 +20,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     unfinished_export,
 )
 from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
-from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.state import frozen_file
 from deadpool_megatron.vault.disk.dump import dump_held
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
@@ -165,7 +165,7 @@ def test_a_dump_and_frozen_weights_have_their_names_on_the_disk(
     frozen_file.write(folder, name, tensors, time.sleep)
     assert folder in synced
     synced.clear()
-    frozen_file.bring(folder, tmp_path / "next")
+    frozen_file.copy_files(folder, tmp_path / "next")
     assert tmp_path / "next" in synced
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from deadpool_megatron.state.packing import Part
+from deadpool_megatron.state.parts import Part
 
 
 def load(part: Part, buffer: memoryview) -> None:

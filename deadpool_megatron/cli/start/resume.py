@@ -40,7 +40,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.planner import is_thrown_away
 from deadpool_megatron.layout.records import Restore
-from deadpool_megatron.persist import frozen_file
+from deadpool_megatron.state import frozen_file
 from deadpool_megatron.vault.disk.sources import last_boundary, newest_whole
 from deadpool_megatron.vault.errors import SegmentError, VaultError
 
@@ -234,7 +234,7 @@ def bring_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[s
     try:
         with closing(Display(sys.stderr)) as display:
             show = partial(display.status, f"copies frozen weights to {run.frozen}")
-            copied = frozen_file.bring(source, run.frozen, show)
+            copied = frozen_file.copy_files(source, run.frozen, show)
     except OSError as error:
         needed = sum(path.stat().st_size for path in frozen_file.files_in(source))
         raise CommandError(

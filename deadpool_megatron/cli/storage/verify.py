@@ -41,7 +41,7 @@ from deadpool_megatron.cluster.run_directory.cleanup import node_directories
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, read_events
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
-from deadpool_megatron.persist import frozen_file
+from deadpool_megatron.state import frozen_file
 from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.shm.slot_check import (
     Finding,
@@ -150,7 +150,7 @@ def _segments(directory: Path, progress: Progress) -> Iterator[Finding]:
 
 def _frozen(folder: Path, progress: Progress) -> Iterator[Finding]:
     for path in frozen_file.files_in(folder):
-        yield _judged(path, "frozen weights", frozen_file.trouble_with(path, progress))
+        yield _judged(path, "frozen weights", frozen_file.problem_in(path, progress))
 
 
 def _judged(path: Path, what: str, trouble: str) -> Finding:

@@ -41,7 +41,7 @@ from deadpool_megatron.megatron.optimizer import (
 )
 from deadpool_megatron.member.loop import ProtectedLoop
 from deadpool_megatron.member.reports import RoleReports
-from deadpool_megatron.state.packing import Part, fingerprint
+from deadpool_megatron.state.parts import Part, fingerprint
 
 _SUMS = 2  # of a fingerprint
 

@@ -41,7 +41,7 @@ from deadpool_megatron.member.loop import (
     trains_in_fp8,
 )
 from deadpool_megatron.state import extras as codec
-from deadpool_megatron.state.packing import fingerprint
+from deadpool_megatron.state.parts import fingerprint
 
 _BATCHES = "batches"
 # How far a role is with the rehearsal; of all roles the least counts.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from deadpool_megatron.megatron import update_replay
 from deadpool_megatron.megatron.optimizer import parameters_of, plain_values
-from deadpool_megatron.persist.state_template import dtype_name, dtype_of
 from deadpool_megatron.state import extras as codec
+from deadpool_megatron.state.template import dtype_name, dtype_of
 from deadpool_megatron.wire.forms import Coded, Listed
 
 _ALIGNMENT = 16

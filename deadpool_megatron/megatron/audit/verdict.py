@@ -25,7 +25,7 @@ from deadpool_megatron.megatron.dimensions import current_device
 from deadpool_megatron.member.loop import ProtectedLoop
 from deadpool_megatron.member.reports import RoleReports
 
-# The words of a fingerprint (deadpool_megatron.state.packing), of one or of several blocks.
+# The words of a fingerprint (deadpool_megatron.state.parts), of one or of several blocks.
 Sums = tuple[int, ...]
 _PASS = "a forward and backward pass"
 _RESULTS = ("output", "returned", "gradient")

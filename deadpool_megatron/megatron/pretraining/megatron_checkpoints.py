@@ -42,7 +42,7 @@ from deadpool_megatron.megatron.dimensions import current_device
 from deadpool_megatron.megatron.pretraining.families import family, place
 from deadpool_megatron.megatron.pretraining.scene import replaced
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
-from deadpool_megatron.persist.state_template import (
+from deadpool_megatron.state.template import (
     Attributes,
     FromExtras,
     RandomStates,

@@ -20,7 +20,7 @@ class Slot:
         from deadpool_megatron.layout.records import Generation, Seat
         from deadpool_megatron.megatron.identity import role_layout
         from deadpool_megatron.platform import select_platform
-        from deadpool_megatron.state.packing import Part
+        from deadpool_megatron.state.parts import Part
         from deadpool_megatron.vault.shm.segment import Segment, checksum, own_name
 
         self._generation, self._checksum = Generation(1, 1), checksum

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from deadpool_megatron.state import packing
-from deadpool_megatron.state.packing import Part, move_into_arenas
+from deadpool_megatron.state import parts
+from deadpool_megatron.state.parts import Part, move_into_arenas
 
 
 def test_a_buffer_too_small_is_refused() -> None:
@@ -34,7 +34,7 @@ def test_arenas_keep_the_objects_and_move_the_storage() -> None:
 
 def test_no_more_than_one_arena_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of a large shard does not fit into a device's memory a second time."""
-    monkeypatch.setattr(packing, "ARENA_BYTES", 4096)
+    monkeypatch.setattr(parts, "ARENA_BYTES", 4096)
     tensors = [torch.full((256,), float(number)) for number in range(16)]  # 1024 bytes each
     large = torch.zeros(2048)
     before = [tensor.data_ptr() for tensor in tensors]
@@ -45,7 +45,7 @@ def test_no_more_than_one_arena_is_there_twice(monkeypatch: pytest.MonkeyPatch) 
         unmoved.append(sum(tensor.data_ptr() == at for tensor, at in pairs))
         return torch.empty(*args, **options).zero_()
 
-    monkeypatch.setattr(packing.torch, "zeros", zeros)
+    monkeypatch.setattr(parts.torch, "zeros", zeros)
     moved = move_into_arenas([*tensors[:8], large, *tensors[8:]])
     assert unmoved == [16, 12, 8, 4]
     assert [arena.numel() for arena in moved] == [1024, 1024, 2048, 1024, 1024]

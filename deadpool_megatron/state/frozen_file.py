@@ -1,12 +1,12 @@
-"""A file with tensors that no iteration changes, written once and named by what is in it.
+"""A file with tensors that no iteration changes, written once and named after its content.
 
 It holds their bytes one after the other. Its name is made of two checksums (xxh3, 128 bits): of the
-names, dtypes and shapes, and of the bytes. So roles with equal tensors share one file, whoever
-comes first writes it, and a reader knows that it has what was written.
+names, dtypes and shapes, and of the bytes. So roles with equal tensors share one file, the first
+process writes it, and a reader can prove that it read what was written.
 
-Who writes it says so by a second file, ``.NAME``, the claim, which gets a byte for each piece that
-is on the disk; the others wait while it grows. A claim only saves work: each writer has a half of
-its own, ``.NAME.TOKEN``, and whatever gets the name is whole.
+The writer announces itself by a second file, ``.NAME``, the claim, which gets a byte for each piece
+that is on the disk; other processes wait while it grows. A claim only saves work: each writer has
+an unfinished file of its own, ``.NAME.TOKEN``, and only a complete file gets the name.
 
 The command copies such files to another run and verifies them, without torch.
 """
@@ -31,31 +31,29 @@ from deadpool_megatron.file_systems import sync
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: in a state template, the part of a piece that lies in such a file
-FROZEN = "frozen"
-
 _PIECE_BYTES = 64 << 20
-_LOOK_SECONDS = 0.05
-# A claim that does not grow for so long has lost its writer.
-_PATIENCE_SECONDS = 10.0
+_POLL_SECONDS = 0.05
+# A claim that has not grown for this time has lost its writer.
+_GRACE_SECONDS = 10.0
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Named = Sequence[tuple[str, "Tensor"]]
-# Waits so many seconds; raises where what is under way must be left.
+# Waits that many seconds; raises where the operation must be abandoned.
 Wait = Callable[[float], None]
 
 
 class FrozenFileError(Exception):
-    """The file is not there or does not hold what its name says; one line."""
+    """The file is missing or does not match its name; the message is one line."""
 
 
 def size_of(tensors: Named) -> int:
-    """Bytes of the file that holds them."""
+    """Return the size of the file that holds these tensors, in bytes."""
     return sum(tensor.nbytes for _, tensor in tensors)
 
 
 def name_of(tensors: Named, wait: Wait) -> str:
-    """The name of the file that holds them. Reads all their bytes; raises what ``wait`` does."""
+    """Return the name of the file that holds them. Reads all their bytes; raises as ``wait``
+    does."""
     digest = xxhash.xxh3_128()
     for piece in _pieces(tensors):
         wait(0)
@@ -66,7 +64,7 @@ def name_of(tensors: Named, wait: Wait) -> str:
 def write(folder: Path, name: str, tensors: Named, wait: Wait) -> None:
     """Write the file ``name`` unless it is there, or wait for the process that does.
 
-    Raises OSError, and what ``wait`` does; no half file of this process is left then.
+    Raises OSError, and as ``wait`` does; then no unfinished file of this process remains.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path, claim = folder / name, folder / f".{name}"
@@ -78,10 +76,10 @@ def write(folder: Path, name: str, tensors: Named, wait: Wait) -> None:
             now = time.monotonic()
             if (found := _size(claim)) != size:
                 grown, size = now, found
-            elif now - grown > _PATIENCE_SECONDS:
+            elif now - grown > _GRACE_SECONDS:
                 claim.unlink(missing_ok=True)
                 grown, size = now, -1
-            wait(_LOOK_SECONDS)
+            wait(_POLL_SECONDS)
             continue
         try:
             with os.fdopen(handle, "wb", buffering=0) as claimed:
@@ -91,8 +89,8 @@ def write(folder: Path, name: str, tensors: Named, wait: Wait) -> None:
 
 
 def read(folder: Path, name: str, tensors: Named, wait: Wait) -> None:
-    """Bring what the file holds into the tensors. Raises FrozenFileError, and what ``wait`` does;
-    they may then hold anything."""
+    """Read the file into the tensors. Raises FrozenFileError, and as ``wait`` does; the tensors may
+    then hold anything."""
     import torch
 
     if name.partition("-")[0] != _description(tensors):
@@ -126,7 +124,7 @@ def read(folder: Path, name: str, tensors: Named, wait: Wait) -> None:
 
 
 def mapped(folder: Path, name: str) -> memoryview:
-    """All its bytes, checked. Raises FrozenFileError."""
+    """Return all bytes of the file, verified. Raises FrozenFileError."""
     try:
         with os.fdopen(ownership.open_own(folder / name), "rb") as file:
             # Private, not read-only: torch warns of tensors in memory that cannot be written.
@@ -139,16 +137,19 @@ def mapped(folder: Path, name: str) -> memoryview:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Those that have their name, and so are whole."""
+    """Return the complete files of the folder: those that have their final name."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def bring(source: Path, folder: Path, progress: Callable[[float], None] = lambda _: None) -> int:
-    """Have the files of another run in ``folder`` too: as links where both lie in one file system,
-    else as copies. Several processes may do so at once. ``progress`` gets the part that is done (0
-    to 1) before each file. Returns the bytes copied; raises OSError.
+def copy_files(
+    source: Path, folder: Path, progress: Callable[[float], None] = lambda _: None
+) -> int:
+    """Link the files of another run into ``folder``, or copy them to another file system.
+
+    Several processes may do so at once. ``progress`` gets the finished part (0 to 1) before each
+    file. Returns the bytes copied; raises OSError.
     """
     copied, found = 0, files_in(source)
     for at, path in enumerate(found):
@@ -170,8 +171,8 @@ def bring(source: Path, folder: Path, progress: Callable[[float], None] = lambda
     return copied
 
 
-def trouble_with(path: Path, progress: Callable[[int], None]) -> str:
-    """Return why a file does not hold what its name says; empty if it does. ``progress`` gets the
+def problem_in(path: Path, progress: Callable[[int], None]) -> str:
+    """Return the reason why a file does not match its name; empty if it does. ``progress`` gets the
     bytes read since the last call."""
     digest = xxhash.xxh3_128()
     try:
@@ -185,7 +186,7 @@ def trouble_with(path: Path, progress: Callable[[int], None]) -> str:
 
 
 def _copy(path: Path, half: Path) -> int:
-    """On the disk when this returns."""
+    """Copy a file to the disk, and return its size in bytes."""
     handle = os.open(half, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     with os.fdopen(handle, "wb") as target, open(path, "rb") as source:
         shutil.copyfileobj(source, target, _PIECE_BYTES)
@@ -200,8 +201,8 @@ def _fits(name: str, digest: xxhash.xxh3_128) -> bool:
 
 
 def _unreadable(path: Path, error: Exception) -> FrozenFileError:
-    why = (error.strerror if isinstance(error, OSError) else "") or str(error)
-    return FrozenFileError(f"frozen weights cannot be read from {path}: {why}; restore the file")
+    reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
+    return FrozenFileError(f"frozen weights cannot be read from {path}: {reason}; restore the file")
 
 
 def _is_whole(path: Path, tensors: Named) -> bool:
@@ -209,7 +210,8 @@ def _is_whole(path: Path, tensors: Named) -> bool:
 
 
 def _size(path: Path) -> int:
-    """Of a file that another host may be writing: only to open it asks a network file system."""
+    """Return the size of a file that another host may be writing: only opening it asks a network
+    file system. -1 where there is none."""
     try:
         with open(path, "rb", buffering=0) as file:
             return os.fstat(file.fileno()).st_size
@@ -217,8 +219,8 @@ def _size(path: Path) -> int:
         return -1
 
 
-def _write(path: Path, tensors: Named, tell: Callable[[bytes], object], wait: Wait) -> None:
-    """Unless another one is faster."""
+def _write(path: Path, tensors: Named, grow: Callable[[bytes], object], wait: Wait) -> None:
+    """Write the file unless another process is faster; ``grow`` extends the claim."""
     half = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(half, _NEW, 0o600), "wb") as file:
@@ -229,14 +231,14 @@ def _write(path: Path, tensors: Named, tell: Callable[[bytes], object], wait: Wa
                 file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
-                tell(b".")
+                grow(b".")
                 failpoints.hit("frozen.write")
-        # It is gone when another one was faster, who took away what was left over.
+        # A process that was faster has removed the unfinished files of all others.
         with contextlib.suppress(FileNotFoundError):
             half.rename(path)
             sync(path.parent)
-            for left in path.parent.glob(f".{path.name}.*"):
-                left.unlink(missing_ok=True)
+            for unfinished in path.parent.glob(f".{path.name}.*"):
+                unfinished.unlink(missing_ok=True)
     finally:
         half.unlink(missing_ok=True)
 
@@ -247,7 +249,7 @@ def _description(tensors: Named) -> str:
 
 
 def _pieces(tensors: Named) -> Iterator[memoryview]:
-    """Their bytes on the host, in pieces that take little memory beside a device's."""
+    """Yield their bytes on the host, in pieces that need little memory."""
     import torch
 
     for _, tensor in tensors:

@@ -1,5 +1,6 @@
-"""Parts: live tensors with fixed places in a flat buffer, copied by one foreach call each way; and
-the fingerprint by which peers compare tensors.
+"""Parts: live tensors with fixed places in a flat buffer, copied by one foreach call each way.
+
+Also the fingerprint by which peers compare tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 ALIGNMENT_BYTES = 64
 ARENA_BYTES = 256 << 20
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Eight bytes a word and step of the sums, of memory that training leaves free.
+# The sums need eight bytes for each word of a block, of memory that training leaves free.
 _BLOCK_WORDS = 1 << 22
 _PERIOD = 8191  # prime, so that the weights do not align with power-of-two shapes
 
@@ -30,7 +31,7 @@ class Part:
 
     ``tensors`` may have any dtype, shape and device; they are referenced, not copied, and must be
     changed in place only. ``replicas`` are the roles whose bytes of this part are identical.
-    ``meaning``: what a packed tensor does not say by itself, of what it holds and in which order.
+    ``meaning`` describes the content and order of packed tensors, which their shape does not show.
     Not thread-safe; the views may be used from one other thread (the copier).
     """
 
@@ -49,7 +50,7 @@ class Part:
         self.nbytes = end
 
     def views(self, buffer: memoryview) -> list[Tensor]:
-        """CPU tensors over ``buffer``, one per live tensor, with its dtype and shape.
+        """Return CPU tensors over ``buffer``: for each live tensor one of its dtype and shape.
 
         Raises ValueError when the buffer is smaller than ``nbytes``.
         """
@@ -61,16 +62,17 @@ class Part:
         ]
 
     def slice(self, buffer: memoryview, tensor: Tensor) -> Tensor:
-        """The bytes of ``buffer`` that stand for a live tensor which lies in one of this part's,
-        as a CPU tensor of its dtype and shape. Raises KeyError for any other tensor.
+        """Return the bytes of ``buffer`` that belong to a live tensor inside one of this part's, as
+        a CPU tensor of its dtype and shape. Raises KeyError for any other tensor.
         """
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         return _view(buffer, self.offset_of(tensor), tensor)
 
     def offset_of(self, tensor: Tensor) -> int:
-        """Return where the bytes of a live tensor, which lies in one of this part's, begin in the
-        buffer. Raises KeyError for any other tensor, and for one without bytes.
+        """Return the offset in the buffer of a live tensor inside one of this part's.
+
+        Raises KeyError for any other tensor, and for a tensor without bytes.
         """
         size = tensor.numel() * tensor.element_size()
         if self._starts is None:
@@ -87,12 +89,12 @@ class Part:
         raise KeyError(f"part {self.name} does not hold that tensor")
 
     def places(self) -> Iterator[tuple[Tensor, int]]:
-        """Each live tensor with the offset of its bytes in the flat buffer."""
+        """Return each live tensor with the offset of its bytes in the flat buffer."""
         return zip(self.tensors, self._offsets, strict=True)
 
     def signature(self) -> str:
-        """Hex digest of meaning, order, places, dtypes and shapes: equal means interchangeable
-        bytes."""
+        """Return a hex digest of meaning, order, places, dtypes and shapes: parts with equal
+        digests have interchangeable bytes."""
         digest = hashlib.sha256(f"{self.name}|{self.meaning};".encode())
         for offset, tensor in zip(self._offsets, self.tensors, strict=True):
             digest.update(f"{offset}|{tensor.dtype}|{tuple(tensor.shape)};".encode())
@@ -109,15 +111,15 @@ def _view(buffer: memoryview, offset: int, like: Tensor) -> Tensor:
 
 
 def move_into_arenas(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Re-point tensors that own their storage to slices of flat arenas, by dtype and device.
+    """Move tensors that own their storage into flat arenas, by dtype and device.
 
     Thousands of small optimizer tensors become a few large ones, so that a snapshot is a few copies
-    and no loop. An arena is of 256 MiB at most, and the memory of what went into it is free before
-    the next one is made: no more than that is there twice. A larger tensor stays as it is.
+    and no loop. An arena has 256 MiB at most, and the memory of its tensors is free before another
+    arena is made, so no more than that exists twice. A larger tensor stays as it is.
 
-    Returns what now covers the same bytes: the arenas, then the tensors that are views of somebody
-    else's storage (an fp32 distributed optimizer's shards of the parameter buffer) and stay where
-    they are. The tensor objects stay the same; only their storage changes.
+    Returns tensors that cover the same bytes: the arenas, then the tensors that are views of other
+    storage (an fp32 distributed optimizer's shards of the parameter buffer) and stay in their
+    place. The tensor objects stay the same; only their storage changes.
     """
     movable: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     rest: list[Tensor] = []
@@ -131,7 +133,7 @@ def move_into_arenas(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_arena(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """In order, as many as fit into one arena each time."""
+    """Yield the tensors in order, each time as many as fit into an arena."""
     some: list[Tensor] = []
     nbytes = 0
     for tensor in tensors:
@@ -171,7 +173,7 @@ def _fill_arena(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def fingerprint(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return a cheap fingerprint of tensors, computed where they live: the plain and the weighted
+    """Return a cheap fingerprint of tensors, computed on their device: the plain and the weighted
     sum (mod 2**64) of all words, int64, of shape (2,).
 
     Not cryptographic: it finds the accidents that matter when peers are compared after a restore (a

@@ -1,10 +1,9 @@
-"""Writes one role's file of a checkpoint, from the copy of its generation, and reads it back; makes
-one checkpoint of the files of all roles: metadata, common values, proof of completeness.
+"""Checkpoints in the torch_dist format: the file of each role, and their join into a checkpoint.
 
-The file is one of the torch_dist format: tensors and objects as ``torch.save`` writes them, one
-after the other; where each lies is told by the metadata of the whole checkpoint. Roles need
-nothing of each other. Nothing that another node sent is unpickled: what lies where in a role's file
-comes as JSON, in the directory of the unfinished checkpoint itself.
+A role's file is written from the copy of its generation and read back. It holds tensors and objects
+as ``torch.save`` writes them, one after the other; the metadata of the checkpoint has the place of
+each. Roles need nothing of each other. Nothing that another node sent is unpickled: the index of a
+role's file is JSON in the directory of the unfinished checkpoint.
 """
 
 from __future__ import annotations
@@ -35,16 +34,24 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from deadpool_megatron.layout.records import extras_part
-from deadpool_megatron.persist import frozen_file, state_template
-from deadpool_megatron.persist.frozen_file import FROZEN
+from deadpool_megatron.state import frozen_file
 from deadpool_megatron.state.extras import ExtrasError, decode
+from deadpool_megatron.state.template import (
+    FROZEN,
+    ZEROS,
+    Piece,
+    StateTemplate,
+    dtype_name,
+    dtype_of,
+    fill,
+)
 from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.shm.segment import checksum
 
 _READ_BYTES = 16 << 20
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
-# What Megatron looks at first, to know how a checkpoint has to be read (core/dist_checkpointing).
+# Megatron reads this first, to choose a reader (core/dist_checkpointing).
 _CONFIGURATION = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -54,53 +61,51 @@ _CONFIGURATION = {
 
 
 class WritingError(Exception):
-    """The file could not be written as it has to be; one line."""
+    """The file could not be written correctly; the message is one line."""
 
 
 class GenerationSource:
-    """A role's generation as it was set aside; ``frozen``: the folder with the files of weights
-    that no iteration changes. Raises WritingError when their bytes are damaged.
+    """A role's pinned generation; ``frozen``: the folder with the files of weights that no
+    iteration changes. Raises WritingError when bytes are damaged.
     """
 
-    def __init__(self, taken: Snapshot, frozen: Path) -> None:
+    def __init__(self, snapshot: Snapshot, frozen: Path) -> None:
         self._frozen = frozen
         self._parts: dict[str, memoryview] = {}
         files: dict[str, memoryview] = {}
-        for path in {taken.path, *taken.elsewhere.values()}:
+        for path in {snapshot.path, *snapshot.elsewhere.values()}:
             with open(path, "rb") as file:
                 # Private, not read-only: torch warns of tensors in memory that cannot be written.
                 files[path] = memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE))
-        for name, (offset, nbytes, digest) in taken.parts.items():
-            part = files[taken.elsewhere.get(name, taken.path)][offset : offset + nbytes]
+        for name, (offset, nbytes, digest) in snapshot.parts.items():
+            part = files[snapshot.elsewhere.get(name, snapshot.path)][offset : offset + nbytes]
             if checksum(part) != digest:
-                raise WritingError(f"part {name} of role {taken.role} was damaged in memory")
+                raise WritingError(f"part {name} of role {snapshot.role} was damaged in memory")
             self._parts[name] = part
-        self.encoded_extras = self._parts[extras_part(taken.boundary)]
+        self.encoded_extras = self._parts[extras_part(snapshot.boundary)]
         try:
             self.extras = decode(self.encoded_extras)
         except ExtrasError as error:
-            raise WritingError(f"extras of role {taken.role}: {error}") from error
+            raise WritingError(f"extras of role {snapshot.role}: {error}") from error
 
     def number(self, part: str, offset_bytes: int, dtype: str) -> Tensor:
-        """A tensor without axes over one number of a shard part."""
-        return self._run(part, offset_bytes, state_template.dtype_of(dtype), 1).view(())
+        """Return a tensor without axes over one number of a shard part."""
+        return self._run(part, offset_bytes, dtype_of(dtype), 1).view(())
 
-    def tensor(self, piece: state_template.Piece) -> Tensor:
-        """The values of a piece, with its shape and dtype, in memory of its own extent."""
+    def tensor(self, piece: Piece) -> Tensor:
+        """Return the values of a piece, with its shape and dtype, in memory of its own extent."""
         count = math.prod(piece.sizes)
         if piece.is_extra:
             kept = self.extras.get(piece.part)
             if not isinstance(kept, Tensor):
                 raise WritingError(f"{piece.key}: the extras do not hold {piece.part}")
-            first = piece.offset_bytes // state_template.dtype_of(piece.stored).itemsize
+            first = piece.offset_bytes // dtype_of(piece.stored).itemsize
             found = kept.reshape(-1)[first : first + count].clone()
             return found.view(piece.sizes)
-        if piece.part == state_template.ZEROS:
-            return torch.zeros(piece.sizes, dtype=state_template.dtype_of(piece.dtype))
-        found = self._run(
-            piece.part, piece.offset_bytes, state_template.dtype_of(piece.stored), count
-        )
-        return found.to(state_template.dtype_of(piece.dtype)).view(piece.sizes)
+        if piece.part == ZEROS:
+            return torch.zeros(piece.sizes, dtype=dtype_of(piece.dtype))
+        found = self._run(piece.part, piece.offset_bytes, dtype_of(piece.stored), count)
+        return found.to(dtype_of(piece.dtype)).view(piece.sizes)
 
     def _run(self, part: str, offset_bytes: int, dtype: torch.dtype, count: int) -> Tensor:
         if not count:
@@ -115,7 +120,7 @@ class GenerationSource:
             raise WritingError(f"part {part} does not reach that far: {error}") from error
 
     def _frozen_part(self) -> memoryview:
-        """Only for a role that has something of it in its file: of roles with equal weights one."""
+        """Map the file of frozen weights; of roles with equal weights only one writes them."""
         try:
             return frozen_file.mapped(self._frozen, str(self.extras.get("frozen", "")))
         except frozen_file.FrozenFileError as error:
@@ -123,7 +128,7 @@ class GenerationSource:
 
 
 class _Counted(io.RawIOBase):
-    """A file that knows how much was written to it, and the checksum of that."""
+    """A file that counts the bytes written to it and has their checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__()
@@ -136,7 +141,7 @@ class _Counted(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """See ``io.RawIOBase``; all of it."""
+        """See ``io.RawIOBase``; writes all bytes."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         self.digest.update(view)
@@ -149,17 +154,16 @@ def _save(value: Any, target: _Counted) -> None:
 
 
 def file_name(role: int) -> str:
-    """Name of the role's file, as Megatron would name it."""
+    """Return Megatron's name of the role's file."""
     return f"__{role}_0.distcp"
 
 
 def write_role(
-    template: state_template.StateTemplate, source: GenerationSource, directory: Path
+    template: StateTemplate, source: GenerationSource, directory: Path
 ) -> dict[str, Any]:
-    """Write the role's file; answers, as JSON values, what lies where in it.
+    """Write the role's file, read it back from the disk, and return its index as JSON values.
 
-    Everything is on the disk and was read back when this returns. Raises WritingError, also where a
-    number is not finite, and OSError.
+    Raises WritingError, also where a number is not finite, and OSError.
     """
     path = directory / file_name(template.role)
     tensors: list[list[Any]] = []
@@ -173,7 +177,7 @@ def write_role(
             _save(value, counted)
             place = [start, counted.count - start]
             box = [list(piece.shape), list(piece.offsets), list(piece.sizes)]
-            tensors.append([piece.key, *box, state_template.dtype_name(value.dtype), *place])
+            tensors.append([piece.key, *box, dtype_name(value.dtype), *place])
         for key, recipe in template.objects.items():
             start = counted.count
             _save([filled(recipe, source)], counted)
@@ -188,20 +192,20 @@ def write_role(
 
 
 def write_extras(source: GenerationSource, directory: Path, role: int, roles: int) -> None:
-    """Write the role's extras beside the checkpoint. Raises WritingError, OSError."""
+    """Write the role's extras next to the checkpoint. Raises WritingError, OSError."""
     with _checked(extras_file.path_in(directory, role, roles)) as counted:
         counted.write(extras_file.with_checksum(source.encoded_extras))
 
 
 def filled(recipe: Any, source: GenerationSource) -> Any:
-    """A value of the checkpoint as it is in the generation. Raises TemplateError."""
-    return state_template.fill(recipe, source.extras, source.number)
+    """Return a value of the checkpoint as it is in the generation. Raises TemplateError."""
+    return fill(recipe, source.extras, source.number)
 
 
 @contextlib.contextmanager
 def _checked(path: Path) -> Iterator[_Counted]:
-    """A new file to write in the block; on the disk, and compared with what was written, at its
-    end: from the disk, where the system lets go of its pages. Raises WritingError, OSError."""
+    """Open a new file for the block; at its end flush it to the disk, read it back without the
+    page cache where the system allows that, and compare. Raises WritingError, OSError."""
     with open(path, "wb") as file:
         counted = _Counted(file)
         yield counted
@@ -234,20 +238,20 @@ def check_cover(key: str, shape: Sequence[int], found: Iterable[_Box]) -> None:
         raise WritingError(f"{key}: {count} of {math.prod(shape)} elements were written")
 
 
-def _overlap(one: _Box, other: _Box) -> bool:
-    axes = zip(*one, *other, strict=True)
+def _overlap(first: _Box, second: _Box) -> bool:
+    axes = zip(*first, *second, strict=True)
     return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in axes)
 
 
-def metadata_of(told: Iterable[Mapping[str, Any]]) -> Metadata:
-    """The metadata of a checkpoint made of these files. Raises WritingError unless every tensor is
-    there whole and every object once.
+def metadata_of(indexes: Iterable[Mapping[str, Any]]) -> Metadata:
+    """Return the metadata of a checkpoint made of these files. Raises WritingError unless every
+    tensor is complete and every object there once.
     """
     boxes: dict[str, list[_Box]] = defaultdict(list)
     known: dict[str, tuple[tuple[int, ...], str]] = {}
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
-    for role in told:
+    for role in indexes:
         for key, shape, offsets, sizes, dtype, start, length in role["tensors"]:
             if known.setdefault(key, (tuple(shape), dtype)) != (tuple(shape), dtype):
                 raise WritingError(f"{key}: roles do not agree on its shape or dtype")
@@ -262,23 +266,23 @@ def metadata_of(told: Iterable[Mapping[str, Any]]) -> Metadata:
     for key, (shape, dtype) in known.items():
         check_cover(key, shape, boxes[key])
         entries[key] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=state_template.dtype_of(dtype)),
+            properties=TensorProperties(dtype=dtype_of(dtype)),
             size=torch.Size(shape),
             chunks=[ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes[key]],
         )
     return Metadata(state_dict_metadata=entries, storage_data=places)
 
 
-def join(directory: Path, told: Sequence[Mapping[str, Any]], common: Any) -> None:
-    """Finish the checkpoint in ``directory`` of which all roles' files are there.
+def join(directory: Path, indexes: Sequence[Mapping[str, Any]], common: Any) -> None:
+    """Finish the checkpoint in ``directory``, which has the files of all roles.
 
-    ``common``: what is not sharded. Raises WritingError, OSError.
+    ``common``: the values that are not sharded. Raises WritingError, OSError.
     """
-    for role in told:
+    for role in indexes:
         found = (directory / str(role["file"])).stat().st_size
         if found != role["bytes"]:
             raise WritingError(f"{role['file']} has {found} instead of {role['bytes']} bytes")
-    metadata = metadata_of(told)
+    metadata = metadata_of(indexes)
     version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     if version is not None:
         metadata.version = version

@@ -1,17 +1,17 @@
-"""The recipe of one role's part of a checkpoint: made once from its live objects, used many times.
+"""State templates: the recipe of one role's part of a checkpoint, made once and used many times.
 
 A state template names every box of every tensor that the role writes and where its bytes lie in a
 generation, and holds the other values of the checkpoint with marks in place of those that an
-iteration changes. It is a file of its node, readable by its user alone; where a run that has to
-end exports its state, its run directory has a copy, for the node may be lost then.
+iteration changes. It is a file of its node, readable by its user alone. The run directory has a
+copy for a run that exports its state at its end, as the node may be lost then.
 
-A mark says where a value of the iteration is found: among the extras, or as one number in a shard
-part. Programs put marks into the state that a save of theirs would write; everything without a mark
-is the same in all iterations.
+A mark is the place of a value of the iteration: among the extras, or as one number in a shard part.
+Programs put marks into the state that they would save; everything without a mark is the same in all
+iterations.
 
-A distributed optimizer cuts the flat buffer of all parameters anywhere. What one role has of a
-parameter is a run of its elements in memory order; a checkpoint of torch knows no runs, it is made
-of boxes. A run of a tensor with n axes is at most 2n - 1 boxes, each of which is a run itself.
+A distributed optimizer cuts the flat buffer of all parameters anywhere. A role has a run of a
+parameter's elements in memory order, but a checkpoint of torch is made of boxes. A run of a tensor
+with n axes is at most 2n - 1 boxes, each of which is a run itself.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from deadpool_megatron.file_systems import write_text
 ReadNumber = Callable[[str, int, str], Tensor]
 
 _OWN = 0o600
-# In place of a part's name: bytes that nobody reads, such as the padding between parameters.
+# In place of a part's name: bytes without meaning, such as the padding between parameters.
 ZEROS = ""
+# In place of a part's name: the file of weights that no iteration changes.
+FROZEN = "frozen"
 
 
 class TemplateError(Exception):
-    """No state template that can be used, or no value for a mark; one line that says why."""
+    """No usable state template, or no value for a mark; the message is a reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateTemplate:
-    """``objects``: key in the checkpoint -> value with marks; ``common``: what only role 0 writes,
-    None elsewhere. ``refusal``: why there can be no checkpoint, and then nothing else counts.
+    """The recipe of one role's part of a checkpoint.
+
+    ``objects``: key in the checkpoint -> value with marks; ``common``: values that only role 0
+    writes, None elsewhere. ``refusal``: the reason why there can be no checkpoint; then nothing
+    else counts.
     """
 
     role: int
@@ -80,19 +85,19 @@ class StateTemplate:
 
 
 def template_path(directory: Path, role: int) -> Path:
-    """Return where the member that plays ``role`` on this node leaves its state template."""
+    """Return the file in which the member with ``role`` on this node leaves its state template."""
     return directory / f"skeleton-{role}.pt"
 
 
 def write_template(directory: Path, template: StateTemplate) -> None:
-    """Replace the role's state template; readers see the old or the new one, other users none."""
+    """Replace the role's state template atomically; other users cannot read it."""
     content = io.BytesIO()
     torch.save(template, content)
     write_text(template_path(directory, template.role), content.getvalue(), mode=_OWN)
 
 
 def share_template(directory: Path, role: int, shared: Path) -> None:
-    """Copy what :func:`write_template` has left to a directory of all nodes. Raises OSError.
+    """Copy the file of :func:`write_template` to a directory of all nodes. Raises OSError.
 
     Safe in a thread of its own: the file system of all nodes may be slow, or away for a while.
     """
@@ -102,9 +107,10 @@ def share_template(directory: Path, role: int, shared: Path) -> None:
 
 
 def read_template(directory: Path, role: int, layout_hash: str) -> StateTemplate:
-    """Raises TemplateError when there is none, a refused one, or that of another layout.
+    """Read the role's state template.
 
-    Only a file that nobody else can have written is read: it holds Python objects.
+    Raises TemplateError when it is missing, refused, or of another layout. Only a file that no
+    other user can have written is read, as it holds Python objects.
     """
     path = template_path(directory, role)
     try:
@@ -116,7 +122,7 @@ def read_template(directory: Path, role: int, layout_hash: str) -> StateTemplate
         raise TemplateError(f"role {role} left no state template: {error.strerror}") from error
     try:
         template = torch.load(io.BytesIO(content), weights_only=False)
-    except Exception as error:  # what a parser makes of damaged bytes cannot be listed
+    except Exception as error:  # a parser may raise anything for damaged bytes
         raise TemplateError(f"{path} is damaged: {type(error).__name__}") from error
     if not isinstance(template, StateTemplate) or template.role != role:
         raise TemplateError(f"{path} is not the state template of role {role}")
@@ -140,8 +146,9 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the elements ``start`` to ``stop`` of a tensor of this shape, in order. Nothing for an
-    empty run; raises ValueError for one that leaves the tensor.
+    """Yield the boxes of elements ``start`` to ``stop`` of a tensor of this shape, in order.
+
+    Nothing for an empty run; raises ValueError for a run that leaves the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"elements {start} to {stop} of a tensor of shape {tuple(shape)}")
@@ -170,11 +177,12 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, before: int) -> Iterat
 
 
 class Mark(ABC):
-    """Stands in a state template for a value that an iteration changes."""
+    """A placeholder in a state template for a value that an iteration changes."""
 
     @abstractmethod
     def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:
-        """The value in a generation. Raises TemplateError; :data:`ABSENT` leaves the key out."""
+        """Return the value in a generation. Raises TemplateError; :data:`ABSENT` leaves the key
+        out."""
 
 
 ABSENT = object()
@@ -182,7 +190,8 @@ ABSENT = object()
 
 @dataclass(frozen=True)
 class FromExtras(Mark):
-    """``path``: name of an extra, then keys into it; ``plus`` is added to a number found there."""
+    """A value of the extras. ``path``: name of an extra, then keys into it; ``plus`` is added to a
+    number found there."""
 
     path: tuple[Any, ...]
     plus: int = 0
@@ -203,8 +212,8 @@ class FromExtras(Mark):
 
 @dataclass(frozen=True)
 class StepNumber(Mark):
-    """Adam's count of steps, from a shard part; as Megatron writes it: a ``number``, or a tensor
-    that is left out while it is zero (optimizer.py:845).
+    """Adam's count of steps from a shard part, as Megatron writes it: a number, or a tensor that is
+    left out while it is zero (optimizer.py:845).
     """
 
     part: str
@@ -242,7 +251,7 @@ class RandomStates(Mark):
 
 @dataclass(frozen=True)
 class Attributes(Mark):
-    """An object some of whose attributes an iteration changes; the others are as they were."""
+    """An object with attributes that an iteration changes, and others that it does not."""
 
     whole: Any
     marks: Mapping[str, Mark]
@@ -256,7 +265,7 @@ class Attributes(Mark):
 
 
 def has_marks(value: Any) -> bool:
-    """Return whether :func:`fill` would put something in."""
+    """Return whether :func:`fill` would replace anything."""
     if isinstance(value, dict):
         return any(map(has_marks, value.values()))
     if isinstance(value, list | tuple):
@@ -265,19 +274,20 @@ def has_marks(value: Any) -> bool:
 
 
 def fill(value: Any, extras: Mapping[str, Any], read: ReadNumber) -> Any:
-    """A copy of ``value`` with the values of a generation in place of marks. Raises TemplateError.
+    """Return a copy of ``value`` with marks replaced by a generation's values. Raises
+    TemplateError.
 
     Goes into dicts, lists and tuples; anything else is one value.
     """
     if isinstance(value, Mark):
         return value.value(extras, read)
     if isinstance(value, dict):
-        filled = {key: fill(one, extras, read) for key, one in value.items()}
-        return {key: one for key, one in filled.items() if one is not ABSENT}
+        filled = {key: fill(item, extras, read) for key, item in value.items()}
+        return {key: item for key, item in filled.items() if item is not ABSENT}
     if isinstance(value, list):
-        return [fill(one, extras, read) for one in value]
+        return [fill(item, extras, read) for item in value]
     if type(value) is tuple:
-        return tuple(fill(one, extras, read) for one in value)
+        return tuple(fill(item, extras, read) for item in value)
     return value
 
 
