@@ -155,7 +155,7 @@ _MARKS: tuple[_Mark, ...] = (
 
 def kind_of_end(last_line: str) -> FailureKind:
     """The kind of a process's end by its last words; without any it is a crash."""
-    if (broken := health.quoted(last_line)) is not None:
+    if (broken := health.quotes_broken_device(last_line)) is not None:
         return FailureKind.DEVICE_ERROR if broken else FailureKind.PROCESS_CRASH
     for mark in _MARKS:
         if mark.pattern.search(last_line):
@@ -167,7 +167,7 @@ def is_broken_for_good(exit_code: int | None, last_line: str) -> bool:
     """Return whether the end of a process says that its node is of no use before it is repaired,
     where one device error by itself may have been a stray particle."""
     no_use = (ExitStatus.NO_DEVICE, ExitStatus.OTHER_PROGRAM)
-    return exit_code in no_use or health.quoted(last_line) is True
+    return exit_code in no_use or health.quotes_broken_device(last_line) is True
 
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)

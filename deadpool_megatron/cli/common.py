@@ -457,7 +457,7 @@ def ignore_notices() -> None:
 def check_platform() -> None:
     """This host offers what any run takes, or CommandError says what is missing; one line more
     where what a run has in memory may be removed."""
-    if why := host.missing():
+    if why := host.missing_feature():
         raise CommandError(why)
-    if why := host.memory_may_go(os.geteuid()):
+    if why := host.removal_warning(os.geteuid()):
         print(why, file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ from typing import Any
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.failures import FailureKind, in_words
 from deadpool_megatron.observe.narration import count, describe_wait, shown
-from deadpool_megatron.preflight.health import run_by_shell
+from deadpool_megatron.preflight.health import run_in_shell
 
 _MOST_WAITING = 64
 _POST_SECONDS = 10.0
@@ -153,7 +153,7 @@ def _tell(command: str, notice: Mapping[str, Any]) -> None:
     """Run the command with a notice as its input. Raises OSError."""
     told = {KIND_VARIABLE: str(notice["event"]["kind"]), TEXT_VARIABLE: str(notice["text"])}
     body = json.dumps(notice).encode()
-    end = run_by_shell(command, _COMMAND_SECONDS, body, {**os.environ, **told})
+    end = run_in_shell(command, _COMMAND_SECONDS, body, {**os.environ, **told})
     if end.status is None:
         raise OSError(f"it did not end within {_COMMAND_SECONDS:g} s")
     if end.status != 0:

@@ -1,6 +1,6 @@
-"""Judgement of nodes: which are fit for a run? No torch.
+"""The judgement of nodes: which are fit for a run? No torch.
 
-judge   facts of nodes, and their standing: pure
-host    the host at hand: its facts, its GPUs
-health  words on it of the site's command and of the kernel log
+eligibility  the judgement of nodes by their facts: pure
+host         facts and GPUs of this host
+health       reports on it by the site's command and the kernel log
 """

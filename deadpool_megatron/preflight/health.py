@@ -1,9 +1,8 @@
-"""Words on a node's health: the site's own command, and the Xids of the driver in the kernel log.
+"""Reports on a node's health: the site's own command, and the driver's Xids in the kernel log.
 
-The command's exit status says what the node is good for; the convention is that of NVRx's health
-checks, of Meta's gpucm and of prolog scripts: what cannot be asked is no reason to leave a node
-out. The table of Xids is short on purpose: a number is in it where its meaning is clear, and
-whatever is not in it costs no node.
+The command's exit status gives the use of the node. The convention is that of NVRx's health
+checks, of Meta's gpucm and of prolog scripts: a check that cannot run excludes no node. The table
+of Xids is short on purpose: it holds numbers of a clear meaning, and no other number costs a node.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from deadpool_megatron.wire.auth import ENVIRONMENT_NAME as SECRET_VARIABLE
 
 _SHOWN_CHARACTERS = 200
 _NOT_FOUND = (126, 127)  # by the shell: not executable, not there
-#: what an answer begins with that is none: of a run, a node is good then
-NOT_ASKED = "not asked: "
+#: the start of the text of a command that could not run; the node counts as good
+NOT_CHECKED = "not asked: "
 KERNEL_LOG = Path("/dev/kmsg")
-_RECORD_BYTES = 8192  # the kernel gives no longer ones
+_RECORD_BYTES = 8192  # the kernel's limit
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<device>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
-# As people and programs quote one.
+# The forms in which people and programs quote an Xid.
 _QUOTED = re.compile(r"\bXid\b(?: error)?(?: ?\([^)]*\))?:? ?(\d+)", re.IGNORECASE)
 
 
@@ -37,52 +36,52 @@ class Health(IntEnum):
     """Exit statuses of a health command."""
 
     GOOD = 0
-    SPARE_ONLY = 1  # a role only where no good node is left
+    SPARE_ONLY = 1  # a role only if no good node is left
     OUT = 2
     UNKNOWN = 3  # a spare is used last, and no role moves
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The word of the command, and the last line that it printed."""
+class HealthResult:
+    """The result of the command, and the last line that it printed."""
 
     health: Health = Health.GOOD
     text: str = ""
 
 
-def ask(command: str, limit_seconds: float) -> Answer:
-    """Run the command by the shell and return its answer; blocks for ``limit_seconds`` at most.
+def check_health(command: str, limit_seconds: float) -> HealthResult:
+    """Run the command in a shell and return its result; blocks for ``limit_seconds`` at most.
 
-    A command that is not there means that the node is good; of one that does not end in time, or
-    ends with another status, nothing is known. The text says why.
+    If the command does not exist, the node is good. If it does not end in time, or ends with
+    another status, the health is unknown. The text gives the reason.
     """
-    end = run_by_shell(command, limit_seconds)
+    end = run_in_shell(command, limit_seconds)
     if end.status is None:
-        return Answer(Health.UNKNOWN, f"no answer within {limit_seconds:g} s")
+        return HealthResult(Health.UNKNOWN, f"no answer within {limit_seconds:g} s")
     last = end.last_line or "no output"
     if end.status in _NOT_FOUND:
-        return Answer(Health.GOOD, f"{NOT_ASKED}{last}")
+        return HealthResult(Health.GOOD, f"{NOT_CHECKED}{last}")
     if end.status not in set(Health):
-        return Answer(Health.UNKNOWN, f"ended with status {end.status}: {last}")
-    return Answer(Health(end.status), last)
+        return HealthResult(Health.UNKNOWN, f"ended with status {end.status}: {last}")
+    return HealthResult(Health(end.status), last)
 
 
 @dataclass(frozen=True)
-class End:
-    """The end of a command; ``status`` is None for one that did not in time, and was killed."""
+class CommandEnd:
+    """The end of a command; ``status`` is None if it did not end in time and was killed."""
 
     status: int | None
     last_line: str
 
 
-def run_by_shell(
+def run_in_shell(
     command: str,
     limit_seconds: float,
     given: bytes = b"",
     environment: Mapping[str, str] | None = None,
-) -> End:
+) -> CommandEnd:
     """Run a command with ``given`` on its standard input; blocks for ``limit_seconds`` at most. It
-    needs the run's secret no more than training does."""
+    does not get the run's secret."""
     own = dict(os.environ if environment is None else environment)
     own.pop(SECRET_VARIABLE, None)
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
@@ -99,18 +98,18 @@ def run_by_shell(
         status: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = child.wait(limit_seconds)
-        # What it has started in turn, too.
+        # Also the processes that the command has started.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - 4096))
-        said = output.read().decode(errors="replace").strip().splitlines()
-    return End(status, _shown(said[-1]) if said else "")
+        lines = output.read().decode(errors="replace").strip().splitlines()
+    return CommandEnd(status, _shown(lines[-1]) if lines else "")
 
 
-# Numbers of the device's own faults by NVIDIA's catalogue of Xid errors: they take a node out. All
-# others cost nothing: programs make them (13, 31, 43), or the end of a process (45).
+# Numbers of the device's own faults by NVIDIA's catalogue of Xid errors: they exclude a node. All
+# others do not: they come from programs (13, 31, 43), or from the end of a process (45).
 BROKEN_DEVICE = frozenset({
     48,  # double bit ECC error
     63,  # a row is to be remapped: the device wants a reset
@@ -124,42 +123,42 @@ BROKEN_DEVICE = frozenset({
 
 @dataclass(frozen=True)
 class Xid:
-    """One Xid of the kernel log: when after the host was booted, bus address of the GPU, number."""
+    """An Xid of the kernel log: seconds since the boot, bus address of the GPU, number."""
 
     boot_seconds: float
     device: str
     number: int
 
 
-def quoted(text: str) -> bool | None:
-    """Return whether the Xid that a text names is of a broken device; None where it names none."""
+def quotes_broken_device(text: str) -> bool | None:
+    """Return whether a text names the Xid of a broken device; None if it names no Xid."""
     found = _QUOTED.search(text)
     return int(found[1]) in BROKEN_DEVICE if found else None
 
 
-def newest_bad(records: Iterable[bytes], since_boot_seconds: float) -> Xid | None:
-    """The newest Xid since then that takes its node out; None where there is none. ``records``: of
-    the kernel log (``priority,number,microseconds,...;text``).
+def newest_broken(records: Iterable[bytes], since_boot_seconds: float) -> Xid | None:
+    """Return the newest Xid of a broken device since then, or None. ``records``: of the kernel log
+    (``priority,number,microseconds,...;text``).
     """
-    bad = None
+    newest = None
     for record in records:
         head, _, text = record.decode(errors="replace").partition(";")
         if (found := _XID.search(text)) and int(found["number"]) in BROKEN_DEVICE:
             with contextlib.suppress(IndexError, ValueError):
                 at = int(head.split(",")[2]) / 1e6
                 if at >= since_boot_seconds:
-                    bad = Xid(at, found["device"], int(found["number"]))
-    return bad
+                    newest = Xid(at, found["device"], int(found["number"]))
+    return newest
 
 
 def read_kernel_log(path: Path = KERNEL_LOG) -> Iterator[bytes]:
-    """Yield the records that are in the kernel log now; does not wait for more. Raises OSError
-    where it is closed to this user.
+    """Yield the present records of the kernel log, without waiting for more. Raises OSError if
+    this user may not read it.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         while True:
-            # The oldest one may be overwritten before it was read: the next one is there.
+            # The oldest record may be overwritten before it is read; the next one is still there.
             with contextlib.suppress(BrokenPipeError):
                 record = os.read(handle, _RECORD_BYTES)
                 if not record:
@@ -172,7 +171,7 @@ def read_kernel_log(path: Path = KERNEL_LOG) -> Iterator[bytes]:
 
 
 def boot_seconds() -> float:
-    """Now, by the clock of the kernel log, which stands still while the host sleeps."""
+    """Return the time by the clock of the kernel log, which stops while the host sleeps."""
     return time.monotonic()
 
 

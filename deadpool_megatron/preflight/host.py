@@ -1,5 +1,5 @@
-"""The host at hand: its facts from files, limits and package metadata; its GPUs, which of them a
-process sees, and who gets which; and what it lacks for any run.
+"""This host: facts from files, limits and package metadata; its GPUs and how they are shared out;
+features of the system that every run needs.
 
 Loads neither torch nor the driver: processes may still be forked.
 """
@@ -25,9 +25,9 @@ from deadpool_megatron.vault.memory import cgroup_memory, memlock_bytes
 from deadpool_megatron.vault.pace import interface_of
 
 _SHM = Path("/dev/shm")
-# Distributions that decide what a training process computes; by their names in the package index.
+# Distributions that determine the computed numbers, by their names in the package index.
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "numpy")
-# Variables by which the same program computes other numbers.
+# Variables that change the numbers that a program computes.
 _VARIABLES = re.compile(
     r"NVTE_(?!DEBUG)\w+(?<!_DIR|_LOG)|NCCL_(ALGO|PROTO)|NVIDIA_TF32_OVERRIDE|PYTHONHASHSEED|MKL_CBWR"
     r"|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|CUDA_DEVICE_MAX_CONNECTIONS|CUBLAS_WORKSPACE_CONFIG"
@@ -37,21 +37,21 @@ _NCCL_FILES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/
 _IFF_UP = 1
 _FIRST_USER = 1000
 _REMOVES = re.compile(r"^\s*RemoveIPC\s*=\s*(\w+)", re.MULTILINE)
-#: says which GPUs a process sees: numbers or names, in the order in which it counts them
+#: names the GPUs that a process sees, by number or UUID, in the order in which it counts them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI_SECONDS = 20.0
 _LISTED = re.compile(r"^\s*(GPU|MIG) .*\(UUID: ([^)\s]+)\)", re.MULTILINE)
 
 
 def read_facts(address: str, command: str = "", limit_seconds: float = 0.0) -> HostFacts:
-    """Returns the facts of this host, whose address for others is ``address``. ``command``: the
-    site's own word on its health, which is waited for ``limit_seconds`` at most; none if empty.
+    """Return the facts of this host, which others reach at ``address``. ``command``: the site's
+    health command, which may take ``limit_seconds``; none if empty.
 
-    Takes as long as nvidia-smi, where there is one.
+    Takes as long as nvidia-smi, if that is installed.
     """
     shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
     interface = interface_of(address)
-    answer = health.ask(command, limit_seconds) if command else health.Answer()
+    result = health.check_health(command, limit_seconds) if command else health.HealthResult()
     return HostFacts(
         hostname=socket.gethostname(),
         address=address,
@@ -64,13 +64,13 @@ def read_facts(address: str, command: str = "", limit_seconds: float = 0.0) -> H
         memory_bytes=available_memory() or 0,
         memlock_bytes=memlock_bytes(),
         open_files=_limit(resource.RLIMIT_NOFILE),
-        health=answer.health,
-        health_text=answer.text,
+        health=result.health,
+        health_text=result.text,
     )
 
 
 def versions() -> dict[str, str]:
-    """Returns component -> version of what is installed here, and variable -> value."""
+    """Return component -> version of what is installed here, and variable -> value."""
     found = {
         "python": ".".join(map(str, sys.version_info[:3])),
         "deadpool-megatron": deadpool_megatron.__version__,
@@ -85,7 +85,7 @@ def versions() -> dict[str, str]:
 
 
 def available_memory() -> int | None:
-    """Returns the bytes that can be had without swapping, by the host and by the own cgroup."""
+    """Return the bytes that are available without swapping, on the host and in this cgroup."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         fields = dict(line.split(":") for line in lines)
@@ -96,8 +96,8 @@ def available_memory() -> int | None:
     return free if group is None else min(free, group.left_bytes)
 
 
-def missing() -> str:
-    """Return why no run can be on this host; empty where one can."""
+def missing_feature() -> str:
+    """Return why no run can use this host; empty if one can."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
@@ -109,9 +109,9 @@ def missing() -> str:
     return ""
 
 
-def memory_may_go(user: int, root: Path = Path("/")) -> str:
-    """Return why what this user has in shared memory may be removed under a run; empty where
-    nothing says so. As logind judges: below the users of the system nobody, and nobody who lingers.
+def removal_warning(user: int, root: Path = Path("/")) -> str:
+    """Return why the system may remove this user's shared memory during a run; empty if it does
+    not. The rules are those of logind: it spares system users, and users that linger.
     """
     if user < _FIRST_USER or not (root / "run/systemd/system").is_dir():
         return ""
@@ -135,9 +135,8 @@ def memory_may_go(user: int, root: Path = Path("/")) -> str:
 
 
 def listed_gpus() -> tuple[str, ...]:
-    """Returns the GPUs that this container may use: what nvidia-smi says is the UUID of each, and
-    those of MIG devices in the place of their GPU; without it, the numbers of those that the driver
-    knows.
+    """Return the GPUs that this container may use: the UUIDs that nvidia-smi lists, those of MIG
+    devices instead of their GPU; without nvidia-smi, the numbers that the driver knows.
 
     A GPU that has fallen off the bus is in the driver's list, but not in that of nvidia-smi.
     """
@@ -166,8 +165,8 @@ def listed_gpus() -> tuple[str, ...]:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the GPUs that a process with this environment sees, by their UUIDs where they are
-    known: a number means another GPU when one before it is gone.
+    """Return the GPUs that a process with this environment sees, by their UUIDs if they are known:
+    a number means another GPU once a GPU before it is lost.
     """
     named = environment.get(VISIBLE)
     if named is not None and not named.strip():
@@ -180,29 +179,29 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
         if name.isdigit():
             same = listed[int(name) : int(name) + 1]
         else:
-            # Names may be cut short; where only numbers are known, they are taken as they are.
+            # Names may be abbreviated; where only numbers are known, names are taken literally.
             is_known = not listed[0].isdigit()
             same = tuple(g for g in listed if name and g.startswith(name)) if is_known else (name,)
-        # What cannot be a GPU hides all that is named behind it.
+        # A name that cannot be a GPU hides all names after it.
         if not same or not name or name.startswith("-"):
             break
         found.append(same[0])
     return tuple(found)
 
 
-def of_member(gpus: Sequence[str], slot: int, *, may_share: bool) -> dict[str, str]:
-    """Returns the variables with which member ``slot`` of a node sees its own GPU of these, and no
-    other: as number 0 then, for the script that takes its device before it joins. Where members
-    may not share, one without a GPU of its own sees none.
+def member_variables(gpus: Sequence[str], local_rank: int, *, may_share: bool) -> dict[str, str]:
+    """Return the variables with which a member sees only its own GPU, as number 0: scripts choose
+    their device before the member joins. If members may not share GPUs, a member without its own
+    sees none.
     """
     if may_share and not gpus:
-        return {"LOCAL_RANK": str(slot)}
-    own = slot % len(gpus) if may_share else slot
+        return {"LOCAL_RANK": str(local_rank)}
+    own = local_rank % len(gpus) if may_share else local_rank
     return {"LOCAL_RANK": "0", VISIBLE: "".join(gpus[own : own + 1])}
 
 
 def share_of(gpus: Sequence[str], number: int, size: int) -> str:
-    """Returns the value of :data:`VISIBLE` for share ``number``, each of them of ``size`` GPUs."""
+    """Return the value of :data:`VISIBLE` for share ``number`` of ``size`` GPUs each."""
     return ",".join(gpus[number * size : (number + 1) * size])
 
 
@@ -214,7 +213,7 @@ def _package_version(name: str) -> str:
 
 
 def _nccl_version() -> str:
-    """Of the wheel that torch uses, else of the system's library; empty without one."""
+    """Return the version of the wheel that torch uses, else of the system's library, else empty."""
     for name in _NCCL_PACKAGES:
         if version := _package_version(name):
             return version
@@ -234,7 +233,7 @@ def _driver_version() -> str:
 
 def _is_up(interface: str) -> bool:
     if not interface:
-        return True  # unknown; that others reach the address is tested anyway
+        return True  # unknown; whether others reach the address is tested anyway
     directory = Path("/sys/class/net", interface)
     try:
         flags = int((directory / "flags").read_text(), 16)

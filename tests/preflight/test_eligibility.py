@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from deadpool_megatron.preflight.eligibility import HostFacts, Needs, Standing, judge
+from deadpool_megatron.preflight.eligibility import Eligibility, HostFacts, Needs, judge
 
 FACTS = st.builds(
     HostFacts,
@@ -20,7 +20,8 @@ def test_what_holds_for_any_facts(facts: list[HostFacts | None]) -> None:
     found = judge(dict(enumerate(facts)), needs)
     assert list(found) == list(range(len(facts)))
     for one in found.values():
-        assert bool(one.reasons) == (one.standing is not Standing.GOOD)
-    kept = [one for node, one in enumerate(facts) if found[node].standing is not Standing.LEFT_OUT]
+        assert bool(one.reasons) == (one.eligibility is not Eligibility.GOOD)
+    out = Eligibility.EXCLUDED
+    kept = [one for node, one in enumerate(facts) if found[node].eligibility is not out]
     assert len({one.versions["torch"] for one in kept if one is not None}) <= 1
     assert judge(dict(reversed(list(enumerate(facts)))), needs) == found, "they come in any order"

@@ -14,7 +14,7 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.prepare.gpu_health import run as gpu_health
 from deadpool_megatron.preflight import health, host
 from deadpool_megatron.preflight.eligibility import HostFacts
-from deadpool_megatron.preflight.health import Answer, Health, ask
+from deadpool_megatron.preflight.health import Health, HealthResult, check_health
 from tests.common.programs import run_among, stand_in
 from tests.common.waiting import wait_for
 
@@ -88,8 +88,8 @@ _DEVICE = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', GPU has fallen off t
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    answer = ask(f"sleep 1000 & echo $! > {pid}; wait", 0.5)
-    assert answer == Answer(Health.UNKNOWN, "no answer within 0.5 s")
+    answer = check_health(f"sleep 1000 & echo $! > {pid}; wait", 0.5)
+    assert answer == HealthResult(Health.UNKNOWN, "no answer within 0.5 s")
     child = Path(f"/proc/{pid.read_text().strip()}")
     wait_for("the child to be killed", lambda: not child.exists() or is_dead(child))
 

@@ -30,8 +30,8 @@ from deadpool_megatron.observe.narration import count
 from deadpool_megatron.planning.assessment import assess
 from deadpool_megatron.planning.sections import read_plan
 from deadpool_megatron.preflight import host
-from deadpool_megatron.preflight.eligibility import HostFacts, Needs, Standing, problems
-from deadpool_megatron.preflight.health import NOT_ASKED
+from deadpool_megatron.preflight.eligibility import Eligibility, HostFacts, Needs, problems
+from deadpool_megatron.preflight.health import NOT_CHECKED
 from deadpool_megatron.settings import LONGEST_SECONDS
 
 _NOT_GOOD = 1
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
         common.warn_of_danger_above(args.runs / "any run")
         facts = replace(facts, noted=noted_against(facts.hostname, args.runs, ""))
     common.check_platform()
-    found = [flaw.text for flaw in problems(facts, needs)]
-    if facts.health_text.startswith(NOT_ASKED):
+    found = [defect.text for defect in problems(facts, needs)]
+    if facts.health_text.startswith(NOT_CHECKED):
         found.append(f"--health-command: {facts.health_text}")
     if args.json:
         answer = {"ok": not found, "facts": facts.to_dict(), "problems": found}
@@ -160,7 +160,7 @@ def _remarks(nodes: Sequence[Mapping[str, Any]], why_not: str, wanted: int) -> l
     if why_not:
         return [*lines, f"{why_not}{_advice(nodes)}"]
     standings = [entry["standing"] for entry in nodes]
-    out = standings.count(Standing.LEFT_OUT)
+    out = standings.count(Eligibility.EXCLUDED)
     spares = len(nodes) - out - wanted
     return [
         *lines,
@@ -173,7 +173,7 @@ def _advice(nodes: Sequence[Mapping[str, Any]]) -> str:
         (entry["facts"]["hostname"], entry["standing"]) for entry in nodes if entry.get("facts")
     ]
     # Where all nodes are on one host, leaving hosts out would leave nothing.
-    good = {name for name, standing in names if standing == Standing.GOOD}
+    good = {name for name, standing in names if standing == Eligibility.GOOD}
     bad = sorted({name for name, _ in names} - good)
     return (
         f": mend what is named above, or take others (sbatch --exclude={','.join(bad)})"

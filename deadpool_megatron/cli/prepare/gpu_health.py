@@ -32,7 +32,7 @@ def run(
     """Answer as a health command does, in one line."""
     now = health.boot_seconds()
     try:
-        bad = health.newest_bad(read_log(), now - args.hours * 3600)
+        bad = health.newest_broken(read_log(), now - args.hours * 3600)
     except OSError as error:
         print(f"kernel log not asked: {error}")
         return Health.GOOD

@@ -66,7 +66,7 @@ class AgentOptions:
 def device_environment(options: AgentOptions, slot: int) -> dict[str, str]:
     """Returns the variables that show a member its GPU; with NCCL no two may have the same."""
     communicator = options.info.settings.communicator
-    return gpus.of_member(options.gpus, slot, may_share=communicator != "nccl")
+    return gpus.member_variables(options.gpus, slot, may_share=communicator != "nccl")
 
 
 def member_spec(

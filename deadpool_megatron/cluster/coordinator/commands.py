@@ -418,7 +418,7 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
             "spare": node not in state.seats.nodes,
             "use": str(uses[node]),
             "restarts": known.restarts,
-            "standing": str(known.judged.standing),
+            "standing": str(known.judged.eligibility),
             "reasons": list(known.judged.reasons),
             "vault": {} if node not in peers.agents else peers.agents[node].vault,
         }

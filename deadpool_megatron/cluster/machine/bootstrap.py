@@ -21,8 +21,8 @@ from deadpool_megatron.cluster.machine.pauses import consider_pause
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus, FailureKind
 from deadpool_megatron.preflight import eligibility
-from deadpool_megatron.preflight.eligibility import HostFacts, Judgement, Needs, Standing
-from deadpool_megatron.preflight.health import NOT_ASKED, Health
+from deadpool_megatron.preflight.eligibility import Eligibility, HostFacts, Judgement, Needs
+from deadpool_megatron.preflight.health import NOT_CHECKED, Health
 
 # Nobody needs what a node without a role holds alone.
 _AT_REST = (states.Phase.BOOTSTRAPPING, states.Phase.RUNNING, states.Phase.PAUSING)
@@ -59,7 +59,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
     name = joined.host_name
     core.emit(Kind.NODE_JOINED, node=node, host=event.host, hostname=name, spare=spare)
     core.act(Welcome(node, state.record))
-    if event.facts is not None and event.facts.health_text.startswith(NOT_ASKED):
+    if event.facts is not None and event.facts.health_text.startswith(NOT_CHECKED):
         text = f"--deadpool-health-command: {event.facts.health_text}: the node counts as good"
         core.log("warning", f"node {node}: {text}", node)
     to_start: dict[int, int] = {}
@@ -105,7 +105,7 @@ def _objection(core: Core, event: ev.NodeJoined) -> str:
     if agreed is None or not _is_new(event):
         return ""
     judged = _judge_one(core, event.facts, agreed, fresh=True)
-    if judged.standing is not Standing.LEFT_OUT:
+    if judged.eligibility is not Eligibility.EXCLUDED:
         return ""
     _emit(core, event.node, judged, event.facts, event.domain)
     return f"excluded: {judged.text}"
@@ -218,7 +218,7 @@ def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -
         core.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=FailureKind.DEVICE_ERROR)
     else:
         if before is not facts.health:
-            judged = Judgement(Standing.WEAK, (f"its health command says: {text}",))
+            judged = Judgement(Eligibility.WEAK, (f"its health command says: {text}",))
             _emit(core, node, judged, facts, core.state.fleet.nodes[node].domain)
         if facts.health is Health.UNKNOWN or not can_spare(core, not_moved_to(core.state) | {node}):
             return
@@ -235,17 +235,17 @@ def _look_again(core: Core, node: int, *, fresh: bool) -> None:
     judged = _judge_one(core, known.facts, agreed, fresh=fresh)
     if judged == known.judged:
         return
-    if judged.standing is Standing.LEFT_OUT and core.state.phase not in _AT_REST:
+    if judged.eligibility is Eligibility.EXCLUDED and core.state.phase not in _AT_REST:
         # What it holds may be what is restored or saved; it will tell its facts again.
         fleet.distrust(frozenset({node}))
         return
     _emit(core, node, judged, known.facts, known.domain)
-    if judged.standing is Standing.WEAK:
+    if judged.eligibility is Eligibility.WEAK:
         fleet.deprioritized |= {node}
-    elif judged.standing is Standing.GOOD and known.judged.standing is Standing.WEAK:
+    elif judged.eligibility is Eligibility.GOOD and known.judged.eligibility is Eligibility.WEAK:
         fleet.deprioritized -= {node}
     known.judged = judged
-    if judged.standing is Standing.LEFT_OUT:
+    if judged.eligibility is Eligibility.EXCLUDED:
         _leave_out(core, node, judged)
 
 
@@ -269,10 +269,10 @@ def _judge_all(core: Core) -> None:
         judged = eligibility.judge(facts, _needs(config))
     for node, one in judged.items():
         # Where nobody has asked for it, nothing is said of those that are good.
-        if config.check_only or one.standing is not Standing.GOOD:
+        if config.check_only or one.eligibility is not Eligibility.GOOD:
             _emit(core, node, one, facts[node], state.fleet.nodes[node].domain)
         state.fleet.nodes[node].judged = one
-    out = [node for node, one in judged.items() if one.standing is Standing.LEFT_OUT]
+    out = [node for node, one in judged.items() if one.eligibility is Eligibility.EXCLUDED]
     kept = [one for node, one in facts.items() if node not in out]
     state.agreed = eligibility.agree(one for one in kept if one is not None)
     if config.check_only:
@@ -295,12 +295,12 @@ def _judge_one(
         return Judgement()
     asked = _needs(core.config)
     asked = asked if fresh else replace(asked, shm_bytes=0)
-    return Judgement.of(eligibility.judge_one(facts, agreed, asked))
+    return Judgement.of(eligibility.defects_of(facts, agreed, asked))
 
 
 def _weak_ones_last(core: Core, judged: Mapping[int, Judgement]) -> None:
     """Weak nodes give their roles to good spares, as far as there are any."""
-    weak = {node for node, one in judged.items() if one.standing is Standing.WEAK}
+    weak = {node for node, one in judged.items() if one.eligibility is Eligibility.WEAK}
     fleet, seated = core.state.fleet, core.state.seats.nodes
     fleet.deprioritized |= weak
     spares = sum(node not in seated and node not in weak for node in fleet.nodes)
@@ -321,8 +321,8 @@ def _end_check(core: Core, judged: Mapping[int, Judgement]) -> None:
     absent = set(range(config.nodes + config.spares)) - judged.keys()
     for node in sorted(absent):
         why = state.fleet.removed.get(node, "did not join in time")
-        _emit(core, node, Judgement(Standing.LEFT_OUT, (why,)), None, "")
-    good = sum(one.standing is Standing.GOOD for one in judged.values())
+        _emit(core, node, Judgement(Eligibility.EXCLUDED, (why,)), None, "")
+    good = sum(one.eligibility is Eligibility.GOOD for one in judged.values())
     enough = good >= config.nodes
     why = "" if enough else f"not enough nodes: {good} are good, --nodes is {config.nodes}"
     finish(core, LastWords(0 if enough else ExitStatus.FAILED, why))
@@ -330,9 +330,9 @@ def _end_check(core: Core, judged: Mapping[int, Judgement]) -> None:
 
 def _not_enough(good: int, config: states.Config, judged: Mapping[int, Judgement]) -> str:
     bad = [
-        f"node {node}: {one.standing}: {one.text}"
+        f"node {node}: {one.eligibility}: {one.text}"
         for node, one in sorted(judged.items())
-        if one.standing is not Standing.GOOD
+        if one.eligibility is not Eligibility.GOOD
     ]
     why = f" ({'; '.join(bad)})" if bad else ""
     return f"not enough nodes: {good} are good, --nodes is {config.nodes}{why}"
@@ -340,7 +340,7 @@ def _not_enough(good: int, config: states.Config, judged: Mapping[int, Judgement
 
 def _emit(core: Core, node: int, judged: Judgement, facts: HostFacts | None, domain: str) -> None:
     data: dict[str, Any] = {
-        "standing": str(judged.standing),
+        "standing": str(judged.eligibility),
         "reasons": list(judged.reasons),
         "domain": domain,
         "facts": None if facts is None else facts.to_dict(),

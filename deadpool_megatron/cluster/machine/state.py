@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.machine.recoveries import Recoveries
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.planner import is_kept, usual_layouts
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from deadpool_megatron.preflight.eligibility import Agreed, HostFacts, Judgement, Standing
+from deadpool_megatron.preflight.eligibility import Agreed, Eligibility, HostFacts, Judgement
 from deadpool_megatron.settings import Settings
 
 NOTHING = records.Generation(0, 0)
@@ -524,7 +524,8 @@ class State:
             return records.NodeUse.QUARANTINED
         if node in self.seats.nodes:
             return records.NodeUse.TRAINING
-        if node not in fleet.deprioritized or fleet.nodes[node].judged.standing is Standing.WEAK:
+        judged = fleet.nodes[node].judged
+        if node not in fleet.deprioritized or judged.eligibility is Eligibility.WEAK:
             return records.NodeUse.SPARE
         drains = [one for one in self.requests if one.verb is Verb.DRAIN]
         is_drained = any(one.what["node"] == node for one in drains)

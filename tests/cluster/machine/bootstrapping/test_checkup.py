@@ -8,7 +8,7 @@ import pytest
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Holding, Inventory
-from deadpool_megatron.preflight.eligibility import HostFacts, Standing
+from deadpool_megatron.preflight.eligibility import Eligibility, HostFacts
 from deadpool_megatron.preflight.health import Health
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, layout, nodes_of
 
@@ -36,8 +36,8 @@ def come(rig: Rig, **facts: HostFacts) -> None:
     rig.last = [*actions, *rig.last]
 
 
-def standing(rig: Rig, node: int) -> Standing:
-    return rig.state.fleet.nodes[node].judged.standing
+def standing(rig: Rig, node: int) -> Eligibility:
+    return rig.state.fleet.nodes[node].judged.eligibility
 
 
 def check_only(rig: Rig) -> Rig:
@@ -60,7 +60,7 @@ def test_a_weak_node_waits_as_the_last_spare() -> None:
     assert nodes_of(rig.pending) == {0: 3, 1: 1}
     rig.journal()
     assert rig.state.fleet.deprioritized == {0, 2}
-    assert standing(rig, 0) is Standing.WEAK
+    assert standing(rig, 0) is Eligibility.WEAK
 
 
 def test_too_few_fit_nodes_end_the_run_at_once_naming_them() -> None:
