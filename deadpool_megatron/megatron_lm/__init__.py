@@ -1,1 +1,1 @@
-"""Starts a script of Megatron-LM with the hooks in it, patched or not; see :mod:`.__main__`."""
+"""Starts a script of Megatron-LM with the hooks, in a patched tree or not: :mod:`.__main__`."""

@@ -1,8 +1,7 @@
 """``python -m deadpool_megatron.megatron_lm SCRIPT ARGS``: a script of Megatron-LM with the hooks.
 
-``deadpool run ... -- pretrain_gpt.py ARGS --deadpool`` starts each training process so. Where the
-checkout is patched the hooks are in it; else the same functions are wrapped here, after a look at
-what they are.
+``deadpool run ... -- pretrain_gpt.py ARGS --deadpool`` starts each training process this way. A
+patched checkout has the hooks in it; otherwise the same functions are checked and wrapped here.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from pathlib import Path
 import torch
 
 from deadpool_megatron.cluster.process.program import LOADED
+from deadpool_megatron.failures import ExitStatus
+from deadpool_megatron.hookpoints import ALLOW_UNTESTED
 from deadpool_megatron.megatron_lm.checkout import import_megatron
-
-ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"
-EXIT_BAD_INPUT = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the script; returns 2, with one line, when this Megatron-LM cannot take the hooks."""
+    """Run the script; print a line and return 2 if this Megatron-LM does not accept the hooks."""
     if not argv:
         return _refuse("usage: python -m deadpool_megatron.megatron_lm SCRIPT ARGS")
     script = Path(argv[0])
@@ -49,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _refuse(line: str) -> int:
     print(f"deadpool: {line}", file=sys.stderr, flush=True)
-    return EXIT_BAD_INPUT
+    return ExitStatus.BAD_INPUT
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Imports Megatron-LM from the checkout that a script lies in, on a GPU or on the stand-ins."""
+"""The checkout of Megatron-LM that belongs to a script, imported on a GPU or with the stand-ins."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from pathlib import Path
 
 import torch
 
+from deadpool_megatron.hookpoints import SCRIPT_VARIABLE
 from deadpool_megatron.support.versions import tree_of
-
-#: the script, for processes that import everything before they know their command
-SCRIPT_VARIABLE = "DEADPOOL_SCRIPT"
 
 
 def import_megatron(script: Path) -> None:
-    """Have ``megatron.training`` and ``megatron.core`` come from the checkout of ``script``, whose
-    own folder comes first on the path, as for any script.
+    """Import ``megatron.training`` and ``megatron.core`` from the checkout of ``script``, whose own
+    folder comes first on the path, as for any script.
 
-    Raises ValueError or RuntimeError with one line when there is none, or something that
-    Megatron-LM needs is missing. Nothing of ours that imports Megatron may come before.
+    Raises ValueError or RuntimeError with one line if there is no checkout, or a package that
+    Megatron-LM needs is missing. No module that imports Megatron may be loaded before.
     """
     checkout, own = tree_of(script), script.resolve().parent
     if torch.cuda.is_available():
@@ -38,6 +36,6 @@ def import_megatron(script: Path) -> None:
 
 
 def script_of_this_run() -> Path | None:
-    """From the environment; None where nothing is to be imported ahead."""
+    """Return the script that the environment names; None if nothing is to be imported ahead."""
     found = os.environ.get(SCRIPT_VARIABLE)
     return None if found is None else Path(found)

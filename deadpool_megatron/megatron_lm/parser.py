@@ -1,8 +1,8 @@
 """``python -m deadpool_megatron.megatron_lm.parser DIR``: the parser of a tree of Megatron-LM.
 
-Reads the arguments of a script from each line of its input, as a list, and answers with what that
-parser makes of them, defaults included; where it takes them not, with the reason under ``refused``.
-Nothing is validated, and no GPU is needed.
+Reads the arguments of a script from each line of its input, as a list, and prints the values that
+the parser gives them, with defaults; or, under ``refused``, why the parser refuses them. Nothing
+is validated, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def main(tree: Path) -> None:
         import_megatron(tree / "pretrain_gpt.py")
         from megatron.training import arguments
 
-        made: Any = arguments.add_megatron_arguments(_Parser(allow_abbrev=False))
+        parser: Any = arguments.add_megatron_arguments(_Parser(allow_abbrev=False))
     for line in sys.stdin:
         try:
-            found: Any = vars(made.parse_known_args(json.loads(line))[0])
-        except (KeyError, ValueError) as error:  # the first: a name that an enumeration lacks
-            found = {"refused": str(error)}
-        print(json.dumps(found, default=_written))
+            parsed: Any = vars(parser.parse_known_args(json.loads(line))[0])
+        except (KeyError, ValueError) as error:  # KeyError: an enumeration lacks the name
+            parsed = {"refused": str(error)}
+        print(json.dumps(parsed, default=_to_text))
 
 
-def _written(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return value.name if isinstance(value, enum.Enum) else str(value)
 
 

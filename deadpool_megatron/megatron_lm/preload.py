@@ -1,4 +1,4 @@
-"""Imported once by whoever starts training processes: what each of them needs of Megatron-LM."""
+"""Preloads Megatron-LM in the process that forks training processes."""
 
 from __future__ import annotations
 

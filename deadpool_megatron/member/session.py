@@ -484,15 +484,15 @@ def take_device(communicator: str, slot: int) -> str:
             torch.cuda.set_device(slot % torch.cuda.device_count())
         # Where a run was made and nobody has chosen, no GPU was to be seen.
         return "gloo" if communicator == "auto" else communicator
-    _end_if(nccl_environment.complaint(os.environ), ExitStatus.BAD_INPUT)
+    _end_if(nccl_environment.error_message(os.environ), ExitStatus.BAD_INPUT)
     _end_if(_take_gpu(), ExitStatus.NO_DEVICE)
     version = _nccl_version()
-    _end_if(nccl_environment.version_complaint(version), ExitStatus.BAD_INPUT)
+    _end_if(nccl_environment.version_error(version), ExitStatus.BAD_INPUT)
     for line in nccl_environment.warnings(os.environ):
         print(f"deadpool: {line}", file=sys.stderr, flush=True)
     print(
         f"deadpool: GPU {os.environ.get(VISIBLE, '0')}, NCCL {'.'.join(map(str, version))},"
-        f" {nccl_environment.in_force(os.environ)}",
+        f" {nccl_environment.in_effect(os.environ)}",
         file=sys.stderr,
         flush=True,
     )

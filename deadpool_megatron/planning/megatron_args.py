@@ -58,7 +58,7 @@ ASSUMED: dict[str, Any] = {
 def sections_of(words: Sequence[str], nodes: int) -> dict[str, dict[str, Any]]:
     """Return them, for a cluster of so many nodes that train; of it all else is assumed. Raises
     ValueError for a batch that Megatron-LM does not take there."""
-    found = vars(flags.said(words))
+    found = vars(flags.named_arguments(words))
     sections = {
         section: {key: found[name] for key, name in names.items() if name in found}
         for section, names in _ARGUMENTS.items()

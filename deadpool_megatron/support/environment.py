@@ -1,10 +1,9 @@
-"""Variables that NCCL, torch and Megatron read from a member's environment: name, value, why.
+"""Variables that NCCL, torch and Megatron read from a member's environment: name, value, reason.
 
-A recovery aborts the communicators of a process that continues, and makes new ones in it. What
-torch does by default on an error of NCCL is the opposite: it ends the process. Each value of
-``tables/environment.toml`` is the one under which a survivor survives. An agent gives them to
-whatever it starts, before torch is imported there; a value that the user has set is looked at when
-a member joins.
+A recovery aborts the communicators of a process that continues, and creates new ones in it. By
+default torch does the opposite on an error of NCCL: it ends the process. With the values of
+``tables/environment.toml`` the process continues. An agent sets them for each process that it
+starts, before torch is imported there; a user's own value is checked when a member joins.
 """
 
 from __future__ import annotations
@@ -17,42 +16,41 @@ from pathlib import Path
 from typing import Any
 
 
-class Otherwise(Enum):
-    """The fate of another value that the user has set."""
+class Policy(Enum):
+    """The treatment of a different value that the user has set."""
 
     REFUSED = "refused"
-    SET_ASIDE = "ignored, with a line"
+    OVERRIDDEN = "ignored, with a line"
     WARNED = "taken, with a warning"
     KEPT = "taken"
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One row. ``reason``: why members have ``value``, or what another one does; ``as_good``:
-    values that do the same; ``former_name``: under which torch reads it, too; ``contrary``: where
-    there are any, all values but these do the same.
+    """A row. ``reason``: why members have ``value``, or what a different one does. ``equivalent``:
+    values with the same effect. ``former_name``: an older name that torch still reads.
+    ``conflicting``: if not empty, all other values have the same effect.
     """
 
     name: str
     value: str
     reason: str
-    as_good: tuple[str, ...] = ()
+    equivalent: tuple[str, ...] = ()
     former_name: str = ""
-    otherwise: Otherwise = Otherwise.REFUSED
-    contrary: tuple[str, ...] = ()
+    policy: Policy = Policy.REFUSED
+    conflicting: tuple[str, ...] = ()
 
-    def is_contrary(self, given: str) -> bool:
-        """Return whether a recovery, or the search for who hangs, cannot have the value
-        ``given``."""
-        if self.contrary:
-            return given.lower() in self.contrary
-        return given.lower() not in {self.value.lower(), *self.as_good}
+    def conflicts(self, given: str) -> bool:
+        """Return whether recoveries, or the diagnosis of a hang, fail with the value ``given``."""
+        if self.conflicting:
+            return given.lower() in self.conflicting
+        return given.lower() not in {self.value.lower(), *self.equivalent}
 
     def other_value(self, environment: Mapping[str, str]) -> str:
-        """Return what the user has set instead, as ``NAME=value``; empty if nothing."""
+        """Return a conflicting value that the user has set, as ``NAME=value``; empty if none."""
         for name in (self.name, self.former_name):
             given = environment.get(name)
-            if given is not None and self.is_contrary(given):
+            if given is not None and self.conflicts(given):
                 return f"{name}={given}"
         return ""
 
@@ -74,7 +72,7 @@ _TABLES: dict[str, Any] = tomllib.loads(
 
 def _variable(row: dict[str, Any]) -> Variable:
     row = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    return Variable(**{**row, "otherwise": Otherwise[row.get("otherwise", "REFUSED")]})
+    return Variable(**{**row, "policy": Policy[row.get("policy", "REFUSED")]})
 
 
 VARIABLES: tuple[Variable, ...] = tuple(map(_variable, _TABLES["variables"]))
@@ -85,59 +83,59 @@ REFUSED_VERSIONS: tuple[RefusedVersions, ...] = tuple(
 
 
 def is_needed(communicator: str) -> bool:
-    """Return whether members need these values with this value of ``--deadpool-communicator``: what
-    plays NCCL reads some of them, too."""
+    """Return whether members need these values with this value of ``--deadpool-communicator``.
+    Stand-ins for NCCL read some of them, too."""
     return communicator != "gloo"
 
 
 def complete(environment: MutableMapping[str, str]) -> None:
-    """Set what is not set; what the user has set stays, but for values that are set aside."""
+    """Set the missing variables; the user's own values stay, except those that are overridden."""
     for variable in VARIABLES:
-        if variable.otherwise is Otherwise.SET_ASIDE and variable.other_value(environment):
+        if variable.policy is Policy.OVERRIDDEN and variable.other_value(environment):
             environment.pop(variable.former_name, None)
             environment[variable.name] = variable.value
-        # The name of today wins over the former one, which is as much the user's.
+        # The present name takes precedence over the former one, which the user may have set.
         if variable.former_name not in environment:
             environment.setdefault(variable.name, variable.value)
 
 
-def complaint(environment: Mapping[str, str]) -> str:
-    """Return one line about the values that a recovery cannot have; empty without one. By now an
-    agent has set aside what is set aside."""
-    found = refused(environment, Otherwise.REFUSED, Otherwise.SET_ASIDE)
+def error_message(environment: Mapping[str, str]) -> str:
+    """Return a line on the values with which recoveries fail; empty if there are none. The agent
+    has replaced the overridden values before."""
+    found = refused(environment, Policy.REFUSED, Policy.OVERRIDDEN)
     more = ", ".join(other for other, _ in found[1:])
     return (found[0][1] if found else "") + (f" (refused as well: {more})" if more else "")
 
 
-def refused(environment: Mapping[str, str], *fates: Otherwise) -> list[tuple[str, str]]:
-    """Return the values that a recovery cannot have, and a line about each."""
+def refused(environment: Mapping[str, str], *policies: Policy) -> list[tuple[str, str]]:
+    """Return the values with which recoveries fail, and a line about each."""
     return [
         (
             other,
             f"{other} cannot be protected with NCCL: {variable.reason}; unset it, or set it to"
             f" {variable.value}",
         )
-        for variable, other in _other_values(environment, *fates or (Otherwise.REFUSED,))
+        for variable, other in _other_values(environment, *policies or (Policy.REFUSED,))
     ]
 
 
-def set_aside(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the values in whose place members get another, and a line about each."""
+def overridden(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the values that members get replaced, and a line about each."""
     return [
         (other, f"{other} is ignored, members get {variable.value}: {variable.reason}")
-        for variable, other in _other_values(environment, Otherwise.SET_ASIDE)
+        for variable, other in _other_values(environment, Policy.OVERRIDDEN)
     ]
 
 
 def warnings(environment: Mapping[str, str]) -> list[str]:
-    """Return a line for each value that is taken although it may cost a recovery."""
+    """Return a line for each value that is kept although recoveries may fail with it."""
     return [
         f"{other} is taken as set, and recoveries may fail with it: {variable.reason}"
-        for variable, other in _other_values(environment, Otherwise.WARNED)
+        for variable, other in _other_values(environment, Policy.WARNED)
     ]
 
 
-def in_force(environment: Mapping[str, str]) -> str:
+def in_effect(environment: Mapping[str, str]) -> str:
     """Return all variables of the table with their values here, for a log."""
     return " ".join(
         f"{variable.name}={environment[variable.name]}"
@@ -146,8 +144,8 @@ def in_force(environment: Mapping[str, str]) -> str:
     )
 
 
-def version_complaint(version: tuple[int, int, int]) -> str:
-    """Return one line about a version of NCCL that cannot be recovered with; empty if it can."""
+def version_error(version: tuple[int, int, int]) -> str:
+    """Return a line on a version of NCCL without recoveries; empty if they work."""
     for refused in REFUSED_VERSIONS:
         if refused.first <= version <= refused.last:
             found = ".".join(map(str, version))
@@ -158,6 +156,6 @@ def version_complaint(version: tuple[int, int, int]) -> str:
     return ""
 
 
-def _other_values(environment: Mapping[str, str], *fates: Otherwise) -> list[tuple[Variable, str]]:
+def _other_values(environment: Mapping[str, str], *policies: Policy) -> list[tuple[Variable, str]]:
     found = ((variable, variable.other_value(environment)) for variable in VARIABLES)
-    return [(variable, other) for variable, other in found if other and variable.otherwise in fates]
+    return [(variable, other) for variable, other in found if other and variable.policy in policies]

@@ -1,9 +1,8 @@
-"""The verdict on a command line: what of it is set for the user, allowed by name, or refused.
+"""Findings on a command line, and the verdict: items set for the user, allowed by name, or refused.
 
 ``deadpool support`` and the start of a run use :func:`judge`, the start in two places: before
-anything runs, with what the command line alone says, and in each process with the arguments that
-Megatron-LM has validated. An unread flag or value is refused by its name, unless the user answers
-for it.
+anything runs, with the command line alone, and in each process with the arguments that Megatron-LM
+has validated. An unread flag or value is refused by its name, unless the user accepts it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from deadpool_megatron.support.flags import Level
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Something on a command line that is not simply supported. ``name``: by which it is allowed;
-    ``allowed``: the same command line says so."""
+class SupportFinding:
+    """An item of a command line that needs a remark. ``name``: the name that allows it;
+    ``allowed``: whether the same command line allows it."""
 
     level: Level
     shown: str
@@ -31,20 +30,20 @@ class Judged:
     allowed: bool = False
 
     @property
-    def is_of_a_fork(self) -> bool:
-        """True for what no version of Megatron-LM has that the table knows."""
+    def is_from_fork(self) -> bool:
+        """Return whether no known version of Megatron-LM has the item."""
         return self.level is Level.UNREAD and not flags.is_known(self.shown)
 
 
 def judge(
     command: Sequence[str], args: argparse.Namespace | None = None, version: str = ""
-) -> list[Judged]:
-    """Return what is to be said about a script and its arguments.
+) -> list[SupportFinding]:
+    """Return the findings on a script and its arguments.
 
-    ``args``: as Megatron-LM has validated them; None: what can be read off the command line, with
-    the defaults of that ``version`` of Megatron-LM (empty: the newest).
+    ``args``: as Megatron-LM has validated them; None: judge the command line alone, with the
+    defaults of that ``version`` of Megatron-LM (empty: the newest).
     """
-    read, unread = (_named_behind(flag, command) for flag in (ALLOW, ALLOW_UNREVIEWED))
+    read, unread = (_values_of(flag, command) for flag in (ALLOW, ALLOW_UNREVIEWED))
     words = command[1:]
     rows = [
         row.as_given(words) if row.level is Level.ACCEPTED else row
@@ -52,51 +51,51 @@ def judge(
         if (row.is_named_in(words, version) if args is None else row.applies(args))
     ]
     found = [
-        Judged(
+        SupportFinding(
             row.level, row.shown, row.line, row.name, row.level is Level.READ and row.name in read
         )
         for row in rows
     ]
-    if args is not None and (line := flags.one_logger_complaint(args)):
-        found.append(Judged(Level.REFUSED, "one_logger", line))
+    if args is not None and (line := flags.one_logger_error(args)):
+        found.append(SupportFinding(Level.REFUSED, "one_logger", line))
     for shown in _unread(command):
         name = shown.lstrip("-")
         line = (
-            f"{shown} is not reviewed: {flags.why_unread(shown)}; leave it out, or accept it"
+            f"{shown} is not reviewed: {flags.unread_reason(shown)}; leave it out, or accept it"
             f" with {ALLOW_UNREVIEWED} {name}"
         )
-        found.append(Judged(Level.UNREAD, shown, line, name, name in unread))
+        found.append(SupportFinding(Level.UNREAD, shown, line, name, name in unread))
     return found
 
 
-def judge_environment(environment: Mapping[str, str]) -> list[Judged]:
-    """Return what is to be said about variables that members read with NCCL."""
-    fates = ((Level.SET, table.set_aside), (Level.REFUSED, table.refused))
-    return [Judged(level, *found) for level, of in fates for found in of(environment)]
+def judge_environment(environment: Mapping[str, str]) -> list[SupportFinding]:
+    """Return the findings on variables that members read with NCCL."""
+    levels = ((Level.SET, table.overridden), (Level.REFUSED, table.refused))
+    return [SupportFinding(level, *found) for level, of in levels for found in of(environment)]
 
 
-def verdict(findings: Iterable[Judged]) -> str:
-    """Return ``supported``, ``accepted`` where something of it was never run, ``allowed`` for what
-    needs an allowance by name, or ``refused``."""
+def verdict(findings: Iterable[SupportFinding]) -> str:
+    """Return ``supported``; ``accepted`` if an item was never run; ``allowed`` if an item needs an
+    allowance by name; or ``refused``."""
     levels = {finding.level for finding in findings}
     if Level.REFUSED in levels:
         return "refused"
-    if not levels <= _TAKEN:
+    if not levels <= _ACCEPTED:
         return "allowed"
     return "accepted" if Level.ACCEPTED in levels else "supported"
 
 
-def never_run(findings: Iterable[Judged]) -> list[str]:
-    """Return what is accepted of a command line and was never run, as it is given there."""
+def never_run(findings: Iterable[SupportFinding]) -> list[str]:
+    """Return the items that are accepted and were never run, as they are given."""
     return [each.shown for each in findings if each.level is Level.ACCEPTED]
 
 
-def refusal(findings: Iterable[Judged]) -> str:
-    """Return one line about all that keeps a run from its start; empty if nothing does."""
-    stopped = [each for each in findings if each.level not in _TAKEN and not each.allowed]
+def refusal(findings: Iterable[SupportFinding]) -> str:
+    """Return a line on all items that prevent the start of a run; empty if none does."""
+    stopped = [each for each in findings if each.level not in _ACCEPTED and not each.allowed]
     if not stopped:
         return ""
-    # What is refused comes first: its rows have better advice.
+    # Refused items come first: their rows have better advice.
     first = stopped[0]
     others = [
         f" ({word} as well: {', '.join(shown)})"
@@ -106,8 +105,8 @@ def refusal(findings: Iterable[Judged]) -> str:
     return first.line + "".join(others)
 
 
-def allowances(findings: Iterable[Judged]) -> list[str]:
-    """Return what would have to be added to the command line for all that can be allowed."""
+def allowances(findings: Iterable[SupportFinding]) -> list[str]:
+    """Return the flags that would allow all items that can be allowed."""
     flag = {Level.READ: ALLOW, Level.UNREAD: ALLOW_UNREVIEWED}
     return [
         f"{flag[each.level]} {each.name}"
@@ -116,19 +115,19 @@ def allowances(findings: Iterable[Judged]) -> list[str]:
     ]
 
 
-def notes(findings: Iterable[Judged]) -> list[str]:
-    """Return the first lines of a run: what was set for the user, and what was let through."""
+def notes(findings: Iterable[SupportFinding]) -> list[str]:
+    """Return the first lines of a run: items that were set for the user or let through."""
     return [
         each.line
-        if each.level in _TAKEN
+        if each.level in _ACCEPTED
         else f"{each.shown} is {_STOPPED[each.level]}, and let through"
         for each in findings
-        if each.level in _TAKEN or each.allowed
+        if each.level in _ACCEPTED or each.allowed
     ]
 
 
-#: what a run begins with, without a word of the user's
-_TAKEN = {Level.SET, Level.ACCEPTED}
+#: levels that need no allowance
+_ACCEPTED = {Level.SET, Level.ACCEPTED}
 _STOPPED = {
     Level.REFUSED: "refused",
     Level.READ: "read and never run",
@@ -136,14 +135,14 @@ _STOPPED = {
 }
 
 
-def _named_behind(flag: str, command: Sequence[str]) -> set[str]:
-    pairs = itertools.pairwise(flags.words_of(command))
+def _values_of(flag: str, command: Sequence[str]) -> set[str]:
+    pairs = itertools.pairwise(flags.tokens_of(command))
     return {value.lstrip("-") for given, value in pairs if given == flag}
 
 
 def _unread(command: Sequence[str]) -> list[str]:
-    """Return the script, if it is one of Megatron-LM's that was never tried, each flag that nobody
-    vouches for, and each value that came to a flag after it was read."""
+    """Return the script, if it is an untested one of Megatron-LM, each flag that was not reviewed,
+    and each value that a flag has gained since its review."""
     scripts = [
         name
         for name in flags.UNREVIEWED_SCRIPTS

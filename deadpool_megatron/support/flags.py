@@ -1,11 +1,11 @@
-"""The table of Megatron-LM's flags, and which of its rows a command line or arguments run into.
+"""The table of Megatron-LM's flags, and the rows that apply to a command line or to arguments.
 
-Each flag of core_v0.16.1 is in exactly one place of ``tables/flags.toml``, and so are those of
-later versions that somebody has looked at; what stands nowhere is unread as well.
+Each flag of core_v0.16.1, and each reviewed flag of later versions, is in exactly one place of
+``tables/flags.toml``; all other flags are unread.
 
-The arguments that Megatron has parsed decide (:meth:`FlagRow.applies`). What can be read off the
-command line (:meth:`FlagRow.is_named_in`) is told before anything starts. :mod:`.findings` makes a
-verdict of it.
+The arguments that Megatron has parsed decide (:meth:`FlagRow.applies`). Rows that the command line
+alone shows (:meth:`FlagRow.is_named_in`) are reported before anything starts. :mod:`.findings`
+derives the verdict.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TABLES: dict[str, Any] = tomllib.loads(
 
 
 class Level(StrEnum):
-    """The degree to which a protected run answers for something that it was given."""
+    """The degree to which protection supports a flag or value."""
 
     RUN = "run"
     SET = "set"
@@ -42,12 +42,12 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class FlagRow:
-    """One row of what is refused, taken when the user names it, or set to something else.
+    """A row: flags that are refused, accepted by name, or set to another value.
 
-    ``shown``: the flags that lead here, as a user writes them. ``when``: conditions on the
-    arguments, each of which is enough; none: one of the flags is set. ``only_with``: the package,
-    or newer Megatron-LM, without which the parser does not know them; empty: that of 0.16.1 does.
-    ``to``: by argument, what it is set to; nothing is written as an empty text.
+    ``shown``: the flags of the row, as a user writes them. ``when``: conditions on the arguments,
+    each sufficient; without any, one of the flags is set. ``only_with``: the package, or newer
+    Megatron-LM, whose parser knows the flags; empty for 0.16.1. ``to``: the new value by argument;
+    an empty text stands for None.
     """
 
     level: Level
@@ -65,13 +65,13 @@ class FlagRow:
 
     @property
     def name(self) -> str:
-        """The name behind :data:`ALLOW`: of the first flag, or ``flag=value`` of its one value."""
+        """The name to give with :data:`ALLOW`: of the first flag, or ``flag=value``."""
         words = self.shown.split(", ")[0].removeprefix("--").split()
         return "=".join(words) if len(words) == 2 else words[0]
 
     @property
     def line(self) -> str:
-        """Return what the user is told."""
+        """Return the line for the user."""
         match self.level:
             case Level.SET:
                 return f"{self.shown} {self.becomes}: {self.reason}"
@@ -86,40 +86,40 @@ class FlagRow:
 
     @property
     def becomes(self) -> str:
-        """Words for what a row of this level sets."""
+        """Text for the values that the row sets."""
         given = [f"--{name.replace('_', '-')} {value}" for name, value in self.to.items() if value]
         return f"becomes {', '.join(given)}" if given else "is removed"
 
     def applies(self, args: argparse.Namespace) -> bool:
-        """Return whether these arguments run into this row."""
+        """Return whether the row applies to these arguments."""
         conditions = self.when or [flag[2:].replace("-", "_") for flag in self.flags]
         return any(
             all(_holds(term, args) for term in condition.split(" and ")) for condition in conditions
         )
 
     def is_named_in(self, argv: Sequence[str], version: str = "") -> bool:
-        """Return whether this can be told from the command line alone. ``version``: of Megatron-LM,
-        whose defaults hold then; empty: the newest."""
-        # An argument may have another name than its flag, which is enough unless more is asked.
-        named = not set(words_of(argv)).isdisjoint(self.shown.split(", "))
-        more = any(" and " in condition for condition in self.when)
-        return (named and not more) or self.applies(said(argv, version))
+        """Return whether the command line alone shows that the row applies, with the defaults of
+        ``version`` of Megatron-LM (empty: the newest)."""
+        # An argument may be named differently from its flag; the flag suffices for simple rows.
+        named = not set(tokens_of(argv)).isdisjoint(self.shown.split(", "))
+        is_compound = any(" and " in condition for condition in self.when)
+        return (named and not is_compound) or self.applies(named_arguments(argv, version))
 
     def as_given(self, argv: Sequence[str]) -> FlagRow:
-        """Return the row with those of its flags alone that ``argv`` names, if it names any."""
-        named = ", ".join(flag for flag in self.flags if flag in words_of(argv))
+        """Return the row reduced to the flags that ``argv`` names, if it names any."""
+        named = ", ".join(flag for flag in self.flags if flag in tokens_of(argv))
         return replace(self, shown=named) if named else self
 
     def set_in(self, args: argparse.Namespace) -> None:
-        """Set what this row sets."""
+        """Set the row's values in ``args``."""
         for name, value in self.to.items():
             setattr(args, name, None if value == "" else value)
 
 
 @dataclass(frozen=True)
 class FlagFamily:
-    """Flags that are judged alike. ``reason``: why they may pass, or why nobody vouches for them;
-    ``names``: without their dashes, parted by blanks.
+    """Flags with the same judgement. ``reason``: why they are accepted, or not reviewed;
+    ``names``: without dashes, separated by blanks.
     """
 
     title: str
@@ -128,7 +128,7 @@ class FlagFamily:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """As a user writes them."""
+        """The flags as a user writes them."""
         return tuple(f"--{name}" for name in self.names.split())
 
 
@@ -144,25 +144,25 @@ def _rows(level: Level) -> tuple[FlagRow, ...]:
     return tuple(_row(level, row) for row in _TABLES[level])
 
 
-#: all rows of each level, in the order in which they are looked at
+#: all rows of each level, in the order in which they are checked
 REFUSED, READ, SET, ACCEPTED = map(_rows, (Level.REFUSED, Level.READ, Level.SET, Level.ACCEPTED))
 ROWS = (*REFUSED, *READ, *SET, *ACCEPTED)
 REVIEWED = tuple(FlagFamily(**row) for row in _TABLES["reviewed"])
 UNREVIEWED = tuple(FlagFamily(**row) for row in _TABLES["unreviewed"])
 #: scripts of Megatron-LM that were never run under protection
 UNREVIEWED_SCRIPTS: tuple[str, ...] = tuple(_TABLES["scripts"])
-#: by flag, those that were read of the flags whose values Megatron-LM's parser lists
+#: the reviewed values of the flags whose values Megatron-LM's parser lists
 VALUES: dict[str, tuple[str, ...]] = {
     flag: tuple(values.split()) for flag, values in _TABLES["values"].items()
 }
-#: by MAJOR.MINOR from which on they hold, defaults that run into a row
+#: defaults to which a row applies, by the first MAJOR.MINOR that has them
 DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
 
 
-def one_logger_complaint(args: argparse.Namespace) -> str:
-    """Return one line where Megatron-LM would open one_logger; empty where it would not.
+def one_logger_error(args: argparse.Namespace) -> str:
+    """Return a line if Megatron-LM would open one_logger, else an empty text.
 
-    Megatron opens it in each pass, also for a spare, wherever the package is there.
+    Megatron opens it in each pass, also for a spare, wherever the package is installed.
     """
     if not getattr(args, "enable_one_logger", False) or not _is_installed("one_logger"):
         return ""
@@ -173,8 +173,8 @@ def one_logger_complaint(args: argparse.Namespace) -> str:
 
 
 def _holds(term: str, args: argparse.Namespace) -> bool:
-    """Return whether arguments meet ``NAME`` (set, to anything that is not empty) or ``NAME TEST
-    VALUES``. An argument that a version does not have counts as not set."""
+    """Return whether arguments meet ``NAME`` (set to a non-empty value) or ``NAME TEST VALUES``. An
+    argument that the version does not have counts as not set."""
     name, _, rest = term.partition(" ")
     test, _, text = rest.partition(" ")
     value = getattr(args, name, None)
@@ -199,8 +199,8 @@ def _holds(term: str, args: argparse.Namespace) -> bool:
     raise ValueError(f"no such condition: {term}")
 
 
-def words_of(argv: Iterable[str]) -> list[str]:
-    """Return the words of a command line; ``--flag=value`` is ``--flag value``."""
+def tokens_of(argv: Iterable[str]) -> list[str]:
+    """Return the tokens of a command line; ``--flag=value`` is ``--flag value``."""
     return [
         word
         for argument in argv
@@ -208,15 +208,15 @@ def words_of(argv: Iterable[str]) -> list[str]:
     ]
 
 
-def said(argv: Sequence[str], version: str = "") -> argparse.Namespace:
-    """Return each flag with the word behind it, for flags whose argument has their name, and the
-    defaults of ``version`` (empty: the newest) that a row asks for."""
-    words = words_of(argv)
+def named_arguments(argv: Sequence[str], version: str = "") -> argparse.Namespace:
+    """Return each flag with the token after it, as an argument of the flag's name, and the
+    defaults of ``version`` (empty: the newest) that a row tests."""
+    tokens = tokens_of(argv)
     named: dict[str, Any] = {}
     for since, defaults in DEFAULTS.items():
         if not version or _number(version) >= _number(since):
             named |= defaults
-    for flag, value in itertools.zip_longest(words, words[1:], fillvalue="--"):
+    for flag, value in itertools.zip_longest(tokens, tokens[1:], fillvalue="--"):
         if flag.startswith("--"):
             named[flag.removeprefix("--").replace("-", "_")] = value.startswith("--") or (
                 int(value) if value.isdigit() else value
@@ -229,12 +229,12 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def is_known(name: str) -> bool:
-    """Return whether some version of Megatron-LM has this flag or script."""
+    """Return whether any version of Megatron-LM has this flag or script."""
     return name in UNREVIEWED_SCRIPTS or any(name in family.flags for family in UNREVIEWED)
 
 
-def why_unread(name: str) -> str:
-    """Return the reason for which nobody vouches for a flag, a value or a script."""
+def unread_reason(name: str) -> str:
+    """Return why a flag, a value or a script counts as not reviewed."""
     if not name.startswith("--"):
         return "only pretrain_gpt.py was ever run under protection"
     reasons = (family.reason for family in UNREVIEWED if name in family.flags)
@@ -245,10 +245,10 @@ def why_unread(name: str) -> str:
 
 
 def unread_values(argv: Sequence[str]) -> Iterator[str]:
-    """Yield what is given for a flag of :data:`VALUES` and was not read, as ``--flag=value``,
-    unless a row speaks of it."""
+    """Yield the values of flags in :data:`VALUES` that were not reviewed and have no row, as
+    ``--flag=value``."""
     flag = ""
-    for word in words_of(argv):
+    for word in tokens_of(argv):
         if word.startswith("--"):
             flag = word
         elif word not in VALUES.get(flag, (word,)) and not any(
@@ -257,7 +257,7 @@ def unread_values(argv: Sequence[str]) -> Iterator[str]:
             yield f"{flag}={word}"
 
 
-#: whose effect somebody has read
+#: flags whose effect was reviewed
 KNOWN = {flag for row in ROWS for flag in row.flags}
 KNOWN |= {flag for family in REVIEWED for flag in family.flags}
 

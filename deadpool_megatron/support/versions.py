@@ -1,11 +1,11 @@
-"""The version of Megatron-LM, and whether it has the functions that the hooks take part in.
+"""The version of Megatron-LM, and whether it has the functions that the hooks need.
 
-A version that was never tried is held against the names in it that the hooks rely on
-(``tables/names.toml``), at the start of a run. Nothing of Megatron is imported for that: the source
-is read, so that what methods set on ``self`` is seen as well.
+At the start of a run, an untested version is checked for the names that the hooks require
+(``tables/names.toml``). The check reads the source and imports nothing of Megatron, so it also
+finds attributes that methods set on ``self``.
 
 :func:`install_points` wraps those functions at run time, for a tree that ``deadpool patch`` has not
-changed. Copies that ``from ... import`` has made of them are replaced as well.
+changed. It also replaces copies that ``from ... import`` has made of them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from deadpool_megatron import hookpoints
 _TABLES: dict[str, Any] = tomllib.loads(
     (Path(__file__).parent / "tables" / "versions.toml").read_text()
 )
-#: what package_info.py says of those that were tried
+#: the tested versions, as package_info.py gives them
 TESTED: tuple[str, ...] = tuple(_TABLES["tested"])
-#: by what package_info.py says of it: a commit without a tag that was tried, and its sources
+#: by version in package_info.py: a tested commit without a tag, and the hash of its sources
 COMMITS: dict[str, dict[str, str]] = _TABLES["commits"]
 _TRIED = ", ".join([*TESTED, *(f"{key} at {row['commit']}" for key, row in COMMITS.items())])
-#: by MAJOR.MINOR, the newest last: where its versions differ from others
+#: properties of versions by MAJOR.MINOR, the newest last
 FAMILIES: dict[str, dict[str, Any]] = dict(
     zip(
         _TABLES["families"],
@@ -51,72 +51,72 @@ Importer = Callable[[str], Any]
 
 
 class UntestedMegatron(RuntimeError):
-    """This Megatron-LM was never tried, or cannot work; one line says what was found."""
+    """This Megatron-LM was never tested, or cannot work; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class FoundPoint:
-    """One point as it was found. ``lacks``: parameters that the handler relies on."""
+    """A point as found in Megatron. ``missing_parameters``: of those that the handler requires."""
 
     point: hookpoints.Point
-    missing: bool = False
-    lacks: tuple[str, ...] = ()
+    is_missing: bool = False
+    missing_parameters: tuple[str, ...] = ()
     marked: bool = False
 
     @property
-    def trouble(self) -> str:
-        """One line; empty when everything is there."""
+    def problem(self) -> str:
+        """The problem in one line; empty if there is none."""
         name = f"{self.point.module}.{self.point.function}"
-        if self.missing:
+        if self.is_missing:
             return f"{name} is missing"
-        if self.lacks:
-            return f"{name} lacks the parameter {', '.join(self.lacks)}"
+        if self.missing_parameters:
+            return f"{name} lacks the parameter {', '.join(self.missing_parameters)}"
         return ""
 
 
 @dataclass(frozen=True)
-class Report:
-    """Findings of :func:`examine`. ``version`` is that of the megatron.core in use, ``beside`` that
-    of the one which lies beside megatron.training (empty: none does). ``tried``: it is one that was
-    tried; ``lacking``: names of ``tables/names.toml`` that another one does not have.
+class VersionReport:
+    """Findings of :func:`examine`. ``version``: of the megatron.core in use; ``tree_version``: of
+    the megatron.core in the tree of megatron.training (empty: it has none). ``missing_names``:
+    those of ``tables/names.toml`` that an untested version does not have.
     """
 
     version: str
-    beside: str
+    tree_version: str
     points: tuple[FoundPoint, ...]
-    tried: bool
-    lacking: tuple[str, ...] = ()
+    is_tried: bool
+    missing_names: tuple[str, ...] = ()
 
     @property
-    def missing(self) -> tuple[FoundPoint, ...]:
+    def missing_points(self) -> tuple[FoundPoint, ...]:
         """Points that do not exist."""
-        return tuple(found for found in self.points if found.missing)
+        return tuple(found for found in self.points if found.is_missing)
 
 
-def examine(importer: Importer = importlib.import_module) -> Report:
-    """Look at the Megatron-LM that can be imported. ``importer``: how."""
+def examine(importer: Importer = importlib.import_module) -> VersionReport:
+    """Examine the Megatron-LM that ``importer`` imports."""
     version, tree = released(importer(_PACKAGE_INFO).__version__), _tree(importer)
-    tried = version in TESTED or _is_a_tried_commit(version, tree)
-    return Report(
+    is_tried = version in TESTED or _is_tried_commit(version, tree)
+    return VersionReport(
         version=version,
-        beside=version_beside(tree),
-        points=tuple(_look_at(point, importer) for point in hookpoints.points_of(version)),
-        tried=tried,
-        # Of those that were tried the tests know; reading the source takes a second.
-        lacking=() if tried or tree is None else lacking(tree, version),
+        tree_version=tree_version(tree),
+        points=tuple(_find_point(point, importer) for point in hookpoints.points_of(version)),
+        is_tried=is_tried,
+        # Tests cover the tested versions, and reading the source takes a second.
+        missing_names=() if is_tried or tree is None else missing_names(tree, version),
     )
 
 
-def _is_a_tried_commit(version: str, tree: Path | None) -> bool:
-    """By its sources: main keeps its number while it moves, and an archive names no commit."""
+def _is_tried_commit(version: str, tree: Path | None) -> bool:
+    """Compare the sources: main keeps its number while it moves, and archives name no commit."""
     return (
         tree is not None
         and version in COMMITS
-        and (COMMITS[version]["sources"] == hash_of_sources(tree))
+        and (COMMITS[version]["sources"] == source_hash(tree))
     )
 
 
-def hash_of_sources(tree: Path) -> str:
+def source_hash(tree: Path) -> str:
     """Return a hash of all Python files of Megatron in ``tree``, and of their names."""
     digest = hashlib.sha256()
     for path in sorted((tree / "megatron").rglob("*.py")):
@@ -125,12 +125,12 @@ def hash_of_sources(tree: Path) -> str:
 
 
 def released(version: str) -> str:
-    """Returns a version without the commit that Megatron adds to it in a git checkout."""
+    """Return a version without the commit that Megatron appends in a git checkout."""
     return version.partition("+")[0]
 
 
 def _tree(importer: Importer) -> Path | None:
-    """The folder that holds the package ``megatron`` to which megatron.training belongs."""
+    """Return the folder that holds the ``megatron`` package of megatron.training."""
     try:
         place = getattr(importer("megatron.training"), "__file__", None)
     except ImportError:
@@ -139,8 +139,8 @@ def _tree(importer: Importer) -> Path | None:
 
 
 def tree_of(script: Path) -> Path:
-    """Return the checkout that a script trains with: its own folder, one of PYTHONPATH, or one that
-    the script lies below; its own folder where none is a checkout."""
+    """Return the checkout that a script trains with: its own folder, a folder of PYTHONPATH, or a
+    parent folder; its own folder if none of them is a checkout."""
     own = script.resolve().parent
     named = (Path(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each)
     for place in (own, *named, *own.parents):
@@ -149,65 +149,64 @@ def tree_of(script: Path) -> Path:
     return own
 
 
-def version_beside(tree: Path | None) -> str:
-    """megatron is a namespace package: its core may come from a wheel, its training from a tree."""
+def tree_version(tree: Path | None) -> str:
+    """Return the version of megatron.core in a tree, empty without one. megatron is a namespace
+    package: its core may come from a wheel, its training from a tree."""
     if tree is None:
         return ""
     info = tree / "megatron" / "core" / "package_info.py"
     return released(runpy.run_path(str(info))["__version__"]) if info.is_file() else ""
 
 
-def _look_at(point: hookpoints.Point, importer: Importer) -> FoundPoint:
+def _find_point(point: hookpoints.Point, importer: Importer) -> FoundPoint:
     try:
         function = getattr(importer(point.module), point.function, None)
     except ImportError:
         function = None
     if function is None:
-        return FoundPoint(point, missing=True)
-    # Also of a wrapped function these are the parameters of the original.
+        return FoundPoint(point, is_missing=True)
+    # For a wrapped function, too, these are the parameters of the original.
     parameters = inspect.signature(function).parameters
-    lacks = tuple(name for name in point.parameters if name not in parameters)
-    return FoundPoint(point, lacks=lacks, marked=hookpoints.is_marked(function))
+    missing = tuple(name for name in point.parameters if name not in parameters)
+    return FoundPoint(point, missing_parameters=missing, marked=hookpoints.is_marked(function))
 
 
-def check(report: Report, allow_untested: bool) -> None:
-    """Raise UntestedMegatron unless protection has been tried with this one, or may try.
+def check(report: VersionReport, allow_untested: bool) -> None:
+    """Raise UntestedMegatron unless this Megatron is tested, or may be used untested.
 
-    ``allow_untested`` helps against another version that has all that is relied upon, not against
-    names that are not there or two Megatrons in one process.
+    ``allow_untested`` accepts an untested version that has all required names; it does not accept
+    missing names, or two Megatrons in one process.
     """
-    if report.beside and report.beside != report.version:
+    if report.tree_version and report.tree_version != report.version:
         raise UntestedMegatron(
             f"two Megatrons: megatron.core is {report.version}, megatron.training belongs to"
-            f" {report.beside}; put the folder of your training script first in PYTHONPATH"
+            f" {report.tree_version}; put the folder of your training script first in PYTHONPATH"
         )
-    if report.lacking:
+    if report.missing_names:
         raise UntestedMegatron(
             f"protection has not been tried with Megatron-LM {report.version}, which lacks"
-            f" {'; '.join(report.lacking)}; tried were {_TRIED}"
+            f" {'; '.join(report.missing_names)}; tried were {_TRIED}"
         )
-    if allow_untested and not report.missing:
+    if allow_untested and not report.missing_points:
         return
-    troubles = [found.trouble for found in report.points if found.trouble]
-    if not report.tried:
-        troubles.insert(0, f"its version is {report.version}; tried were {_TRIED}")
-    if not troubles:
+    problems = [found.problem for found in report.points if found.problem]
+    if not report.is_tried:
+        problems.insert(0, f"its version is {report.version}; tried were {_TRIED}")
+    if not problems:
         return
-    advice = (
-        "without these functions there is no protection"
-        if report.missing
-        else f"{hookpoints.ALLOW_UNTESTED} tries nevertheless"
-    )
+    advice = f"{hookpoints.ALLOW_UNTESTED} tries nevertheless"
+    if report.missing_points:
+        advice = "without these functions there is no protection"
     raise UntestedMegatron(
-        f"protection has not been tried with this Megatron-LM: {'; '.join(troubles)}; {advice}"
+        f"protection has not been tried with this Megatron-LM: {'; '.join(problems)}; {advice}"
     )
 
 
 def install_points() -> tuple[str, ...]:
-    """Mark every point, in its module and wherever else a loaded module of Megatron or the training
-    script names it; returns which. Nothing happens in a tree that is patched, or a second time.
+    """Mark every point, in its module and in all loaded modules of Megatron and the training script
+    that name it. Return the names of those marked; none in a patched tree, or a second time.
 
-    Raises UntestedMegatron for a tree of which only a part is patched.
+    Raises UntestedMegatron for a partly patched tree.
     """
     originals = {
         point: getattr(importlib.import_module(point.module), point.function)
@@ -215,27 +214,31 @@ def install_points() -> tuple[str, ...]:
             released(importlib.import_module(_PACKAGE_INFO).__version__)
         )
     }
-    waiting = {point: one for point, one in originals.items() if not hookpoints.is_marked(one)}
-    if waiting and len(waiting) < len(originals):
-        left = ", ".join(sorted({point.module for point in waiting}))
+    unmarked = {
+        point: function
+        for point, function in originals.items()
+        if not hookpoints.is_marked(function)
+    }
+    if unmarked and len(unmarked) < len(originals):
+        left = ", ".join(sorted({point.module for point in unmarked}))
         raise UntestedMegatron(
             "this Megatron-LM is patched in part: run 'deadpool patch apply' or 'deadpool patch"
             f" revert' on it (not patched are {left})"
         )
-    for original in waiting.values():
+    for original in unmarked.values():
         marked = hookpoints.hookpoint(original)
-        for names_of in _namespaces():
-            for name in [name for name, value in names_of.items() if value is original]:
-                names_of[name] = marked
-    return tuple(f"{point.module}.{point.function}" for point in waiting)
+        for namespace in _namespaces():
+            for name in [name for name, value in namespace.items() if value is original]:
+                namespace[name] = marked
+    return tuple(f"{point.module}.{point.function}" for point in unmarked)
 
 
 def _namespaces() -> Iterator[dict[str, Any]]:
-    """Of the loaded modules that may hold a copy of one of Megatron's functions."""
+    """Yield those of the loaded modules that may hold a copy of a function of Megatron."""
     modules: Mapping[str, ModuleType | None] = dict(sys.modules)
     for name, module in modules.items():
-        ours = name == "__main__" or name.startswith(("megatron.", "pretrain_"))
-        if ours and module is not None:
+        may_hold = name == "__main__" or name.startswith(("megatron.", "pretrain_"))
+        if may_hold and module is not None:
             yield vars(module)
 
 
@@ -243,8 +246,7 @@ def _namespaces() -> Iterator[dict[str, Any]]:
 class Name:
     """A function, a class, its method or attribute, or a variable of a file of Megatron-LM.
 
-    ``parameters``: those of a function that are used by name or position. ``versions``: those in
-    which this is as it was read.
+    ``parameters``: of a function, those that the hooks use. ``versions``: those that have the name.
     """
 
     file: str
@@ -271,18 +273,19 @@ NAMES: tuple[Name, ...] = tuple(_names())
 
 
 def expected_in(version: str) -> tuple[Name, ...]:
-    """Return what a version has to have; one that nobody tried, what the newest has."""
+    """Return the names that a version must have; an untested one, those of the newest."""
     family = next((each for each in VERSIONS if version.startswith(f"{each}.")), VERSIONS[-1])
     return tuple(name for name in NAMES if family in name.versions)
 
 
-def lacking(tree: Path, version: str) -> tuple[str, ...]:
-    """Return what the source in ``tree`` lacks, in words."""
+def missing_names(tree: Path, version: str) -> tuple[str, ...]:
+    """Return descriptions of the names that the source in ``tree`` lacks."""
     sources: dict[str, ast.Module] = {}
-    return tuple(filter(None, (_complaint(tree, name, sources) for name in expected_in(version))))
+    found = (_missing_name(tree, name, sources) for name in expected_in(version))
+    return tuple(filter(None, found))
 
 
-def _complaint(tree: Path, name: Name, sources: dict[str, ast.Module]) -> str:
+def _missing_name(tree: Path, name: Name, sources: dict[str, ast.Module]) -> str:
     file = tree / name.file
     if name.file not in sources:
         sources[name.file] = ast.parse(file.read_text() if file.is_file() else "")
@@ -291,13 +294,13 @@ def _complaint(tree: Path, name: Name, sources: dict[str, ast.Module]) -> str:
         return f"{name.name} in {name.file}"
     if not name.parameters:
         return ""
-    has = _parameters(found)
-    missing = [parameter for parameter in name.parameters if parameter not in has]
+    present = _parameters(found)
+    missing = [parameter for parameter in name.parameters if parameter not in present]
     return f"{', '.join(missing)} of {name.name}() in {name.file}" if missing else ""
 
 
 def find(scope: ast.AST, name: str) -> ast.AST | None:
-    """Return what defines ``name``, parts of which are joined by dots."""
+    """Return the node that defines the dotted ``name``, or None."""
     for part in name.split("."):
         found = dict(_definitions(scope)).get(part)
         if found is None:
@@ -307,8 +310,8 @@ def find(scope: ast.AST, name: str) -> ast.AST | None:
 
 
 def _definitions(scope: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Everything a module or class defines, also under an ``if`` or ``try``; of a class also what
-    its methods set on ``self``.
+    """Yield the definitions of a module or class, also under an ``if`` or ``try``; for a class also
+    the attributes that its methods set on ``self``.
     """
     for node in _statements(scope):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

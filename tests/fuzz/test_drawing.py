@@ -12,18 +12,7 @@ from deadpool_megatron import arguments
 from deadpool_megatron.support.findings import judge
 from deadpool_megatron.support.flags import Level
 from tests.fuzz import drawing
-from tests.fuzz.drawing import (
-    FEATURES,
-    Draw,
-    count,
-    draw,
-    forbidden,
-    least_covered,
-    pairs,
-    read_choices,
-    without,
-    write_choices,
-)
+from tests.fuzz.drawing import FEATURES, Draw, count, draw, least_covered, pairs, without
 from tests.fuzz.minimal import smallest
 from tests.megatron_lm.harness.checkout import TAG, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Question, ask
@@ -42,7 +31,7 @@ def test_every_draw_obeys_the_rules() -> None:
     gpu_only = " ".join(_RULES["cannot"].values()).split()
     for one in DRAWS:
         assert one.choice.keys() == FEATURES.keys()
-        assert not [pair for pair in pairs(one.choice) if forbidden(*pair)]
+        assert not [pair for pair in pairs(one.choice) if drawing.forbidden(*pair)]
         names = [word for word in one.flags if word.startswith("--")]
         assert len(set(names)) == len(names)
         assert not [name for name in names for row in gpu_only if fnmatch(name, row)]
@@ -116,8 +105,8 @@ def test_what_fails_is_shrunk_to_what_matters() -> None:
 
 def test_what_was_drawn_is_written_and_read(tmp_path: Path) -> None:
     drawn = [one.choice for one in DRAWS[:5]]
-    write_choices(tmp_path / "pairs.json", drawn)
-    assert read_choices(tmp_path / "pairs.json") == drawn
+    drawing.write_choices(tmp_path / "pairs.json", drawn)
+    assert drawing.read_choices(tmp_path / "pairs.json") == drawn
 
 
 @pytest.mark.megatron_lm

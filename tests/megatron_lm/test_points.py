@@ -44,7 +44,7 @@ def version_of(tree: Path) -> str:
 
 
 def test_every_name_is_there(tree: Path) -> None:
-    assert versions.lacking(tree, version_of(tree)) == ()
+    assert versions.missing_names(tree, version_of(tree)) == ()
 
 
 def test_places_of_families_are_among_the_names() -> None:

@@ -128,7 +128,7 @@ def test_a_member_that_cannot_have_its_gpu_ends_as_one_of_a_broken_host(
     line = refusal(capfd, ExitStatus.NO_DEVICE)
     assert line.endswith("(CUDA_VISIBLE_DEVICES=GPU-8f): RuntimeError: No CUDA GPUs are available")
     monkeypatch.undo()  # what is installed here was built without CUDA
-    monkeypatch.setattr(nccl_environment, "complaint", lambda _: "")
+    monkeypatch.setattr(nccl_environment, "error_message", lambda _: "")
     assert "AssertionError: Torch not compiled with CUDA" in refusal(capfd, ExitStatus.NO_DEVICE)
 
 

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from megatron.core.parallel_state import RankGenerator
 
-from deadpool_megatron.planning.shards import (
-    data_parallel_peers,
-    expert_data_parallel_peers,
-    stage_parameters,
-    total_parameters,
-)
+from deadpool_megatron.planning import shards
 from deadpool_megatron.planning.traffic import place
 from tests.planning.plans import make
 
@@ -29,12 +24,14 @@ def test_groups_are_megatrons(tp: int, cp: int, dp: int, pp: int, etp: int | Non
     ).parallel
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=ORDER)
     for group in dense.get_ranks("dp-cp"):
-        assert all(data_parallel_peers(rank, parallel) == tuple(group) for rank in group)
+        assert all(shards.data_parallel_peers(rank, parallel) == tuple(group) for rank in group)
     experts = RankGenerator(
         tp=etp or tp, ep=ep, dp=tp * cp * dp // (etp or tp) // ep, pp=pp, cp=1, order=ORDER
     )
     for group in experts.get_ranks("dp"):
-        assert all(expert_data_parallel_peers(rank, parallel) == tuple(group) for rank in group)
+        assert all(
+            shards.expert_data_parallel_peers(rank, parallel) == tuple(group) for rank in group
+        )
 
 
 @settings(max_examples=40)
@@ -67,8 +64,8 @@ def test_the_stages_are_the_whole_model(untied: bool, tp: int, pp: int, experts:
     """Without vectors that tensor ranks repeat: the rest is shared out, nothing is left."""
     shape = {**SHAPE, "biases": False, "untied": untied, "experts": experts}
     plan = make(model=shape, parallel={"tp": tp, "pp": pp, "dp": 16 // tp // pp})
-    stages = stage_parameters(plan.model, plan.parallel)
+    stages = shards.stage_parameters(plan.model, plan.parallel)
     split = tp * sum(stage.dense + stage.expert for stage in stages)
     repeated = (tp - 1) * (4 * (2 * 2 * 64 + 64 * experts) + 2 * 64)
     both_ends = 1024 * 64 if pp > 1 and not untied else 0
-    assert split == total_parameters(plan.model) + repeated + both_ends
+    assert split == shards.total_parameters(plan.model) + repeated + both_ends

@@ -28,7 +28,7 @@ def whole() -> dict[str, Any]:
     return made
 
 
-def examined(modules: dict[str, Any]) -> versions.Report:
+def examined(modules: dict[str, Any]) -> versions.VersionReport:
     def importer(name: str) -> Any:
         if name not in modules:
             raise ModuleNotFoundError(name)

@@ -39,8 +39,8 @@ def test_the_commit_that_was_tried_is_the_one_of_the_tests() -> None:
     assert f"main-{row['commit']}" == UNTAGGED
     tree = checkout(UNTAGGED)
     if tree is not None:
-        assert versions.version_beside(tree) == version
-        assert versions.hash_of_sources(tree) == row["sources"]
+        assert versions.tree_version(tree) == version
+        assert versions.source_hash(tree) == row["sources"]
 
 
 @pytest.mark.full

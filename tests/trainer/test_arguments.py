@@ -95,10 +95,7 @@ def test_a_run_writes_its_facts(text: str, tmp_path: Path) -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     command = ("-m", "deadpool_megatron.trainer.plain", *MODEL.split(), *text.split())
     told = said(*command, "--out", out, **rank)
-    assert [line.split(" |")[0] for line in told.splitlines()] == [
-        "iteration 3/6",
-        "iteration 6/6",
-    ]
+    assert [line.split(" |")[0] for line in told.splitlines()] == ["iteration 3/6", "iteration 6/6"]
     facts = json.loads(out.read_text())
     assert len(losses(facts)) == facts["iterations"] == 6
     assert facts["samples"] == 48

@@ -30,9 +30,9 @@ from typing import Any
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.support import findings
-from deadpool_megatron.support.findings import Judged
+from deadpool_megatron.support.findings import SupportFinding
 from deadpool_megatron.support.flags import Level
-from deadpool_megatron.support.versions import version_beside
+from deadpool_megatron.support.versions import tree_version
 
 _SECONDS = 300.0
 _VERDICTS = ("supported", "accepted", "allowed", "refused")
@@ -106,8 +106,8 @@ def _read(path: Path) -> list[_Case]:
     return cases
 
 
-def _judge(cases: Sequence[_Case], tree: Path | None) -> list[list[Judged]]:
-    version = version_beside(tree)
+def _judge(cases: Sequence[_Case], tree: Path | None) -> list[list[SupportFinding]]:
+    version = tree_version(tree)
     if tree is not None and not version:
         raise CommandError(f"{tree} is not a checkout of Megatron-LM")
     parsed = [None for _ in cases] if tree is None else _parsed(cases, tree)
@@ -139,10 +139,10 @@ def _parsed(cases: Sequence[_Case], tree: Path) -> list[argparse.Namespace | Non
     return [None if "refused" in each else argparse.Namespace(**each) for each in found]
 
 
-def _as_object(case: _Case, found: Sequence[Judged]) -> dict[str, Any]:
+def _as_object(case: _Case, found: Sequence[SupportFinding]) -> dict[str, Any]:
     rows = [
         {"level": str(each.level), "shown": each.shown, "line": each.line, "allowed": each.allowed}
-        | {"fork": each.is_of_a_fork}
+        | {"fork": each.is_from_fork}
         for each in found
     ]
     return {
@@ -154,7 +154,7 @@ def _as_object(case: _Case, found: Sequence[Judged]) -> dict[str, Any]:
     }
 
 
-def _print_one(found: Sequence[Judged]) -> None:
+def _print_one(found: Sequence[SupportFinding]) -> None:
     for each in found:
         allowed = " (allowed here)" if each.allowed else ""
         print(f"{_WORDS[each.level]}: {each.line}{allowed}")
@@ -166,12 +166,12 @@ def _print_one(found: Sequence[Judged]) -> None:
     print(f"verdict: {verdict}")
 
 
-def _print_table(cases: Sequence[_Case], judged: Sequence[Sequence[Judged]]) -> None:
+def _print_table(cases: Sequence[_Case], judged: Sequence[Sequence[SupportFinding]]) -> None:
     verdicts = [findings.verdict(found) for found in judged]
     for case, verdict, found in zip(cases, verdicts, judged, strict=True):
         print(f"{verdict:9}  {case.id}  {'; '.join(each.shown for each in found)}".rstrip())
     counts = Counter(
-        (_WORDS[each.level] + " (a fork's)" * each.is_of_a_fork, each.shown)
+        (_WORDS[each.level] + " (a fork's)" * each.is_from_fork, each.shown)
         for found in judged
         for each in found
     )
@@ -185,5 +185,5 @@ def _print_table(cases: Sequence[_Case], judged: Sequence[Sequence[Judged]]) -> 
         print(f"{len(these)} configurations {name}: {', '.join(shares)}")
 
 
-def _without_fork(found: Sequence[Judged]) -> list[Judged]:
-    return [each for each in found if not each.is_of_a_fork]
+def _without_fork(found: Sequence[SupportFinding]) -> list[SupportFinding]:
+    return [each for each in found if not each.is_from_fork]

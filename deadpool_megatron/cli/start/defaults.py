@@ -55,7 +55,7 @@ def choose(
 ) -> Size | None:
     """Return the size of a run on a host with so many GPUs, of which a part may be given; None
     where there is none. Pure, but for files of arguments that the command names."""
-    found = flags.said(list(_words(command)))
+    found = flags.named_arguments(list(_words(command)))
 
     def size(name: str, usual: int = 1) -> int:
         value = getattr(found, name, usual)
@@ -140,7 +140,7 @@ def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 def outlives_hosts(command: Sequence[str], run: RunDirectory) -> bool:
     """Return whether the run directory does, or the user has chosen a place for checkpoints."""
-    return "--save" in flags.words_of(command) or file_systems.is_shared(run.path)
+    return "--save" in flags.tokens_of(command) or file_systems.is_shared(run.path)
 
 
 def settled(settings: Settings, plan: Path | None, *, lasts: bool) -> Settings:

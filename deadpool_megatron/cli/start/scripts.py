@@ -15,7 +15,7 @@ from typing import Any
 from deadpool_megatron import arguments
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.process.fork_server import BrokenImport, ForkServer, StartError
-from deadpool_megatron.hookpoints import FLAG
+from deadpool_megatron.hookpoints import FLAG, SCRIPT_VARIABLE
 from deadpool_megatron.settings import Settings, flag_name
 from deadpool_megatron.support import environment as nccl_environment, findings, versions
 from deadpool_megatron.trainer.config import build_parser
@@ -23,8 +23,6 @@ from deadpool_megatron.trainer.config import build_parser
 #: runs the script with the hooks in it
 MODULE = "deadpool_megatron.megatron_lm"
 PRELOAD = f"{MODULE}.preload"
-#: names the script to what is preloaded
-VARIABLE = "DEADPOOL_SCRIPT"
 EMBEDDED_TRAINER = ("-m", "deadpool_megatron.trainer")
 NVIDIA_CONTROL_DEVICE = Path("/dev/nvidiactl")
 DEFAULT_PRELOAD = ",".join(
@@ -62,14 +60,14 @@ def adopt(args: argparse.Namespace) -> tuple[str, ...]:
     args.command = [*args.command, *switches]
     command, told = member_command(args.command), list[str]()
     if script_of(command) is not None:
-        version = versions.version_beside(versions.tree_of(Path(args.command[0])))
+        version = versions.tree_version(versions.tree_of(Path(args.command[0])))
         found = findings.judge(args.command, version=version)
         if line := findings.refusal(found):
             raise CommandError(line)
         told = findings.notes(found)
         arguments.put_into(args, _settings(args.command[1:], args.options))
     if nccl_environment.is_needed(getattr(args, "deadpool_communicator", "auto")):
-        told += [line for _, line in nccl_environment.set_aside(os.environ)]
+        told += [line for _, line in nccl_environment.overridden(os.environ)]
     for line in told:
         print(f"deadpool: {line}", file=sys.stderr)
     given, args.command = tuple(args.command), list(expanded(command))
@@ -93,12 +91,10 @@ def modules(given: str | None, default: str, command: Sequence[str]) -> tuple[st
 
 
 def announce(command: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    """Name the script to what is preloaded from now on; see :data:`VARIABLE`."""
-    script = script_of(command)
-    if script is None:
-        environment.pop(VARIABLE, None)
-    else:
-        environment[VARIABLE] = str(Path(script).absolute())
+    """Name the script to processes that preload it from now on."""
+    environment.pop(SCRIPT_VARIABLE, None)
+    if script := script_of(command):
+        environment[SCRIPT_VARIABLE] = str(Path(script).absolute())
 
 
 def waits_for_forks(method: str) -> bool:

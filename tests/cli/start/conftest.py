@@ -2,7 +2,8 @@
 
 import pytest
 
-from deadpool_megatron.cli.start import launch, scripts
+from deadpool_megatron.cli.start import launch
+from deadpool_megatron.hookpoints import SCRIPT_VARIABLE
 
 
 @pytest.fixture
@@ -10,5 +11,5 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[launch.Launcher]:
     """The arguments of launchers; none of them starts anything."""
     seen: list[launch.Launcher] = []
     monkeypatch.setattr(launch.Launcher, "run", lambda self: seen.append(self) or 0)
-    monkeypatch.setenv(scripts.VARIABLE, "left over")
+    monkeypatch.setenv(SCRIPT_VARIABLE, "left over")
     return seen

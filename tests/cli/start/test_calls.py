@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from deadpool_megatron import cli, file_systems
-from deadpool_megatron.cli.start import launch, preconditions, scripts
+from deadpool_megatron.cli.start import launch, preconditions
 from deadpool_megatron.cluster.run_directory import cleanup, directory as run_directory
+from deadpool_megatron.hookpoints import SCRIPT_VARIABLE
 from deadpool_megatron.preflight import host
 from tests.cli.start.refused import RUN_ID
 from tests.common import lives, statements
@@ -39,7 +40,7 @@ class User:
             patch.setattr(module, "SEGMENT_ROOT", directory / "shm")
         self.started = list[launch.Launcher]()
         patch.setattr(launch.Launcher, "run", lambda one: self.started.append(one) or 0)
-        patch.setenv(scripts.VARIABLE, "left over")
+        patch.setenv(SCRIPT_VARIABLE, "left over")
 
     def gives(self, line: str) -> int:
         return cli.main(shlex.split(line))

@@ -27,6 +27,7 @@ from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, EventTail, read_events
+from deadpool_megatron.hookpoints import SCRIPT_VARIABLE
 from tests.common import forks
 from tests.common.told import read_final
 from tests.common.waiting import wait_for
@@ -248,7 +249,7 @@ def _importer(command: Sequence[str]) -> forks.ForkServer | None:
     script = scripts.script_of(members)
     if script is not None and (tree is None or Path(script).parent != tree):
         return None
-    environment = {} if script is None else {scripts.VARIABLE: script}
+    environment = {} if script is None else {SCRIPT_VARIABLE: script}
     modules = scripts.modules(None, DEFAULT_PRELOAD, members)
     return forks.server(("deadpool_megatron.cli.start.run", *modules), environment)
 

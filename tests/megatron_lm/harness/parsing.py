@@ -154,8 +154,8 @@ def _points() -> list[str]:
     copies = (megatron.training.pretrain, arguments.validate_args, training.save_checkpoint)
     facts = {
         "version": report.version,
-        "beside": report.beside,
-        "troubles": [found.trouble for found in report.points if found.trouble],
+        "beside": report.tree_version,
+        "troubles": [found.problem for found in report.points if found.problem],
         "marked before": before,
         "installed": installed,
         "again": again,
