@@ -6,24 +6,17 @@ from the shards of the peers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from deadpool_megatron.megatron import fp8, optimizer
-from deadpool_megatron.member.loop import ProtectedLoop
-from deadpool_megatron.state.parts import fingerprint
+from deadpool_megatron.megatron.loop import MegatronLoop
+from deadpool_megatron.member.peers import compare_with_peers
 
 
-class PeerMismatch(RuntimeError):
-    """After a restore, peers that must hold equal bytes do not; the message names them."""
-
-
-def rebuild_from_peers(loop: ProtectedLoop) -> None:
+def rebuild_from_peers(loop: MegatronLoop) -> None:
     """Collectively derive what need not be restored from a slot: master weights -> model copy ->
     all-gather over the data-parallel group, forced. Along the other dimensions each role restores
     its own layers and slices.
@@ -52,14 +45,14 @@ def rebuild_from_peers(loop: ProtectedLoop) -> None:
     fp8.finish_gather(loop.model_chunks)
 
 
-def verify(loop: ProtectedLoop) -> None:
+def verify(loop: MegatronLoop) -> None:
     """Collectively compare what peers must hold equally. Raises PeerMismatch."""
     verify_tensor(loop)
     verify_pipeline(loop)
     verify_data(loop)
 
 
-def verify_tensor(loop: ProtectedLoop) -> None:
+def verify_tensor(loop: MegatronLoop) -> None:
     """Norms, biases and routers, which are replicated over the tensor-parallel group: a missed sum
     over it shows here first."""
     # Each rank has those of its own heads (--softmax-type learnable), and Megatron marks none.
@@ -79,7 +72,7 @@ def verify_tensor(loop: ProtectedLoop) -> None:
     compare_with_peers(replicated, group, "tensor-replicated parameters")
 
 
-def verify_pipeline(loop: ProtectedLoop) -> None:
+def verify_pipeline(loop: MegatronLoop) -> None:
     """The two copies of tied word embeddings, in the first and the last stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return
@@ -91,7 +84,7 @@ def verify_pipeline(loop: ProtectedLoop) -> None:
         compare_with_peers(tied, group, "tied word embeddings")
 
 
-def verify_data(loop: ProtectedLoop) -> None:
+def verify_data(loop: MegatronLoop) -> None:
     """Parameters over the data-parallel group, expert ones over the experts' group."""
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     compare_with_peers(plain_parameters(loop, expert=False), data, "parameters")
@@ -100,34 +93,7 @@ def verify_data(loop: ProtectedLoop) -> None:
         compare_with_peers(expert, experts, "expert parameters")
 
 
-def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, what: str) -> None:
-    """Raise PeerMismatch unless all ranks of ``group`` hold bit-equal ``tensors``."""
-    if dist.get_world_size(group) == 1:
-        return
-    device = tensors[0].device if tensors else current_device()
-    own = fingerprint(tensors, device)
-    found = gathered(own, group)
-    odd = [role for role, other in found.items() if not torch.equal(other, found[dist.get_rank()])]
-    if odd:
-        raise PeerMismatch(f"{what} of roles {odd} differ from role {dist.get_rank()}")
-
-
-def gathered(own: Tensor, group: dist.ProcessGroup) -> dict[int, Tensor]:
-    """Everybody's tensor by role, on the host. Collective."""
-    roles = dist.get_process_group_ranks(group)
-    seen = [torch.empty_like(own) for _ in roles]
-    dist.all_gather(seen, own, group=group)
-    return dict(zip(roles, torch.stack(seen).cpu(), strict=True))
-
-
-def current_device() -> torch.device:
-    """Returns where the groups communicate."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def parameters(loop: ProtectedLoop, *, expert: bool) -> list[torch.nn.Parameter]:
+def parameters(loop: MegatronLoop, *, expert: bool) -> list[torch.nn.Parameter]:
     """Dense or expert parameters of all chunks, in module order (Megatron marks experts so)."""
     return [
         parameter
@@ -137,7 +103,7 @@ def parameters(loop: ProtectedLoop, *, expert: bool) -> list[torch.nn.Parameter]
     ]
 
 
-def plain_parameters(loop: ProtectedLoop, *, expert: bool) -> list[Tensor]:
+def plain_parameters(loop: MegatronLoop, *, expert: bool) -> list[Tensor]:
     """The same; of quantised ones what they wrap."""
     found = parameters(loop, expert=expert)
     return [raw for parameter in found for raw in optimizer.plain_tensors(parameter)]

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from deadpool_megatron.megatron.optimizer import (
-    UnsupportedOptimizer,
     inner_optimizers,
     is_hybrid,
     parameters_of,
     updating,
 )
+from deadpool_megatron.member.framework import UnsupportedState
 
 _KEEPABLE = (Tensor, int, float, bool, str, tuple, type(None))
 
@@ -27,7 +27,7 @@ _KEEPABLE = (Tensor, int, float, bool, str, tuple, type(None))
 def complete_state(optimizer: Any) -> None:
     """Create the state that the optimizer would create in its first step, with the same values.
 
-    Raises UnsupportedOptimizer for state that is neither tensor nor number, or that cannot be there
+    Raises UnsupportedState for state that is neither tensor nor number, or that cannot be there
     before.
     """
     for inner in inner_optimizers(optimizer):
@@ -56,7 +56,7 @@ def _refuse_what_nobody_can_keep(kind: str, kept: Mapping[str, Any]) -> None:
         if key == "params" or isinstance(value, _KEEPABLE) or callable(value):
             continue
         what = type(value).__name__
-        raise UnsupportedOptimizer(f"{kind} keeps {key}, a {what}: neither a tensor nor a number")
+        raise UnsupportedState(f"{kind} keeps {key}, a {what}: neither a tensor nor a number")
 
 
 def _complete_torch_adam(adam: Any) -> None:
@@ -107,7 +107,7 @@ def complete_as_tried(optimizer: Any, *_: Any) -> None:
                     break
             else:
                 kind = type(optimizer).__name__
-                raise UnsupportedOptimizer(f"{kind} makes its state of its first gradient")
+                raise UnsupportedState(f"{kind} makes its state of its first gradient")
 
 
 def _first_update(

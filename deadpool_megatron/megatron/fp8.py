@@ -28,8 +28,9 @@ import torch
 from megatron.core import fp8_utils
 from torch import Tensor
 
-from deadpool_megatron.megatron.optimizer import UnsupportedOptimizer, raw_tensors
-from deadpool_megatron.member.loop import ProtectedLoop, model_config, trains_in_fp8
+from deadpool_megatron.megatron.loop import MegatronLoop, model_config, trains_in_fp8
+from deadpool_megatron.megatron.optimizer import raw_tensors
+from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.state.extras import ExtrasError
 
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
@@ -55,7 +56,7 @@ _Modules = list[tuple[str, Any]]
 _completed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-def capture(loop: ProtectedLoop) -> dict[str, Any]:
+def capture(loop: MegatronLoop) -> dict[str, Any]:
     """The extras of FP8: as many tensors as there are dtypes, so that one copy takes them all.
 
     The first call creates what a first forward pass would create. So extras have their final size
@@ -70,7 +71,7 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
     return values
 
 
-def restore(loop: ProtectedLoop, values: Mapping[str, Any]) -> None:
+def restore(loop: MegatronLoop, values: Mapping[str, Any]) -> None:
     """Inverse of :func:`capture`, in place: quantizers and registers refer to these tensors.
 
     Raises ExtrasError when the loop quantises in other modules than the one that was captured.
@@ -147,7 +148,7 @@ def _modules(model_chunks: Sequence[Any]) -> _Modules:
     ]
 
 
-def _quantising(loop: ProtectedLoop) -> _Modules:
+def _quantising(loop: MegatronLoop) -> _Modules:
     """The same, made complete; empty where training is not in FP8."""
     modules = _modules(loop.model_chunks)
     if not modules or not trains_in_fp8(loop):
@@ -161,20 +162,20 @@ def _quantising(loop: ProtectedLoop) -> _Modules:
 def _make_complete(model_chunks: Sequence[Any], waiting: _Modules, config: Any) -> None:
     """Initialise modules as the first forward pass in Megatron's own FP8 region does.
 
-    Raises UnsupportedOptimizer for what would be lost or could not be compared.
+    Raises UnsupportedState for what would be lost or could not be compared.
     """
     if not all(isinstance(getattr(_manager(), name, None), dict) for name in _REGISTERS):
-        raise UnsupportedOptimizer(
+        raise UnsupportedState(
             "this version of Transformer Engine keeps FP8 state in a place that is not known;"
             " 2.8 to 2.12 were read"
         )
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             if raw_tensors(parameter) and not parameter.requires_grad:
-                raise UnsupportedOptimizer(f"{name} is frozen and in FP8: it cannot be cast again")
+                raise UnsupportedState(f"{name} is frozen and in FP8: it cannot be cast again")
         for name, module in chunk.named_modules():
             if hasattr(module, "_fused_impl"):  # Megatron's TEFusedMLP
-                raise UnsupportedOptimizer(f"{name}: fused operations keep FP8 state of their own")
+                raise UnsupportedState(f"{name}: fused operations keep FP8 state of their own")
     # Without gradients, or leaving the region would reduce amaxes and move the histories on.
     with torch.no_grad(), fp8_utils.get_fp8_context(config):
         for name, module in waiting:
@@ -188,7 +189,7 @@ def _products(name: str, module: Any) -> int:
     for kind in type(module).__mro__:
         if kind.__name__ in _PRODUCTS:
             return _PRODUCTS[kind.__name__]
-    raise UnsupportedOptimizer(f"{name}: the FP8 state of a {type(module).__name__} is not known")
+    raise UnsupportedState(f"{name}: the FP8 state of a {type(module).__name__} is not known")
 
 
 def _manager() -> Any:

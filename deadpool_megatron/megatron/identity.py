@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,21 +18,15 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from deadpool_megatron.layout.records import (
-    BOUNDARIES,
-    PartInfo,
-    RoleLayout,
-    extras_part,
-    gradients_part,
-)
 from deadpool_megatron.layout.words import in_words
 from deadpool_megatron.megatron import fp8, optimizer
+from deadpool_megatron.megatron.loop import MegatronLoop, layer_number, trains_in_fp8
 from deadpool_megatron.megatron.megatron_extras import (
     largest_logits,
     lasting_buffers,
     tracked_random_states,
 )
-from deadpool_megatron.member.loop import ProtectedLoop, layer_number, trains_in_fp8
+from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.state.parts import Part
 
 _Entry = tuple[str, Tensor | str]
@@ -42,8 +35,8 @@ _EXPERTS = ("expert_tensor_parallel", "expert_model_parallel")
 _OTHERS = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "data_parallel")
 
 
-def identify(loop: ProtectedLoop, parts: Sequence[Part]) -> None:
-    """Have each shard part of a role say what it holds. Raises UnsupportedOptimizer for a parameter
+def identify(loop: MegatronLoop, parts: Sequence[Part]) -> None:
+    """Have each shard part of a role say what it holds. Raises UnsupportedState for a parameter
     that is updated and has no name."""
     names = {id(parameter): name for name, parameter in loop.named_parameters()}
     model = in_words(loop.model_arguments())
@@ -61,9 +54,7 @@ def _contents(inner: Any, names: dict[int, str]) -> Iterator[str]:
         parameter, start = models.get(id(updated), (updated, 0))
         if id(parameter) not in names:
             shape = tuple(parameter.shape)
-            raise optimizer.UnsupportedOptimizer(
-                f"named_parameters() has no parameter of shape {shape}"
-            )
+            raise UnsupportedState(f"named_parameters() has no parameter of shape {shape}")
         kept = {"": updated, **optimizer.state_tensors(inner, updated)}
         states = [f"{key}:{one.dtype}:{tuple(one.shape)}" for key, one in kept.items()]
         yield f"{_slice(names[id(parameter)], parameter)}|{start}|{states}"
@@ -83,7 +74,7 @@ def _rank(name: str) -> str:
     return f"{group.rank()}/{group.size()}"
 
 
-def role_meaning(loop: ProtectedLoop) -> str:
+def role_meaning(loop: MegatronLoop) -> str:
     """Return which role of which model ``loop`` was built for."""
     facts = {**loop.model_arguments(), "virtual_stages": len(loop.model_chunks)}
     facts |= {f"{name}_rank": _rank(name) for name in (*_OTHERS, *_EXPERTS)}
@@ -108,44 +99,7 @@ def _layers(chunk: torch.nn.Module) -> str:
     return ",".join("-".join(map(str, run)) for run in runs) or "none"
 
 
-def role_layout(
-    role: int,
-    parts: list[Part],
-    extras_room_bytes: int,
-    peers: list[int],
-    slots: int,
-    meaning: str,
-    step_parts: Sequence[PartInfo] = (),
-) -> RoleLayout:
-    """The layout of a role's generations. ``extras_room_bytes``: at each boundary; no part of the
-    hash, so that a run continues with other room. ``step_parts``: for the updates that lead to each
-    generation, where they are kept (see :mod:`.recompute`).
-    """
-    identities = {part.name: part.signature() for part in parts}
-    # The gradients of a part are those of the same parameters.
-    identities |= {gradients_part(name): identity for name, identity in identities.items()}
-    found = [*(PartInfo(part.name, part.nbytes, part.replicas) for part in parts), *step_parts]
-    infos = [replace(info, identity=identities.get(info.name, "")) for info in found]
-    digest = hashlib.sha256(meaning.encode())
-    for info in infos:
-        digest.update(f"{info.name}|{info.nbytes}|{info.identity};".encode())
-    return RoleLayout(
-        role=role,
-        parts=(
-            *infos,
-            *(
-                PartInfo(extras_part(boundary), extras_room_bytes, (role,))
-                for boundary in BOUNDARIES
-            ),
-        ),
-        peers=tuple(sorted(peers)),
-        slots=slots,
-        layout_hash=digest.hexdigest(),
-        meaning=meaning,
-    )
-
-
-def state_hash(loop: ProtectedLoop) -> str:
+def state_hash(loop: MegatronLoop) -> str:
     """SHA-256, in hexadecimal, of this rank's whole training state. Purely local.
 
     Covers parameters and buffers of all chunks, each optimizer's master parameters, moments, steps
@@ -161,7 +115,7 @@ def state_hash(loop: ProtectedLoop) -> str:
     return digest.hexdigest()
 
 
-def entry_digests(loop: ProtectedLoop) -> dict[str, str]:
+def entry_digests(loop: MegatronLoop) -> dict[str, str]:
     """Return entry -> short digest, of this rank's state beside weights and optimizer state."""
     found = {}
     for name, value in _numbers(loop):
@@ -170,12 +124,12 @@ def entry_digests(loop: ProtectedLoop) -> dict[str, str]:
     return found
 
 
-def _entries(loop: ProtectedLoop) -> Iterator[_Entry]:
+def _entries(loop: MegatronLoop) -> Iterator[_Entry]:
     yield from _weights(loop)
     yield from _numbers(loop)
 
 
-def _weights(loop: ProtectedLoop) -> Iterator[_Entry]:
+def _weights(loop: MegatronLoop) -> Iterator[_Entry]:
     for number, chunk in enumerate(loop.model_chunks):
         for name, parameter in chunk.named_parameters():
             raw = optimizer.raw_tensors(parameter)
@@ -193,7 +147,7 @@ def _weights(loop: ProtectedLoop) -> Iterator[_Entry]:
         yield from _optimizer_entries(f"optimizer.{number}", part)
 
 
-def _numbers(loop: ProtectedLoop) -> Iterator[_Entry]:
+def _numbers(loop: MegatronLoop) -> Iterator[_Entry]:
     for name, scaler in optimizer.loss_scalers(loop.optimizer).items():
         values = sorted(scaler.state_dict().items())
         yield name, repr([(key, float(value)) for key, value in values])

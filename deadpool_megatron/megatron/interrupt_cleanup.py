@@ -1,7 +1,7 @@
 """Remains of an interrupted step in Megatron: a table of what, where and why.
 
 :meth:`InterruptCleanup.forget` goes through it before each restore. Two things go earlier, as soon
-as nothing can write any more: the frames of the exception (:func:`forget_frames`), and the list
+as nothing can write any more: the frames of the exception (``member/session.py``), and the list
 that c10d's coalescing manager leaves on a group (``comms/communicators.py``). What a program keeps
 of its own, its iterators for one, it resets itself: ``ProtectedLoop.reset_after_interrupt``.
 """
@@ -9,7 +9,6 @@ of its own, its iterators for one, it resets itself: ``ProtectedLoop.reset_after
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +18,8 @@ from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe import fused_a2a
 
 from deadpool_megatron.megatron import fp8
+from deadpool_megatron.megatron.loop import MegatronLoop, model_config
 from deadpool_megatron.megatron.optimizer import inner_optimizers
-from deadpool_megatron.member.loop import ProtectedLoop, model_config
 
 _SCHEDULE_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
 # What an overlapped pass of shared experts hands from one of its parts to the next.
@@ -46,7 +45,7 @@ _OFFLOADING = (
 class InterruptCleanup:
     """Made once per built loop, which is in order then: what is to be put back is taken from it."""
 
-    def __init__(self, loop: ProtectedLoop) -> None:
+    def __init__(self, loop: MegatronLoop) -> None:
         self.loop = loop
         config, machine = model_config(loop), rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
         self.functions = {name: getattr(config, name, None) for name in _SCHEDULE_FUNCTIONS}
@@ -259,7 +258,7 @@ TABLE = (
 )
 
 
-def bucket_groups(loop: ProtectedLoop) -> Iterator[Any]:
+def bucket_groups(loop: MegatronLoop) -> Iterator[Any]:
     """Those of the DDP chunks and, made a second time, those of the distributed optimizers."""
     for chunk in loop.model_chunks:
         yield from chunk.bucket_groups
@@ -272,24 +271,3 @@ def bucket_groups(loop: ProtectedLoop) -> Iterator[Any]:
 def _forward_hooks(chunk: Any) -> Any:
     """The hooks with which a chunk gathers parameters just before it needs them."""
     return getattr(chunk, "remove_forward_pre_hook_handles", {})
-
-
-def forget_frames(error: BaseException) -> None:
-    """Drop the frames of an exception and of all that led to it. They hold tensors, and sockets.
-
-    To be called when nothing can write into that memory any more. Frames that are still running
-    (the caller's own) stay.
-    """
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        # A cause need not be the context: somebody may have kept an older exception.
-        waiting += [one.__cause__, one.__context__]
-        if isinstance(one, BaseExceptionGroup):
-            waiting += one.exceptions
-        traceback.clear_frames(one.__traceback__)
-        one.__traceback__ = None

@@ -23,7 +23,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch import Tensor
 
 from deadpool_megatron.megatron import fp8, optimizer
-from deadpool_megatron.member.loop import ProtectedLoop, trains_in_fp8
+from deadpool_megatron.megatron.loop import MegatronLoop, trains_in_fp8
+from deadpool_megatron.member.frozen_weights import MAX_FROZEN_BYTES
 from deadpool_megatron.state.extras import (
     ExtrasError,
     capture_random_states,
@@ -37,10 +38,6 @@ except ImportError:  # before 0.18
 
     moe_logging = None
 
-#: of a role; so many are copied on the main thread and sent to each buddy in every iteration, more
-#: are written once (member/frozen_weights.py)
-MOST_FROZEN_BYTES = 64 << 20
-
 _LOGITS = "current_max_attn_logits"
 
 # Losses that are only logged: names among the extras, and fields of an entry of Megatron's.
@@ -52,7 +49,7 @@ _MOE = "moe."
 _LoggedLoss = MutableMapping[str, Any]
 
 
-def capture(loop: ProtectedLoop) -> dict[str, Any]:
+def capture(loop: MegatronLoop) -> dict[str, Any]:
     """Extras of the loop as it stands; values are copies or are encoded before the next change."""
     values: dict[str, Any] = {
         "counters": dict(loop.counters),
@@ -88,7 +85,7 @@ def tracked_random_states() -> dict[str, Tensor]:
     }
 
 
-def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
+def restore(loop: MegatronLoop, values: dict[str, Any]) -> None:
     """Put extras back in place, except what :func:`restore_last` does.
 
     Raises ExtrasError when the loop has other buffers, or of other shapes, than the one that was
@@ -121,7 +118,7 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     restore_attributes(loop, values)
 
 
-def capture_passing(loop: ProtectedLoop) -> dict[str, Any]:
+def capture_passing(loop: MegatronLoop) -> dict[str, Any]:
     """Return what a forward and backward pass changes beside gradients: a part of
     :func:`capture`."""
     values = {f"buffer.{name}": tensor for name, tensor in frozen_and_buffers(loop)}
@@ -129,7 +126,7 @@ def capture_passing(loop: ProtectedLoop) -> dict[str, Any]:
     return {**values, **capture_loss_sums(), **random_states()}
 
 
-def restore_passing(loop: ProtectedLoop, values: dict[str, Any]) -> None:
+def restore_passing(loop: MegatronLoop, values: dict[str, Any]) -> None:
     """Inverse of :func:`capture_passing`. Raises ExtrasError as :func:`restore` does."""
     _check_buffers(loop, values)
     _restore_buffers(loop, values)
@@ -176,7 +173,7 @@ def command_counts(scheduler: Any) -> bool:
     return bool(getattr(scheduler, "override_opt_param_scheduler", False))
 
 
-def other_schedule(loop: ProtectedLoop, values: dict[str, Any]) -> str:
+def other_schedule(loop: MegatronLoop, values: dict[str, Any]) -> str:
     """In what the schedule of the state is another one than that of the command line, as Megatron's
     load compares them; empty where it is not, or where the state's is asked for."""
     own, kept = _schedule(loop.scheduler), values["schedule"]
@@ -195,7 +192,7 @@ def other_schedule(loop: ProtectedLoop, values: dict[str, Any]) -> str:
     return ""
 
 
-def frozen_and_buffers(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
+def frozen_and_buffers(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
     """Every lasting buffer, persistent or not (expert bias, token counts, amax), and frozen weights
     unless they are large.
 
@@ -224,13 +221,13 @@ def lasting_buffers(chunk: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return list(found.values())
 
 
-def large_frozen_weights(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
-    """All frozen weights of the role where they have more than :data:`MOST_FROZEN_BYTES`."""
+def large_frozen_weights(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
+    """All frozen weights of the role where they have more than :data:`MAX_FROZEN_BYTES`."""
     frozen = _frozen_weights(loop)
     return frozen if _are_large(frozen) else []
 
 
-def _frozen_weights(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
+def _frozen_weights(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
     return [
         (f"{index}.{name}", parameter)
         for index, chunk in enumerate(loop.model_chunks)
@@ -240,10 +237,10 @@ def _frozen_weights(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
 
 
 def _are_large(frozen: list[tuple[str, Tensor]]) -> bool:
-    return sum(parameter.nbytes for _, parameter in frozen) > MOST_FROZEN_BYTES
+    return sum(parameter.nbytes for _, parameter in frozen) > MAX_FROZEN_BYTES
 
 
-def _check_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:
+def _check_buffers(loop: MegatronLoop, values: dict[str, Any]) -> None:
     """A buffer that only one of two loops has cannot be restored, or would be forgotten."""
     live = {f"buffer.{name}": tensor.shape for name, tensor in frozen_and_buffers(loop)}
     kept = {name: value.shape for name, value in values.items() if name.startswith("buffer.")}
@@ -255,7 +252,7 @@ def _check_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:
         )
 
 
-def _restore_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:
+def _restore_buffers(loop: MegatronLoop, values: dict[str, Any]) -> None:
     with torch.no_grad():
         for name, tensor in frozen_and_buffers(loop):
             value = values[f"buffer.{name}"]
@@ -266,7 +263,7 @@ def _restore_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:
             tensor.copy_(value)
 
 
-def capture_attributes(loop: ProtectedLoop) -> dict[str, Any]:
+def capture_attributes(loop: MegatronLoop) -> dict[str, Any]:
     """A part of the extras."""
     values = capture_logits(loop)
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
@@ -279,12 +276,12 @@ def capture_attributes(loop: ProtectedLoop) -> dict[str, Any]:
     return values
 
 
-def capture_logits(loop: ProtectedLoop) -> dict[str, Any]:
+def capture_logits(loop: MegatronLoop) -> dict[str, Any]:
     """Return what a pass changes of it; an audit has the rerun machine not look."""
     return {f"logits.{name}": tensor for name, tensor in largest_logits(loop)}
 
 
-def restore_attributes(loop: ProtectedLoop, values: dict[str, Any]) -> None:
+def restore_attributes(loop: MegatronLoop, values: dict[str, Any]) -> None:
     """Inverse of :func:`capture_attributes`."""
     for name, module, device in _attention(loop):
         found = values.get(f"logits.{name}")
@@ -296,14 +293,14 @@ def restore_attributes(loop: ProtectedLoop, values: dict[str, Any]) -> None:
         machine.first_iteration_complete = seen["first_is_over"]
 
 
-def largest_logits(loop: ProtectedLoop) -> Iterator[tuple[str, Tensor]]:
+def largest_logits(loop: MegatronLoop) -> Iterator[tuple[str, Tensor]]:
     """Of each attention that has seen any since the last clip: a number for each of its heads."""
     for name, module, _ in _attention(loop):
         if (found := vars(module)[_LOGITS]) is not None:
             yield name, found.detach()  # some versions keep the graph of every batch behind it
 
 
-def _attention(loop: ProtectedLoop) -> Iterator[tuple[str, torch.nn.Module, torch.device]]:
+def _attention(loop: MegatronLoop) -> Iterator[tuple[str, torch.nn.Module, torch.device]]:
     for index, chunk in enumerate(loop.model_chunks):
         device = None
         for name, module in chunk.named_modules():

@@ -25,6 +25,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from torch import Tensor
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.state.parts import Part, move_into_arenas
 from deadpool_megatron.support import flags
 
@@ -34,11 +35,6 @@ _IN_PLACE = frozenset({"Adam", "AdamW", "FusedAdam", "SGD"})
 # Of a parameter group: between which its learning rate and weight decay move.
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 _FP8_RECIPES = frozenset({"delayed", "tensorwise", "blockwise", "mxfp8"})
-
-
-class UnsupportedOptimizer(ValueError):
-    """An optimizer or a precision whose unique state is not known, or a model that has too much of
-    it; the message says why."""
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
@@ -81,7 +77,7 @@ def is_distributed(inner: Any) -> bool:
 
 
 def refuse_unknown_state(optimizer: Any, config: Any) -> None:
-    """Raise UnsupportedOptimizer where state is known to lie outside of parts and extras.
+    """Raise UnsupportedState where state is known to lie outside of parts and extras.
 
     ``config`` is the model's. Restoring less than all would train on, with other numbers (A8).
     """
@@ -90,7 +86,7 @@ def refuse_unknown_state(optimizer: Any, config: Any) -> None:
     refused = [row.line for row in flags.REFUSED if row.applies(config)]
     for reason in (*refused, _refused_low_precision(config, inner), *map(_refused_adam, inner)):
         if reason:
-            raise UnsupportedOptimizer(reason)
+            raise UnsupportedState(reason)
 
 
 def _refused_low_precision(config: Any, inner: list[Any]) -> str:
@@ -177,7 +173,7 @@ def raw_tensors(tensor: Tensor) -> dict[str, Tensor]:
         return {}
     found = {name: raw for name in _RAW if isinstance(raw := vars(tensor).get(name), Tensor)}
     if not found:
-        raise UnsupportedOptimizer(f"{type(tensor).__name__} keeps its values in an unknown place")
+        raise UnsupportedState(f"{type(tensor).__name__} keeps its values in an unknown place")
     return found
 
 
@@ -252,7 +248,7 @@ class ShardState:
 
     def updated(self, index: int) -> None:
         """Inner optimizer ``index`` has updated: move back what it has replaced, unless it is known
-        to replace nothing. Raises UnsupportedOptimizer for state that was not there before."""
+        to replace nothing. Raises UnsupportedState for state that was not there before."""
         if not _changes_in_place(self._inner[index]):
             self._readopt(index)
 
@@ -270,9 +266,7 @@ class ShardState:
                     kept.readopt(*found.pop(kept.name))
                 if found:
                     kind, more = type(adam).__name__, ", ".join(found)
-                    raise UnsupportedOptimizer(
-                        f"{kind} keeps {more}, which it did not at its start"
-                    )
+                    raise UnsupportedState(f"{kind} keeps {more}, which it did not at its start")
 
     def release(self) -> None:
         """Give parameters of the model memory of their own, as before they were packed: what is
@@ -473,17 +467,6 @@ class StepHooks:
                 inner.optimizer.register_step_pre_hook(functools.partial(_call, call, index))
             for call in (_updated, *after):
                 inner.optimizer.register_step_post_hook(functools.partial(_call, call, index))
-
-
-def largest_value(parts: Sequence[Part]) -> float:
-    """The largest number of the parts in magnitude, NaN if there is one; makes no copy of them."""
-    largest = [
-        torch.stack(torch.aminmax(tensor)).abs().max().float()
-        for part in parts
-        for tensor in part.tensors
-        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()
-    ]
-    return float(torch.stack(largest).max()) if largest else 0.0
 
 
 def _inside(index: int) -> None:

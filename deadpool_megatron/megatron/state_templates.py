@@ -1,6 +1,6 @@
 """The recipe of a role's part of a checkpoint, from its live objects: which bytes lie where.
 
-A program makes the state that a save would write (:meth:`ProtectedLoop.checkpoint_state`). Each
+A program makes the state that a save would write (:meth:`MegatronLoop.checkpoint_state`). Each
 tensor in it is found again by its address: in a shard part, among the extras, or in a parameter
 that is cast from master weights in a shard part. Of the parameters of a distributed optimizer every
 data-parallel peer writes what it has the master weights of, so that nobody needs bytes of others.
@@ -13,12 +13,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import os
-import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,12 +28,10 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
 
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.megatron import optimizer
+from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.megatron.megatron_extras import frozen_and_buffers, large_frozen_weights
-from deadpool_megatron.member.loop import ProtectedLoop
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.state.template import (
     FROZEN,
@@ -50,8 +44,6 @@ from deadpool_megatron.state.template import (
     boxes,
     dtype_name,
     has_marks,
-    share_template,
-    write_template,
 )
 
 # Objects beside tensors that no iteration changes.
@@ -63,7 +55,7 @@ _CONSTANT_OBJECTS = (
 )
 
 
-def make_template(loop: ProtectedLoop, parts: Sequence[Part], layout: RoleLayout) -> StateTemplate:
+def make_template(loop: MegatronLoop, parts: Sequence[Part], layout: RoleLayout) -> StateTemplate:
     """The state template of the role that ``loop`` was built for; a refused one when there is none.
 
     No communication; reads no more than the parameters, once. Never raises: whether a run can do
@@ -76,29 +68,6 @@ def make_template(loop: ProtectedLoop, parts: Sequence[Part], layout: RoleLayout
     except Exception as error:
         refusal = f"Megatron does not make the state to save: {type(error).__name__}: {error}"
     return StateTemplate(layout.role, layout.layout_hash, refusal=refusal)
-
-
-def leave_template(template: StateTemplate, settings: Settings) -> None:
-    """Give it to the exporters: of this node, and where the run's end may call for an export also
-    of others, by way of the run directory. Nobody waits for that one: a thread writes it.
-
-    Raises TemplateError where exports were asked for and cannot be, OSError.
-    """
-    if template.refusal and settings.export_iterations:
-        raise TemplateError(f"--deadpool-persist-interval: {template.refusal}")
-    directory, role = Path(os.environ["DEADPOOL_SEGMENT_DIR"]), template.role
-    write_template(directory, template)
-
-    def share() -> None:
-        try:
-            shared = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).templates
-            share_template(directory, role, shared)
-        except OSError as error:
-            text = f"role {role} could not be exported if its node were lost: {error}"
-            print(text, file=sys.stderr, flush=True)
-
-    if settings.exports:
-        threading.Thread(target=share, name="skeleton", daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -123,7 +92,7 @@ class _Origin:
 
 
 class _Maker:
-    def __init__(self, loop: ProtectedLoop, parts: Sequence[Part], layout: RoleLayout) -> None:
+    def __init__(self, loop: MegatronLoop, parts: Sequence[Part], layout: RoleLayout) -> None:
         self._loop = loop
         self._layout = layout
         self._inner = optimizer.inner_optimizers(loop.optimizer)

@@ -37,11 +37,11 @@ from deadpool_megatron.megatron.update_replay import (
     replay,
     used_values,
 )
-from deadpool_megatron.member.protection import (
+from deadpool_megatron.member.protection import SlotViews
+from deadpool_megatron.member.update_capture import (
     Await,
-    Protection,
+    LiveState,
     ReplayRefused,
-    SlotViews,
     UpdateCapture,
 )
 from deadpool_megatron.platform.devices import CopyHandle, Platform
@@ -181,16 +181,16 @@ class StepKeeper(UpdateCapture):
         missing: Sequence[Part],
         restored: RestoredParts,
         generation: records.Generation,
-        protection: Protection,
+        live: LiveState,
     ) -> Mapping[str, Any]:
         """From the newest generation before that is held whole; see the module text."""
         started = time.monotonic()
-        steps = self._replay(missing, restored, protection)
+        steps = self._replay(missing, restored, live)
         sums = unpack_sums(restored.part(key(generation, records.SUMS_PART)))
         names = [part.name for part in missing]
         if not set(names) <= sums.keys():
             raise ReplayRefused(f"the checksums of {generation} do not name {', '.join(names)}")
-        wrong = protection.seal_replayed(generation, {name: sums[name] for name in names})
+        wrong = live.seal_replayed(generation, {name: sums[name] for name in names})
         facts = {"matched": not wrong, "steps": steps, "seconds": time.monotonic() - started}
         if wrong:
             raise ReplayRefused(
@@ -199,14 +199,12 @@ class StepKeeper(UpdateCapture):
             )
         return facts
 
-    def _replay(
-        self, missing: Sequence[Part], restored: RestoredParts, protection: Protection
-    ) -> int:
+    def _replay(self, missing: Sequence[Part], restored: RestoredParts, live: LiveState) -> int:
         """Load the base, replay what was not skipped; returns the number of steps."""
         kept = [place for name in restored.names if (place := from_key(name)) is not None]
         (base,) = {generation for generation, name in kept if name == missing[0].name}
         steps = sorted({generation for generation, name in kept if name == records.UPDATE_PART})
-        protection.load((part, restored.part(key(base, part.name))) for part in missing)
+        live.load((part, restored.part(key(base, part.name))) for part in missing)
         names = {part.name for part in missing}
         for step in steps:
             used = codec.decode(restored.part(key(step, records.UPDATE_PART)))["inner"]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deadpool_megatron.megatron import optimizer as optimizers
 from deadpool_megatron.megatron.first_state import same_bytes, without_hooks
+from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.wire.forms import Coded
 
@@ -60,9 +61,9 @@ def why_not_replayed(optimizer: Any) -> str:
 
 
 def refuse_what_cannot_be_replayed(optimizer: Any) -> None:
-    """Raise UnsupportedOptimizer where the same update could give other bytes."""
+    """Raise UnsupportedState where the same update could give other bytes."""
     if why := why_not_replayed(optimizer):
-        raise optimizers.UnsupportedOptimizer(
+        raise UnsupportedState(
             f"--deadpool-protection recompute: {why}; use --deadpool-protection buddy"
         )
 

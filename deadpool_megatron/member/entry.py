@@ -1,4 +1,4 @@
-"""Entering an epoch on Megatron: build, connect, restore, synchronise, verify one role."""
+"""Entering an epoch: build, connect, restore, synchronise, verify one role."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import functools
 import gc
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron import core
-from megatron.core import parallel_state
 
 from deadpool_megatron import __version__
 from deadpool_megatron.cluster.link.member_link import MemberLink
@@ -25,34 +24,25 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, extras_par
 from deadpool_megatron.layout.replaying import REPLAY
 from deadpool_megatron.layout.schemes import SchemeKind, recomputes
 from deadpool_megatron.layout.sizing import extras_room_bytes, node_needs
-from deadpool_megatron.megatron import dimensions, megatron_extras
-from deadpool_megatron.megatron.audit.audit import Audit
-from deadpool_megatron.megatron.first_state import complete_state
-from deadpool_megatron.megatron.identity import (
-    entry_digests,
-    identify,
-    role_layout,
-    role_meaning,
-)
-from deadpool_megatron.megatron.interrupt_cleanup import InterruptCleanup
-from deadpool_megatron.megatron.megatron_extras import large_frozen_weights
-from deadpool_megatron.megatron.optimizer import (
-    ShardState,
-    StepHooks,
-    largest_value,
-    refuse_unknown_state,
-    statistics_span_the_world,
-)
-from deadpool_megatron.megatron.state_templates import leave_template, make_template
-from deadpool_megatron.megatron.update_replay import refuse_what_cannot_be_replayed
+from deadpool_megatron.member.framework import Framework, StepCalls, UpdateAudit
 from deadpool_megatron.member.frozen_weights import FrozenWeights
-from deadpool_megatron.member.loop import Program, ProtectedLoop, model_config
-from deadpool_megatron.member.protection import Protection, ReplayRefused, UpdateCapture
+from deadpool_megatron.member.loop import Program, ProtectedLoop
+from deadpool_megatron.member.protection import Protection
 from deadpool_megatron.member.reports import RoleReports
+from deadpool_megatron.member.role_layout import role_layout
+from deadpool_megatron.member.update_capture import ReplayRefused, UpdateCapture
 from deadpool_megatron.ownership import check_checkpoint
 from deadpool_megatron.platform import PinnedSlots, select_platform
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec
 from deadpool_megatron.state.frozen_file import Wait
+from deadpool_megatron.state.parts import largest_value
+from deadpool_megatron.state.template import (
+    StateTemplate,
+    TemplateError,
+    share_template,
+    write_template,
+)
 from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.disk.sources import dump_differs
@@ -82,11 +72,10 @@ class BuiltRole(NamedTuple):
     weights; ``audit``: where it is asked for."""
 
     loop: ProtectedLoop
-    shard: ShardState
+    framework: Framework
     protection: Protection
-    cleanup: InterruptCleanup
     frozen: FrozenWeights | None
-    audit: Audit | None
+    audit: UpdateAudit | None
 
 
 class EpochEntry:
@@ -158,7 +147,7 @@ class EpochEntry:
         Its results mean nothing; whatever it changes is replaced by a restore before it is used.
         """
         self.loop.warm_up()
-        self.built.cleanup.forget()
+        self.built.framework.forget_in_flight()
         self._park()
 
     def _park(self) -> None:
@@ -197,7 +186,7 @@ class EpochEntry:
 
     def restore(self, record: EpochRecord, role: int) -> None:
         """Bring the state of the record's generation into the live objects."""
-        restore = record.restore
+        restore, framework = record.restore, self.built.framework
         layout = self.protection.layout
         if restore.kind == "dump" and (why := dump_differs(Path(restore.path), layout)):
             raise OtherModel(
@@ -217,7 +206,7 @@ class EpochEntry:
         # Without the gradients of every iteration there is nothing to replay.
         with_steps = recomputes(plan) and plan.every == 1
         self.protection.enter(record.epoch, plan.every, with_steps=with_steps)
-        self.built.cleanup.forget()
+        self.built.framework.forget_in_flight()
         self.boundary = restore.boundary
         if restore.kind in ("memory", "dump"):
             self.generation = restore.generation
@@ -229,37 +218,37 @@ class EpochEntry:
             # First as after the build: a checkpoint does not hold all that an interrupted
             # iteration, or the warm-up of a spare, has changed (traps, A4).
             pristine = extras_codec.decode(self._pristine)
-            megatron_extras.restore(self.loop, pristine)
-            megatron_extras.restore_last(pristine)
+            framework.restore(pristine)
+            framework.restore_last(pristine)
             if (frozen := self.built.frozen) is not None:
                 frozen.forget()
             if kept := self._extras_beside(Path(restore.path)):
                 self._compare_schedule(record, kept)
             self._load(Path(restore.path))
-            self.built.shard.readopt()
+            framework.readopt()
             if kept:
-                megatron_extras.restore(self.loop, kept)
+                framework.restore(kept)
                 self.reports.tell_again(kept["told"])
             # By value: resetting the loop changes some of the tensors in place.
             self._late = kept or extras_codec.decode(self.capture_extras())
         elif loaded := self.loop.loaded:
             self._late = self._extras_beside(loaded)
             if self._late:
-                megatron_extras.restore_passing(self.loop, self._late)
+                framework.restore_passing(self._late)
         # A program may have loaded a checkpoint of its own while it was built.
         self.generation = Generation(record.epoch, self.loop.counters["iteration"])
 
     def synchronise(self, record: EpochRecord, role: int) -> None:
         """Parameters from the peers, iterators from the counters, random states last."""
-        dimensions.rebuild_from_peers(self.loop)
+        self.built.framework.synchronise()
         self.loop.reset_after_interrupt()
         if self._late:
-            megatron_extras.restore_last(self._late)
+            self.built.framework.restore_last(self._late)
             self._late = {}
 
     def verify(self, record: EpochRecord, role: int) -> None:
         """Peers of every dimension hold equal what they must hold equal."""
-        dimensions.verify(self.loop)
+        self.built.framework.verify()
         if record.restore.kind in ("initial", "durable"):
             if (frozen := self.built.frozen) is not None:
                 frozen.leave(self._waiting(record.epoch, "verify"))
@@ -280,20 +269,20 @@ class EpochEntry:
 
     def capture_extras(self) -> bytes:
         """The encoded extras of the loop as it stands."""
-        return self._capture(self.loop, self.built.frozen)
+        return self._capture(self.built.framework, self.built.frozen)
 
     def entry_digests(self) -> dict[str, str]:
         """Return digests of the state beside weights and optimizer state, for a comparison."""
-        return entry_digests(self.loop)
+        return self.built.framework.entry_digests()
 
-    def _capture(self, loop: ProtectedLoop, frozen: FrozenWeights | None) -> bytes:
+    def _capture(self, framework: Framework, frozen: FrozenWeights | None) -> bytes:
         others = {"told": self.reports.told, "frozen": "" if frozen is None else frozen.name()}
-        values = {**megatron_extras.capture(loop), **others, "identity": self._identity}
+        values = {**framework.capture(), **others, "identity": self._identity}
         return extras_codec.encode(values)
 
     def judge_state(self) -> None:
         """Before it is saved: what no norm tells of, or none was computed for, shows here."""
-        self.reports.judge(STATE, largest_value(self.built.shard.parts))
+        self.reports.judge(STATE, largest_value(self.built.framework.parts))
 
     def quiesce(self, deadline_seconds: float) -> bool:
         """After an interrupt: True when no copy reads the state and the device has nothing to do.
@@ -337,12 +326,14 @@ class EpochEntry:
     def _compare_schedule(self, record: EpochRecord, values: dict[str, Any]) -> None:
         """At a start, whose command may be another one: raise OtherModel where the state has
         another schedule than the command line, unless that is to count."""
-        found = megatron_extras.other_schedule(self.loop, values) if record.begins else ""
-        if found and not megatron_extras.command_counts(self.loop.scheduler):
+        found = self.built.framework.schedule_difference(values) if record.begins else None
+        if found is None:
+            return
+        if not found.command_counts:
             advice = "give the former, or --override-opt-param-scheduler as well"
-            raise OtherModel("", f"{found}: {advice}")
-        if found and self.role == 0:
-            self._warn(f"{found}, which counts (--override-opt-param-scheduler)")
+            raise OtherModel("", f"{found.text}: {advice}")
+        if self.role == 0:
+            self._warn(f"{found.text}, which counts (--override-opt-param-scheduler)")
 
     def _extras_beside(self, checkpoint: Path) -> dict[str, Any]:
         """The extras of this role that lie beside a checkpoint; empty where there are none for it,
@@ -356,7 +347,7 @@ class EpochEntry:
             return values
         if self.role == 0:
             self._warn(
-                f"{checkpoint} has no extras of these roles: what Megatron's format does not hold"
+                f"{checkpoint} has no extras of these roles: what its format does not hold"
                 " (random states of data-parallel ranks above 0, running sums) is not restored"
             )
         return {}
@@ -393,7 +384,7 @@ class EpochEntry:
         if replayed:
             self.reports.send_event(Kind.REPLAYED, self.generation.iteration, replayed)
         self._compare_schedule(record, values)
-        megatron_extras.restore(self.loop, values)
+        self.built.framework.restore(values)
         self._late = values
         self.reports.tell_again(values["told"])
 
@@ -437,7 +428,7 @@ class EpochEntry:
         except ValueError:
             return False
         self.protection.close()
-        self.built.shard.release()
+        self.built.framework.release()
         os.environ["RANK"] = str(role)
         self.role = role
         with self.communicators.found_again():
@@ -448,49 +439,37 @@ class EpochEntry:
         self._protect(self.program.make_loop(self.reports.emit))
 
     def _protect(self, loop: ProtectedLoop) -> None:
-        optimizer, config = loop.optimizer, model_config(loop)
-        refuse_unknown_state(optimizer, config)
-        complete_state(optimizer)
-        frozen, large = None, large_frozen_weights(loop)
-        if large:
+        framework, settings = self.program.framework(loop), self.settings
+        frozen = None
+        if large := framework.large_frozen_weights():
             folder = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).frozen
             frozen = FrozenWeights(large, folder)
-        shard = ShardState(optimizer)
-        parts = shard.parts
-        identify(loop, parts)
-        meaning = role_meaning(loop)
-        cut = (part.signature() for part in parts)
-        self._identity = [__version__, core.__version__, meaning, *cut]
-        lag = self.settings.max_lag
-        slots = (2 if statistics_span_the_world(optimizer) else 3) + lag
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        meaning = framework.meaning()
+        cut = (part.signature() for part in framework.parts)
+        self._identity = [__version__, *framework.versions, meaning, *cut]
         # Renumbered, the model is one that was warmed up: what it was when it was new is kept.
-        self._pristine = self._pristine or self._capture(loop, frozen)
+        self._pristine = self._pristine or self._capture(framework, frozen)
         updates = UpdateCapture()
         # Room for steps is part of the layout, which is fixed for a run.
-        if self.settings.protection == SchemeKind.RECOMPUTE:
-            # Here: no other scheme loads it.
-            from deadpool_megatron.megatron.step_keeper import StepKeeper
-
-            refuse_what_cannot_be_replayed(optimizer)
-            updates = StepKeeper(
-                optimizer, shard, self._platform, self._vault, self.reports.report_rehearsal
+        if settings.protection == SchemeKind.RECOMPUTE:
+            updates = framework.capture_of_updates(
+                self._platform, self._vault, self.reports.report_rehearsal
             )
         layout = role_layout(
             self.role,
-            parts,
-            extras_room_bytes(len(self._pristine), self.settings.extras_room_bytes),
-            list(dist.get_process_group_ranks(group)),
-            slots,
+            framework.parts,
+            extras_room_bytes(len(self._pristine), settings.extras_room_bytes),
+            framework.peers,
+            framework.slots + settings.max_lag,
             meaning,
             updates.layout_parts(self.role),
         )
-        leave_template(make_template(loop, parts, layout), self.settings)
+        leave_template(framework.template(layout), settings)
         protection = Protection(
             vault=self._vault,
             platform=self._platform,
-            settings=self.settings,
-            parts=parts,
+            settings=settings,
+            parts=framework.parts,
             layout=layout,
             interrupt_fd=self._link.interrupt_fd,
             closed_epoch=lambda: self._link.closed_epoch,
@@ -498,22 +477,16 @@ class EpochEntry:
             pinned=self._pinned,
             updates=updates,
         )
-        before, after, audit = [protection.using], [shard.updated, protection.updated], None
-        if self.settings.audit_interval:
-            audit = Audit(
-                loop,
-                parts,
-                self._vault.sealed_part,
-                self.settings.audit_interval,
-                protection.settle,
-                self.reports,
+        before, after, audit = [protection.using], [protection.updated], None
+        if settings.audit_interval:
+            audit = framework.audit(
+                self._vault, settings.audit_interval, protection.settle, self.reports
             )
             before.append(audit.before_update)
             after.append(audit.after_update)
         judge = functools.partial(self.reports.judge, GRADIENT_NORM)
-        StepHooks(optimizer, protection.gate, before, after, judge)
-        cleanup = InterruptCleanup(loop)
-        self._built = BuiltRole(loop, shard, protection, cleanup, frozen, audit)
+        framework.install(StepCalls(protection.gate, before, after, judge))
+        self._built = BuiltRole(loop, framework, protection, frozen, audit)
 
     def _drop(self) -> None:
         """Let go of the objects of another role before the new ones take memory."""
@@ -527,6 +500,29 @@ class EpochEntry:
         self._late, self._pristine = {}, b""
         self.program.drop_groups()
         gc.collect()
+
+
+def leave_template(template: StateTemplate, settings: Settings) -> None:
+    """Give it to the exporters: of this node, and where the run's end may call for an export also
+    of others, by way of the run directory. Nobody waits for that one: a thread writes it.
+
+    Raises TemplateError where exports were asked for and cannot be, OSError.
+    """
+    if template.refusal and settings.export_iterations:
+        raise TemplateError(f"--deadpool-persist-interval: {template.refusal}")
+    directory, role = Path(os.environ["DEADPOOL_SEGMENT_DIR"]), template.role
+    write_template(directory, template)
+
+    def share() -> None:
+        try:
+            shared = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).templates
+            share_template(directory, role, shared)
+        except OSError as error:
+            text = f"role {role} could not be exported if its node were lost: {error}"
+            print(text, file=sys.stderr, flush=True)
+
+    if settings.exports:
+        threading.Thread(target=share, name="skeleton", daemon=True).start()
 
 
 def _roles_per_node() -> int:

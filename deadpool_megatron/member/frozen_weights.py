@@ -14,11 +14,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from deadpool_megatron.megatron.megatron_extras import MOST_FROZEN_BYTES
-from deadpool_megatron.megatron.optimizer import UnsupportedOptimizer
+from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.state import frozen_file
 from deadpool_megatron.state.parts import fingerprint
 from deadpool_megatron.vault.errors import NoRoom
+
+#: of a role; so many are copied on the main thread and sent to each buddy in every iteration, more
+#: are written once
+MAX_FROZEN_BYTES = 64 << 20
 
 
 class FrozenWeights:
@@ -35,7 +38,7 @@ class FrozenWeights:
     def name(self) -> str:
         """The file with what they hold, for the extras; empty before :meth:`leave`.
 
-        Raises UnsupportedOptimizer if they have changed.
+        Raises UnsupportedState if they have changed.
         """
         if self._name and self._version != self._count_versions():
             self._refuse_changes()
@@ -48,7 +51,7 @@ class FrozenWeights:
     def leave(self, wait: frozen_file.Wait) -> None:
         """Have them in a file before a generation names it.
 
-        Raises what ``wait`` does, NoRoom where they cannot be written, and UnsupportedOptimizer if
+        Raises what ``wait`` does, NoRoom where they cannot be written, and UnsupportedState if
         they have changed.
         """
         started = time.monotonic()
@@ -68,7 +71,7 @@ class FrozenWeights:
     def restore(self, name: str, wait: frozen_file.Wait) -> None:
         """Bring back what the file ``name`` holds, unless it is here.
 
-        Raises FrozenFileError, what ``wait`` does, and UnsupportedOptimizer if they have changed
+        Raises FrozenFileError, what ``wait`` does, and UnsupportedState if they have changed
         here.
         """
         if not name:
@@ -88,9 +91,9 @@ class FrozenWeights:
     def _refuse_changes(self) -> None:
         version = self._count_versions()
         if self._sums() != self._fingerprint:
-            raise UnsupportedOptimizer(
+            raise UnsupportedState(
                 "frozen weights have changed in training: in a role that has more than"
-                f" {MOST_FROZEN_BYTES >> 20} MiB of them they are written once, and could not be"
+                f" {MAX_FROZEN_BYTES >> 20} MiB of them they are written once, and could not be"
                 " restored; leave them as they are, or run it without protection"
             )
         self._version = version

@@ -1,36 +1,20 @@
-"""The part of a training program: the seam between any Megatron loop and the hooks."""
+"""The loop of one role, which a training program provides, and how loops are made."""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from deadpool_megatron.state.template import TemplateError
+from deadpool_megatron.member.framework import Framework
 
 # emit(kind, data): kind is the value of an events.Kind, data holds JSON values only.
 Emit = Callable[[str, Mapping[str, Any]], None]
 
 
-# Megatron's function that runs the passes of an iteration; called with keywords.
-ForwardBackward = Callable[..., Any]
-
 _Result = TypeVar("_Result")
-
-
-# Fields of Megatron's configuration that give the same bytes another meaning: what its own load of
-# a checkpoint compares, and the kinds of norm and of feed-forward layer.
-_OF_THE_MODEL = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "normalization",
-    "layernorm_zero_centered_gamma",
-    "gated_linear_unit",
-)
 
 
 class StepRunner(Protocol):
@@ -78,16 +62,9 @@ class ProtectedLoop(ABC):
     ``counters`` holds at least ``iteration`` (finished iterations) and every other whole number an
     iteration changes; ``log_sums`` running sums of logged values. All state that is neither a
     tensor of model or optimizer, nor the scheduler, nor a random state must be in these two, or in
-    :meth:`extra_state`. Where it trains, a loop calls ``around_passes(f)`` in place of Megatron's
-    function ``f`` that runs the passes of an iteration.
+    :meth:`extra_state`.
     """
 
-    around_passes: Callable[[ForwardBackward], ForwardBackward] = staticmethod(
-        lambda passes: passes
-    )
-    model_chunks: list[Any]
-    optimizer: Any
-    scheduler: Any
     counters: dict[str, int]
     log_sums: dict[str, float]
     #: how far it has come, where train() returned before the last iteration
@@ -122,68 +99,19 @@ class ProtectedLoop(ABC):
     def state_hash(self) -> str:
         """sha256 over parameters, optimizer state, random states, scheduler and counters."""
 
-    def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Every parameter of this role with the name that it has in the whole model, however that
-        is cut. Here: layers have the numbers that Megatron gives them, from 0 as in checkpoints."""
-        for chunk in self.model_chunks:
-            names = {"": ""}
-            for path, module in chunk.named_modules(remove_duplicate=False):
-                parent, _, own = path.rpartition(".")
-                number = layer_number(path, module)
-                own = own if number is None else str(number - 1)
-                is_wrapped = not path or (own == "module" and not names[parent])
-                names[path] = "" if is_wrapped else f"{names[parent]}{own}."
-                for name, parameter in module.named_parameters(recurse=False):
-                    yield f"{names[path]}{name}", parameter
-
-    def model_arguments(self) -> dict[str, Any]:
-        """Return what gives the same names and shapes another meaning, by the words of the command:
-        state of a run with another value is another model's."""
-        config = model_config(self)
-        return {name: getattr(config, name) for name in _OF_THE_MODEL if hasattr(config, name)}
-
     def extra_state(self) -> dict[str, Any]:
         """More that travels with a generation, by name: JSON values, bytes and tensors."""
         return {}
 
-    def checkpoint_state(self) -> dict[str, Any]:
-        """The state that a save would write, as ``dist_checkpointing.save`` takes it, made without
-        communication and without copies of tensors. Under ``optimizer`` is what its
-        ``sharded_state_dict`` answered; all else that an iteration changes are marks
-        (:mod:`deadpool_megatron.state.template`). Raises TemplateError where there is no
-        such checkpoint.
-        """
-        raise TemplateError("the program does not say what its checkpoints hold")
-
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (many have nothing)
         """Let go of the model and of whatever must not wait for the garbage collector; the loop is
         not used again."""
-        self.model_chunks = []
 
     def restore_extra_state(self, values: Mapping[str, Any]) -> None:
         """Inverse of :meth:`extra_state`. Not called at the start of a run, unless it starts from a
         checkpoint: before each load of one it is given what there was after the build."""
         if values:
             raise ValueError(f"state that nobody takes: {', '.join(values)}")
-
-
-def layer_number(path: str, module: Any) -> int | None:
-    """The number in the whole model, from 1, of a module that is one of a list of layers."""
-    number = getattr(module, "layer_number", None)
-    is_layer = path.rpartition(".")[2].isdigit() and isinstance(number, int)
-    return number if is_layer else None
-
-
-def model_config(loop: ProtectedLoop) -> Any:
-    """The TransformerConfig shared by all chunks."""
-    from megatron.core.utils import get_model_config
-
-    return get_model_config(loop.model_chunks[0])
-
-
-def trains_in_fp8(loop: ProtectedLoop) -> bool:
-    """Return whether modules may keep state for it."""
-    return bool(loop.model_chunks and getattr(model_config(loop), "fp8", None))
 
 
 class SteppedLoop(ProtectedLoop):
@@ -236,11 +164,15 @@ class Program(ABC):
 
     @abstractmethod
     def make_groups(self) -> None:
-        """``init_process_group`` and Megatron's groups, for RANK and WORLD_SIZE as they are now."""
+        """``init_process_group`` and all groups, for RANK and WORLD_SIZE as they are now."""
 
     @abstractmethod
     def make_loop(self, emit: Emit) -> ProtectedLoop:
         """Model, optimizer, scheduler and data in the groups just made."""
+
+    @abstractmethod
+    def framework(self, loop: ProtectedLoop) -> Framework:
+        """Take the state of ``loop`` under protection. Raises UnsupportedState."""
 
     @abstractmethod
     def drop_groups(self) -> None:
@@ -255,8 +187,8 @@ class Program(ABC):
     def renumber(self, loop: ProtectedLoop, emit: Emit) -> ProtectedLoop:
         """The loop of the role that RANK names now, on the model of ``loop``, which :meth:`serves`.
 
-        The group objects are those of that role already; Megatron's functions that make groups
-        answer them when they are called again, in the same order.
+        The group objects are those of that role already; functions that make groups answer them
+        when they are called again, in the same order.
         """
         raise RuntimeError("a program whose loops serve other roles has to say how")
 

@@ -42,7 +42,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, TypeVar
@@ -51,7 +51,8 @@ from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout, extras_part, is_due
+from deadpool_megatron.layout.records import Generation, RoleLayout, extras_part, is_due
+from deadpool_megatron.member.update_capture import UpdateCapture
 from deadpool_megatron.platform import devices
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.parts import Part
@@ -65,8 +66,6 @@ _LOOK_SECONDS = 0.05
 _FROZEN_PAUSE_SECONDS = 0.005
 
 _Answer = TypeVar("_Answer")
-# Of what is waited for, in words, and what waits for so many seconds at most.
-Await = Callable[[str, Callable[[float], bool]], None]
 
 
 class ProtectionError(RuntimeError):
@@ -75,10 +74,6 @@ class ProtectionError(RuntimeError):
 
 class ExtrasOutgrown(ProtectionError):
     """No slot has room for the extras; the message names the setting that gives more."""
-
-
-class ReplayRefused(RuntimeError):
-    """Every byte was intact, and the result is not what the owner had; one line for people."""
 
 
 class SlotViews:
@@ -99,55 +94,6 @@ class SlotViews:
         if place not in self._known:
             self._known[place] = part.views(buffer)
         return self._known[place]
-
-
-class UpdateCapture:
-    """The part that a scheme keeps of each update beside the state that it made. Main thread.
-
-    Here nothing: schemes with whole copies of the state need no more.
-    """
-
-    gradients: Sequence[Part] = ()
-
-    def layout_parts(self, role: int) -> Sequence[PartInfo]:
-        """The parts that a slot needs for it."""
-        return ()
-
-    def begin(self, *, wanted: bool) -> None:
-        """A new epoch, whose plan wants it or does not."""
-
-    def capture(self, index: int, writer: SlotWriter) -> None:
-        """Inner optimizer ``index`` is about to update: start copying what it will use."""
-
-    def order_copies(self, await_it: Await) -> None:
-        """Before the next iteration may overwrite gradients. On a device nobody waits here but its
-        stream."""
-
-    def finish(
-        self,
-        writer: SlotWriter,
-        generation: Generation,
-        previous: Generation | None,
-        shard_copies: list[devices.CopyHandle],
-        await_it: Await,
-    ) -> tuple[dict[str, int], list[devices.CopyHandle]]:
-        """The iteration is over: part -> bytes of it in its slot, and copies under way."""
-        return {}, []
-
-    def running(self) -> list[devices.CopyHandle]:
-        """Copies of an interrupted update; forgotten hereby."""
-        return []
-
-    def recompute(
-        self,
-        missing: Sequence[Part],
-        restored: RestoredParts,
-        generation: Generation,
-        protection: Protection,
-    ) -> Mapping[str, Any]:
-        """Bring ``missing`` parts, which nobody holds whole, into the live tensors; returns what is
-        to be reported of it. Raises ReplayRefused, and what waits of the protection raise."""
-        raise ReplayRefused(f"{missing[0].name} of {generation} is not complete anywhere")
 
 
 @dataclass(frozen=True)

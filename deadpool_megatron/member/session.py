@@ -43,12 +43,11 @@ from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClose
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind, kind_of_end
 from deadpool_megatron.layout.records import EpochRecord
-from deadpool_megatron.megatron.dimensions import PeerMismatch
-from deadpool_megatron.megatron.interrupt_cleanup import forget_frames
-from deadpool_megatron.megatron.optimizer import UnsupportedOptimizer
 from deadpool_megatron.member.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.member.epoch_runner import EpochRunner
+from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.member.loop import Program
+from deadpool_megatron.member.peers import PeerMismatch
 from deadpool_megatron.member.protection import ExtrasOutgrown
 from deadpool_megatron.member.reports import DeviceMeter, HangProbe, HostMeter, RoleReports
 from deadpool_megatron.preflight.host import VISIBLE
@@ -141,7 +140,7 @@ class Session:
             self._follow_records()
         except StopOrder:
             pass
-        except (TemplateError, UnsupportedOptimizer, ExtrasError) as error:
+        except (TemplateError, UnsupportedState, ExtrasError) as error:
             # What this program is cannot be protected: where it says so is of no use to anybody.
             print(f"deadpool: {error}", file=sys.stderr, flush=True)
             sys.exit(ExitStatus.BAD_INPUT)
@@ -314,7 +313,7 @@ class Session:
                 print(error, file=sys.stderr, flush=True)
                 bad = isinstance(error, NoRoom)
                 sys.exit(ExitStatus.BAD_INPUT if bad else ExitStatus.EXTRAS_OUTGROWN)
-            elif isinstance(error, TemplateError | UnsupportedOptimizer):
+            elif isinstance(error, TemplateError | UnsupportedState):
                 raise error  # that this program cannot be protected is no consequence of anything
             elif isinstance(error, VaultError):
                 self._on_fault("vault", self._reports.section, str(error))
@@ -459,6 +458,27 @@ def _is_of_peers(error: BaseException | None) -> bool:
         or kind_of_end(_in_words(error)) is FailureKind.COMMUNICATOR_ERROR
         or _is_of_peers(error.__cause__ or error.__context__)
     )
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the frames of an exception and of all that led to it. They hold tensors, and sockets.
+
+    To be called when nothing can write into that memory any more. Frames that are still running
+    (the caller's own) stay.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        # A cause need not be the context: somebody may have kept an older exception.
+        waiting += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
 
 
 def drain_seconds(kind: str, settings: Settings) -> float:

@@ -191,3 +191,14 @@ def fingerprint(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
             total[0] += block.sum()
             total[1] += weights.remainder_(_PERIOD).add_(index + 1).mul_(block).sum()
     return total
+
+
+def largest_value(parts: Sequence[Part]) -> float:
+    """The largest number of the parts in magnitude, NaN if there is one; makes no copy of them."""
+    largest = [
+        torch.stack(torch.aminmax(tensor)).abs().max().float()
+        for part in parts
+        for tensor in part.tensors
+        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()
+    ]
+    return float(torch.stack(largest).max()) if largest else 0.0

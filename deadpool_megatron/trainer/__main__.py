@@ -1,6 +1,6 @@
 """``deadpool run ... -- -m deadpool_megatron.trainer ARGS``: the embedded trainer, protected.
 
-This file is also the example of how any Megatron loop takes the hooks: say how groups and loop are
+This file is also the example of how any Megatron loop is protected: say how groups and loop are
 made, hand that to a session, and leave everything else to it.
 """
 
@@ -10,16 +10,17 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
 from deadpool_megatron.cluster.process.program import LOADED
-from deadpool_megatron.member import Emit, Program, Session
+from deadpool_megatron.member import Emit, Program, ProtectedLoop, Session
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig, parse_args
 
 if TYPE_CHECKING:
+    from deadpool_megatron.megatron.framework import MegatronFramework
     from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
 
@@ -43,6 +44,12 @@ class GptProgram(Program):
         LOADED.note_arguments(vars(self._config))
         LOADED.note_data(self._config.data)
         return TrainingLoop(self._config, emit)
+
+    def framework(self, loop: ProtectedLoop) -> MegatronFramework:
+        """Megatron's, of a loop on Megatron."""
+        from deadpool_megatron.megatron.framework import MegatronFramework
+
+        return MegatronFramework(cast("TrainingLoop", loop))
 
     def drop_groups(self) -> None:
         """Undo :meth:`make_groups`."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.megatron import identity as hashing
+from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.member.loop import SteppedLoop
 from deadpool_megatron.trainer import checkpoint
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
@@ -50,7 +51,7 @@ _Bytes = NDArray[np.uint8]
 Emit = Callable[[str, Mapping[str, Any]], None]
 
 
-class TrainingLoop(SteppedLoop):
+class TrainingLoop(SteppedLoop, MegatronLoop):
     """One rank's training: the live objects, and what may be done with them.
 
     ``emit(kind, facts)`` is called with kinds ``training`` (once), ``step``, ``evaluation`` and
@@ -213,7 +214,7 @@ class TrainingLoop(SteppedLoop):
         checkpoint.write(self, directory)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return what such a checkpoint holds; see :class:`ProtectedLoop`."""
+        """Return what such a checkpoint holds; see :class:`MegatronLoop`."""
         return checkpoint.saved_state(self)
 
     def load_checkpoint(self, directory: Path) -> None:

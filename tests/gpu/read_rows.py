@@ -95,8 +95,8 @@ def _is_exact(task: Task, row: Any) -> bool:
     from going_back import GoingBack
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from deadpool_megatron.megatron.interrupt_cleanup import forget_frames
-    from deadpool_megatron.trainer import config, gpt_loop
+    from deadpool_megatron.member.session import forget_frames
+    from deadpool_megatron.trainer import config
 
     def interrupt(*_: object) -> None:
         if next(calls) == 2:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from deadpool_megatron.megatron import dimensions, optimizer as optimizers
 from deadpool_megatron.megatron.first_state import complete_state
-from deadpool_megatron.megatron.optimizer import ShardState, UnsupportedOptimizer
+from deadpool_megatron.megatron.optimizer import ShardState
+from deadpool_megatron.member.framework import UnsupportedState
 from tests.gpu.digests import state_digests
 from tests.megatron import gpu_rig
 from tests.megatron.gpu_rig import Slot, differences, plain_inner
@@ -133,7 +134,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_there_before_the_first_update_is_refused(name: str) -> None:
     make, message = REFUSED[name]
-    with pytest.raises(UnsupportedOptimizer, match=message):
+    with pytest.raises(UnsupportedState, match=message):
         complete_state(trained(make)[1].optimizer)
 
 
@@ -143,7 +144,7 @@ def test_state_that_comes_later_ends_the_run() -> None:
     complete_state(loop.optimizer)
     shard = ShardState(loop.optimizer)
     update(inner, 0, 2, shard)
-    with pytest.raises(UnsupportedOptimizer, match="Counting keeps more"):
+    with pytest.raises(UnsupportedState, match="Counting keeps more"):
         update(inner, 2, 3, shard)
 
 

@@ -219,8 +219,13 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(
     built = SimpleNamespace(
         loop=loop,
         protection=protection,
-        shard=SimpleNamespace(readopt=lambda: None),
-        cleanup=SimpleNamespace(forget=lambda: None),
+        framework=SimpleNamespace(
+            capture=lambda: extras.capture(loop),
+            restore=lambda values: extras.restore(loop, values),
+            restore_last=extras.restore_last,
+            readopt=lambda: None,
+            forget_in_flight=lambda: None,
+        ),
         frozen=None,
     )
     entry = BareEntry(

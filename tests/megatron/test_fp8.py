@@ -16,7 +16,8 @@ from megatron.core import fp8_utils
 
 from deadpool_megatron.megatron import dimensions, fp8, interrupt_cleanup
 from deadpool_megatron.megatron.first_state import complete_state
-from deadpool_megatron.megatron.optimizer import ShardState, UnsupportedOptimizer
+from deadpool_megatron.megatron.optimizer import ShardState
+from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.state.extras import ExtrasError
 from tests.gpu.digests import state_digests
 from tests.megatron import fake_te, gpu_rig
@@ -187,16 +188,16 @@ def test_state_that_is_kept_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch
 
     loop = recipe_loop()
     loop.model_chunks[0].layers.append(Unheard())
-    with pytest.raises(UnsupportedOptimizer, match=r"layers\.3: .* Unheard"):
+    with pytest.raises(UnsupportedState, match=r"layers\.3: .* Unheard"):
         fp8.capture(loop)
     loop = recipe_loop()
     loop.model_chunks[0].layers[0]._fused_impl = None
-    with pytest.raises(UnsupportedOptimizer, match=r"layers\.0: fused operations"):
+    with pytest.raises(UnsupportedState, match=r"layers\.0: fused operations"):
         fp8.capture(loop)
     later: Any = ModuleType("fp8")
     later.FP8GlobalStateManager = SimpleNamespace(quantization_state=None)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", later)
-    with pytest.raises(UnsupportedOptimizer, match="version of Transformer Engine"):
+    with pytest.raises(UnsupportedState, match="version of Transformer Engine"):
         fp8.capture(recipe_loop())
 
 
@@ -249,5 +250,5 @@ def test_frozen_weights_in_fp8_are_refused() -> None:
     model = Model([fake_te.Linear(2)], "tensorwise")
     weight = Float8Tensor(torch.ones(4))
     model.layers[0].weight = torch.nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(UnsupportedOptimizer, match="frozen and in FP8"):
+    with pytest.raises(UnsupportedState, match="frozen and in FP8"):
         fp8.capture(plain_loop([model]))

@@ -16,12 +16,8 @@ from torch import Tensor
 
 from deadpool_megatron.megatron import dimensions, megatron_extras as extras
 from deadpool_megatron.megatron.first_state import complete_state
-from deadpool_megatron.megatron.optimizer import (
-    ShardState,
-    UnsupportedOptimizer,
-    raw_tensors,
-    refuse_unknown_state,
-)
+from deadpool_megatron.megatron.optimizer import ShardState, raw_tensors, refuse_unknown_state
+from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.state.extras import decode
 from deadpool_megatron.support import flags
 from tests.gpu.digests import state_digests
@@ -252,14 +248,14 @@ def test_fp8_recipes_are_taken_but_the_custom_one(recipe: Any) -> None:
     if recipe != "custom":
         refuse_unknown_state(optimizer, config)
         return
-    with pytest.raises(UnsupportedOptimizer, match="--fp8-recipe custom"):
+    with pytest.raises(UnsupportedState, match="--fp8-recipe custom"):
         refuse_unknown_state(optimizer, config)
 
 
 def test_an_optimizer_that_megatron_does_not_wrap_is_refused() -> None:
     """As its layer-wise one has them in fp32."""
     optimizer = SimpleNamespace(chained_optimizers=[torch.optim.SGD([torch.ones(1)], 0.1)])
-    with pytest.raises(UnsupportedOptimizer, match="--bf16"):
+    with pytest.raises(UnsupportedState, match="--bf16"):
         refuse_unknown_state(optimizer, SimpleNamespace())
 
 
@@ -319,7 +315,7 @@ def test_what_cannot_be_done_right_is_refused(
     inner.config = SimpleNamespace(**more.get("config", {}))
     inner.grad_scaler = more.get("grad_scaler")
     optimizer = SimpleNamespace(chained_optimizers=[inner])
-    with pytest.raises(UnsupportedOptimizer, match=words):
+    with pytest.raises(UnsupportedState, match=words):
         refuse_unknown_state(optimizer, SimpleNamespace(**config))
     refuse_unknown_state(
         SimpleNamespace(chained_optimizers=[distributed_inner(adam)]),
@@ -330,12 +326,12 @@ def test_what_cannot_be_done_right_is_refused(
 def test_a_precision_aware_use_of_others_is_refused() -> None:
     inner = plain_inner(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
     inner.config = SimpleNamespace(use_precision_aware_optimizer=True)
-    with pytest.raises(UnsupportedOptimizer, match="precision-aware use of SGD"):
+    with pytest.raises(UnsupportedState, match="precision-aware use of SGD"):
         refuse_unknown_state(SimpleNamespace(chained_optimizers=[inner]), SimpleNamespace())
 
 
 def test_quantised_tensors_of_an_unknown_make_are_refused() -> None:
     tensor: Any = torch.ones(2)
     tensor._quantizer = None
-    with pytest.raises(UnsupportedOptimizer, match="unknown place"):
+    with pytest.raises(UnsupportedState, match="unknown place"):
         raw_tensors(tensor)

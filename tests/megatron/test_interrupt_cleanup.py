@@ -17,7 +17,8 @@ from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe import fused_a2a, shared_experts
 
 from deadpool_megatron.megatron import interrupt_cleanup
-from deadpool_megatron.megatron.interrupt_cleanup import InterruptCleanup, forget_frames
+from deadpool_megatron.megatron.interrupt_cleanup import InterruptCleanup
+from deadpool_megatron.member.session import forget_frames
 
 
 class Loop:

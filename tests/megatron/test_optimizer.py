@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from deadpool_megatron.megatron.optimizer import StepHooks, largest_value
-from deadpool_megatron.state.parts import Part
+from deadpool_megatron.megatron.optimizer import StepHooks
+from deadpool_megatron.state.parts import Part, largest_value
 
 
 @pytest.mark.parametrize(

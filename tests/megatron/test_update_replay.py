@@ -11,6 +11,7 @@ from deadpool_megatron.layout.records import UPDATE_PART, Generation, gradients_
 from deadpool_megatron.megatron import optimizer as optimizers, update_replay
 from deadpool_megatron.megatron.first_state import complete_state
 from deadpool_megatron.megatron.step_keeper import StepKeeper
+from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.parts import Part, move_into_arenas
@@ -156,16 +157,14 @@ def test_what_cannot_be_replayed_is_refused_at_start() -> None:
     chained = SimpleNamespace(chained_optimizers=[rig.inner])
     update_replay.refuse_what_cannot_be_replayed(chained)
     rig.inner.config = SimpleNamespace(use_precision_aware_optimizer=True)
-    with pytest.raises(optimizers.UnsupportedOptimizer, match="precision-aware"):
+    with pytest.raises(UnsupportedState, match="precision-aware"):
         update_replay.refuse_what_cannot_be_replayed(chained)
     momentum = SimpleNamespace(optimizer=torch.optim.SGD(rig.parameters, lr=0.1))
-    with pytest.raises(
-        optimizers.UnsupportedOptimizer, match=r"not for SGD.*use --deadpool-protection"
-    ):
+    with pytest.raises(UnsupportedState, match=r"not for SGD.*use --deadpool-protection"):
         update_replay.refuse_what_cannot_be_replayed(SimpleNamespace(chained_optimizers=[momentum]))
     rig.adam.param_groups[0]["lr"] = torch.tensor(0.1)
     del rig.inner.config
-    with pytest.raises(optimizers.UnsupportedOptimizer, match="capturable"):
+    with pytest.raises(UnsupportedState, match="capturable"):
         update_replay.refuse_what_cannot_be_replayed(chained)
 
 

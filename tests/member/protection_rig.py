@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.megatron.identity import role_layout
 from deadpool_megatron.member.protection import Protection
+from deadpool_megatron.member.role_layout import role_layout
 from deadpool_megatron.platform import devices
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.parts import Part

@@ -11,8 +11,7 @@ import pytest
 
 from deadpool_megatron import arguments
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
-from deadpool_megatron.megatron.interrupt_cleanup import forget_frames
-from deadpool_megatron.member.session import drain_seconds
+from deadpool_megatron.member.session import drain_seconds, forget_frames
 from deadpool_megatron.vault.errors import VaultError
 from fake_nccl import fake as fake_nccl
 from tests.member.session_rig import QUICK, Rig, drained

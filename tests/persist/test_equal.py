@@ -21,9 +21,9 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     from deadpool_megatron.layout.records import Generation
     from deadpool_megatron.megatron import megatron_extras
     from deadpool_megatron.megatron.first_state import complete_state
-    from deadpool_megatron.megatron.identity import role_layout
     from deadpool_megatron.megatron.optimizer import ShardState
     from deadpool_megatron.megatron.state_templates import make_template
+    from deadpool_megatron.member.role_layout import role_layout
     from deadpool_megatron.persist import torch_dist
     from deadpool_megatron.state import extras as codec
     from deadpool_megatron.state.template import read_template, write_template

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deadpool_megatron.megatron import megatron_extras as extras
-from deadpool_megatron.megatron.optimizer import UnsupportedOptimizer
+from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.member.frozen_weights import FrozenWeights
 from deadpool_megatron.state import frozen_file
 from deadpool_megatron.state.frozen_file import FrozenFileError
@@ -55,7 +55,7 @@ def program_of(model: torch.nn.Module) -> Any:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
-    monkeypatch.setattr(extras, "MOST_FROZEN_BYTES", 64)
+    monkeypatch.setattr(extras, "MAX_FROZEN_BYTES", 64)
     made = torch.nn.Linear(8, 8)
     made.weight.requires_grad_(False)
     return made
@@ -222,7 +222,7 @@ def test_a_program_that_changes_them_is_refused(tmp_path: Path, model: torch.nn.
     assert frozen.name() == name
     with torch.no_grad():
         model.weight.mul_(0.5)
-    with pytest.raises(UnsupportedOptimizer, match="frozen weights have changed") as error:
+    with pytest.raises(UnsupportedState, match="frozen weights have changed") as error:
         frozen.name()
     assert "\n" not in str(error.value)
     frozen.forget()
@@ -232,7 +232,7 @@ def test_a_program_that_changes_them_is_refused(tmp_path: Path, model: torch.nn.
     assert name
     model.weight.data.mul_(0.5)
     assert frozen.name() == name, "torch has not counted it"
-    with pytest.raises(UnsupportedOptimizer):
+    with pytest.raises(UnsupportedState):
         frozen.restore(name, never)
 
 

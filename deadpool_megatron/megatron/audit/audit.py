@@ -32,14 +32,15 @@ from deadpool_megatron.layout.records import Generation, is_due
 from deadpool_megatron.megatron import update_replay
 from deadpool_megatron.megatron.audit import shipping, verdict as verdicts
 from deadpool_megatron.megatron.audit.passes import PassAudit, why_not_compared
-from deadpool_megatron.megatron.dimensions import current_device, gathered, plain_parameters
+from deadpool_megatron.megatron.dimensions import plain_parameters
+from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.megatron.optimizer import (
-    UnsupportedOptimizer,
     inner_optimizers,
     is_distributed,
     parameters_of,
 )
-from deadpool_megatron.member.loop import ProtectedLoop
+from deadpool_megatron.member.framework import UnsupportedState, UpdateAudit
+from deadpool_megatron.member.peers import current_device, gathered
 from deadpool_megatron.member.reports import RoleReports
 from deadpool_megatron.state.parts import Part, fingerprint
 
@@ -59,7 +60,7 @@ def _refuse_what_cannot_be_audited(optimizer: Any) -> None:
     if not why and all(dist.get_world_size(one.data_parallel_group) < 2 for one in inner_ones):
         why = "there are no data-parallel peers"
     if why:
-        raise UnsupportedOptimizer(f"--deadpool-audit-interval: {why}; leave it out")
+        raise UnsupportedState(f"--deadpool-audit-interval: {why}; leave it out")
 
 
 def is_audited(iteration: int, interval: int, every: int) -> bool:
@@ -74,16 +75,16 @@ def audit_number(iteration: int, interval: int, every: int) -> int:
     return iteration // max(interval, every)
 
 
-class Audit(verdicts.Auditor):
+class Audit(verdicts.Auditor, UpdateAudit):
     """Of one role in one process.
 
-    ``shards``: the part of each inner optimizer. Raises UnsupportedOptimizer where no peer can
+    ``shards``: the part of each inner optimizer. Raises UnsupportedState where no peer can
     compute what this role computes.
     """
 
     def __init__(
         self,
-        loop: ProtectedLoop,
+        loop: MegatronLoop,
         shards: Sequence[Part],
         sealed_part: SealedPart,
         interval: int,

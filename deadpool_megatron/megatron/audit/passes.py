@@ -33,13 +33,13 @@ from torch import Tensor
 from deadpool_megatron.megatron import megatron_extras as extras
 from deadpool_megatron.megatron.audit import verdict as verdicts
 from deadpool_megatron.megatron.audit.shipping import broadcast_bytes
-from deadpool_megatron.megatron.dimensions import current_device
-from deadpool_megatron.member.loop import (
+from deadpool_megatron.megatron.loop import (
     ForwardBackward,
-    ProtectedLoop,
+    MegatronLoop,
     model_config,
     trains_in_fp8,
 )
+from deadpool_megatron.member.peers import current_device
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.parts import fingerprint
 
@@ -55,7 +55,7 @@ _SYNCHRONISING = (
 )
 
 
-def why_not_compared(loop: ProtectedLoop) -> str:
+def why_not_compared(loop: MegatronLoop) -> str:
     """Return why passes of this model are not compared, in words; empty where they are."""
     config = model_config(loop)
     if getattr(config, "num_moe_experts", None):

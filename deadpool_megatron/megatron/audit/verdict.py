@@ -21,8 +21,8 @@ from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
-from deadpool_megatron.megatron.dimensions import current_device
-from deadpool_megatron.member.loop import ProtectedLoop
+from deadpool_megatron.megatron.loop import MegatronLoop
+from deadpool_megatron.member.peers import current_device
 from deadpool_megatron.member.reports import RoleReports
 
 # The words of a fingerprint (deadpool_megatron.state.parts), of one or of several blocks.
@@ -203,7 +203,7 @@ class Auditor:
     """
 
     def __init__(
-        self, loop: ProtectedLoop, settle: Callable[[], None], reports: RoleReports
+        self, loop: MegatronLoop, settle: Callable[[], None], reports: RoleReports
     ) -> None:
         self._loop = loop
         self._settle = settle

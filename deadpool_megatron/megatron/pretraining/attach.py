@@ -24,7 +24,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -40,6 +40,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.hookpoints import FLAG, POINTS, Handler
+from deadpool_megatron.megatron.framework import MegatronFramework
 from deadpool_megatron.megatron.pretraining import scene, stages
 from deadpool_megatron.megatron.pretraining.build import (
     Build,
@@ -250,6 +251,10 @@ class PretrainProgram(Program):
         path = Path(args.load or "").absolute() / f"iter_{iteration:07d}"
         is_part = args.finetune or args.no_load_optim or args.no_load_rng
         return path if iteration and not is_part and (path / "metadata.json").exists() else None
+
+    def framework(self, loop: ProtectedLoop) -> MegatronFramework:
+        """See :class:`Program`."""
+        return MegatronFramework(cast(PretrainLoop, loop))
 
     def serves(self, loop: ProtectedLoop, role: int) -> bool:
         """See :class:`Program`: whether the two roles are of one stage class."""

@@ -28,15 +28,16 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.megatron import identity as hashing
-from deadpool_megatron.megatron.dimensions import current_device
 from deadpool_megatron.megatron.loading import load_exactly
+from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.megatron.pretraining import entered, stages
 from deadpool_megatron.megatron.pretraining.build import Build
 from deadpool_megatron.megatron.pretraining.iteration import POSITIONS, SHOULD_EXIT, Newest
 from deadpool_megatron.megatron.pretraining.logbook import Logbook, Reporter
 from deadpool_megatron.megatron.pretraining.megatron_checkpoints import Saves, saved_state
 from deadpool_megatron.megatron.pretraining.scene import acting, replaced
-from deadpool_megatron.member.loop import Emit, ProtectedLoop, StepRunner
+from deadpool_megatron.member.loop import Emit, StepRunner
+from deadpool_megatron.member.peers import current_device
 
 # Of Megatron's arguments: where the data is.
 _PLACES = (*POSITIONS, "consumed_valid_samples")
@@ -55,7 +56,7 @@ class _NoGeneration(BaseException):
         self.answer = answer
 
 
-class PretrainLoop(ProtectedLoop):
+class PretrainLoop(MegatronLoop):
     """See the module text. ``pretrain``: Megatron's function with its arguments."""
 
     def __init__(

@@ -18,7 +18,7 @@ class Slot:
 
     def __init__(self, tensors: list[Any], directory: str) -> None:
         from deadpool_megatron.layout.records import Generation, Seat
-        from deadpool_megatron.megatron.identity import role_layout
+        from deadpool_megatron.member.role_layout import role_layout
         from deadpool_megatron.platform import select_platform
         from deadpool_megatron.state.parts import Part
         from deadpool_megatron.vault.shm.segment import Segment, checksum, own_name

@@ -22,7 +22,8 @@ from deadpool_megatron.megatron.audit import verdict
 from deadpool_megatron.megatron.audit.audit import Audit
 from deadpool_megatron.megatron.dimensions import rebuild_from_peers
 from deadpool_megatron.megatron.first_state import complete_state
-from deadpool_megatron.member.loop import model_config
+from deadpool_megatron.megatron.loop import model_config
+from deadpool_megatron.member.framework import UnsupportedState
 from tests.common import lives
 from tests.state.loading import load
 from tests.trainer.layouts import TINY, make_loop
@@ -76,7 +77,7 @@ def live_on_rank(script: Sequence[str], options: dict[str, Any]) -> list[list[st
                 lambda: reports.lines.append("waits until the generation before is committed"),
                 reports,  # type: ignore[arg-type]
             )
-        except optimizers.UnsupportedOptimizer as error:
+        except UnsupportedState as error:
             return [[str(error)]]
         hooks = [audit.before_update], [audit.after_update]
         optimizers.StepHooks(loop.optimizer, lambda: None, *hooks, lambda norm: None)

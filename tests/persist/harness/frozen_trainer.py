@@ -37,7 +37,7 @@ def build_without_the_weights(self: EpochEntry, role: int, world_size: int) -> N
 
 if __name__ == "__main__":
     told, *rest = sys.argv[1:]
-    extras.MOST_FROZEN_BYTES = 0
+    extras.MAX_FROZEN_BYTES = 0
     model._build_chunk = frozen_chunk
     EpochEntry.build_detached = build_without_the_weights  # type: ignore[method-assign]
     gpt_loop.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]

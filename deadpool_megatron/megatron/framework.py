@@ -1,0 +1,128 @@
+"""Megatron as a framework: its optimizers, extras, groups and checkpoints behind the one seam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron import core
+from megatron.core import parallel_state
+from torch import Tensor
+
+from deadpool_megatron.layout.records import RoleLayout
+from deadpool_megatron.megatron import dimensions, identity, megatron_extras, optimizer
+from deadpool_megatron.megatron.audit.audit import Audit
+from deadpool_megatron.megatron.first_state import complete_state
+from deadpool_megatron.megatron.interrupt_cleanup import InterruptCleanup
+from deadpool_megatron.megatron.loop import MegatronLoop, model_config
+from deadpool_megatron.megatron.state_templates import make_template
+from deadpool_megatron.megatron.update_replay import refuse_what_cannot_be_replayed
+from deadpool_megatron.member.framework import (
+    Framework,
+    ScheduleDifference,
+    StepCalls,
+    UpdateAudit,
+)
+from deadpool_megatron.member.reports import RoleReports
+from deadpool_megatron.member.update_capture import UpdateCapture
+from deadpool_megatron.platform import Platform
+from deadpool_megatron.state.template import StateTemplate
+from deadpool_megatron.vault.member import VaultClient
+
+
+class MegatronFramework(Framework):
+    """See :class:`Framework`; of a loop on Megatron."""
+
+    versions = (core.__version__,)
+
+    def __init__(self, loop: MegatronLoop) -> None:
+        optimizer.refuse_unknown_state(loop.optimizer, model_config(loop))
+        complete_state(loop.optimizer)
+        self._loop = loop
+        self._shard = optimizer.ShardState(loop.optimizer)
+        self.parts = self._shard.parts
+        identity.identify(loop, self.parts)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.peers = dist.get_process_group_ranks(group)
+        self.slots = 2 if optimizer.statistics_span_the_world(loop.optimizer) else 3
+        self._cleanup = InterruptCleanup(loop)
+
+    def meaning(self) -> str:
+        """See :class:`Framework`."""
+        return identity.role_meaning(self._loop)
+
+    def install(self, calls: StepCalls) -> None:
+        """See :class:`Framework`."""
+        after = [self._shard.updated, *calls.after]
+        optimizer.StepHooks(self._loop.optimizer, calls.gate, calls.before, after, calls.judge)
+
+    def capture(self) -> dict[str, Any]:
+        """See :class:`Framework`."""
+        return megatron_extras.capture(self._loop)
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """See :class:`Framework`."""
+        megatron_extras.restore(self._loop, values)
+
+    def restore_last(self, values: dict[str, Any]) -> None:
+        """See :class:`Framework`: loss sums as well."""
+        megatron_extras.restore_last(values)
+
+    def restore_passing(self, values: dict[str, Any]) -> None:
+        """See :class:`Framework`."""
+        megatron_extras.restore_passing(self._loop, values)
+
+    def readopt(self) -> None:
+        """See :class:`Framework`."""
+        self._shard.readopt()
+
+    def release(self) -> None:
+        """See :class:`Framework`."""
+        self._shard.release()
+
+    def synchronise(self) -> None:
+        """See :class:`Framework`."""
+        dimensions.rebuild_from_peers(self._loop)
+
+    def verify(self) -> None:
+        """See :class:`Framework`."""
+        dimensions.verify(self._loop)
+
+    def forget_in_flight(self) -> None:
+        """See :class:`Framework`."""
+        self._cleanup.forget()
+
+    def entry_digests(self) -> dict[str, str]:
+        """See :class:`Framework`."""
+        return identity.entry_digests(self._loop)
+
+    def schedule_difference(self, values: dict[str, Any]) -> ScheduleDifference | None:
+        """See :class:`Framework`."""
+        found = megatron_extras.other_schedule(self._loop, values)
+        counts = megatron_extras.command_counts(self._loop.scheduler)
+        return ScheduleDifference(found, counts) if found else None
+
+    def large_frozen_weights(self) -> Sequence[tuple[str, Tensor]]:
+        """See :class:`Framework`."""
+        return megatron_extras.large_frozen_weights(self._loop)
+
+    def template(self, layout: RoleLayout) -> StateTemplate:
+        """See :class:`Framework`."""
+        return make_template(self._loop, self.parts, layout)
+
+    def capture_of_updates(
+        self, platform: Platform, vault: VaultClient, report: Callable[[Mapping[str, Any]], None]
+    ) -> UpdateCapture:
+        """See :class:`Framework`."""
+        # Here: no other scheme loads it.
+        from deadpool_megatron.megatron.step_keeper import StepKeeper
+
+        refuse_what_cannot_be_replayed(self._loop.optimizer)
+        return StepKeeper(self._loop.optimizer, self._shard, platform, vault, report)
+
+    def audit(
+        self, vault: VaultClient, interval: int, settle: Callable[[], None], reports: RoleReports
+    ) -> UpdateAudit:
+        """See :class:`Framework`."""
+        return Audit(self._loop, self.parts, vault.sealed_part, interval, settle, reports)

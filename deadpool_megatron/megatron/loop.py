@@ -1,0 +1,91 @@
+"""A loop on Megatron: its objects, the names of its parameters, and what a save would write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.core.utils import get_model_config
+
+from deadpool_megatron.member.loop import ProtectedLoop
+from deadpool_megatron.state.template import TemplateError
+
+# Megatron's function that runs the passes of an iteration; called with keywords.
+ForwardBackward = Callable[..., Any]
+
+# Fields of Megatron's configuration that give the same bytes another meaning: what its own load of
+# a checkpoint compares, and the kinds of norm and of feed-forward layer.
+_OF_THE_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "normalization",
+    "layernorm_zero_centered_gamma",
+    "gated_linear_unit",
+)
+
+
+class MegatronLoop(ProtectedLoop):
+    """A loop with Megatron's model chunks, optimizer and scheduler.
+
+    Where it trains, it calls ``around_passes(f)`` in place of Megatron's function ``f`` that runs
+    the passes of an iteration.
+    """
+
+    around_passes: Callable[[ForwardBackward], ForwardBackward] = staticmethod(
+        lambda passes: passes
+    )
+    model_chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Every parameter of this role with the name that it has in the whole model, however that
+        is cut: layers have the numbers that Megatron gives them, from 0 as in checkpoints."""
+        for chunk in self.model_chunks:
+            names = {"": ""}
+            for path, module in chunk.named_modules(remove_duplicate=False):
+                parent, _, own = path.rpartition(".")
+                number = layer_number(path, module)
+                own = own if number is None else str(number - 1)
+                is_wrapped = not path or (own == "module" and not names[parent])
+                names[path] = "" if is_wrapped else f"{names[parent]}{own}."
+                for name, parameter in module.named_parameters(recurse=False):
+                    yield f"{names[path]}{name}", parameter
+
+    def model_arguments(self) -> dict[str, Any]:
+        """Return what gives the same names and shapes another meaning, by the words of the command:
+        state of a run with another value is another model's."""
+        config = model_config(self)
+        return {name: getattr(config, name) for name in _OF_THE_MODEL if hasattr(config, name)}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The state that a save would write, as ``dist_checkpointing.save`` takes it, made without
+        communication and without copies of tensors. Under ``optimizer`` is what its
+        ``sharded_state_dict`` answered; all else that an iteration changes are marks
+        (:mod:`deadpool_megatron.state.template`). Raises TemplateError where there is no
+        such checkpoint.
+        """
+        raise TemplateError("the program does not say what its checkpoints hold")
+
+    def close(self) -> None:
+        """See :class:`ProtectedLoop`."""
+        self.model_chunks = []
+
+
+def layer_number(path: str, module: Any) -> int | None:
+    """The number in the whole model, from 1, of a module that is one of a list of layers."""
+    number = getattr(module, "layer_number", None)
+    is_layer = path.rpartition(".")[2].isdigit() and isinstance(number, int)
+    return number if is_layer else None
+
+
+def model_config(loop: MegatronLoop) -> Any:
+    """The TransformerConfig shared by all chunks."""
+    return get_model_config(loop.model_chunks[0])
+
+
+def trains_in_fp8(loop: MegatronLoop) -> bool:
+    """Return whether modules may keep state for it."""
+    return bool(loop.model_chunks and getattr(model_config(loop), "fp8", None))

@@ -1,0 +1,173 @@
+"""The seam to a training framework: everything that a member asks of it.
+
+A :class:`Framework` stands for the state of one built role. There are two implementations:
+:mod:`deadpool_megatron.megatron.framework` and :mod:`deadpool_megatron.torch_native`. Nothing in
+this package imports either; a program answers the one it trains with (:meth:`Program.framework`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.member.update_capture import UpdateCapture
+from deadpool_megatron.platform import Platform
+from deadpool_megatron.state.parts import Part
+from deadpool_megatron.state.template import StateTemplate
+from deadpool_megatron.vault.member import VaultClient
+
+if TYPE_CHECKING:
+    from deadpool_megatron.member.reports import RoleReports
+
+
+class UnsupportedState(ValueError):
+    """An optimizer, a precision or a model whose unique state is not known, or that has too much of
+    it; the message says why."""
+
+
+class StepCalls(NamedTuple):
+    """Calls that a framework makes around each step of the outermost optimizer. Main thread.
+
+    ``gate``: at the entry, before anything of it. ``before`` and ``after``: around the update of
+    each inner optimizer, with its index; before it the gradients are what the update uses.
+    ``judge``: with each gradient norm of an update that was applied, where one is computed.
+    """
+
+    gate: Callable[[], None]
+    before: Sequence[Callable[[int], None]]
+    after: Sequence[Callable[[int], None]]
+    judge: Callable[[float], None]
+
+
+class ScheduleDifference(NamedTuple):
+    """A difference between the schedule of a restored state and that of the command line.
+    ``command_counts``: whether the user has said that the command line's is to be used."""
+
+    text: str
+    command_counts: bool
+
+
+class UpdateAudit(ABC):
+    """The search for silent corruption in one role. Main thread."""
+
+    @abstractmethod
+    def announce(self, iteration: int, previous: Generation, every: int) -> None:
+        """Name the iteration about to come, and the generation whose state it begins from; each
+        ``every``-th generation is captured."""
+
+    @abstractmethod
+    def before_update(self, index: int) -> None:
+        """Inner optimizer ``index`` is about to update."""
+
+    @abstractmethod
+    def after_update(self, index: int) -> None:
+        """Inner optimizer ``index`` has updated."""
+
+
+class Framework(ABC):
+    """The state of one built role, as its framework knows it. Main thread.
+
+    ``parts``: the live tensors of the optimizers' state, one part for each inner optimizer.
+    ``peers``: the roles of the data-parallel group, this one included. ``slots``: how many slots a
+    role needs beside the lag: 2 where a collective over all roles lies between the gate and the
+    first overwrite of an iteration, else 3 (:mod:`.protection`). ``versions``: of what gives the
+    extras their meaning.
+
+    An implementation takes the state of a loop when it is made, and raises UnsupportedState where
+    it does not know all of it: restoring less would train on, with other numbers.
+    """
+
+    parts: list[Part]
+    peers: list[int]
+    slots: int
+    versions: Sequence[str]
+
+    @abstractmethod
+    def meaning(self) -> str:
+        """Return which role of which model this is: equal means interchangeable bytes of parts with
+        equal signatures."""
+
+    @abstractmethod
+    def install(self, calls: StepCalls) -> None:
+        """Have the optimizers call ``calls`` from now on. Once."""
+
+    @abstractmethod
+    def capture(self) -> dict[str, Any]:
+        """Return the extras: everything an iteration changes that is in no part, as values of
+        :mod:`deadpool_megatron.state.extras`. Values are copies, or encoded before they change."""
+
+    @abstractmethod
+    def restore(self, values: dict[str, Any]) -> None:
+        """Put extras back in place, except what :meth:`restore_last` does. Raises ExtrasError where
+        they are those of another model."""
+
+    @abstractmethod
+    def restore_last(self, values: dict[str, Any]) -> None:
+        """Put back what making iterators again may touch: random states."""
+
+    @abstractmethod
+    def readopt(self) -> None:
+        """Move what a load of a checkpoint has replaced back into the parts. Values do not
+        change."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the model memory of its own again: another framework object takes it over."""
+
+    @abstractmethod
+    def synchronise(self) -> None:
+        """Collectively derive from peers what need not be restored from a slot."""
+
+    @abstractmethod
+    def verify(self) -> None:
+        """Collectively compare what peers must hold equal. Raises PeerMismatch."""
+
+    @abstractmethod
+    def forget_in_flight(self) -> None:
+        """Drop what an interrupted step has left, without communication."""
+
+    @abstractmethod
+    def entry_digests(self) -> dict[str, str]:
+        """Return entry -> short digest, of the state beside weights and optimizer state."""
+
+    # What not every framework has.
+
+    def restore_passing(self, values: dict[str, Any]) -> None:
+        """Put back what a forward and backward pass changes beside gradients, where a checkpoint
+        that the program has loaded holds the rest."""
+        self.restore_last(values)
+
+    def schedule_difference(self, values: dict[str, Any]) -> ScheduleDifference | None:
+        """Compare the schedule of captured ``values`` with that of the command line."""
+        return None
+
+    def large_frozen_weights(self) -> Sequence[tuple[str, Tensor]]:
+        """Return weights that no iteration changes and that are too large for the extras."""
+        return ()
+
+    def template(self, layout: RoleLayout) -> StateTemplate:
+        """Return the recipe for exports of this role; a refused one where there is none."""
+        refusal = "the program does not say what its checkpoints hold"
+        return StateTemplate(layout.role, layout.layout_hash, refusal=refusal)
+
+    def capture_of_updates(
+        self, platform: Platform, vault: VaultClient, report: Callable[[Mapping[str, Any]], None]
+    ) -> UpdateCapture:
+        """Return what the scheme ``recompute`` keeps of each update. Raises UnsupportedState."""
+        raise UnsupportedState(
+            "--deadpool-protection recompute: updates of this framework cannot be computed again;"
+            " use --deadpool-protection buddy"
+        )
+
+    def audit(
+        self, vault: VaultClient, interval: int, settle: Callable[[], None], reports: RoleReports
+    ) -> UpdateAudit:
+        """Return the audit of this role in every ``interval`` iterations. Raises
+        UnsupportedState."""
+        raise UnsupportedState(
+            "--deadpool-audit-interval: updates of this framework cannot be audited; leave it out"
+        )

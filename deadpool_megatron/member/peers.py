@@ -1,0 +1,42 @@
+"""Peers of a group: tensors that they must hold equal are compared by fingerprints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deadpool_megatron.state.parts import fingerprint
+
+
+class PeerMismatch(RuntimeError):
+    """After a restore, peers that must hold equal bytes do not; the message names them."""
+
+
+def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, what: str) -> None:
+    """Raise PeerMismatch unless all ranks of ``group`` hold bit-equal ``tensors``."""
+    if dist.get_world_size(group) == 1:
+        return
+    device = tensors[0].device if tensors else current_device()
+    own = fingerprint(tensors, device)
+    found = gathered(own, group)
+    odd = [role for role, other in found.items() if not torch.equal(other, found[dist.get_rank()])]
+    if odd:
+        raise PeerMismatch(f"{what} of roles {odd} differ from role {dist.get_rank()}")
+
+
+def gathered(own: Tensor, group: dist.ProcessGroup) -> dict[int, Tensor]:
+    """Everybody's tensor by role, on the host. Collective."""
+    roles = dist.get_process_group_ranks(group)
+    seen = [torch.empty_like(own) for _ in roles]
+    dist.all_gather(seen, own, group=group)
+    return dict(zip(roles, torch.stack(seen).cpu(), strict=True))
+
+
+def current_device() -> torch.device:
+    """Returns where the groups communicate."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
