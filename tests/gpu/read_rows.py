@@ -96,7 +96,7 @@ def _is_exact(task: Task, row: Any) -> bool:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from deadpool_megatron.member.session import forget_frames
-    from deadpool_megatron.trainer import config
+    from deadpool_megatron.trainer import config, gpt_loop
 
     def interrupt(*_: object) -> None:
         if next(calls) == 2:
