@@ -150,7 +150,7 @@ def missing_tests(slip: Slip, root: Path = ROOT) -> list[str]:
         path = root / file
         text = path.read_text() if path.is_file() else ""
         return path.exists() and all(
-            re.search(rf"^\s*(?:(?:async )?def |class ){n}\b", text, re.MULTILINE) for n in names
+            re.search(rf"^\s*(?:(?:async )?def |class |from .* ){n}\b", text, re.M) for n in names
         )
 
     return [test for test in slip.tests if not there(test)]

@@ -62,6 +62,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``transcript``: each of those in ``calls`` beside the module of the test."""
+    if "transcript" in metafunc.fixturenames:
+        found = sorted(metafunc.definition.path.parent.glob("calls/*.txt"))
+        metafunc.parametrize("transcript", found, ids=[path.stem for path in found])
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         # Under nohup what is started would ignore the terminals that tests close.

@@ -4,14 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from deadpool_megatron.cli import compare
 from deadpool_megatron.cli.run_result import read_result
-from tests.common import lives, statements
+from tests.common.calls import test_calls_are_answered_as_before  # noqa: F401
 from tests.common.synthetic_run import write_run
-
-CALLS = sorted((Path(__file__).parent / "calls").glob("*.txt"))
 
 
 def compared(
@@ -21,8 +17,3 @@ def compared(
     first = write_run(directory / f"{name}-first")
     second = write_run(directory / name, change=lambda final: change(final) and None, **more)
     return compare.compare_results(read_result(first), read_result(second))
-
-
-@pytest.mark.parametrize("path", CALLS, ids=[path.stem for path in CALLS])
-def test_calls_are_answered_as_before(path: Path, tmp_path: Path) -> None:
-    lives.compare(path, statements.live, tmp_path)

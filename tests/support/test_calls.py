@@ -1,7 +1,6 @@
 """Which Megatron-LM is refused, and what members get for NCCL's sake; see calls/."""
 
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -9,9 +8,8 @@ import pytest
 
 from deadpool_megatron.hookpoints import points_of
 from deadpool_megatron.support import versions
-from tests.common import lives, statements
+from tests.common.calls import test_calls_are_answered_as_before  # noqa: F401
 
-CALLS = sorted((Path(__file__).parent / "calls").glob("*.txt"))
 VERSION = "0.16.1"
 
 
@@ -48,8 +46,3 @@ def loaded(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, module in modules.items():
         patch.setitem(sys.modules, name, module)
     return modules
-
-
-@pytest.mark.parametrize("path", CALLS, ids=[path.stem for path in CALLS])
-def test_calls_are_answered_as_before(path: Path, tmp_path: Path) -> None:
-    lives.compare(path, statements.live, tmp_path)

@@ -16,7 +16,6 @@ from deadpool_megatron.preflight import host
 from tests.cli.start.refused import RUN_ID
 from tests.common import lives, statements
 
-CALLS = sorted((Path(__file__).parent / "calls").glob("*.txt"))
 _VOLATILE = re.compile(
     rf"{RUN_ID}|(?<=runs/)[-\w.]+|(?<=0\.1:)\d+|(?<=s \[)\d+|(?<=in the memory of )\S+"
 )
@@ -57,6 +56,5 @@ def live(script: Sequence[str], options: dict[str, Any], directory: Path) -> lis
     return [line if line in script else _VOLATILE.sub("X", line) for line in lines]
 
 
-@pytest.mark.parametrize("path", CALLS, ids=[path.stem for path in CALLS])
-def test_what_is_given_is_answered_as_before(path: Path, tmp_path: Path) -> None:
-    lives.compare(path, live, tmp_path)
+def test_what_is_given_is_answered_as_before(transcript: Path, tmp_path: Path) -> None:
+    lives.compare(transcript, live, tmp_path)
