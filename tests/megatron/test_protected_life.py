@@ -6,8 +6,6 @@ Expected are the files in lives/. A change that is meant changes them as well: w
 read like that of any other file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import queue
 import re

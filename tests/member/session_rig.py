@@ -339,5 +339,11 @@ def session(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Rig]:
     assert not made.thread.is_alive()
 
 
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rig]:
+    with session(monkeypatch, tmp_path) as made:
+        yield made
+
+
 def drained(epoch: int, clean: bool = True) -> dict[str, Any]:
     return {"t": "drained", "epoch": epoch, "clean": clean}

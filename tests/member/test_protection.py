@@ -10,14 +10,7 @@ import torch
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.platform.devices import CpuPlatform, PinnedSlots
 from tests.member import protection_rig
-from tests.member.protection_rig import (
-    SECONDS,
-    Make,
-    Rig,
-    SlowPlatform,
-    Writer,
-    generation,
-)
+from tests.member.protection_rig import SECONDS, Make, Rig, SlowPlatform, Writer, generation
 
 make = protection_rig.make
 

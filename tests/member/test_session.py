@@ -8,13 +8,7 @@ import torch
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.wire.framing import readable
-from tests.member.session_rig import (
-    ELSEWHERE,
-    SEAT,
-    SECONDS,
-    Rig,
-    drained,
-)
+from tests.member.session_rig import ELSEWHERE, SEAT, SECONDS, Rig, drained
 
 # The ordinary way.
 

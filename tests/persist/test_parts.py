@@ -19,9 +19,7 @@ from deadpool_megatron.cluster.coordinator.durable import (
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_valid
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist.torch_dist import WritingError, check_cover
-from deadpool_megatron.state.template import (
-    boxes,
-)
+from deadpool_megatron.state.template import boxes
 from tests.persist.harness.exported import exported, saved_at
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4)

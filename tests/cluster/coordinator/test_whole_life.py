@@ -1,8 +1,6 @@
 """The whole life of coordinators, one after the other, in virtual time: what each writes to its
 journal, orders, tells and prints; see lives/."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

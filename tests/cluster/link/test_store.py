@@ -7,11 +7,7 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from deadpool_megatron.cluster.link.rendezvous import (
-    CoordinatorStore,
-    MemberStore,
-    StoreRelay,
-)
+from deadpool_megatron.cluster.link.rendezvous import CoordinatorStore, MemberStore, StoreRelay
 from deadpool_megatron.wire.framing import FrameBuffer
 
 EPOCH = 5
