@@ -41,11 +41,7 @@ def tables(page: Path) -> Iterator[tuple[int, Row]]:
 def sources() -> dict[Path, str]:
     files = [path for name in CODE for path in (ROOT / name).rglob("*")]
     shown = SUFFIXES | {".js", ".html", ".sbatch", ".yaml", ".patch", ""}
-    return {
-        path: path.read_text(errors="replace")
-        for path in files
-        if path.is_file() and path.suffix in shown and "__pycache__" not in path.parts
-    }
+    return {path: path.read_text() for path in files if path.is_file() and path.suffix in shown}
 
 
 @functools.cache
@@ -152,17 +148,9 @@ def test_tables_name_what_is_there(page: Path) -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        "vault/test_gone.py",
-        "--deadpool-gone",
-        "--deadpool-set gone=1",
-        "deadpool run --gone",
-        "test_that_is_gone_from_here",
-        "deadpool_megatron.vault.gone",
-        "gone_for_good()",
-        "gone-for-good",
+        *("vault/test_gone.py", "--deadpool-gone", "--deadpool-set gone=1", "deadpool run --gone"),
+        *("test_that_is_gone_from_here", "deadpool_megatron.vault.gone", "gone_for_good()"),
     ],
 )
 def test_the_check_finds_names_that_are_gone(word: str) -> None:
-    text = (Path(__file__)).read_text()
-    assert word in text
     assert is_unknown(word)
