@@ -63,7 +63,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``transcript``: each of those in ``calls`` beside the module of the test."""
+    """``transcript``: each file of the folder ``calls`` next to the test's module."""
     if "transcript" in metafunc.fixturenames:
         found = sorted(metafunc.definition.path.parent.glob("calls/*.txt"))
         metafunc.parametrize("transcript", found, ids=[path.stem for path in found])

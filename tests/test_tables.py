@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/ name only what is there.
+"""The tables of README.md and docs/ name only existing things.
 
 Each word in code of a cell is judged by its shape: flags, files, tests, dotted names, rows of a
 symbol and its file, and other names that a program could hold. A pattern (``<id>``, ``N``), plain
@@ -47,15 +47,15 @@ def sources() -> dict[Path, str]:
 @functools.cache
 def vocabulary() -> set[str]:
     """All words of the code, with underscores; flags, and settings without their unit."""
-    words = {
+    found = {
         word
         for path, text in sources().items()
         if path != Path(__file__)
         for word in re.findall(r"-{0,2}\w[\w-]*", text)
     }
-    words |= {settings.flag_name(name) for name in settings.FIELDS}
-    words |= {word.replace("-", "_") for word in words if word[0] != "-"}
-    return words | {name.removesuffix("_seconds") for name in settings.FIELDS}
+    found |= {settings.flag_name(name) for name in settings.FIELDS}
+    found |= {word.replace("-", "_") for word in found if word[0] != "-"}
+    return found | {name.removesuffix("_seconds") for name in settings.FIELDS}
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def definitions(path: Path) -> set[str]:
 
 
 def has_file(name: str) -> bool:
-    """A path from a root; a bare name: of any file, or one that the package itself names."""
+    """A path from a root; a bare name: of any file, or of one in the text of the package."""
     bare = "/" not in name.rstrip("/")
     return any((root / name).exists() for root in (TESTS, PACKAGE, ROOT)) or (
         bare and any(path.name == name or name in text for path, text in sources().items())
@@ -73,7 +73,7 @@ def has_file(name: str) -> bool:
 
 
 def has_symbol(dotted: str) -> bool:
-    """A module of ours, or what one defines."""
+    """A module of ours, or a name in it."""
     path, _, name = dotted.replace(".", "/").rpartition("/")
     files = [ROOT / f"{path}.py", ROOT / path / "__init__.py"]
     return (ROOT / path / f"{name}.py").exists() or any(
@@ -95,7 +95,7 @@ def has_flag(word: str) -> bool:
 
 
 def is_unknown(word: str) -> bool:
-    """A word in code that names a thing which is not there."""
+    """A word in code that names nothing."""
     if PATTERN.search(word):
         return False
     first = word.split()[0]
@@ -105,8 +105,8 @@ def is_unknown(word: str) -> bool:
         return any(part.startswith("--") and not has_flag(part) for part in word.split())
     if Path(first).suffix in SUFFIXES or re.fullmatch(r"(?:[\w.-]+/)+[\w.-]*", first):
         top = first.partition("/")[0]
-        ours = Path(first).suffix or any((root / top).exists() for root in (ROOT, TESTS, PACKAGE))
-        return bool(ours) and not has_file(first)
+        known = Path(first).suffix or any((root / top).exists() for root in (ROOT, TESTS, PACKAGE))
+        return bool(known) and not has_file(first)
     name = first.partition("(")[0].partition("{")[0]
     if name.startswith("deadpool_megatron."):
         return not has_symbol(name)
@@ -141,7 +141,7 @@ def problems(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_name_what_is_there(page: Path) -> None:
+def test_tables_name_existing_things(page: Path) -> None:
     assert list(problems(page)) == []
 
 
