@@ -17,27 +17,15 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
+from deadpool_megatron.comms import inner
 from deadpool_megatron.comms.gloo import GlooFabric
 from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup
 from deadpool_megatron.comms.groups.group import Entry, Installation, ReconfigurableGroup
 from deadpool_megatron.comms.groups.roster import Roster
 from deadpool_megatron.comms.in_flight import waiters
-from deadpool_megatron.comms.in_flight.attached_epoch import (
-    Activity,
-    Epoch,
-    FaultCallback,
-    Limits,
-    Observed,
-    Reaper,
-    trim_heap,
-)
-from deadpool_megatron.comms.inner import (
-    CommunicatorFault,
-    EpochClosed,
-    Fabric,
-    InnerGroup,
-    remark_on_torch,
-)
+from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch, FaultCallback, Limits
+from deadpool_megatron.comms.in_flight.observation import Observation
+from deadpool_megatron.comms.in_flight.reaper import Reaper, trim_heap
 from deadpool_megatron.comms.store import EpochStore, meet
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.settings import is_played
@@ -45,21 +33,23 @@ from deadpool_megatron.settings import is_played
 _c10d: Any = c10d
 
 _DRAIN_STEP_SECONDS = 0.002
-#: one may be bad luck; each holds sockets, threads and halves of communicators
-_MOST_BUILDERS_LEFT = 1
+#: a single one may be bad luck; each holds sockets, threads and halves of communicators
+_MAX_HANGING_REBUILDS = 1
 _fabric_lock = threading.Lock()
+# Groups with the communicators of an epoch.
+Made = dict[ReconfigurableGroup, inner.InnerGroup]
 
 
-class Communicators(Observed):
+class Communicators(Observation):
     """Makes torch.distributed groups whose communicators can be closed and replaced.
 
-    ``kind`` is what stands behind groups that ask for NCCL (or for nothing): "gloo", "nccl", or a
-    factory of one (:func:`fabric_of`). ``on_fault(group, operation, text)`` is called at a fault,
-    once per epoch, on the thread that communicates or calls :meth:`look`. ``rebuild`` is the way in
-    which the communicators of an epoch are made, as in the settings: "auto" is side by side, over
-    NCCL one by one. No other way has been tried on a device.
+    ``kind`` is the library of groups that ask for NCCL (or for nothing): "gloo", "nccl", or the
+    factory of a fabric (:func:`fabric_of`). ``on_fault(group, operation, text)`` is called at a
+    fault, once per epoch, on the thread that communicates or calls :meth:`look`. ``rebuild`` is the
+    way in which the communicators of an epoch are made, as in the settings: "auto" is side by side,
+    and sequential over NCCL. No other way has been tried on a device.
 
-    All methods but interrupt, those of Observed and the properties belong to the main thread.
+    All methods but interrupt, those of Observation and the properties belong to the main thread.
     """
 
     def __init__(
@@ -74,14 +64,14 @@ class Communicators(Observed):
             raise ValueError(f"no kind of communicators: {kind!r}")
         super().__init__()
         self._kind = kind
-        #: what a group is that asks for nothing
+        #: the backend of a group that asks for none
         self.default_backend = "gloo" if kind == "gloo" else "nccl"
         self._limits = limits or Limits()
         self._on_fault = on_fault
         self._address = address
         self.rebuild = rebuild
         self._roster = Roster()
-        # Of groups whose communicators are split from that of WORLD.
+        # The colours of groups whose communicators are split from that of WORLD.
         self._colours: dict[ReconfigurableGroup, int] = {}
         self._pool = waiters.WaiterPool()
         self._reaper = Reaper()
@@ -91,9 +81,9 @@ class Communicators(Observed):
         self._store: Store | None = None
         self._given_store: Store | None = None
         self._drained = False
-        # Those of closed epochs with threads that hang in the making of communicators.
-        self._builders_left: list[tuple[waiters.Builders | waiters.Waiter, ...]] = []
-        #: why this process must not enter another epoch; empty while it may
+        # Rebuilds of closed epochs with threads that hang in the making of communicators.
+        self._hanging_builds: list[tuple[waiters.Builders | waiters.Waiter, ...]] = []
+        #: the reason why this process must not enter another epoch; empty while it may
         self.ruin = ""
 
     # -- installation --------------------------------------------------------------------------
@@ -101,29 +91,29 @@ class Communicators(Observed):
     def install(self) -> None:
         """Make c10d create our groups from now on. Starts nothing, opens nothing.
 
-        Warns of a version of torch that no test has run on; raises RuntimeError for one that
+        Warns of a version of torch that no test has run on; raises RuntimeError for a version that
         cannot work.
         """
-        if said := remark_on_torch(torch.__version__):
-            warnings.warn(said, stacklevel=2)
+        if text := inner.torch_warning(torch.__version__):
+            warnings.warn(text, stacklevel=2)
         installation = Installation(self)
         installation.apply()
         self._installation = installation
 
     def uninstall(self) -> None:
-        """Put torch.distributed back as it was; for tests."""
+        """Restore torch.distributed; for tests."""
         if self._installation is not None:
             self._installation.remove()
             self._installation = None
         self.detach()
         self._pool.shut_down()
 
-    # -- what the installed functions call ------------------------------------------------------
+    # -- called by the installed functions  ------------------------------------------------------
 
     def make_group(
         self, ranks: tuple[int, ...], rank: int, requested: str, timeout: timedelta, options: Any
     ) -> ReconfigurableGroup:
-        """A new group, detached; called by c10d in the middle of new_group."""
+        """Return a new, detached group; called by c10d in the middle of new_group."""
         transport = "gloo" if requested.lower() == "gloo" else self._kind
         if "," in requested and self._kind != "gloo":
             raise ValueError(
@@ -134,9 +124,8 @@ class Communicators(Observed):
         device = torch.device("cuda" if transport == "nccl" else "cpu")
         if transport == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
-        return ReconfigurableGroup(
-            self, ranks, rank, transport, requested, device, timeout, options
-        )
+        spec = inner.GroupSpec("", "unnamed", ranks, rank, device, None, timeout, options)
+        return ReconfigurableGroup(self, spec, transport, requested)
 
     def group_created(
         self,
@@ -145,19 +134,17 @@ class Communicators(Observed):
         description: str,
         group: ReconfigurableGroup | None,
     ) -> None:
-        """Note the group; connect it at once if we are attached (collective over its ranks)."""
+        """Add the group; connect it at once while attached (collective over its ranks)."""
         self._roster.add(Entry(ranks, requested, description, group))
         epoch = self._current
         if group is None or epoch is None:
             return
         if epoch.closed or self._store is None:
-            raise EpochClosed(epoch.number, "new_group")
+            raise inner.EpochClosed(epoch.number, "new_group")
         epoch.check("new_group")
-        limits = self._limits
-        limit_seconds = limits.operation_timeout_seconds
-        if epoch.is_patient:
-            limit_seconds = limits.long_operation_seconds
-        made: dict[ReconfigurableGroup, InnerGroup] = {}
+        limits, made = self._limits, Made()
+        usual, longest = limits.operation_timeout_seconds, limits.long_operation_seconds
+        limit_seconds = longest if epoch.is_patient else usual
         builders = waiters.Builders([self._job(epoch, group, self._store, made)], 1)
         activity = Activity(group.spec().place, "new_group")
         self._build(epoch, builders, builders.run, activity, limit_seconds)
@@ -165,19 +152,19 @@ class Communicators(Observed):
         group.inner.be_patient(epoch.is_patient)
 
     def forget(self, group: ReconfigurableGroup) -> None:
-        """destroy_process_group was called on it."""
+        """Drop a group on which destroy_process_group was called."""
         if group is self._roster.world():
             self.detach()
         self._roster.remove(group)
-        inner, group.inner = group.inner, DetachedGroup(group.spec())
+        old, group.inner = group.inner, DetachedGroup(group.spec())
         epoch = self._current
-        if epoch is not None and inner in epoch.groups:
-            epoch.groups.remove(inner)
-            inner.close()
+        if epoch is not None and old in epoch.groups:
+            epoch.groups.remove(old)
+            old.close()
 
     def warm(self) -> None:
-        """While detached: have NCCL load what it loads once in a process; without it the first
-        attach does. Warns where NCCL refuses."""
+        """While detached, have NCCL load its kernels, which the first attach would do otherwise.
+        Warns where NCCL refuses."""
         if self._kind != "nccl":
             return
         from deadpool_megatron.comms import nccl
@@ -192,12 +179,12 @@ class Communicators(Observed):
     def attach(self, epoch: int, store: Store, rank: int, deadline_seconds: float) -> None:
         """Connect all groups to their peers; returns after a barrier over WORLD.
 
-        ``rank`` is the role; groups that were built for another one are renumbered if both have
+        ``rank`` is the role; groups that were built for another role are renumbered if both have
         groups of the same shape. ``store`` is kept for groups made later, and not touched
         otherwise.
 
-        Raises EpochClosed if the epoch was or gets closed, CommunicatorFault naming what was
-        waited for after ``deadline_seconds``, ValueError if renumbering is impossible.
+        Raises EpochClosed if the epoch was or gets closed, CommunicatorFault naming the missing
+        group after ``deadline_seconds``, ValueError if renumbering is impossible.
         """
         old = self._current
         self._roster.renumber(rank)
@@ -212,7 +199,7 @@ class Communicators(Observed):
             too_late = epoch <= self._closed_up_to
         try:
             if too_late:
-                raise EpochClosed(epoch, "attach")
+                raise inner.EpochClosed(epoch, "attach")
             made = self._connect_all(new, store, deadline_seconds)
         except BaseException:
             new.close()
@@ -227,8 +214,8 @@ class Communicators(Observed):
         trim_heap()
 
     def be_patient(self, is_patient: bool) -> None:
-        """Give operations the time of what a peer may do on purpose meanwhile (build, load, save,
-        evaluate), as they have it from attach on, or that of an operation among many."""
+        """Give operations time for the long work of a peer (build, load, save, evaluate), as they
+        have it from attach on, or the usual time."""
         epoch = self._current
         if epoch is not None:
             epoch.in_first_step = epoch.in_first_step and is_patient
@@ -247,7 +234,7 @@ class Communicators(Observed):
 
     def found_again(self) -> AbstractContextManager[None]:
         """In the block, new_group creates nothing: the calls of before, made again in the same
-        order, answer the groups that they answered then. Raises RuntimeError for another call."""
+        order, return the groups that they returned then. Raises RuntimeError for another call."""
         assert self._installation is not None
         return self._installation.answering(self._roster.entries())
 
@@ -265,7 +252,7 @@ class Communicators(Observed):
             self._release(old)
 
     def interrupt(self, epoch: int) -> None:
-        """Close ``epoch`` (and older ones): whoever communicates unwinds with EpochClosed.
+        """Close ``epoch`` and all older epochs: each thread in an operation gets EpochClosed.
 
         Any thread. Does nothing to a younger epoch; if ``epoch`` is not attached yet, its attach
         will raise. Returns when waits were woken; for NCCL when its aborts ended, or their
@@ -273,31 +260,28 @@ class Communicators(Observed):
         """
         with self._lock:
             self._closed_up_to = max(self._closed_up_to, epoch)
-            targets = [
-                candidate
-                for candidate in (self._current, self._attaching)
-                if candidate is not None and candidate.number <= epoch
-            ]
+            targets = [self._current, self._attaching]
         for target in targets:
-            target.close()
+            if target is not None and target.number <= epoch:
+                target.close()
 
     def drain(self) -> bool:
-        """After unwinding: let go of the closed epoch. True: memory is safe to restore into.
+        """After unwinding: release the closed epoch. True: memory is safe to restore into.
 
         Waits at most ``drain_seconds`` until no operation of the epoch can write into its outputs
-        any more. False: one still can, or a thread cannot communicate again, and the process must
-        be replaced; :attr:`ruin` says why. On CUDA the caller also has to synchronise the device.
-        Does nothing unless the epoch is closed.
+        any more. False: an operation still can, or a thread cannot communicate again, and the
+        process must be replaced; :attr:`ruin` has the reason. On CUDA the caller also has to
+        synchronise the device. Does nothing unless the epoch is closed.
         """
         epoch = self._current
         if epoch is not None and epoch.closed and not self._drained:
             self._drain(epoch)
-        self._builders_left = [
-            some for some in self._builders_left if not all(one.finished for one in some)
+        self._hanging_builds = [
+            build for build in self._hanging_builds if not all(part.finished for part in build)
         ]
-        # gloo's end by themselves, with the time-out of an operation.
-        if self._kind != "gloo" and len(self._builders_left) > _MOST_BUILDERS_LEFT:
-            self.ruin = f"{len(self._builders_left)} rebuilds hang in the making of communicators"
+        # Those of gloo end with the timeout of an operation.
+        if self._kind != "gloo" and len(self._hanging_builds) > _MAX_HANGING_REBUILDS:
+            self.ruin = f"{len(self._hanging_builds)} rebuilds hang in the making of communicators"
         return not self.ruin
 
     def _drain(self, epoch: Epoch) -> None:
@@ -325,55 +309,49 @@ class Communicators(Observed):
             epoch.check("finish_iteration")
             epoch.finish_in_flight()
 
-    # -- what holds now ----------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     @property
     def reaping(self) -> int:
-        """Old epochs whose sockets and threads are not freed yet."""
+        """The number of old epochs whose sockets and threads are not freed yet."""
         return self._reaper.pending
 
     # -- internals -------------------------------------------------------------------------------
 
-    def _become(
-        self, epoch: Epoch, made: dict[ReconfigurableGroup, InnerGroup], drained: bool
-    ) -> None:
+    def _become(self, epoch: Epoch, made: Made, drained: bool) -> None:
         for group in self._roster.groups():
             group.inner = made.get(group) or ClosedGroup(epoch.number)
         with self._lock:
             self._attaching, self._current = None, epoch
         self._drained = drained
 
-    def _set_all(self, inner: Callable[[ReconfigurableGroup], InnerGroup]) -> None:
+    def _set_all(self, make: Callable[[ReconfigurableGroup], inner.InnerGroup]) -> None:
         for group in self._roster.groups():
-            group.inner = inner(group)
+            group.inner = make(group)
 
     def _release(self, epoch: Epoch) -> None:
-        self._reaper.take(epoch.take_leftovers())
+        self._reaper.take(epoch.detach_resources())
 
-    def _connect_all(
-        self, epoch: Epoch, store: Store, deadline_seconds: float
-    ) -> dict[ReconfigurableGroup, InnerGroup]:
+    def _connect_all(self, epoch: Epoch, store: Store, deadline_seconds: float) -> Made:
         self._roster.start_epoch()
         prefixed = self._store = PrefixStore(f"e{epoch.number}", store)
-        # Through the prefix torch calls one that is written in Python, but does not keep it.
+        # Through the prefix torch calls a store that is written in Python, but does not keep it.
         self._given_store = store
         if is_played(self._kind):
-            # By the main thread, which it watches.
+            # It watches the thread that creates it, so the main thread does.
             fabric_of(epoch, self._kind, self._address)
-        made: dict[ReconfigurableGroup, InnerGroup] = {}
+        made: Made = {}
         self._colours.clear()
-        jobs = {
-            group: self._job(epoch, group, prefixed, made)
-            for group in self._roster.in_attach_order()
-        }
+        groups = self._roster.in_attach_order()
+        jobs = {group: self._job(epoch, group, prefixed, made) for group in groups}
         world = self._roster.world()
         first = [jobs.pop(world)]
         way = "one-by-one" if (self._kind, self.rebuild) == ("nccl", "auto") else self.rebuild
         is_split = way == "split" and world.transport != "gloo"
-        begun = first if is_split else [*first, *jobs.values()]
+        started = first if is_split else [*first, *jobs.values()]
         # A client of TCPStore holds its lock while it waits, so that no other thread could write.
         is_threaded = way in ("auto", "side-by-side") and isinstance(store, EpochStore)
-        builders = waiters.Builders(begun, waiters.AT_ONCE if is_threaded else 1)
+        builders = waiters.Builders(started, waiters.MAX_BUILDERS if is_threaded else 1)
 
         def build() -> None:
             if is_split:
@@ -389,8 +367,8 @@ class Communicators(Observed):
     def _splits(
         self, epoch: Epoch, store: Store, jobs: dict[ReconfigurableGroup, waiters.Job]
     ) -> list[waiters.Job]:
-        """``jobs`` as splits of WORLD's communicator, in each of which all its ranks take part; as
-        they are where the ranks do not all know the same groups."""
+        """Return ``jobs`` as splits of WORLD's communicator, in each of which all its ranks take
+        part; unchanged where the ranks do not all know the same groups."""
         world = self._roster.world()
         digest, rounds = self._roster.splits()
         fabric = fabric_of(epoch, world.transport, self._address)
@@ -399,12 +377,12 @@ class Communicators(Observed):
             warnings.warn("the roles know different groups: none is split from WORLD", stacklevel=2)
             rounds = []
         for groups in rounds:
-            mine = next((group for group in groups if group is not None), None)
-            if mine is None:
+            own = next((group for group in groups if group is not None), None)
+            if own is None:
                 found.append(waiters.Job("WORLD (split)", fabric.leave_out))
             else:
-                self._colours[mine] = groups.index(mine)
-                found.append(jobs.pop(mine))
+                self._colours[own] = groups.index(own)
+                found.append(jobs.pop(own))
         return [*found, *jobs.values()]
 
     def _build(
@@ -415,7 +393,7 @@ class Communicators(Observed):
         activity: Activity | waiters.Connecting,
         deadline_seconds: float,
     ) -> None:
-        """Run ``build``, which runs the builders and blocks on peers, so that it can be left."""
+        """Run ``build``, which runs the builders and blocks on peers, in an abandonable way."""
         problem: str | None = None
         late = False
         enter = None if self._kind == "gloo" else select_platform().thread_entry()
@@ -430,13 +408,13 @@ class Communicators(Observed):
             self._pool.call(enter_and_build, epoch, deadline_seconds)
         except waiters.Left as left:
             # The first error ends the wait for the builders, and others may hang for ever.
-            self._builders_left.append((builders, left.waiter))
+            self._hanging_builds.append((builders, left.waiter))
             late = left.deadline
             if late:
                 problem = f"not all peers came within {deadline_seconds:g} s"
         except BaseException as error:
-            self._builders_left.append((builders,))
-            if isinstance(error, CommunicatorFault) or not isinstance(error, RuntimeError):
+            self._hanging_builds.append((builders,))
+            if isinstance(error, inner.CommunicatorFault) or not isinstance(error, RuntimeError):
                 raise  # a fault was reported and waited for already
             problem = str(error)
         finally:
@@ -452,30 +430,32 @@ class Communicators(Observed):
         epoch: Epoch,
         group: ReconfigurableGroup,
         store: Store,
-        made: dict[ReconfigurableGroup, InnerGroup],
+        made: Made,
     ) -> waiters.Job:
-        """Return what connects the group; its key in the store is numbered now, in order."""
+        """Return the job that connects the group; its key in the store is numbered now, in
+        order."""
         prefixed = PrefixStore(self._roster.next_key(group), store)
 
         def connect() -> None:
             epoch.check("attach")
             spec = replace(group.spec(), colour=self._colours.get(group))
-            inner = fabric_of(epoch, group.transport, self._address).create(spec, prefixed)
-            epoch.groups.append(inner)
-            made[group] = inner
+            connected = fabric_of(epoch, group.transport, self._address).create(spec, prefixed)
+            epoch.groups.append(connected)
+            made[group] = connected
 
         return waiters.Job(group.spec().place, connect)
 
 
-def fabric_of(epoch: Epoch, transport: str, address: str) -> Fabric:
-    """Return the fabric of the epoch behind the groups of a transport, made at the first call: of
-    "gloo", "nccl", or MODULE:FACTORY, which tests give for what plays NCCL:
-    ``FACTORY(epoch, address)`` makes it. Any thread.
+def fabric_of(epoch: Epoch, transport: str, address: str) -> inner.Fabric:
+    """Return the epoch's fabric of a transport, made at the first call. Any thread.
+
+    The transport is "gloo", "nccl", or MODULE:FACTORY of tests, where ``FACTORY(epoch, address)``
+    makes a substitute of NCCL.
     """
     with _fabric_lock:
         if transport in epoch.fabrics:
             return epoch.fabrics[transport]
-        fabric: Fabric
+        fabric: inner.Fabric
         if transport == "gloo":
             fabric = GlooFabric(epoch, address)
         elif transport == "nccl":

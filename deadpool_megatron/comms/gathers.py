@@ -1,17 +1,17 @@
-"""All-gathers of several tensors on gloo, as one operation per tensor: torch's own corrupts memory.
+"""All-gathers of several tensors on gloo, an operation for each: torch's own corrupts memory.
 
-Each gloo group of torch 2.13 has two worker threads. When a worker has finished an
-operation it writes the operation's name into one string that all workers of the group share, and
-holds no lock (``ProcessGroupGloo::runLoop``, ``lastCompletedWorkName``). Names of up to 15
-characters lie inside the string object, so that two writers at worst mix letters that nobody reads.
-``ALLGATHER_COALESCED`` is longer: it lies on the heap, each write frees the one before, and two
-workers that end at the same time free one block twice or write into a freed one. Some time later
-an unrelated allocation aborts the process ("malloc(): unaligned tcache chunk detected"), or some
-tensor holds a few letters. It takes one such operation and another one right behind it, as with
-``--overlap-param-gather`` and several buckets.
+Each gloo group of torch 2.13 has two worker threads. When a worker has finished an operation it
+writes the operation's name into a string that all workers of the group share, without a lock
+(``ProcessGroupGloo::runLoop``, ``lastCompletedWorkName``). Names of up to 15 characters lie inside
+the string object, so that two writers at worst mix letters without a reader. The longer name
+``ALLGATHER_COALESCED`` lies on the heap. Each write frees the name before, and two workers that end
+at the same time free a block twice or write into a freed block. Some time later an unrelated
+allocation aborts the process ("malloc(): unaligned tcache chunk detected"), or some tensor holds a
+few letters. Two such operations in a row suffice, as with ``--overlap-param-gather`` and several
+buckets.
 
-The same bytes arrive through ``_allgather_base``, whose name is short. Of the operations on dense
-tensors only these all-gathers have a long name.
+The same bytes arrive through ``_allgather_base``, whose name is short. No other operation on dense
+tensors has a long name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 
 def failure_of(work: Any) -> str | None:
-    """The failure of a completed Work, if it has failed."""
+    """Return the error of a completed Work; None for success."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -36,10 +36,11 @@ def failure_of(work: Any) -> str | None:
 
 
 class SeveralWorks:
-    """Several gloo Works as one; ``copy_results`` moves results from buffers when all are done.
+    """Several gloo Works in a single object; ``copy_results`` moves results from buffers at the
+    end.
 
-    ``results`` holds pairs (output of the caller, buffer); it is empty where the operations write
-    into the caller's outputs themselves, which ``private`` tells. ``kept`` lives as long as this.
+    ``results`` holds pairs (output of the caller, buffer); it is empty, and ``private`` is false,
+    where the operations write into the caller's outputs themselves. ``kept`` lives as long as this.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class SeveralWorks:
 
     @property
     def private(self) -> bool:
-        """Return whether nothing of the caller is written before ``copy_results``."""
+        """Return whether the caller's outputs are written by ``copy_results`` only."""
         return bool(self._results)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As Work.wait, over all of them."""
+        """Wait for all of them, as Work.wait."""
         until = None if timeout is None else monotonic() + timeout.total_seconds()
         for work in self._works:
             if until is None:
@@ -66,13 +67,12 @@ class SeveralWorks:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether all have ended; in failure too."""
+        """Return whether all have ended, also by an error."""
         return all(work.is_completed() for work in self._works)
 
     def failure(self) -> str | None:
-        """Return what the first that has failed says; others may continue for as long as their
-        timeout."""
-        failed = (one for one in self._works if one.is_completed() and not one.is_success())
+        """Return the error of the first failed Work; others may continue until their timeout."""
+        failed = (w for w in self._works if w.is_completed() and not w.is_success())
         return next((text for text in map(failure_of, failed) if text is not None), None)
 
     def copy_results(self) -> None:
@@ -92,11 +92,11 @@ class SeveralWorks:
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> Any:
-        """Ends with the last of them; its value is :meth:`result`."""
+        """Return a future that ends with the last of them; its value is :meth:`result`."""
         if self.private:
             raise RuntimeError("wait for the Work of an uneven operation: it has no future")
         ends = torch.futures.collect_all([work.get_future() for work in self._works])
-        return ends.then(lambda them: [one for each in them.value() for one in each.value()])
+        return ends.then(lambda all_: [tensor for end in all_.value() for tensor in end.value()])
 
     def synchronize(self) -> None:
         for work in self._works:
@@ -112,16 +112,12 @@ def gather_each(
 ) -> Any:
     """``all_gather_single_coalesced`` of the group ``plain``: ``outputs[i]`` = all ``inputs[i]``.
 
-    Answers a Work, or a :class:`SeveralWorks` that writes into the outputs itself. Raises
+    Returns a Work, or a :class:`SeveralWorks` that writes into the outputs itself. Raises
     ValueError when the lists differ in length.
     """
-    return _as_one(
-        [
-            plain._allgather_base(output, one, *args, **kwargs)
-            for output, one in zip(outputs, inputs, strict=True)
-        ],
-        [*outputs, *inputs],
-    )
+    pairs = zip(outputs, inputs, strict=True)
+    works = [plain._allgather_base(output, source, *args, **kwargs) for output, source in pairs]
+    return _combined(works, [*outputs, *inputs])
 
 
 def gather_each_list(
@@ -133,46 +129,42 @@ def gather_each_list(
 ) -> Any:
     """``allgather_coalesced`` of ``plain``: ``output_lists[rank][i]`` = that rank's ``inputs[i]``.
 
-    Answers and raises as :func:`gather_each`.
+    Returns and raises as :func:`gather_each`.
     """
-    return _as_one(
-        [
-            plain.allgather([list(outputs)], [one], *args, **kwargs)
-            for *outputs, one in zip(*output_lists, inputs, strict=True)
-        ],
-        [output_lists, inputs],
-    )
+    rows = zip(*output_lists, inputs, strict=True)
+    works = [plain.allgather([outputs], [source], *args, **kwargs) for *outputs, source in rows]
+    return _combined(works, [output_lists, inputs])
 
 
-#: the methods of ProcessGroup that must not reach gloo -> what to call instead
-INSTEAD: dict[str, Callable[..., Any]] = {
+#: the methods of ProcessGroup that must not reach gloo -> their replacements
+REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "all_gather_single_coalesced": gather_each,
     "allgather_coalesced": gather_each_list,
     "allgather_into_tensor_coalesced": gather_each,
 }
 
 
-def mend_plain_groups() -> None:
+def patch_plain_groups() -> None:
     """Make stock gloo groups of this process gather tensor by tensor. Idempotent.
 
     For runs on torch's own communicators. Groups of other backends, and subclasses with methods
     of their own, are left as they are.
     """
-    for name, instead in INSTEAD.items():
+    for name, replacement in REPLACEMENTS.items():
         original = getattr(ProcessGroup, name, None)
-        if original is not None and not hasattr(original, "deadpool_instead"):
-            setattr(ProcessGroup, name, _on_gloo(original, instead))
+        if original is not None and not hasattr(original, "deadpool_replacement"):
+            setattr(ProcessGroup, name, _on_gloo(original, replacement))
 
 
-def _on_gloo(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)  # what torch says of it included: comms/inner.py reads that
+def _on_gloo(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)  # with torch's docstring, which comms/inner.py reads
     def gather(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        chosen = instead if self.name() == "gloo" else original
+        chosen = replacement if self.name() == "gloo" else original
         return chosen(self, *args, **kwargs)
 
-    gather.deadpool_instead = instead  # type: ignore[attr-defined]
+    gather.deadpool_replacement = replacement  # type: ignore[attr-defined]
     return gather
 
 
-def _as_one(works: list[Any], kept: list[Any]) -> Any:
+def _combined(works: list[Any], kept: list[Any]) -> Any:
     return works[0] if len(works) == 1 else SeveralWorks(works, [], kept)

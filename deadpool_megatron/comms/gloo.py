@@ -1,14 +1,14 @@
-"""Inner groups on gloo: one device per epoch, waits that can be left, uneven collectives.
+"""Inner groups on gloo: a device per epoch, abandonable waits, uneven collectives.
 
 Operations and defaults are those of a plain ProcessGroup with a gloo backend, so results are bit
-for bit the same. The shape of the interruption (one remembered epoll descriptor, cut connections,
-leave what still waits) is forced by gloo, which has no abort: a device registers all its sockets
-with one epoll descriptor, and the kernel lists them in /proc/self/fdinfo; ``shutdown(2)`` on each
-ends most pending operations within milliseconds. Linux only.
+for bit the same. Gloo has no abort, so an interruption cuts its connections and abandons the waits
+that remain: a device registers all its sockets with a single epoll descriptor, and the kernel lists
+them in /proc/self/fdinfo; ``shutdown(2)`` on each ends most pending operations within milliseconds.
+Linux only.
 
-all_gather and reduce_scatter with a different size per rank, which gloo refuses and NCCL takes, are
-one broadcast (or reduce) per rank. All ranks see the same list of sizes, so they agree on when to
-do so. Plain calls go to gloo unchanged.
+all_gather and reduce_scatter with a different size per rank, which gloo refuses and NCCL accepts,
+become a broadcast (or reduce) per rank. All ranks see the same list of sizes, so they agree on when
+to do so. Plain calls go to gloo unchanged.
 """
 
 from __future__ import annotations
@@ -32,26 +32,18 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo, ReduceOptions
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.comms.gathers import INSTEAD, SeveralWorks
-from deadpool_megatron.comms.in_flight.attached_epoch import Activity, Epoch
+from deadpool_megatron.comms import inner
+from deadpool_megatron.comms.gathers import REPLACEMENTS, SeveralWorks
+from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch
 from deadpool_megatron.comms.in_flight.waiters import Left
 from deadpool_megatron.comms.in_flight.works import HostWork, communication_failed, is_asynchronous
-from deadpool_megatron.comms.inner import (
-    COMMUNICATION,
-    POINT_TO_POINT,
-    SENDS,
-    Begun,
-    EpochClosed,
-    Fabric,
-    GroupSpec,
-    InnerGroup,
-)
+from deadpool_megatron.comms.inner import COMMUNICATION, POINT_TO_POINT, GroupSpec
 
 #: operations whose inner Work is run by wait() itself, which then takes no notice of a timeout
 _RUN_BY_WAIT = frozenset(name for name in COMMUNICATION if "reduce_scatter" in name)
 _HANDED = POINT_TO_POINT | _RUN_BY_WAIT
-#: as c10d: with one thread, small collectives in a row take up to ten times as long on busy cores.
-#: With more than one, an operation of gloo's must not be used: comms/gathers.py
+#: as c10d: with a single thread, small collectives in a row take up to ten times as long on busy
+#: cores. With several threads an operation of gloo must not be used: comms/gathers.py
 _THREADS_PER_GROUP = 2
 _DEVICE_ATTEMPTS = 5
 _device_lock = threading.Lock()
@@ -59,7 +51,7 @@ _REGISTERED = re.compile(r"^tfd:\s+(\d+)\s.*?\bino:([0-9a-f]+)", re.MULTILINE)
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
-class GlooFabric(Fabric):
+class GlooFabric(inner.Fabric):
     """The gloo device of one epoch: one listening socket, one loop thread for all groups."""
 
     def __init__(self, epoch: Epoch, address: str) -> None:
@@ -87,7 +79,7 @@ class GlooFabric(Fabric):
         return GlooGroup(spec, self._epoch, plain, backend)
 
     def abort(self) -> None:
-        # Without a descriptor left, waits are left uncut, and a drain aborts again.
+        # For lack of descriptors connections stay uncut, and a drain aborts again.
         with self._lock, contextlib.suppress(OSError):
             if self._device is not None:
                 cut_connections(self._epoll)
@@ -105,8 +97,8 @@ class GlooFabric(Fabric):
         del device  # joins the loop thread
 
 
-class GlooGroup(InnerGroup):
-    """One gloo communicator."""
+class GlooGroup(inner.InnerGroup):
+    """A gloo communicator."""
 
     def __init__(self, spec: GroupSpec, epoch: Epoch, plain: Any, backend: Any) -> None:
         self.epoch = epoch
@@ -124,20 +116,20 @@ class GlooGroup(InnerGroup):
         }
         self._starts["allgather"] = partial(_allgather, plain, spec.rank)
         self._starts["reduce_scatter"] = partial(_reduce_scatter, plain, spec.rank)
-        for name in INSTEAD.keys() & self._starts.keys():
-            self._starts[name] = partial(INSTEAD[name], plain)
+        for name in REPLACEMENTS.keys() & self._starts.keys():
+            self._starts[name] = partial(REPLACEMENTS[name], plain)
 
     def forward(
         self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dist.Work | None:
         epoch = self.epoch
         if epoch.closed:
-            raise EpochClosed(epoch.number, operation)
+            raise inner.EpochClosed(epoch.number, operation)
         if failpoints.ACTIVE:
             failpoints.hit("comm", op=operation, group=self.description, size=self.size)
         problem: str | None = None
         try:
-            inner = self._starts[operation](*args, **kwargs)
+            work = self._starts[operation](*args, **kwargs)
         except RuntimeError as error:
             if not communication_failed(error):
                 raise
@@ -146,22 +138,14 @@ class GlooGroup(InnerGroup):
             epoch.fault(self.description, operation, problem)
         sequence = self.number(operation)
         tracked = operation in POINT_TO_POINT or is_asynchronous(args, kwargs)
-        several = isinstance(inner, SeveralWorks)
-        private = several and inner.private
-        return HostWork(
-            inner,
-            self,
-            operation,
-            sequence,
-            args,
-            operation in _HANDED and not several,
-            tracked,
-            operation not in SENDS and not private,
-            inner.copy_results if private else None,
-        )
+        several = isinstance(work, SeveralWorks)
+        handed, private = operation in _HANDED and not several, several and work.private
+        writes = operation not in inner.SENDS and not private
+        after = work.copy_results if private else None
+        return HostWork(work, self, operation, sequence, args, handed, tracked, writes, after)
 
-    def begun(self) -> Begun:
-        return Begun(self.collectives, self.messages)
+    def begun(self) -> inner.Begun:
+        return inner.Begun(self.collectives, self.messages)
 
     def backend(self) -> Any:
         return self._backend
@@ -171,7 +155,7 @@ class GlooGroup(InnerGroup):
         return getattr(self._plain, method)(*args, **kwargs)
 
     def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
-        """The plain call blocks in C++ and gives no Work, so another thread makes it."""
+        """Make the call in another thread, as it blocks in C++ and returns no Work."""
         epoch = self.epoch
         epoch.check("monitored_barrier")
         plain = self._plain
@@ -181,7 +165,7 @@ class GlooGroup(InnerGroup):
         except Left:
             pass
         except RuntimeError:
-            # It names the missing ranks, which is what the caller asked for; unless it was us.
+            # It names the missing ranks for the caller, unless the close ended it.
             if not epoch.closed:
                 raise
         finally:
@@ -203,7 +187,7 @@ class GlooGroup(InnerGroup):
 
 
 def _create_known_device(address: str) -> tuple[Any, int]:
-    """A new device and its epoll descriptor; an eager one, as lazy ones hang when a peer dies."""
+    """Return a new device and its epoll descriptor. Eager: lazy devices hang when a peer dies."""
     for _ in range(_DEVICE_ATTEMPTS):
         with _device_lock:
             before = set().union(*listening_epolls().values())
@@ -211,15 +195,15 @@ def _create_known_device(address: str) -> tuple[Any, int]:
             made = [fd for fd, inodes in listening_epolls().items() if inodes - before]
         if len(made) == 1:
             return device, made[0]
-        # Another thread opened a server at the same time.
+        # Another thread opened a server at the same time, so try again.
     raise RuntimeError(f"cannot tell the epoll descriptor of the gloo device: {made}")
 
 
 def listening_epolls() -> dict[int, set[int]]:
-    """Epoll descriptors of this process -> inodes of the listening sockets registered with each.
+    """Return epoll descriptors of this process -> inodes of listening sockets registered there.
 
     Every gloo device has such a socket. Its inode identifies the device; a descriptor's number does
-    not, for it may be that of a device which was freed a moment ago.
+    not, as it may have been that of a freed device.
     """
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
@@ -246,9 +230,9 @@ def cut_connections(epoll: int) -> None:
 
 
 def _sockets(epoll: int) -> Iterator[tuple[socket.socket, bool]]:
-    """Duplicates of the TCP sockets registered with ``epoll``, closed after their turn.
+    """Yield duplicates of the TCP sockets registered with ``epoll``, each closed after its turn.
 
-    Raises OSError for lack of descriptors: what cannot be looked at may well be connected.
+    Raises OSError for lack of descriptors: a socket that cannot be inspected may be connected.
     """
     try:
         listing = Path(f"/proc/self/fdinfo/{epoll}").read_text()
@@ -261,7 +245,7 @@ def _sockets(epoll: int) -> Iterator[tuple[socket.socket, bool]]:
             if error.errno == errno.EBADF:
                 continue  # closed since the listing
             raise
-        # The number may have been given to another file since the listing: the inode proves it.
+        # The number may have passed to another file since the listing, which the inode shows.
         if os.fstat(copy).st_ino != int(inode, 16):
             os.close(copy)
             continue
@@ -287,7 +271,7 @@ def _allgather(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """ProcessGroup.allgather; ``output_lists`` = [[one output per rank]], ``inputs`` = [input]."""
+    """ProcessGroup.allgather; ``output_lists`` = [[output of each rank]], ``inputs`` = [input]."""
     outputs = output_lists[0] if output_lists else ()
     if isinstance(outputs, torch.Tensor) or _even(outputs):
         return plain.allgather(output_lists, inputs, *args, **kwargs)
@@ -311,7 +295,8 @@ def _reduce_scatter(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """ProcessGroup.reduce_scatter; ``outputs`` = [output], ``input_lists`` = [[one per rank]]."""
+    """ProcessGroup.reduce_scatter; ``outputs`` = [output], ``input_lists`` = [[input of each
+    rank]]."""
     inputs = input_lists[0] if input_lists else ()
     if isinstance(outputs, torch.Tensor) or isinstance(inputs, torch.Tensor) or _even(inputs):
         return plain.reduce_scatter(outputs, input_lists, *args, **kwargs)
@@ -330,7 +315,4 @@ def _reduce_scatter(
 
 
 def _even(tensors: Sequence[torch.Tensor]) -> bool:
-    if len(tensors) < 2:
-        return True
-    first = tensors[0].numel()
-    return all(tensor.numel() == first for tensor in tensors)
+    return len({tensor.numel() for tensor in tensors}) < 2

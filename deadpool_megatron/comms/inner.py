@@ -1,9 +1,9 @@
-"""The seam: what stands behind a reconfigurable group during one epoch, and torch's side of it.
+"""The seam between reconfigurable groups and the communicators of an epoch, and torch's side of it.
 
-A :class:`Fabric` is what all inner groups of one kind share during one epoch (sockets, devices) and
-is aborted as a whole; an :class:`InnerGroup` is one communicator on it. A call raises
+A :class:`Fabric` holds the sockets and devices that all inner groups of a kind share during an
+epoch, and is aborted as a whole; an :class:`InnerGroup` is a communicator on it. A call raises
 :class:`EpochClosed` or :class:`CommunicatorFault` when peers fail. Groups forward the methods of
-torch's ProcessGroup that communicate, and say on which versions of torch that was tried.
+torch's ProcessGroup that communicate; the versions of torch on which that was tested are here.
 """
 
 from __future__ import annotations
@@ -22,40 +22,34 @@ from torch.distributed import ProcessGroup
 
 from deadpool_megatron.layout.words import group_name
 
-_ANSWERS_A_WORK = re.compile(r"-> \S*\bWork\b")
+_RETURNS_A_WORK = re.compile(r"-> \S*\bWork\b")
 
-#: every method that starts an operation and answers a Work, of the class at hand: names come and go
-#: between versions of torch
+#: every method of the installed torch that starts an operation and returns a Work: names come and
+#: go between versions
 COMMUNICATION: tuple[str, ...] = tuple(
     name
     for name in dir(ProcessGroup)
     if name != "_end_coalescing"
-    and _ANSWERS_A_WORK.search(getattr(ProcessGroup, name).__doc__ or "")
+    and _RETURNS_A_WORK.search(getattr(ProcessGroup, name).__doc__ or "")
 )
 
 SENDS = frozenset({"send"})
 RECEIVES = frozenset({"recv", "recv_anysource"})
 POINT_TO_POINT = SENDS | RECEIVES
-#: what opens a group of NCCL inside torch, and leaves it open for its thread when NCCL refuses
-#: (ProcessGroupNCCL.cpp; torch/csrc/cuda/nccl.cpp: all2all, gather, scatter)
-OPENS_A_GROUP = POINT_TO_POINT | frozenset(
-    name
-    for name in COMMUNICATION
-    if name in ("gather", "scatter")
-    or "all_to_all" in name
-    or "alltoall" in name
-    or name.endswith("coalesced")
-)
+#: operations that open a group of NCCL inside torch, and leave it open for their thread when NCCL
+#: refuses (ProcessGroupNCCL.cpp; torch/csrc/cuda/nccl.cpp: all2all, gather, scatter)
+_GROUPED = re.compile(r"gather|scatter|.*(all_to_all|alltoall).*|.*coalesced")
+OPENS_A_GROUP = POINT_TO_POINT | frozenset(filter(_GROUPED.fullmatch, COMMUNICATION))
 #: (major, minor): all tests run on these
 ALL_TESTS = frozenset({(2, 13)})
-#: and those that scripts/compat.sh starts on these; docs/compatibility.md says what came of it
+#: scripts/compat.sh runs its tests on these; docs/compatibility.md has the results
 SOME_TESTS = frozenset({(2, 14), (2, 15)})
-#: torch before it cannot make a backend whose operations raise
+#: older versions cannot make a backend whose operations raise
 OLDEST = (2, 10)
 
 
 class EpochClosed(BaseException):
-    """The epoch in which a communication call was made is closed; nothing of it may be used.
+    """The epoch of a communication call is closed; no result of the call may be used.
 
     Derives from BaseException so that a training script's ``except Exception`` does not swallow it.
     """
@@ -67,7 +61,7 @@ class EpochClosed(BaseException):
 
 
 class CommunicatorFault(RuntimeError):
-    """A peer, connection or timeout fault, and nobody closed the epoch within the deadline."""
+    """A fault of a peer, connection or timeout in an epoch that was not closed in time."""
 
     def __init__(self, group: str, operation: str, cause: str) -> None:
         super().__init__(f"communicator of group {group!r} failed in {operation}: {cause}")
@@ -78,11 +72,11 @@ class CommunicatorFault(RuntimeError):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Everything that is needed to make one communicator; equal on all its ranks but for ``rank``.
+    """The specification of a communicator; equal on all its ranks but for ``rank``.
 
     ``ranks`` are global ranks in group order, ``rank`` is the own position among them, ``timeout``
-    is a timeout that was set explicitly (None: the fabric's default) and ``requested_timeout`` the
-    one the group was created with; ``colour`` what makes it a split of WORLD's communicator.
+    is a timeout that was set explicitly (None: the fabric's default) and ``requested_timeout`` that
+    of the group's creation; ``colour`` makes it a split of WORLD's communicator.
     """
 
     description: str
@@ -97,12 +91,12 @@ class GroupSpec:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
     def place(self) -> str:
-        """Return what diagnosis calls the group: one description is that of many groups."""
+        """Return the group's name in diagnostics, as many groups share a description."""
         return group_name(self.description, self.ranks)
 
 
@@ -111,9 +105,9 @@ class Position:
     """The progress of a device with the operations of one group, by numbers from 1 in each epoch.
 
     ``collective``: the group has had no messages between two of its ranks, so that equal numbers
-    mean the same operation on all ranks. Else a number is that of the last operation, whether it
-    was a collective or a message, and each of the two kinds is counted by itself. ``started``: None
-    where that is not known.
+    mean the same operation on all ranks. Else a number is that of the last operation, a collective
+    or a message, and each of the two kinds is counted separately. ``started``: None where that is
+    not known.
     """
 
     enqueued: int
@@ -124,14 +118,15 @@ class Position:
     @property
     def is_pending(self) -> bool:
         """Return whether an operation was enqueued and has not ended."""
-        # The first collective after the ninth message has a lower number than what has ended.
+        # The first collective after the ninth message has a lower number than the message.
         return self.enqueued != self.completed
 
 
 @dataclass(frozen=True)
 class Begun:
-    """The operations that the host has begun in one group, by numbers from 1 in each epoch:
-    collectives, which are the same ones on all ranks, and messages, which are not.
+    """The operations that the host has begun in a group, by numbers from 1 in each epoch.
+
+    Collectives are the same on all ranks, messages are not.
     """
 
     collectives: int
@@ -139,13 +134,13 @@ class Begun:
 
 
 class InnerGroup(ABC):
-    """One communicator. Used by the thread that communicates; ``backend`` may be None."""
+    """A communicator. Used by the thread that communicates; ``backend`` may be None."""
 
     #: whether batch_isend_irecv must be wrapped in start/end coalescing
     coalesces: bool = False
     #: whether operations complete locally, without peers
     detached: bool = False
-    #: see GroupSpec.place; empty where nobody can wait
+    #: see GroupSpec.place; empty where no wait is possible
     place: str = ""
     #: operations that the host has begun
     collectives: int = 0
@@ -155,25 +150,25 @@ class InnerGroup(ABC):
     def forward(
         self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dist.Work | None:
-        """Start ``operation`` (a method name of ProcessGroup); answers its Work.
+        """Start ``operation`` (a method name of ProcessGroup) and return its Work.
 
-        Raises EpochClosed or CommunicatorFault; errors of the caller (shapes, types) as they are.
+        Raises EpochClosed or CommunicatorFault; errors of the caller (shapes, types) unchanged.
         """
 
     @abstractmethod
     def backend(self) -> Any:
-        """The c10d Backend, for code that asks a group for it."""
+        """Return the c10d Backend, for code that asks a group for it."""
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a bookkeeping method of the inner ProcessGroup that does not communicate."""
         raise NotImplementedError(f"{method} is not available on a {type(self).__name__}")
 
     def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
-        """Blocking barrier that names missing ranks; gloo only."""
+        """Wait at a barrier that names missing ranks; gloo only."""
         raise NotImplementedError(f"monitored_barrier on a {type(self).__name__}")
 
     def number(self, operation: str) -> int:
-        """Count an operation; returns its number among those of its kind."""
+        """Count an operation; return its number among those of its kind."""
         if operation in POINT_TO_POINT:
             self.messages += 1
             return self.messages
@@ -181,68 +176,70 @@ class InnerGroup(ABC):
         return self.collectives
 
     def begun(self) -> Begun | None:
-        """Return what the host has begun; None where a device runs the operations. Any thread."""
+        """Return the operations that the host has begun; None where a device runs them. Any
+        thread."""
         return None
 
     def set_timeout(self, timeout: timedelta) -> None:  # noqa: B027
         """Use ``timeout`` for operations that start from now on."""
 
     def be_patient(self, is_patient: bool) -> None:  # noqa: B027
-        """From now on an operation may have to wait for what a peer does on purpose, or not."""
+        """Let later operations wait for long work of a peer, or only the usual time."""
 
     def close(self) -> None:  # noqa: B027
-        """Drop the communicator; may block, so only called where that does no harm."""
+        """Drop the communicator; may block, so it is only called where that does no harm."""
 
 
 class Fabric(ABC):
-    """The base that the inner groups of one kind and one epoch share."""
+    """The resources that the inner groups of a kind share during an epoch."""
 
     @abstractmethod
     def create(self, spec: GroupSpec, store: Store) -> InnerGroup:
-        """Make one communicator, connected to all peers; blocks until every rank takes part.
+        """Return a communicator that is connected to all peers; blocks until every rank takes part.
 
-        ``store`` is used up to the return of this call only.
+        ``store`` is not used after this call.
         """
 
     def leave_out(self) -> None:  # noqa: B027
-        """Take part in a split of WORLD's communicator that makes none for this process."""
+        """Take part in a split of WORLD's communicator without a part for this process."""
 
     @abstractmethod
     def abort(self) -> None:
         """Make pending operations of all groups end. Any thread, any number of times."""
 
     def aborting(self) -> bool:
-        """Return whether an abort is still under way in another thread."""
+        """Return whether another thread has not finished an abort."""
         return False
 
     def ruin(self) -> str:
-        """After abort: why this process must not communicate again; empty when it may."""
+        """After abort: return the reason why this process must not communicate again, or
+        nothing."""
         return ""
 
     def fault(self) -> tuple[str, str, str] | None:
-        """A fault that no thread has run into, as (group, operation, text). Any thread."""
+        """Return a fault that no thread has met, as (group, operation, text). Any thread."""
         return None
 
     def positions(self) -> Mapping[str, Position] | None:
-        """Return how far the device is with each group; None where the host itself waits in
-        operations. Costs a millisecond or so: for a process that stands still.
+        """Return the device's progress with each group; None where the host itself waits in
+        operations. Costs about a millisecond, so it is for a process that makes no progress.
         """
         return None
 
     @abstractmethod
     def quiescent(self) -> bool:
-        """After abort: True if no peer's data can arrive in local memory any more."""
+        """After abort: return whether no peer's data can arrive in local memory any more."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what is shared; blocks until operations have ended, so only the reaper calls it."""
+        """Free the resources; blocks until operations have ended, so only the reaper calls it."""
 
 
-def remark_on_torch(version: str) -> str:
-    """Return what a user should know of ``version`` of torch; empty when all tests run on it.
+def torch_warning(version: str) -> str:
+    """Return a warning about ``version`` of torch; empty when all tests run on it.
 
-    The package asks an installer for no upper bound: it must not replace the torch of an image.
-    Raises RuntimeError for one that cannot work.
+    The package has no upper bound for an installer, which must not replace the torch of an image.
+    Raises RuntimeError for a version that cannot work.
     """
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:

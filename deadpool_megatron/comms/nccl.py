@@ -11,16 +11,16 @@ to a device reuses its communicator for unbatched send and receive. A pair of ra
 first message, in the host, which then waits for the peer: so neighbours in a pipeline exchange a
 byte as their group is made (collectives connect there with ``NCCL_RUNTIME_CONNECT=0``).
 
-An abort frees a communicator, whoever is in it. So whoever closes an epoch says so first, then
-waits until no thread is inside, then aborts; a thread says that it is inside first, and then looks
-whether the epoch is closed. In CPython one of the two sees the other, without a lock.
+An abort frees a communicator, also with a thread inside. So the close of an epoch first sets its
+flag, then waits until no thread is inside, then aborts; a thread first marks itself as inside, and
+then reads the flag. In CPython at least one of the two sees the other, without a lock.
 
 From start to end of a coalescing block nothing may raise, either. NCCL counts the open blocks of
-each thread (group.cc, ncclGroupDepth). One that is left half way, as torch leaves one by an
-exception (``ProcessGroupNCCL::send``), stays open for ever: whatever the thread calls from then on
-is collected and never run, without an error, in every epoch to come, and its outputs are what lay
-in memory before. The end of a block goes through the communicators that were used in it, so none
-of them may be freed by an abort before that.
+each thread (group.cc, ncclGroupDepth). torch abandons a block by an exception
+(``ProcessGroupNCCL::send``), and that block stays open for ever: all later operations of the thread
+are collected and never run, without an error, in every later epoch, and their outputs are old
+memory. The end of a block uses the communicators of its operations, so no abort may free them
+before that.
 """
 
 from __future__ import annotations
@@ -43,11 +43,8 @@ from torch.distributed import ProcessGroup
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms.in_flight import works
-from deadpool_megatron.comms.in_flight.attached_epoch import Epoch, Limits, Progress
-from deadpool_megatron.comms.in_flight.device_time import (
-    CudaClock,
-    read_positions,
-)
+from deadpool_megatron.comms.in_flight.device_time import CudaClock, read_positions
+from deadpool_megatron.comms.in_flight.epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.waiters import WaiterPool
 from deadpool_megatron.comms.inner import (
     OPENS_A_GROUP,
@@ -58,15 +55,15 @@ from deadpool_megatron.comms.inner import (
     Position,
 )
 
-#: how Megatron calls the groups whose neighbours send to one another, all around with virtual
-#: stages, and TransformerEngine's attention over a context that is split
+#: Megatron's names of the groups whose neighbours send to one another: all around with virtual
+#: stages, and for TransformerEngine's attention over a split context
 RINGS = ("PIPELINE_MODEL_PARALLEL_GROUP", "CONTEXT_PARALLEL_GROUP")
 _WARM_UP_ELEMENTS = 256
 _WARM_UP_SECONDS = 60.0
 _WARM_UP_DTYPES = (torch.float32, torch.bfloat16)
 #: a thread inside only enqueues: microseconds, unless it hangs in the driver
-LONGEST_SECONDS = 0.2
-_LOOK_SECONDS = 0.001
+MAX_INSIDE_SECONDS = 0.2
+_POLL_SECONDS = 0.001
 _INVALID_USAGE = 5  # ncclInvalidUsage of nccl.h: no group is open on this thread
 
 
@@ -74,33 +71,33 @@ class Blocks:
     """The open blocks of all threads on the communicators of one epoch."""
 
     def __init__(self, is_left_open: Callable[[], bool]) -> None:
-        """``is_left_open()``: whether the calling thread is in a group of NCCL that no block of
-        ours has opened."""
+        """``is_left_open()``: whether the calling thread is in a group of NCCL that no block here
+        has opened."""
         self._is_left_open = is_left_open
         self._known: set[int] = set()
         self._lost = ""
         self._depths: dict[int, int] = {}
         self._problems: dict[int, RuntimeError] = {}
         self._closed = False
-        #: an abort could not wait for a thread any longer: it may be in what is freed, and collect
-        #: for ever
+        #: an abort did not wait for a thread any longer, which may be in a freed communicator, and
+        #: collect for ever
         self.cut = False
 
     def lose(self, operation: str) -> None:
-        """An exception of NCCL has left ``operation``: the group that it had opened stays open."""
+        """Note that an exception of NCCL left the group open that ``operation`` had opened."""
         self._lost = self._lost or f"{operation} failed in a group of NCCL, and left it open"
 
     def begin(self, operation: str) -> str:
-        """Have NCCL asked before the first operation of a thread. Returns why the process must be
-        replaced; empty when it need not be."""
+        """Ask NCCL before the first operation of a thread. Return the reason why the process must
+        be replaced, or nothing."""
         if get_ident() not in self._known:
             self._known.add(get_ident())
             self.ruin()
         return self._lost
 
     def ruin(self) -> str:
-        """Return why a thread of this process launches nothing any more, the calling one by NCCL's
-        own word; empty while all do."""
+        """Return the reason why a thread launches nothing any more (NCCL is asked about the calling
+        thread); empty while all do."""
         if self.cut:
             return "a thread was stuck in an operation of NCCL, or in a block of them"
         if not self.is_open_here() and self._is_left_open():
@@ -108,7 +105,7 @@ class Blocks:
         return self._lost
 
     def enter(self) -> bool:
-        """Open a block on the calling thread; False once the blocks are closed: nothing is open."""
+        """Open a block on the calling thread; False, with nothing open, once blocks are closed."""
         ident = get_ident()
         depth = self._depths.get(ident, 0)
         self._depths[ident] = depth + 1
@@ -122,12 +119,12 @@ class Blocks:
         return get_ident() in self._depths
 
     def keep(self, problem: RuntimeError) -> None:
-        """Keep an error of an operation in the block until the end; the first one counts."""
+        """Keep the first error of an operation in the block until its end."""
         self._problems.setdefault(get_ident(), problem)
 
     def leave(self) -> RuntimeError | None:
-        """The innermost block of the calling thread has ended. Returns what was kept, if it was
-        the outermost as well."""
+        """End the innermost block of the calling thread; return the kept error if it was the
+        outermost as well."""
         ident = get_ident()
         depth = self._depths.get(ident, 1) - 1
         if depth:
@@ -138,13 +135,13 @@ class Blocks:
         return problem
 
     def close(self, seconds: float, is_inside: Callable[[], bool]) -> None:
-        """Let no block begin, and wait until none is open and ``is_inside()`` no thread; after
+        """Let no block begin, and wait until none is open and no thread ``is_inside()``; after
         ``seconds`` they are cut."""
         self._closed = True
         until = time.monotonic() + seconds
         while not self.cut and (self._depths or is_inside()):
             self.cut = time.monotonic() >= until
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
 
 class NcclFabric(Fabric):
@@ -156,7 +153,7 @@ class NcclFabric(Fabric):
         self._making = threading.Lock()
         self._backends: list[Any] = []
         self._groups: list[NcclGroup] = []
-        # Aborts that were begun, or are about to be, and have not ended.
+        # Aborts that have begun, or are about to begin, and have not ended.
         self._aborts = 0
         self._failed_abort = ""
         self._blocks = Blocks(self._is_left_open)
@@ -166,7 +163,7 @@ class NcclFabric(Fabric):
         return CudaClock()
 
     def _is_left_open(self) -> bool:
-        """Return whether the calling thread is in a group of NCCL that nobody will end."""
+        """Return whether the calling thread is in a group of NCCL that no block will end."""
         return is_left_open()
 
     def create(self, spec: GroupSpec, store: Store) -> NcclGroup:
@@ -179,7 +176,7 @@ class NcclFabric(Fabric):
         self._epoch.check("attach")
         backend.eager_connect_single_device(spec.device)
         if self._epoch.closed:
-            # Until this moment no abort could reach it, and from now on nobody would look for it.
+            # No abort could reach it before this moment, and none will look for it afterwards.
             self._abort(backend)
             raise EpochClosed(self._epoch.number, "attach")
         group = NcclGroup(spec, self._epoch, plain, backend, self._blocks)
@@ -200,13 +197,13 @@ class NcclFabric(Fabric):
         }
 
     def fault(self) -> tuple[str, str, str] | None:
-        failed = next((one for one in list(self._groups) if one.error()), None)
+        failed = next((group for group in list(self._groups) if group.error()), None)
         if failed is None:
             return None
         return failed.description, "watchdog", f"torch's watchdog reports {failed.error()}"
 
     def _recorded(self) -> bytes:
-        """The dump of the flight recorder, which has the groups of all epochs, without the single
+        """Return the dump of the flight recorder for the groups of all epochs, without single
         operations."""
         from torch._C import _distributed_c10d
 
@@ -215,7 +212,7 @@ class NcclFabric(Fabric):
         return bytes(dump(includeCollectives=False, onlyActive=False))
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
-        """A plain ProcessGroup with an NCCL backend, as c10d's own helper makes it."""
+        """Return a plain ProcessGroup with an NCCL backend, made as by c10d's own helper."""
         from torch.distributed import ProcessGroupNCCL
 
         # The builder is a thread of its own, and the current device belongs to a thread.
@@ -244,17 +241,17 @@ class NcclFabric(Fabric):
         return plain, backend
 
     def abort(self) -> None:
-        # All together get the time that a drain has; they go on by themselves afterwards.
+        # All together get the time of a drain; afterwards they continue in their threads.
         drain_seconds = self._epoch.limits.drain_seconds
         until = time.monotonic() + drain_seconds
-        patience = drain_seconds if self._epoch.in_first_step else LONGEST_SECONDS
-        self._blocks.close(patience, self._is_inside)
+        inside_seconds = drain_seconds if self._epoch.in_first_step else MAX_INSIDE_SECONDS
+        self._blocks.close(inside_seconds, self._is_inside)
         with self._lock:
             backends, self._backends = self._backends, []
             self._aborts += len(backends)
         threads = [
             threading.Thread(
-                target=self._abort_one, args=(backend,), name="deadpool-nccl-abort", daemon=True
+                target=self._abort_counted, args=(backend,), name="deadpool-nccl-abort", daemon=True
             )
             for backend in backends
         ]
@@ -264,10 +261,10 @@ class NcclFabric(Fabric):
             thread.join(max(0.0, until - time.monotonic()))
 
     def _is_inside(self) -> bool:
-        """Return whether a thread is in an operation that it enqueues."""
-        return any(isinstance(one, NcclGroup) for one in list(self._epoch.waits.values()))
+        """Return whether a thread is enqueueing an operation."""
+        return any(isinstance(wait, NcclGroup) for wait in list(self._epoch.waits.values()))
 
-    def _abort_one(self, backend: Any) -> None:
+    def _abort_counted(self, backend: Any) -> None:
         try:
             self._abort(backend)
         finally:
@@ -284,14 +281,14 @@ class NcclFabric(Fabric):
 
     def aborting(self) -> bool:
         with self._lock:
-            # Whoever closes an epoch sets its flag, waits for blocks, and only then aborts.
+            # A close sets the flag of the epoch, waits for blocks, and only then aborts.
             return self._aborts > 0 or (self._epoch.closed and bool(self._backends))
 
     def ruin(self) -> str:
         return self._blocks.ruin() or self._failed_abort
 
     def quiescent(self) -> bool:
-        """True when all aborts returned; the caller still has to synchronise the device."""
+        """Return whether all aborts returned; the caller still has to synchronise the device."""
         return not self.aborting()
 
     def close(self) -> None:
@@ -301,10 +298,10 @@ class NcclFabric(Fabric):
 
 
 class NcclGroup(InnerGroup):
-    """One NCCL communicator."""
+    """An NCCL communicator."""
 
     coalesces = True
-    #: what it is inside of, and the number of that
+    #: the operation that a thread enqueues, and its number
     operation = ""
     sequence = 0
 
@@ -315,7 +312,7 @@ class NcclGroup(InnerGroup):
         self.description = spec.description
         self.size = spec.size
         self.place = spec.place
-        # What the flight recorder calls it.
+        # The group's name in the flight recorder.
         self.uid = int(backend.uid)
         self._device = spec.device
         self._plain = plain
@@ -363,22 +360,22 @@ class NcclGroup(InnerGroup):
     def _start(
         self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Start an operation; one that is not asynchronous is a wait of the current stream."""
+        """Start an operation; a synchronous operation is a wait of the current stream."""
         if works.is_asynchronous(args, kwargs) or self._blocks.is_open_here():
             return operation(*args, **kwargs)
         return self.epoch.progress.stream_waits.around(lambda: operation(*args, **kwargs))
 
     def _work(self, inner: Any, operation: str, sequence: int) -> dist.Work | None:
         if inner is None:
-            # Collected in a block, or on the current stream: nobody waits for it.
+            # Collected in a block, or on the current stream, so without a wait.
             if not self._blocks.is_open_here():
                 self.epoch.check(operation)
-                works.book(self, operation)
+                works.count_finished(self, operation)
             return None
         return works.StreamWork(inner, self, operation, sequence)
 
     def connect(self, peers: Collection[int]) -> None:
-        """Exchange a byte with each of them, in the thread that makes the group."""
+        """Exchange a byte with each peer, in the thread that makes the group."""
         sent, received = (torch.zeros(1, dtype=torch.uint8, device=self._device) for _ in range(2))
         self._start_block(self._device)
         self.messages += 1
@@ -390,13 +387,14 @@ class NcclGroup(InnerGroup):
             self._end_block(self._device)
 
     def error(self) -> str:
-        """Return what torch's watchdog has found; empty if nothing, or if torch does not tell."""
+        """Return the error that torch's watchdog has found; empty for none, or in an older
+        torch."""
         ask = getattr(self._backend, "get_error", None)
         found = "SUCCESS" if ask is None else str(ask().name)
         return "" if found == "SUCCESS" else found
 
     def position(self, enqueued: int, started: int | None, completed: int) -> Position:
-        """Return how far the device is with it, by these numbers of the flight recorder."""
+        """Return the device's progress with the group, by these numbers of the flight recorder."""
         if self.error():
             completed = min(completed, enqueued - 1)
         return Position(enqueued, started, completed, collective=not self.messages)
@@ -413,13 +411,13 @@ class NcclGroup(InnerGroup):
         return getattr(self._plain, method)(*args, **kwargs)
 
     def _check(self, operation: str) -> None:
-        """Raise EpochClosed on a closed epoch, unless this thread has a block to bring to its end:
-        an abort waits for that."""
+        """Raise EpochClosed on a closed epoch, unless this thread has an open block: an abort waits
+        for its end."""
         if not self._blocks.is_open_here():
             self.epoch.check(operation)
 
     def _ask(self, operation: str) -> None:
-        """Before a group is opened that an error of NCCL would leave open."""
+        """Report a known error before a group is opened that it would leave open."""
         if error := self.error():
             self.epoch.fault(self.description, operation, f"torch's watchdog reports {error}")
 
@@ -436,7 +434,7 @@ class NcclGroup(InnerGroup):
             raise
 
     def _end_block(self, device: torch.device) -> dist.Work | None:
-        """The real end, whatever has happened in the block; then what has happened is told."""
+        """End the block in NCCL in any case; then report an error of the block."""
         answer = None
         ident, waits = get_ident(), self.epoch.waits
         self.operation, self.sequence = "coalesced", self.messages
@@ -468,9 +466,10 @@ class NcclGroup(InnerGroup):
 def _barrier_options(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> BarrierOptions:
-    """Return what a barrier is called with: it answers a Work, else it holds the host where nobody
-    sees it wait, and is on the device of its group. Torch would take the current one of the thread:
-    that is the first one of the node where nobody has set it, and gets a context of this process.
+    """Return the options of a barrier that returns a Work, on the device of its group.
+
+    Without a Work it would hold the host in a wait that no other thread sees. torch would use the
+    thread's current device: the first device of the node by default, which would get a context.
     """
     opts = BarrierOptions()
     for given in (*args, *kwargs.values()):
@@ -485,12 +484,12 @@ def _barrier_options(
 
 
 def warm(device: torch.device, make: Callable[[Epoch], NcclFabric] = NcclFabric) -> None:
-    """Make a communicator of one rank, use it once for each collective of training, and abort it:
-    what NCCL loads once in each process is loaded before a recovery has to wait for it.
+    """Load NCCL's kernels before a recovery has to wait for them: make a communicator of a single
+    rank, use it for each collective of training, and abort it.
 
-    To make a communicator has NCCL look at each of its kernels, which loads them; torch loads its
-    own at the first use of an operation. A group of one rank needs no peer for that. It cannot do
-    more: with one rank NCCL copies instead, and opens no connection. Has never run on a GPU.
+    NCCL inspects each of its kernels for a communicator, which loads them; torch loads its own at
+    the first use of an operation. A single rank needs no peer for that, but NCCL then copies and
+    opens no connection. Has never run on a GPU.
 
     The calling thread must not be in an epoch. Raises RuntimeError as NCCL does.
     """
@@ -498,20 +497,14 @@ def warm(device: torch.device, make: Callable[[Epoch], NcclFabric] = NcclFabric)
     epoch = Epoch(0, limits, WaiterPool(), Progress(), None)
     fabric = make(epoch)
     epoch.fabrics["nccl"] = fabric
-    spec = GroupSpec(
-        "warm-up",
-        "deadpool-warm-up",
-        (0,),
-        0,
-        device,
-        requested_timeout=timedelta(seconds=_WARM_UP_SECONDS),
-    )
+    limit = timedelta(seconds=_WARM_UP_SECONDS)
+    spec = GroupSpec("warm-up", "deadpool-warm-up", (0,), 0, device, requested_timeout=limit)
     try:
         group = fabric.create(spec, HashStore())
         for operation, args in _warm_up_operations(device):
             work = group.forward(operation, args, {})
             if work is not None:
-                work.wait()  # the barrier, which is the last one, holds the host
+                work.wait()  # the barrier, the last operation, holds the host
     finally:
         epoch.close()
         fabric.close()
@@ -519,18 +512,19 @@ def warm(device: torch.device, make: Callable[[Epoch], NcclFabric] = NcclFabric)
 
 def _warm_up_operations(device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for dtype in _WARM_UP_DTYPES:
-        one, other = (torch.zeros(_WARM_UP_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
-        yield "allreduce", ([one],)
-        yield "broadcast", ([one],)
-        yield "_allgather_base", (other, one)
-        yield "_reduce_scatter_base", (other, one)
-        yield "alltoall_base", (other, one, [], [])
+        source, target = (torch.zeros(_WARM_UP_ELEMENTS, dtype=dtype, device=device) for _ in "ab")
+        yield "allreduce", ([source],)
+        yield "broadcast", ([source],)
+        yield "_allgather_base", (target, source)
+        yield "_reduce_scatter_base", (target, source)
+        yield "alltoall_base", (target, source, [], [])
     yield "barrier", ()
 
 
 @functools.cache
 def _group_end() -> Callable[[], int] | None:
-    """``ncclGroupEnd`` of the library that torch has loaded; None where it is part of torch's."""
+    """Return ``ncclGroupEnd`` of the library that torch has loaded; None where it is part of
+    torch."""
     try:
         function: Callable[[], int] = ctypes.CDLL("libnccl.so.2").ncclGroupEnd
     except (OSError, AttributeError):
@@ -539,8 +533,9 @@ def _group_end() -> Callable[[], int] | None:
 
 
 def is_left_open() -> bool:
-    """Ask NCCL whether the calling thread, in no group that it knows of, is in one. Needs no
-    device.
+    """Ask NCCL whether the calling thread, which should be in no group, is in an open group.
+
+    Needs no device.
     """
     end = _group_end()
     return end is not None and end() != _INVALID_USAGE

@@ -1,4 +1,4 @@
-"""The store in which the communicators of one epoch meet, as torch knows it."""
+"""The store in which the communicators of an epoch meet, for torch."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch._C._distributed_c10d import Store
 
 
 class Meeting(Protocol):
-    """The place where the roles of an epoch leave values for each other; see MemberStore."""
+    """The values that the roles of an epoch exchange; see MemberStore."""
 
     def set(self, epoch: int, key: str, value: bytes) -> None:
         """Write a value."""
 
     def has(self, epoch: int, keys: Sequence[str]) -> bool:
-        """Returns whether all values are there."""
+        """Return whether all values are there."""
 
     def wait(self, epoch: int, keys: Sequence[str], deadline_seconds: float) -> None:
         """Wait for values. Raises RuntimeError when the epoch is closed, or after the deadline."""
 
     def get(self, epoch: int, key: str, deadline_seconds: float) -> bytes:
-        """Returns a value; waits and raises as :meth:`wait` does."""
+        """Return a value; waits and raises as :meth:`wait` does."""
 
 
 class EpochStore(Store):
-    """The store of ``epoch``. torch calls it from any thread, without the interpreter's lock, and
-    finds the methods only as long as this object lives: keep it as long as any group of the epoch.
+    """The store of ``epoch``, which torch calls from any thread, without the interpreter's lock.
 
-    What is not here (counters, deletion, queues) no communicator asks for; torch raises then.
+    torch finds its methods only while this object lives: keep it as long as any group of the epoch.
+    No communicator uses the missing methods (counters, deletion, queues); torch raises for them.
     """
 
     def __init__(self, meeting: Meeting, epoch: int, timeout_seconds: float) -> None:
@@ -64,10 +64,10 @@ class EpochStore(Store):
 
 
 def meet(store: Store, name: str, rank: int, size: int, value: str = "") -> bool:
-    """Return when all ranks are here, as a barrier does but without a communicator; the answer is
-    whether all have brought the same value."""
+    """Wait for all ranks, as a barrier without a communicator; return whether their values are
+    equal."""
     store.set(f"{name}/{rank}", value)
     if rank == 0:
-        brought = {store.get(f"{name}/{other}") for other in range(size)}
-        store.set(name, str(len(brought)))
+        values = {store.get(f"{name}/{other}") for other in range(size)}
+        store.set(name, str(len(values)))
     return store.get(name) == b"1"

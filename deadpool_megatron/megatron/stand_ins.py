@@ -94,7 +94,7 @@ def install() -> None:
     _replace_streams()
     _replace_generators()
     # Parameters are gathered in coalesced calls (param_and_grad_buffer.py:274), on gloo here.
-    gathers.mend_plain_groups()
+    gathers.patch_plain_groups()
     with _eager_compile(), _unasked_imports_answered():
         importlib.import_module("megatron.core.transformer.transformer_layer")
         importlib.import_module("megatron.core.transformer.moe.moe_layer")

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup, distributed_c10d as c10d
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import ReconfigurableGroup
 from deadpool_megatron.comms.groups import detached
-from deadpool_megatron.comms.inner import COMMUNICATION, remark_on_torch
+from deadpool_megatron.comms.inner import COMMUNICATION, torch_warning
 
 from .ranks import Member, plain_gloo, run
 
@@ -192,12 +192,12 @@ def test_what_communicates_is_known_by_what_torch_says_it_answers() -> None:
 
 
 def test_what_is_said_of_a_version_of_torch() -> None:
-    assert remark_on_torch("2.13.0+cpu") == ""
-    assert "only some tests" in remark_on_torch("2.15.0+cu132")
-    assert "run on 2.13, 2.14, 2.15" in remark_on_torch("2.16.0a0+gitabc")
-    assert "cannot tell" in remark_on_torch("nightly")
+    assert torch_warning("2.13.0+cpu") == ""
+    assert "only some tests" in torch_warning("2.15.0+cu132")
+    assert "run on 2.13, 2.14, 2.15" in torch_warning("2.16.0a0+gitabc")
+    assert "cannot tell" in torch_warning("nightly")
     with pytest.raises(RuntimeError, match="too old"):
-        remark_on_torch("2.9.1")
+        torch_warning("2.9.1")
 
 
 def uneven(member: Member) -> bool:

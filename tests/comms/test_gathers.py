@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from deadpool_megatron.comms.gathers import INSTEAD, SeveralWorks
+from deadpool_megatron.comms.gathers import REPLACEMENTS, SeveralWorks
 from tests.trainer.ranks import run_ranks
 
 if torch.cuda.is_available():
@@ -65,5 +65,5 @@ def test_stock_gloo_gathers_tensor_by_tensor() -> None:
 
 def test_every_coalesced_gather_of_this_torch_is_known() -> None:
     names = {name for name in dir(dist.ProcessGroup) if "gather" in name and "coalesced" in name}
-    assert names == set(INSTEAD) & names
+    assert names == set(REPLACEMENTS) & names
     assert names

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.in_flight import waiters
-from deadpool_megatron.comms.in_flight.attached_epoch import Epoch, Limits, Progress
+from deadpool_megatron.comms.in_flight.epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
 from deadpool_megatron.comms.in_flight.works import HostWork
 
@@ -22,7 +22,7 @@ LIMIT_SECONDS = 30.0
 
 
 def of_epoch(*, closed: bool) -> Any:
-    return SimpleNamespace(closed=closed, closed_at_seconds=0.0, grace_seconds=0.01)
+    return SimpleNamespace(closed=closed, grace_over=0.01)
 
 
 def test_the_error_of_a_call_that_was_left_is_not_that_of_a_later_call(

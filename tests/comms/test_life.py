@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d  # noqa: F401 - in the fi
 
 from deadpool_megatron.comms import Communicators, EpochClosed, EpochStore, Limits
 from deadpool_megatron.comms.gloo import GlooGroup
-from deadpool_megatron.comms.in_flight.attached_epoch import Epoch
+from deadpool_megatron.comms.in_flight.epoch import Epoch
 from deadpool_megatron.comms.inner import GroupSpec
 from deadpool_megatron.comms.nccl import NcclFabric
 from tests.common import lives

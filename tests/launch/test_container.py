@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.comms.inner import remark_on_torch
+from deadpool_megatron.comms.inner import torch_warning
 from tests.megatron_lm.harness.checkout import TAGS, checkout
 
 ROOT = Path(__file__).parents[2]
@@ -45,8 +45,8 @@ def test_its_torch_is_one_that_a_run_accepts() -> None:
     """And its build looks at it: another base that somebody names may have another one."""
     text = RECIPE.read_text()
     (base,) = re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
-    assert remark_on_torch(TORCH[base]) == ""
-    (asks,) = re.findall(r"python -c '(.*remark_on_torch.*)'", text)
+    assert torch_warning(TORCH[base]) == ""
+    (asks,) = re.findall(r"python -c '(.*torch_warning.*)'", text)
     assert subprocess.check_output([sys.executable, "-c", asks], text=True).strip() == ""
     tree = checkout(TAGS[-1])
     if tree is not None:

@@ -18,7 +18,7 @@ import pytest
 
 from deadpool_megatron.cluster.link.member_link import MemberLink
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.comms.in_flight.attached_epoch import Observed
+from deadpool_megatron.comms.in_flight.observation import Observation
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.member import session as session_module
 from deadpool_megatron.member.entry import EpochEntry
@@ -46,7 +46,7 @@ class BareEntry(EpochEntry):
         vars(self).update(given)
 
 
-class FakeCommunicators(Observed):
+class FakeCommunicators(Observation):
     """Closed by an interrupt; what a call in them raises then, and what a drain answers. Who
     watches them sees no epoch."""
 

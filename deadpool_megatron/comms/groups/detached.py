@@ -1,11 +1,10 @@
 """Inner groups without peers: collectives complete locally.
 
 They behave as if every peer held the same data as this process: gathers copy the own input into
-each slot, reduce-scatter takes the own chunk, all-to-all takes the own part once per peer,
-reductions change nothing. What only a peer has, a receive or a broadcast from another rank, is
-zeros: as sizes and as indices they do no harm, which cannot be said of memory that was never
-written. So a spare can build a model, an optimizer and data loaders and run warm-up steps; object
-collectives unpickle what was pickled.
+each output, reduce-scatter takes the own chunk, all-to-all takes the own part for each peer, and
+reductions change nothing. A receive, or a broadcast from another rank, gives zeros: as sizes and as
+indices they do no harm, unlike memory that was never written. So a spare can build a model, an
+optimizer and data loaders and run warm-up steps; object collectives unpickle their own objects.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from deadpool_megatron.comms.inner import EpochClosed, GroupSpec, InnerGroup
 
 
 class DetachedBackend:
-    """The c10d Backend of a detached group: it can do nothing special but be split, which needs no
-    communicator here."""
+    """The c10d Backend of a detached group, which can be split without a communicator."""
 
     supports_splitting = True
     supports_coalescing = False
@@ -35,18 +33,18 @@ class DetachedBackend:
         self._kind = kind
 
     def name(self) -> str:
-        """The library whose backend there will be; DeviceMesh asks."""
+        """Return the library of the later backend, for DeviceMesh."""
         return self._kind
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        """Nothing waits here."""
+        """Do nothing, as no operation waits."""
 
 
 class DetachedGroup(InnerGroup):
-    """See the module text. ``spec`` gives size and own rank."""
+    """A group without peers, of the size and rank of ``spec``."""
 
     detached = True
 
@@ -75,11 +73,11 @@ class DetachedGroup(InnerGroup):
         return None
 
     def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
-        """Nobody to wait for."""
+        """Return at once, without peers."""
 
 
 class ClosedGroup(InnerGroup):
-    """Stands in after a closed epoch was drained, until the next attach or detach."""
+    """A group between the drain of a closed epoch and the next attach or detach."""
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
@@ -98,7 +96,7 @@ class ClosedGroup(InnerGroup):
 
 
 def _fit(target: Tensor, source: Tensor) -> None:
-    """Copy as much of ``source`` as there is room for; zeros elsewhere."""
+    """Copy as much of ``source`` as fits; zeros elsewhere."""
     if target.shape == source.shape:
         target.copy_(source)
         return
@@ -112,16 +110,16 @@ def _fit(target: Tensor, source: Tensor) -> None:
 def _gather(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
     if isinstance(inputs, Tensor):
         outputs, inputs = [outputs], [inputs]
-    for slots, source in zip(outputs, inputs, strict=False):  # of a gather none but at the root
-        for slot in slots:
-            _fit(slot, source)
+    for targets, source in zip(outputs, inputs, strict=False):  # a gather has some at the root only
+        for target in targets:
+            _fit(target, source)
 
 
 def _allgather_coalesced(rank: int, size: int, lists: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
-    # One output list per rank, each with one tensor per input.
-    for slots in lists:
-        for slot, source in zip(slots, inputs, strict=True):
-            _fit(slot, source)
+    # An output list per rank, each with a tensor per input.
+    for targets in lists:
+        for target, source in zip(targets, inputs, strict=True):
+            _fit(target, source)
 
 
 def _gather_single(rank: int, size: int, output: Tensor, source: Tensor, *_: Any) -> None:  # noqa: ARG001
@@ -145,7 +143,7 @@ def _scatter(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None: 
     if isinstance(outputs, Tensor):
         outputs, inputs = [outputs], [inputs]
     for output, parts in zip(outputs, inputs, strict=False):
-        if parts:  # of a scatter empty but at the root
+        if parts:  # a scatter has some at the root only
             _fit(output, parts[rank])
 
 
@@ -198,7 +196,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "reduce_scatter_single_coalesced": _each(_scatter_single),
     "reduce_scatter_tensor_coalesced": _each(_scatter_single),
     "gather": _gather,
-    # Empty but at the root.
+    # Empty on all ranks but the root.
     "gather_single": _gather_single,
     "gather_into_tensor": _gather_single,
     "scatter": _scatter,

@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,10 +34,10 @@ from deadpool_megatron.comms.inner import COMMUNICATION, GroupSpec, InnerGroup
 if TYPE_CHECKING:
     from deadpool_megatron.comms.communicators import Communicators
 
-#: also what C++ reads as the name. It takes what a group called "gloo" has for an object of gloo's
-#: class, without a look at it (DistributedDataParallel, for the number of threads).
+#: C++ reads it as well. It casts the backend of a group called "gloo" to gloo's class without a
+#: check (DistributedDataParallel, for the number of threads).
 BACKEND_NAME = "deadpool"
-#: tensors there have no data to send
+#: a device without data to send
 _NO_DATA = torch.device("meta")
 
 _c10d: Any = c10d
@@ -45,16 +45,15 @@ _dist: Any = dist
 
 
 def show_stand_in(group: ProcessGroup, rank: int, size: int) -> None:
-    """Let C++ find a backend when it asks ``group`` for one.
+    """Register a backend that C++ finds when it asks ``group`` for its own.
 
-    Newer versions of torch ask every new group for its default backend. A group of ours has none of
-    its own in the eyes of C++, and the inner one must not be shown there: C++ keeps the first
-    backend of a type for ever, and a call through one of an old epoch would reach peers of an old
-    epoch. So what is found is a backend whose collectives raise. It is registered for a device on
-    which nothing is ever sent, and C++ chooses the backend of an operation by the device of its
-    tensors. An operation that goes past the methods of our group therefore ends in torch's own "No
-    backend type associated with device type cpu". It has no threads and no sockets: a process may
-    still fork.
+    Newer versions of torch ask every new group for its default backend. For C++ our group has none,
+    and the inner backend must not be registered: C++ keeps the first backend of a type for ever,
+    and a call through it would reach peers of an old epoch. So C++ finds a backend whose
+    collectives raise. It is registered for a device without data, and C++ chooses the backend of an
+    operation by the device of its tensors. An operation that bypasses the methods of our group
+    therefore ends in torch's own "No backend type associated with device type cpu". The backend has
+    no threads and no sockets: a process may still fork.
     """
     fake: Any = FakeProcessGroup
     options = fake.Options()
@@ -68,56 +67,37 @@ def show_stand_in(group: ProcessGroup, rank: int, size: int) -> None:
 class ReconfigurableGroup(ProcessGroup):
     """A process group whose communicator can be exchanged.
 
-    ``ranks`` are global ranks in group order; ``transport`` is that of ``fabric_of``;
-    ``requested`` the backend name that the user asked for. Methods that communicate are added below
-    from the class at hand. Starts detached.
+    ``transport`` is that of ``fabric_of``; ``requested`` the backend name that the user asked for.
+    Methods that communicate are added below from the installed torch. Starts detached.
     """
 
     def __init__(
-        self,
-        owner: Communicators,
-        ranks: tuple[int, ...],
-        rank: int,
-        transport: str,
-        requested: str,
-        device: torch.device,
-        requested_timeout: timedelta | None,
-        options: Any,
+        self, owner: Communicators, spec: GroupSpec, transport: str, requested: str
     ) -> None:
-        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
-        show_stand_in(self, rank, len(ranks))
-        self.ranks = ranks
+        super().__init__(spec.rank, spec.size)  # type: ignore[call-arg]
+        show_stand_in(self, spec.rank, spec.size)
         self.transport = transport
         self.requested = requested
-        self.options = options
-        self.explicit_timeout: timedelta | None = None
         self._owner = owner
-        self._rank = rank
-        self._device = device
-        self._requested_timeout = requested_timeout
-        self._name = "unnamed"
+        self._spec = spec
         self._bound_device: torch.device | None = None
         self.inner: InnerGroup = DetachedGroup(self.spec())
 
     def spec(self) -> GroupSpec:
-        """Return what an inner group is made from; description and name as they are now."""
-        return GroupSpec(
-            description=self.description,
-            name=self._name,
-            ranks=self.ranks,
-            rank=self._rank,
-            device=self._bound_device or self._device,
-            timeout=self.explicit_timeout,
-            requested_timeout=self._requested_timeout,
-            options=self.options,
-        )
+        """Return the specification of an inner group, with the description of now."""
+        device = self._bound_device or self._spec.device
+        return replace(self._spec, description=self.description, device=device)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks in group order."""
+        return self._spec.ranks
 
     def renumber(self, ranks: tuple[int, ...], rank: int) -> None:
         """Become the same group of another role; only while detached or closed."""
         if len(ranks) != len(self.ranks):
             raise ValueError(f"{self.description}: {len(self.ranks)} ranks cannot become {ranks}")
-        self.ranks = ranks
-        self._rank = rank
+        self._spec = replace(self._spec, ranks=ranks, rank=rank)
         if self.inner.detached:
             self.inner = DetachedGroup(self.spec())
 
@@ -125,39 +105,39 @@ class ReconfigurableGroup(ProcessGroup):
     def description(self) -> str:
         """The group's description, or its name where it has none."""
         description = ProcessGroup.group_desc.fget(self)  # type: ignore[attr-defined]
-        return self._name if description in ("", "undefined") else str(description)
+        return self._spec.name if description in ("", "undefined") else str(description)
 
-    # -- what c10d and its users ask of a group ------------------------------------------------
+    # -- asked by c10d and its users ----------------------------------------------------------
 
     def rank(self) -> int:
-        return self._rank
+        return self._spec.rank
 
     def size(self) -> int:
-        return len(self.ranks)
+        return self._spec.size
 
-    # How C++ callers (functional collectives) ask the same.
+    # The same for callers in C++ (functional collectives).
     def getRank(self) -> int:
-        return self._rank
+        return self._spec.rank
 
     def getSize(self) -> int:
-        return len(self.ranks)
+        return self._spec.size
 
     def getBackendName(self) -> str:
         return BACKEND_NAME
 
     def getGroupName(self) -> str:
-        return self._name
+        return self._spec.name
 
     def name(self) -> str:
         return self.requested
 
-    # The base class keeps the name in its backends, and none here knows it.
+    # The base class keeps the name in its backends, where it is missing.
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        return self._name
+        return self._spec.name
 
     def _set_group_name(self, name: str) -> None:
-        self._name = name
+        self._spec = replace(self._spec, name=name)
 
     @property
     def bound_device_id(self) -> torch.device | None:
@@ -169,20 +149,20 @@ class ReconfigurableGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(self._device.type)]
+        return [torch.device(self._spec.device.type)]
 
     def _get_backend(self, device: torch.device) -> Any:
-        if torch.device(device).type not in {self._device.type, "cpu"}:
+        if torch.device(device).type not in {self._spec.device.type, "cpu"}:
             raise RuntimeError(f"no backend for device {device} in group {self.description}")
         return self.inner.backend()
 
-    # Its name from torch 2.15 on.
+    # The name from torch 2.15 on.
     def get_backend(self, device: torch.device) -> Any:
         return self._get_backend(device)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Timeout of later operations; remembered over exchanges of the inner group."""
-        self.explicit_timeout = timeout
+        """Set the timeout of later operations, also of later inner groups."""
+        self._spec = replace(self._spec, timeout=timeout)
         self.inner.set_timeout(timeout)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -203,13 +183,13 @@ class ReconfigurableGroup(ProcessGroup):
         return int(self.inner.call("_get_sequence_number_for_group"))
 
     def _set_sequence_number_for_group(self) -> None:
-        """Done when an inner group is made."""
+        """Do nothing: an inner group has its number from the start."""
 
     def abort(self) -> None:
-        """Nothing: epochs are closed as a whole, by Communicators.interrupt."""
+        """Do nothing: epochs are closed as a whole, by Communicators.interrupt."""
 
     def shutdown(self) -> None:
-        """Take the goodbye of destroy_process_group; fine on a detached group."""
+        """Drop the group at destroy_process_group, also a detached group."""
         self._owner.forget(self)
 
 
@@ -219,7 +199,7 @@ def _forwarding(operation: str) -> Callable[..., Any]:
 
     method.__name__ = operation
     method.__qualname__ = f"ReconfigurableGroup.{operation}"
-    method.__doc__ = f"ProcessGroup.{operation} on the inner group of the moment."
+    method.__doc__ = f"ProcessGroup.{operation} on the present inner group."
     return method
 
 
@@ -229,7 +209,7 @@ for _operation in COMMUNICATION:
 
 @dataclass
 class Entry:
-    """One call of init_process_group or new_group; ``group`` is None where we are no member."""
+    """A call of init_process_group or new_group; ``group`` is None for ranks outside of it."""
 
     ranks: tuple[int, ...]
     requested: str
@@ -238,7 +218,7 @@ class Entry:
 
 
 class Installation:
-    """Everything that was replaced; ``remove`` puts it back."""
+    """The replaced functions of torch; ``remove`` restores them."""
 
     def __init__(self, host: Communicators) -> None:
         self._host = host
@@ -248,7 +228,7 @@ class Installation:
         self._excepthook = sys.excepthook
 
     def apply(self) -> None:
-        """Register the backend and wrap; not twice in one process."""
+        """Register the backend and replace functions; not twice in a process."""
         if BACKEND_NAME in dist.Backend.backend_list:
             raise RuntimeError("the communication seam is installed already")
         dist.Backend.register_backend(
@@ -258,7 +238,7 @@ class Installation:
         init = self._wrap_init(_c10d.init_process_group)
         self._replace("init_process_group", init, _c10d, _dist)
         self._replace("_new_group_with_tag", self._wrap_new_group(_c10d._new_group_with_tag), _c10d)
-        # DeviceMesh has a copy.
+        # DeviceMesh has a copy of its own.
         self._replace("split_group", _wrap_split(_c10d.split_group), _c10d, _dist, device_mesh)
         self._replace("batch_isend_irecv", _wrap_batch(_c10d.batch_isend_irecv), _c10d, _dist)
         self._replace("_set_pg_timeout", _wrap_set_timeout(_c10d._set_pg_timeout), _c10d)
@@ -270,14 +250,14 @@ class Installation:
             self._replace(name, _wrap_objects(getattr(_c10d, name), outcome), _c10d, _dist)
 
     def remove(self) -> None:
-        """Put everything back; groups that exist stay usable."""
+        """Restore all functions; existing groups stay usable."""
         while self._undo:
             self._undo.pop()()
         sys.excepthook = self._excepthook
 
     @contextmanager
     def answering(self, known: list[Entry]) -> Iterator[None]:
-        """Let new_group answer ``known`` groups, in order, instead of creating any."""
+        """Let new_group return ``known`` groups, in order, instead of creating any."""
         self._known = iter(known)
         try:
             yield
@@ -298,7 +278,7 @@ class Installation:
             setattr(module, name, value)
 
     def _create(self, given: Any, options: Any) -> ReconfigurableGroup:
-        """The creator that c10d calls; ``global_ranks_in_group`` is empty for WORLD."""
+        """Create a group for c10d; ``global_ranks_in_group`` is empty for WORLD."""
         ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
         return self._host.make_group(
             ranks, given.group_rank, self._requested, given.timeout, options
@@ -308,7 +288,7 @@ class Installation:
         signature = inspect.signature(original)
 
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            """As torch, but local: communicators come with Communicators.attach."""
+            """As torch, but local: Communicators.attach connects."""
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             values = given.arguments
@@ -377,8 +357,8 @@ class Installation:
             try:
                 self._host.group_created(members, requested, values["group_desc"] or "", made)
             except BaseException:
-                # The caller gets no group, and its peers may not have come to this call: in every
-                # later epoch they would be waited for in vain.
+                # The caller gets no group, and its peers may never make this call: every later
+                # epoch would wait for them in vain.
                 if made is not None:
                     _c10d.destroy_process_group(made)
                 raise
@@ -388,22 +368,22 @@ class Installation:
 
 
 def _complete_timeout(values: dict[str, Any], requested: str) -> None:
-    """Give a group the default time-out of what was asked for: c10d knows that of NCCL by its name,
-    and takes ours for something else."""
+    """Give a group the default timeout of the requested backend: c10d knows that of NCCL by its
+    name, which is ours here."""
     if values["timeout"] is None and "nccl" in requested.lower():
         # None in a torch without NCCL
         values["timeout"] = getattr(_c10d, "default_pg_nccl_timeout", None)
 
 
 def _restore_name(group: ReconfigurableGroup, requested: str) -> None:
-    """Let dist.get_backend answer what was asked for: much code tests that string."""
+    """Let dist.get_backend return the requested name: much code tests that string."""
     _, store = _c10d._world.pg_map[group]
     _c10d._world.pg_map[group] = (dist.Backend(requested), store)
 
 
 @contextmanager
 def _no_store_barrier() -> Iterator[None]:
-    """There are no peers in our local stores to meet."""
+    """Switch off the barrier of c10d: our local stores have no peers."""
     old = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
     try:
         yield
@@ -416,7 +396,7 @@ def _wrap_split(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def split_group(*args: Any, **kwargs: Any) -> Any:
-        """As torch, by a call of new_group for each part: what is split is exchanged later."""
+        """As torch, by a call of new_group for each part, as communicators are exchanged later."""
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         values = given.arguments
@@ -425,20 +405,20 @@ def _wrap_split(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         if not values["split_ranks"]:
             raise ValueError("split_ranks cannot be None or empty")
-        mine = None
+        own = None
         for part in values["split_ranks"]:
             ranks = [parent.ranks[rank] for rank in part]
             group = _c10d.new_group(
                 ranks,
                 values["timeout"],
                 values.get("backend") or parent.requested,
-                values["pg_options"] or copy.deepcopy(parent.options),
-                # So that it is named by its ranks, and called by those of the parent only.
+                values["pg_options"] or copy.deepcopy(parent.spec().options),
+                # Named by its ranks, and called by the ranks of the parent only.
                 use_local_synchronization=True,
                 group_desc=values["group_desc"],
             )
-            mine = group if parent.rank() in part else mine
-        return mine
+            own = group if parent.rank() in part else own
+        return own
 
     return split_group
 
@@ -489,7 +469,7 @@ def _first_received(values: dict[str, Any]) -> None:
         values["scatter_object_output_list"][0] = sent[values["group"].rank()]
 
 
-#: object collectives that would unpickle an unfilled buffer where nothing was received
+#: object collectives that would unpickle a buffer without received bytes
 _DETACHED_OBJECTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "broadcast_object_list": _nothing,
     "recv_object_list": _nothing,

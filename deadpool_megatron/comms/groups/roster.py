@@ -1,8 +1,8 @@
-"""The groups a process knows of: every call of new_group, member or not, in order.
+"""The groups that a process knows: every call of new_group, member or not, in order.
 
 Survivors and a spare made the same calls, so the roster gives each group a key that is equal on all
-its ranks, an order of creation that cannot deadlock, and the map from one role's groups to
-another's.
+its ranks, an order of creation that cannot deadlock, and the map from a role's groups to those of
+another role.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ _c10d: Any = c10d
 
 
 class Roster:
-    """Ordered; changed by the thread that creates groups only."""
+    """The groups in order of creation; only the thread that creates groups changes it."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._made: dict[tuple[int, ...], int] = {}
 
     def add(self, entry: Entry) -> None:
-        """Note one creation; the first one is WORLD."""
+        """Add a creation, which begins with WORLD."""
         self._entries.append(entry)
 
     def remove(self, group: ReconfigurableGroup) -> None:
-        """The group was destroyed; with WORLD goes everything."""
+        """Remove a destroyed group; with WORLD all groups."""
         if self._entries and self._entries[0].group is group:
             self._entries.clear()
         self._entries = [entry for entry in self._entries if entry.group is not group]
 
     def groups(self) -> list[ReconfigurableGroup]:
-        """The groups of which this process is a member, in order of creation."""
+        """Return the groups of which this process is a member, in order of creation."""
         return [entry.group for entry in self._entries if entry.group is not None]
 
     def entries(self) -> list[Entry]:
-        """All of them but WORLD, in order of creation."""
+        """Return all creations but WORLD, in order."""
         return self._entries[1:]
 
     def world(self) -> ReconfigurableGroup:
-        """The first one. Raises RuntimeError before init_process_group."""
+        """Return WORLD. Raises RuntimeError before init_process_group."""
         groups = self.groups()
         if not groups:
             raise RuntimeError("torch.distributed was not initialised through the seam")
         return groups[0]
 
     def in_attach_order(self) -> list[ReconfigurableGroup]:
-        """WORLD first, then by ranks, then by order of creation.
+        """Return the groups in the order of attach: WORLD, then by ranks, then by creation.
 
-        Every rank takes its groups out of one global order, so the first group in that order which
-        is not yet up is waited for by all its members, and no circle of waits can exist.
+        Every rank takes its groups out of the same global order. So all members of the first group
+        in that order which is not connected wait for it, and no circle of waits can exist.
         """
         groups = self.groups()
         return groups[:1] + sorted(groups[1:], key=lambda group: group.ranks)
@@ -62,7 +62,7 @@ class Roster:
         """Return a digest, which is equal on ranks that know the same groups, and the rounds in
         which all groups of all roles but those of gloo are split from WORLD: the groups of a round
         share no rank (None: this rank is no member)."""
-        entries = [one for one in self._entries[1:] if one.requested.lower() != "gloo"]
+        entries = [entry for entry in self._entries[1:] if entry.requested.lower() != "gloo"]
         taken: list[set[int]] = []
         rounds: list[list[ReconfigurableGroup | None]] = []
         for entry in entries:
@@ -77,11 +77,11 @@ class Roster:
         return hashlib.blake2b(text.encode()).hexdigest(), rounds
 
     def start_epoch(self) -> None:
-        """Store keys are numbered again."""
+        """Number store keys from the start."""
         self._made.clear()
 
     def next_key(self, group: ReconfigurableGroup) -> str:
-        """Store prefix of the group: its ranks, and how many with the same ranks came before."""
+        """Return the store prefix of the group: its ranks, and its number among groups of these."""
         number = self._made.get(group.ranks, 0)
         self._made[group.ranks] = number + 1
         text = ",".join(map(str, group.ranks))
@@ -97,13 +97,13 @@ class Roster:
         old_rank = self.world().rank()
         if rank == old_rank:
             return
-        mine = [entry for entry in self._entries if old_rank in entry.ranks]
-        theirs = [entry for entry in self._entries if rank in entry.ranks]
-        shape = [(e.description, len(e.ranks), e.requested) for e in mine]
-        if shape != [(e.description, len(e.ranks), e.requested) for e in theirs]:
+        sources = [entry for entry in self._entries if old_rank in entry.ranks]
+        targets = [entry for entry in self._entries if rank in entry.ranks]
+        shape = [(e.description, len(e.ranks), e.requested) for e in sources]
+        if shape != [(e.description, len(e.ranks), e.requested) for e in targets]:
             raise ValueError(f"rank {rank} has other groups than rank {old_rank}")
-        moved = [(entry.group, target) for entry, target in zip(mine, theirs, strict=True)]
-        for entry in mine:
+        moved = [(entry.group, target) for entry, target in zip(sources, targets, strict=True)]
+        for entry in sources:
             entry.group = None
         for group, target in moved:
             assert group is not None

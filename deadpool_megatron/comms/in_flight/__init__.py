@@ -1,7 +1,9 @@
-"""The operations of one epoch: how they are waited for, left, and cleared away.
+"""The operations of an epoch: how they are waited for, abandoned, and freed.
 
-attached_epoch  its flag, its operations in flight, how it is closed, and how old ones are freed
-works           the Work objects that callers get, and their futures
-waiters         blocking calls that can be left, threads that connect, threads of gloo that sleep
-device_time     how far a device is with them, and how long its streams stand still for them
+epoch        its flag, its operations in flight, and its close
+observation  the waits and the progress of a process, for the threads that watch it
+reaper       the thread that frees old epochs
+works        the Work objects that callers get, and their futures
+waiters      blocking calls that can be abandoned, threads that connect, threads of gloo that sleep
+device_time  the progress of a device, and the time in which its streams wait for communication
 """

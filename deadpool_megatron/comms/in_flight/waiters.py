@@ -1,13 +1,13 @@
-"""Blocking calls that can be left, and threads that connect groups to their peers.
+"""Blocking calls that can be abandoned, and threads that connect groups to their peers.
 
-Own threads make the calls, their caller waits on a lock.
+Own threads make the calls, while their caller waits on a lock.
 
-A queue and a lock per thread instead of an executor and futures: this stands in the path of every
+A queue and a lock per thread instead of an executor and futures, as this is in the path of every
 point-to-point wait (about 50 us of CPU against 155 us, measured on two busy cores).
 
-Calls that were left behind may still proceed; those of a thread of gloo that sleeps do not. A
-thread that could run is in state R, also while it waits for a processor, so a busy machine is not
-mistaken for a sleeping thread. Linux only.
+An abandoned call may still proceed, unless it is in a thread of gloo that sleeps. A thread that
+could run is in state R, also while it waits for a processor, so a busy machine does not look like a
+sleeping thread. Linux only.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deadpool_megatron.comms.in_flight.attached_epoch import Epoch
+    from deadpool_megatron.comms.in_flight.epoch import Epoch
 
-#: most of the time is waiting for peers; more threads than this bring nothing
-AT_ONCE = 8
-#: how torch and gloo name them: they run the collectives, and the connections of a device
+#: more threads gain nothing, as most of the time is waiting for peers
+MAX_BUILDERS = 8
+#: names that torch and gloo give to threads for collectives, and for a device's connections
 _WORKERS = frozenset({"pt_gloo_runloop"})
 _LOOPS = frozenset({"gloo_tcp_loop"})
 _SAMPLES = 4
@@ -36,7 +36,7 @@ _STATUS = re.compile(r"^State:\s+(\S).*?^voluntary_ctxt_switches:\s+(\d+)", re.M
 
 
 class Left(Exception):
-    """The caller left a call that continues in its thread; ``deadline`` tells why."""
+    """The caller left a call that continues in its thread; ``deadline``: not for a close."""
 
     def __init__(self, waiter: Waiter, deadline: bool) -> None:
         super().__init__("a blocking call was abandoned")
@@ -45,14 +45,14 @@ class Left(Exception):
 
 
 class Waiter:
-    """One thread that makes blocking calls for others, one at a time."""
+    """A thread that makes blocking calls for others, one at a time."""
 
     __slots__ = ("error", "finished", "inbox", "left", "native_id", "wake")
 
     def __init__(self) -> None:
         self.inbox: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        # A binary semaphore: taken while nothing happened. Spurious releases are harmless because
-        # the caller looks at `finished` and at the epoch after each wake.
+        # A binary semaphore, held until something happens. Spurious releases are harmless because
+        # the caller checks `finished` and the epoch after each wake.
         self.wake = threading.Lock()
         self.wake.acquire()
         self.finished = False
@@ -63,9 +63,9 @@ class Waiter:
         self.native_id = thread.native_id or 0
 
     def begin(self, call: Callable[[], Any]) -> None:
-        """Have ``call`` made; of the one before it nothing is left."""
+        """Start ``call`` in the thread, without traces of the call before."""
         self.finished = False
-        self.error = None  # of a call that ended in the very moment in which it was left
+        self.error = None  # of a call that ended in the moment in which it was left
         self.inbox.put(call)
 
     def _serve(self) -> None:
@@ -79,12 +79,12 @@ class Waiter:
                 self.error = error
             del call
             if self.left:
-                self.error = None  # nobody will ask, and its traceback holds this frame
+                self.error = None  # no caller will read it, and its traceback holds this frame
             self.finished = True
             self.notify()
 
     def notify(self) -> None:
-        """Make the caller look again; any thread."""
+        """Make the caller check again; any thread."""
         try:
             self.wake.release()
         except RuntimeError:
@@ -94,8 +94,8 @@ class Waiter:
 class WaiterPool:
     """Threads made on demand (never before the first call, so a fork before it is safe).
 
-    There are as many as callers that wait at the same time, plus those left behind, which end by
-    themselves when their call returns. Thread-safe.
+    There are as many as callers that wait at the same time, plus threads of abandoned calls, which
+    end when their call returns. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class WaiterPool:
     def call(
         self, function: Callable[[], Any], epoch: Epoch, deadline_seconds: float | None = None
     ) -> None:
-        """Run ``function`` in a thread; returns when it returned, raises what it raised.
+        """Run ``function`` in a thread and wait for it; raises its exception.
 
         Raises Left when the epoch is closed and the grace is over, or when the deadline passed.
         """
@@ -119,7 +119,7 @@ class WaiterPool:
         try:
             while not waiter.finished:
                 closed = epoch.closed
-                until = epoch.closed_at_seconds + epoch.grace_seconds if closed else deadline
+                until = epoch.grace_over if closed else deadline
                 rest = None if until is None else until - time.monotonic()
                 if rest is not None and rest <= 0:
                     raise Left(waiter, deadline=not closed)
@@ -139,7 +139,7 @@ class WaiterPool:
                 del error  # its traceback holds this frame: a cycle would keep tensors alive
 
     def wake_all(self) -> None:
-        """Make every caller look at its epoch now."""
+        """Make every caller check its epoch now."""
         for waiter in list(self._busy):
             waiter.notify()
 
@@ -150,10 +150,10 @@ class WaiterPool:
 
 
 def stays_asleep(others: Set[int]) -> bool:
-    """True where no gloo worker, nor any of the thread ids ``others``, ran for a while (0.1 s).
+    """Return whether no gloo worker, nor any of the thread ids ``others``, ran for 0.1 s.
 
-    Answers after the loop of each device was seen idle once: what it had taken from connections
-    before these went is then delivered, and whom it woke is no longer asleep.
+    That is judged after the loop of each device was idle once: the bytes that it had received are
+    then delivered, and the threads that it woke are no longer asleep.
     """
     for _ in range(_SAMPLES):
         if _switches(_LOOPS, frozenset()) is not None:
@@ -172,12 +172,12 @@ def stays_asleep(others: Set[int]) -> bool:
 
 
 def _switches(names: Set[str], others: Set[int]) -> dict[int, int] | None:
-    """Thread id -> number of times it went to sleep; None if one of them is not sleeping."""
+    """Return thread id -> number of times it went to sleep; None if any is not sleeping."""
     switches: dict[int, int] = {}
     for task in Path("/proc/self/task").iterdir():
         try:
             number = int(task.name)
-            # A name that a program gives is cut at 15 bytes, in the middle of a letter.
+            # The kernel cuts names at 15 bytes, perhaps in the middle of a letter.
             name = (task / "comm").read_text(errors="replace").strip()
             if name not in names and number not in others:
                 continue
@@ -192,26 +192,26 @@ def _switches(names: Set[str], others: Set[int]) -> dict[int, int] | None:
 
 @dataclass(frozen=True)
 class Job:
-    """One group; ``connect`` returns when all its peers have come."""
+    """The connection of a group; ``connect`` returns when all its peers have taken part."""
 
     place: str
     connect: Callable[[], None]
 
 
 class Builders:
-    """Connects groups in the order given, up to ``at_once`` of them at the same time.
+    """Threads that connect groups in the order given, up to ``at_once`` at the same time.
 
-    No circle of waits can exist when every process takes its groups out of one global order,
-    however many it connects at once. Of the groups that are not up yet, look at the first one in
-    that order: each of its members has all its earlier groups up, so this group is the first one
-    that it has not finished, and because groups are begun in order, it has begun it. All members
-    are there, so the group comes up, and another one is the first.
+    No circle of waits can exist when every process takes its groups out of the same global order,
+    however many it connects at once. Consider the first group in that order that is not connected:
+    each of its members has connected all its earlier groups, so this group is its first unfinished
+    group, and because groups are started in order, it has started it. All members take part, so the
+    group gets connected, and another group is the first.
     """
 
     def __init__(self, jobs: Sequence[Job], at_once: int) -> None:
         self._lock = threading.Lock()
         self._waiting = deque(jobs)
-        self._begun: list[Job] = []
+        self._started: list[Job] = []
         self._stopped = False
         self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
         self._threads = [
@@ -220,11 +220,11 @@ class Builders:
         ]
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Connect these as well, behind all others; before the run, or by one of its jobs."""
+        """Connect these as well, after all others; before the run, or by one of its jobs."""
         self._waiting.extend(jobs)
 
     def run(self) -> None:
-        """Connect all of them. Raises the first error; groups that were begun then continue."""
+        """Connect all of them. Raises the first error, while started groups continue."""
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
@@ -233,14 +233,14 @@ class Builders:
                 raise error
 
     def stop(self) -> None:
-        """Begin no further group. Any thread."""
+        """Start no further group. Any thread."""
         self._stopped = True
 
     @property
     def oldest(self) -> str:
-        """The place of the first group that is not up, or nothing. Any thread."""
+        """The place of the first group that is not connected, or nothing. Any thread."""
         with self._lock:
-            return self._begun[0].place if self._begun else ""
+            return self._started[0].place if self._started else ""
 
     @property
     def finished(self) -> bool:
@@ -252,7 +252,7 @@ class Builders:
             while (job := self._begin()) is not None:
                 job.connect()
                 with self._lock:
-                    self._begun.remove(job)
+                    self._started.remove(job)
         except BaseException as error:
             self.stop()
             self._ends.put(error)
@@ -263,12 +263,12 @@ class Builders:
         with self._lock:
             if self._stopped or not self._waiting:
                 return None
-            self._begun.append(self._waiting.popleft())
-            return self._begun[-1]
+            self._started.append(self._waiting.popleft())
+            return self._started[-1]
 
 
 class Connecting:
-    """The place where the main thread waits during an attach; see attached_epoch.Waiting."""
+    """The place where the main thread waits during an attach; see epoch.Waiting."""
 
     operation = "attach"
     sequence = 0
@@ -278,5 +278,5 @@ class Connecting:
 
     @property
     def place(self) -> str:
-        """The first group that is not up; after all of them comes a barrier over WORLD."""
+        """The first group that is not connected; after all of them a barrier over WORLD."""
         return self._builders.oldest or "WORLD (barrier)"

@@ -1,4 +1,4 @@
-"""The Work objects that callers get: what plain c10d Works offer, and a wait that can be left."""
+"""The Work objects that callers get: plain c10d Works with an abandonable wait."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch.distributed as dist
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms.gathers import SeveralWorks, failure_of
-from deadpool_megatron.comms.in_flight.attached_epoch import Epoch, Stuck
+from deadpool_megatron.comms.in_flight.epoch import Epoch, Stuck
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter
 from deadpool_megatron.comms.inner import POINT_TO_POINT, RECEIVES, CommunicatorFault, EpochClosed
 
-#: longest time in which a wait for a collective cannot notice a close; each slice that ends
-#: unfinished costs one exception (tens of microseconds)
+#: a wait for a collective notices a close after this time; each slice that ends unfinished costs an
+#: exception (tens of microseconds)
 SLICE = timedelta(milliseconds=50)
 
 
 class WorkGroup(Protocol):
-    """The part of its inner group that a Work knows."""
+    """The part of its inner group that a Work uses."""
 
     epoch: Epoch
     description: str
@@ -33,9 +33,9 @@ class WorkGroup(Protocol):
 
 
 class SeamWork(dist.Work):
-    """Base of our Works: forwards everything to the inner Work ``inner``.
+    """The base of our Works, which forwards everything to the inner Work ``inner``.
 
-    Attributes ``place``, ``operation`` and ``sequence`` say what it is, for diagnosis.
+    Attributes ``place``, ``operation`` and ``sequence`` name it in diagnostics.
     """
 
     __slots__ = ("epoch", "group", "inner", "operation", "sequence")
@@ -50,12 +50,12 @@ class SeamWork(dist.Work):
 
     @property
     def description(self) -> str:
-        """Description of the group."""
+        """The description of the group."""
         return self.group.description
 
     @property
     def place(self) -> str:
-        """The very group, by its description and ranks."""
+        """The group by its description and ranks."""
         return self.group.place
 
     def is_completed(self) -> bool:
@@ -72,7 +72,7 @@ class SeamWork(dist.Work):
         self.inner.block_current_stream()
 
     def get_future(self) -> Any:
-        """The inner future; a wait on it ends with the operation, or with the epoch."""
+        """Return the inner future; a wait on it ends with the operation, or with the epoch."""
         return ending_with(self.epoch, self.inner.get_future(), self.operation)
 
 
@@ -90,20 +90,20 @@ for _name in (
     setattr(SeamWork, _name, _to_inner(_name))
 
 
-def book(group: WorkGroup, operation: str) -> None:
-    """Count an operation that its caller is done with."""
+def count_finished(group: WorkGroup, operation: str) -> None:
+    """Count an operation that its caller has finished with."""
     group.epoch.progress.finished += 1
     if failpoints.ACTIVE:
         failpoints.hit("comm.done", op=operation, group=group.description, size=group.size)
 
 
 def ending_with(epoch: Epoch, inner: Any, operation: str) -> Any:
-    """A future with the outcome of ``inner``; when ``epoch`` is closed before, it ends at once.
+    """Return a future with the outcome of ``inner``; a close of ``epoch`` ends it at once.
 
     Its error is then a RuntimeError that quotes EpochClosed. Tensors may still be written to.
-    DistributedDataParallel waits in C++ for the future of an operation, where nobody can leave it.
-    Most of gloo's operations end when their connections are cut; one in some hundreds does not,
-    before its timeout.
+    DistributedDataParallel waits in C++ for the future of an operation, a wait that cannot be
+    abandoned. Most of gloo's operations end when their connections are cut; a few in a thousand
+    only end at their timeout.
     """
     start: torch.futures.Future[None] = torch.futures.Future()
     once = threading.Lock()
@@ -127,7 +127,7 @@ def ending_with(epoch: Epoch, inner: Any, operation: str) -> Any:
 
 
 class HostWork(SeamWork):
-    """Work whose wait blocks the host (gloo), and can be left.
+    """A Work whose wait blocks the host (gloo), and can be abandoned.
 
     ``handed``: the inner wait ignores or is broken by a timeout (a timed wait on a gloo send or
     receive closes all connections), so another thread makes it; otherwise it is waited for in
@@ -201,11 +201,11 @@ class HostWork(SeamWork):
             self._after()
         self._done = True
         self._release()
-        book(self.group, self.operation)
+        count_finished(self.group, self.operation)
         return True
 
     def _wait_sliced(self, timeout: timedelta | None) -> str | None:
-        """Answers the text of a failure, None when finished or closed."""
+        """Return the text of a failure, None when finished or closed."""
         inner, epoch = self.inner, self.epoch
         until = None if timeout is None else monotonic() + timeout.total_seconds()
         step = SLICE if timeout is None else min(SLICE, timeout)
@@ -220,7 +220,7 @@ class HostWork(SeamWork):
                     return failure
                 if until is not None and monotonic() >= until:
                     raise
-            if epoch.closed and monotonic() >= epoch.closed_at_seconds + epoch.grace_seconds:
+            if epoch.closed and monotonic() >= epoch.grace_over:
                 return None
 
     def _wait_handed(self, timeout: timedelta | None) -> str | None:
@@ -239,7 +239,7 @@ class HostWork(SeamWork):
     def is_completed(self) -> bool:
         completed = self._done or super().is_completed()
         if completed and self._after is not None and self.inner.is_success():
-            self.wait()  # who asks in a loop reads the outputs next
+            self.wait()  # a caller that polls reads the outputs next
         return completed
 
     # -- Pending ---------------------------------------------------------------------------------
@@ -249,22 +249,22 @@ class HostWork(SeamWork):
         self.wait()
 
     def unfinished_in(self) -> Stuck | None:
-        """Return where the operation may still write into its outputs; after the close of its
-        epoch."""
+        """Return the place where the operation may still write into its outputs, after the close of
+        its epoch."""
         if self._done or not self._writes:
             return None
         if self.operation in RECEIVES:
             ended = self._failed or (self._left is not None and self._left.finished)
             return None if ended else Stuck(self.group, None, receives=True)
         if self._handed:
-            # Such an inner wait copies the result itself; unless it runs, nobody does.
+            # Only such an inner wait copies the result, as long as it runs.
             if self._left is None or self._left.finished:
                 return None
             return Stuck(self.group, self._left.native_id)
         return None if self.inner.is_completed() else Stuck(self.group, None)
 
     def _abandon(self) -> None:
-        """Keep operands alive until the reaper is done with the inner group."""
+        """Keep operands alive until the reaper has freed the inner group."""
         if self._serial < 0:
             self._operands = [tensor.detach() for tensor in tensors_in(self._operands)]
         self.epoch.abandoned.append(self)
@@ -277,7 +277,7 @@ class HostWork(SeamWork):
 
 
 def _in_mode_of_caller(wait: Callable[[], Any]) -> Callable[[], None]:
-    """For another thread: such a wait copies into outputs, as autograd allows it the caller."""
+    """Return a call for another thread, with the caller's modes of autograd: it copies outputs."""
     inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def call() -> None:
@@ -288,7 +288,7 @@ def _in_mode_of_caller(wait: Callable[[], Any]) -> Callable[[], None]:
 
 
 class StreamWork(SeamWork):
-    """Work whose wait makes the calling thread's stream wait (NCCL) and does not block the host.
+    """A Work whose wait makes the calling thread's stream wait (NCCL), and does not block the host.
 
     It must therefore run on the calling thread.
     """
@@ -299,7 +299,7 @@ class StreamWork(SeamWork):
         """Order the current stream after the operation.
 
         After an abort the inner wait may return normally with worthless outputs; this call raises
-        EpochClosed then, and whoever reads outputs before the next call must check by itself.
+        EpochClosed then, and a caller that reads outputs before the next call must check by itself.
         """
         epoch = self.epoch
         epoch.check(self.operation)
@@ -316,19 +316,19 @@ class StreamWork(SeamWork):
         if problem is not None:
             epoch.fault(self.description, self.operation, problem)
         epoch.check(self.operation)
-        book(self.group, self.operation)
+        count_finished(self.group, self.operation)
         return True
 
     def get_future(self) -> Any:
-        """The inner future itself: it has the events that order streams, and is complete as soon as
-        the operation is enqueued, so nobody can hang in it. One of ours would order nothing
+        """Return the inner future itself, which has the events that order streams. It is complete
+        when the operation is enqueued, so no wait hangs in it. A future of ours would order nothing
         (ATen/core/ivalue_inl.h: a future knows its devices from the start, or has none)."""
         self.epoch.check(self.operation)
         return self.inner.get_future()
 
 
 class CompletedWork(dist.Work):
-    """Work of an operation that was complete when it returned."""
+    """The Work of an operation that was complete when it returned."""
 
     __slots__ = ("_outputs",)
 
@@ -361,16 +361,16 @@ class CompletedWork(dist.Work):
 
 
 def communication_failed(error: RuntimeError) -> bool:
-    """Tell whether an error raised at the start of an operation comes from the network.
+    """Return whether an error at the start of an operation comes from the network.
 
-    Others (a wrong shape, a wrong dtype) are the caller's own and pass through.
+    Other errors (a wrong shape, a wrong dtype) are the caller's own and pass through.
     """
     text = str(error)
     return isinstance(error, dist.DistError | CommunicatorFault) or "/gloo/" in text
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples and dictionaries of an operation's arguments."""
+    """Yield all tensors in nested lists, tuples and dictionaries of an operation's arguments."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -382,7 +382,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_asynchronous(args: tuple[Any, ...], kwargs: Any) -> bool:
-    """True where the caller will wait later: what the options say, else assume so."""
+    """Return whether the caller will wait later, by the options; without options it will."""
     options = kwargs.get("opts") if kwargs else None
     if options is None and args:
         options = args[-1]

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import ErrorType
 
 from deadpool_megatron.cluster.link.rendezvous import MemberStore
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, communicators
-from deadpool_megatron.comms.in_flight.attached_epoch import Progress
-from deadpool_megatron.comms.in_flight.waiters import AT_ONCE
+from deadpool_megatron.comms.in_flight.epoch import Progress
+from deadpool_megatron.comms.in_flight.waiters import MAX_BUILDERS
 from deadpool_megatron.comms.nccl import NcclFabric
 from deadpool_megatron.member.reports import HangProbe
 from deadpool_megatron.settings import Settings
@@ -77,11 +77,11 @@ def late_set_ups(member: Member) -> bool:
     member.init("nccl")
     for _ in range(9):
         dist.new_group([0])
-    hanging = SetUp(AT_ONCE)
+    hanging = SetUp(MAX_BUILDERS)
     attach_and_close(member, 1, hanging)
     assert member.comms.drain(), "once may be bad luck"
     late = list(hanging.communicators)
-    assert len(late) == AT_ONCE, "of ten"
+    assert len(late) == MAX_BUILDERS, "of ten"
     assert not any(one.aborted for one in late)
     hanging.release.set()
     wait_for("the aborts of those that came up late", lambda: all(one.aborted for one in late))

@@ -49,7 +49,7 @@ def several_gathers(member: Member) -> None:
 def closed_in_a_block(member: Member, use: Callable[[Member], None]) -> bool:
     """The epoch is closed between the start of a block and its first operation; on a busy machine
     its thread may not run for longer than a block may last."""
-    blocks.LONGEST_SECONDS = SECONDS
+    blocks.MAX_INSIDE_SECONDS = SECONDS
     member.init("nccl", epoch=0)
     use(member)
     dist.barrier()
@@ -112,7 +112,7 @@ def test_a_thread_that_is_stuck_in_a_block_costs_its_process() -> None:
 def closed_in_an_operation(member: Member, inside_seconds: float) -> bool:
     """Return whether the process may go on after a close that found a thread inside of NCCL."""
     member.init("nccl", epoch=0)
-    blocks.LONGEST_SECONDS = SECONDS if inside_seconds < SECONDS else 0.0
+    blocks.MAX_INSIDE_SECONDS = SECONDS if inside_seconds < SECONDS else 0.0
 
     def lasts(communicator: fake_nccl.FakeCommunicator) -> None:
         threading.Thread(target=member.comms.interrupt, args=(0,)).start()
@@ -135,7 +135,7 @@ def test_an_abort_frees_nothing_that_a_thread_is_in(inside_seconds: float, may_g
 
 def connects(member: Member, description: str, in_first_step: bool) -> bool:
     """Rank 0 sends first, and is held as long as the pair is not connected."""
-    blocks.LONGEST_SECONDS = 0.0
+    blocks.MAX_INSIDE_SECONDS = 0.0
     member.init("nccl")
     group: Any = dist.new_group([0, 1], group_desc=description)
     member.attach(0)

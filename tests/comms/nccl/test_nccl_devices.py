@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import BarrierOptions
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import Communicators, communicators, nccl as fabric
-from deadpool_megatron.comms.in_flight.attached_epoch import Progress
+from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.inner import GroupSpec
 from deadpool_megatron.comms.nccl import Blocks, NcclGroup
 from deadpool_megatron.platform.devices import CpuPlatform

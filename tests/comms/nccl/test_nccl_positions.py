@@ -4,8 +4,8 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from deadpool_megatron.comms.in_flight.attached_epoch import Progress
 from deadpool_megatron.comms.in_flight.device_time import read_positions
+from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.inner import Position
 
 

@@ -57,8 +57,8 @@ from torch._C._distributed_c10d import ErrorType, Store
 
 from deadpool_megatron.comms.gathers import SeveralWorks
 from deadpool_megatron.comms.gloo import GlooFabric, GlooGroup
-from deadpool_megatron.comms.in_flight.attached_epoch import Epoch
 from deadpool_megatron.comms.in_flight.device_time import CudaClock
+from deadpool_megatron.comms.in_flight.epoch import Epoch
 from deadpool_megatron.comms.in_flight.works import (
     communication_failed,
     is_asynchronous,
