@@ -100,8 +100,9 @@ class MegatronFramework(Framework):
     def schedule_difference(self, values: dict[str, Any]) -> ScheduleDifference | None:
         """See :class:`Framework`."""
         found = megatron_extras.other_schedule(self._loop, values)
-        counts = megatron_extras.command_counts(self._loop.scheduler)
-        return ScheduleDifference(found, counts) if found else None
+        is_overridden = megatron_extras.command_counts(self._loop.scheduler)
+        flag = "--override-opt-param-scheduler"
+        return ScheduleDifference(found, flag, is_overridden) if found else None
 
     def large_frozen_weights(self) -> Sequence[tuple[str, Tensor]]:
         """See :class:`Framework`."""

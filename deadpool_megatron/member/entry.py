@@ -311,7 +311,7 @@ class EpochEntry:
         try:
             check_checkpoint(checkpoint)
             self.loop.load_checkpoint(checkpoint)
-        except BaseException as error:  # Megatron exits where it finds nothing
+        except BaseException as error:  # some frameworks exit where they find nothing
             # torch collects the exceptions of all ranks, each with its frames, in a BaseException.
             found = [one[0] for one in getattr(error, "failures", {}).values()] or [error]
             others = (EpochClosed, CommunicatorFault, MemoryError, torch.OutOfMemoryError)
@@ -329,15 +329,15 @@ class EpochEntry:
         found = self.built.framework.schedule_difference(values) if record.begins else None
         if found is None:
             return
-        if not found.command_counts:
-            advice = "give the former, or --override-opt-param-scheduler as well"
+        if not found.is_overridden:
+            advice = f"give the former, or {found.override_flag} as well"
             raise OtherModel("", f"{found.text}: {advice}")
         if self.role == 0:
-            self._warn(f"{found.text}, which counts (--override-opt-param-scheduler)")
+            self._warn(f"{found.text}, which counts ({found.override_flag})")
 
     def _extras_beside(self, checkpoint: Path) -> dict[str, Any]:
         """The extras of this role that lie beside a checkpoint; empty where there are none for it,
-        so that what was loaded is what stock Megatron has loaded. Raises RestoreFailed."""
+        so that the state is what the program's own load has made of it. Raises RestoreFailed."""
         try:
             found = extras_file.read(checkpoint, self.role, dist.get_world_size())
             values = extras_codec.decode(found) if found else {}

@@ -45,10 +45,12 @@ class StepCalls(NamedTuple):
 
 class ScheduleDifference(NamedTuple):
     """A difference between the schedule of a restored state and that of the command line.
-    ``command_counts``: whether the user has said that the command line's is to be used."""
+    ``override_flag``: what a user gives to have the command line's used; ``is_overridden``: whether
+    it was given."""
 
     text: str
-    command_counts: bool
+    override_flag: str
+    is_overridden: bool
 
 
 class UpdateAudit(ABC):
