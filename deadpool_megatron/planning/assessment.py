@@ -1,6 +1,6 @@
-"""One plan worked out: every number of the answer, the verdict, and why a plan cannot hold.
+"""The assessment of a plan: its numbers and verdict, or the reason why the plan cannot hold.
 
-Each refusal names a number to change, and to what where that is one division.
+Each refusal names a number to change, and the new value if a single division gives it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from deadpool_megatron.planning.sections import Plan, PlanError
 from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Placement, Timing
 from deadpool_megatron.settings import SettingsError
 
-# What this repository has measured, on two cores with gloo (docs/figures.md): the part by which
-# copies on other nodes lengthen a step, and the seconds that a lost node costs, median of the soak.
+# Measured in this repository on two cores with gloo (docs/figures.md): the share by which copies on
+# other nodes lengthen a step, and the seconds that a lost node costs, median of the soak.
 OVERHEAD_SHARE = 0.09
 SWAP_SECONDS = 2.0
-# Each is placed: more would take minutes, and are a slip.
-_MOST_ROLES = 1_000_000
+# Each role is placed: more roles would take minutes, and are a mistake.
+_MAX_ROLES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class Assessment:
 
     @property
     def lost_steps(self) -> int:
-        """The RPO: the most finished steps that a loss makes the job compute again."""
+        """The RPO: the largest number of finished steps that a failure makes the job repeat."""
         lag = self.plan.protection.max_lag
         together = shards.slots_of(self.plan) == 2 + lag
         return most_lost(self.plan.protection.cadence, lag, spans_the_world=together)
 
     def busiest(self, name: str) -> tuple[float, int]:
-        """Mean over the nodes that have any, and the largest, of one field of the loads; of those
-        per step what it is on average, for not every step sends a whole generation.
+        """Return the mean (over nodes with a value) and the maximum of a field of the loads. Fields
+        per step are averages, as not every step sends a whole generation.
         """
         share = traffic.mean_share(self.plan) if name.endswith("_per_step") else 1
         values = [value for load in self.loads.values() if (value := getattr(load, name))]
         return share * sum(values) / max(1, len(values)), round(share * max(values, default=0))
 
     def verdict(self) -> str:
-        """One line."""
+        """The verdict in one line."""
         used = self.timing.commit_seconds / self.timing.window_seconds
         memory = self.busiest("memory_bytes")[1] / GIGA
         return (
@@ -58,7 +58,7 @@ class Assessment:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Everything, as plain values for JSON."""
+        """The assessment as JSON values."""
         times = dataclasses.asdict(self.timing)
         for name in ("commit_seconds", "stall_seconds"):
             times[name] = getattr(self.timing, name)
@@ -83,7 +83,7 @@ class Assessment:
 
 
 def assess(plan: Plan) -> Assessment:
-    """Work a plan out. Raises PlanError, with the number to change, when it cannot hold."""
+    """Assess a plan. Raises PlanError, with the number to change, if the plan cannot hold."""
     _check_layout(plan)
     _check_scheme(plan)
     placement = traffic.place(plan)
@@ -96,7 +96,7 @@ def assess(plan: Plan) -> Assessment:
 
 
 def _check_layout(plan: Plan) -> None:
-    """Everything that has to divide divides."""
+    """Check that all sizes divide each other as Megatron requires."""
     model, parallel, cluster = plan.model, plan.parallel, plan.cluster
     experts = bool(model.experts or model.expert_parameters)
     tp, etp, instances = parallel.tp, parallel.etp or parallel.tp, parallel.optimizer_instances
@@ -126,8 +126,8 @@ def _check_layout(plan: Plan) -> None:
         size = stage // etp // parallel.ep
         _divide("parallel.optimizer_instances", instances, "expert data parallelism", size)
     roles, gpus = stage * parallel.pp, cluster.nodes * cluster.gpus_per_node
-    if roles > _MOST_ROLES:
-        raise PlanError(f"parallel.dp: {roles} roles are more than {_MOST_ROLES}: set it lower")
+    if roles > _MAX_ROLES:
+        raise PlanError(f"parallel.dp: {roles} roles are more than {_MAX_ROLES}: set it lower")
     if roles != gpus:
         whole, left = divmod(roles, cluster.gpus_per_node)
         key, fitting = ("parallel.dp", "what fills nodes") if left else ("cluster.nodes", whole)
@@ -144,18 +144,18 @@ def _divide(key: str, part: int, of: str, whole: int) -> None:
 
 
 def _check_scheme(plan: Plan) -> None:
-    """The keys of the protection go together, as a run sees it."""
+    """Check that the keys of the protection are compatible, as a run does."""
     nodes = plan.cluster.nodes + plan.cluster.spares
     try:
-        why = refusal(shards.protection_plan(plan), nodes, shards.settings_of(plan))
+        reason = refusal(shards.protection_plan(plan), nodes, shards.settings_of(plan))
     except SettingsError as error:
-        why = str(error)
-    if why:
-        raise PlanError(f"protection: {why}")
+        reason = str(error)
+    if reason:
+        raise PlanError(f"protection: {reason}")
 
 
 def _check_domains(plan: Plan, placement: Placement) -> None:
-    """No copy of a role shares a failure domain with another one."""
+    """Check that copies of a role never share a failure domain."""
     if placement.same_domain:
         wanted = losses_survived(shards.settings_of(plan)) + 1
         raise PlanError(
@@ -166,7 +166,7 @@ def _check_domains(plan: Plan, placement: Placement) -> None:
 
 
 def _check_window(plan: Plan, times: Timing) -> None:
-    """Every step's copies are done when the gate asks for them."""
+    """Check that the copies of each step are complete when the gate waits for them."""
     if times.stall_seconds <= 0:
         return
     rates = {
@@ -177,7 +177,7 @@ def _check_window(plan: Plan, times: Timing) -> None:
     key = max(rates, key=lambda name: rates[name])
     late = times.copy_seconds > times.forward_backward_seconds
     raise PlanError(
-        f"cluster.{'pcie_gb_s' if late else key}: a commit takes {times.least_commit_seconds:.3g} s"
+        f"cluster.{'pcie_gb_s' if late else key}: a commit takes {times.min_commit_seconds:.3g} s"
         f" (copy {times.copy_seconds:.3g}, checksum {times.checksum_seconds:.3g}, ship"
         f" {times.ship_seconds:.3g}), {times.stall_seconds:.3g} s too long: its window at lag"
         f" {plan.protection.max_lag} is {times.window_seconds:.3g} s of a step of"
@@ -186,7 +186,7 @@ def _check_window(plan: Plan, times: Timing) -> None:
 
 
 def _check_memory(plan: Plan, loads: dict[int, NodeLoad]) -> None:
-    """Slots and copies fit in what is left of a node's memory."""
+    """Check that slots and copies fit in the unreserved memory of a node."""
     cluster = plan.cluster
     fullest = max(loads, key=lambda node: loads[node].memory_bytes)
     load, slots = loads[fullest], shards.slots_of(plan)

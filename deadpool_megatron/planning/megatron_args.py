@@ -1,6 +1,6 @@
 """Sections of a plan that follow from the arguments of a Megatron-LM script: model, split, batch.
 
-A key that no argument speaks of is left out, so that a plan's own default or refusal holds.
+A key without an argument is omitted, so the plan's own default or refusal applies.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ ASSUMED: dict[str, Any] = {
 
 
 def sections_of(words: Sequence[str], nodes: int) -> dict[str, dict[str, Any]]:
-    """Return them, for a cluster of so many nodes that train; of it all else is assumed. Raises
-    ValueError for a batch that Megatron-LM does not take there."""
+    """Return the sections for a cluster of ``nodes`` that train; its other values are assumed.
+    Raises ValueError for a batch that Megatron-LM refuses on this cluster."""
     found = vars(flags.named_arguments(words))
     sections = {
         section: {key: found[name] for key, name in names.items() if name in found}
@@ -65,9 +65,9 @@ def sections_of(words: Sequence[str], nodes: int) -> dict[str, dict[str, Any]]:
     }
     model, parallel = sections["model"], sections["parallel"]
     hidden = model.get("hidden", 0)
-    # As Megatron-LM's validation makes it.
-    usual = int(hidden * 8 / 3 / 64) * 64 if "swiglu" in model else 4 * hidden
-    model["ffn"] = found.get("moe_ffn_hidden_size", model.get("ffn", usual))
+    # Megatron-LM's validation computes the same default.
+    default = int(hidden * 8 / 3 / 64) * 64 if "swiglu" in model else 4 * hidden
+    model["ffn"] = found.get("moe_ffn_hidden_size", model.get("ffn", default))
     model["biases"] = "disable_bias_linear" not in found
     model["rmsnorm"] = found.get("normalization") == "RMSNorm"
     if found.get("position_embedding_type", "learned_absolute") == "learned_absolute":

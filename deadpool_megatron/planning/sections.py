@@ -1,9 +1,8 @@
-"""The file of a plan: YAML and overrides -> :class:`Plan`, strictly.
+"""The sections of a plan, and a strict reader of them from YAML and overrides.
 
-One frozen dataclass per section, each key with its help and bounds: the help text of ``deadpool
-plan`` and the checks of what is read come from here, so a key has one definition. Units are part of
-the names: ``_gb`` are 10^9 bytes. Whatever is wrong raises PlanError with one line that names the
-key; nothing is guessed.
+Each section is a frozen dataclass, each key with its help and bounds: the help text of ``deadpool
+plan`` and the checks of the file both come from here. Units are part of the names: ``_gb`` are 10^9
+bytes. Each error raises PlanError with a line that names the key; no value is guessed.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ from deadpool_megatron.settings import LONGEST_CADENCE, Settings
 _SHAPE = ("layers", "hidden", "ffn", "heads", "vocab")
 _SPEED = ("tflops_per_gpu", "efficiency", "tokens_per_step")
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-_RELATIONS = {"least": operator.ge, "above": operator.gt, "most": operator.le}
-_WORDS = {"least": "at least", "above": "above", "most": "at most"}
+_RELATIONS = {"min": operator.ge, "above": operator.gt, "max": operator.le}
+_WORDS = {"min": "at least", "above": "above", "max": "at most"}
 
 
 class PlanError(UserError, ValueError):
-    """A plan that cannot be read or cannot hold; one line that says what to change."""
+    """A plan cannot be read or cannot hold; the message names the change to make."""
 
 
 class Bounds(NamedTuple):
-    """``least``, ``most``: bounds of a number that are allowed; ``above``: one that is not."""
+    """Bounds of a number: ``min`` and ``max`` are allowed themselves, ``above`` is not."""
 
-    least: float | None = None
+    min: float | None = None
     above: float | None = None
-    #: beyond the usual one nothing is meant, and formulas end in infinity
-    most: float = 1e18
+    #: larger numbers are mistakes, and formulas would end in infinity
+    max: float = 1e18
 
 
-Natural = Annotated[int, Bounds(least=0)]
-Count = Annotated[int, Bounds(least=1)]
-# What divides something is looked for among the smaller numbers.
-Shares = Annotated[int, Bounds(least=1, most=1_000_000)]
-Several = Annotated[int, Bounds(least=2)]
-Cadence = Annotated[int, Bounds(least=1, most=LONGEST_CADENCE)]
-Size = Annotated[float, Bounds(least=0)]
+Natural = Annotated[int, Bounds(min=0)]
+Count = Annotated[int, Bounds(min=1)]
+# A divisor; messages search smaller numbers for a fitting one.
+Shares = Annotated[int, Bounds(min=1, max=1_000_000)]
+Several = Annotated[int, Bounds(min=2)]
+Cadence = Annotated[int, Bounds(min=1, max=LONGEST_CADENCE)]
+Size = Annotated[float, Bounds(min=0)]
 Amount = Annotated[float, Bounds(above=0)]
-Fraction = Annotated[float, Bounds(above=0, most=1)]
+Fraction = Annotated[float, Bounds(above=0, max=1)]
 
 
 def _key(help_text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -57,7 +56,7 @@ def _key(help_text: str, default: Any = dataclasses.MISSING) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model that is trained: either ``parameters``, or the shape that they follow from."""
+    """The model that is trained: either ``parameters``, or the shape that determines them."""
 
     parameters: Count | None = _key("number of parameters, instead of the shape below", None)
     expert_parameters: Natural = _key("those of 'parameters' that lie in experts", 0)
@@ -81,7 +80,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """The split of it by Megatron; roles are numbered in Megatron's order tp-cp-ep-dp-pp."""
+    """The model's split by Megatron; roles are numbered in Megatron's order tp-cp-ep-dp-pp."""
 
     tp: Shares = _key("tensor parallel size")
     pp: Shares = _key("pipeline parallel size")
@@ -95,7 +94,7 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedProtection:
-    """The settings of the run that matter here."""
+    """The settings of the run that affect the plan."""
 
     scheme: SchemeKind = _key("--deadpool-protection", Settings.protection)
     replicas: Count = _key("--deadpool-replicas; parity: blocks of a group", Settings.replicas)
@@ -114,7 +113,7 @@ class Cluster:
 
     nodes: Count = _key("nodes that train")
     gpus_per_node: Count = _key("GPUs, and so roles, of a node")
-    spares: Annotated[int, Bounds(least=0, most=10_000)] = _key("nodes that wait, warm", 0)
+    spares: Annotated[int, Bounds(min=0, max=10_000)] = _key("nodes that wait, warm", 0)
     racks: Count | None = _key("failure domains of equal size; default: each node is one", None)
     host_memory_gb: Amount = _key("host memory of a node")
     host_memory_reserved_gb: Size = _key("what training, loaders and system need of it", 0.0)
@@ -147,8 +146,8 @@ def read_plan(
     overrides: Iterable[str] = (),
     given: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Plan:
-    """The plan in a file, with ``section.key=value`` put over it, and all of it over what is
-    ``given``. ``path``: None where all is. Raises PlanError."""
+    """Return the plan in a file. Overrides (``section.key=value``) come before the file, the file
+    before ``given`` values. ``path``: None if no file is needed. Raises PlanError."""
     try:
         values = {} if path is None else _parse(path.read_text("utf-8"))
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -163,8 +162,8 @@ def read_plan(
 
 
 def make_plan(*layers: Mapping[Any, Any]) -> Plan:
-    """A plan from nested mappings, a later one over those before it, every key and value checked.
-    Raises PlanError."""
+    """Return the plan of nested mappings, with each key and value checked; later mappings override
+    earlier ones. Raises PlanError."""
     values: dict[str, dict[Any, Any]] = {name: {} for name in SECTIONS}
     for name, keys in (item for layer in layers for item in layer.items()):
         if name not in SECTIONS:
@@ -188,7 +187,7 @@ def _override(text: str) -> dict[str, dict[str, Any]]:
 
 
 def _parse(text: str) -> Any:
-    """Only this command reads YAML; training nodes need not have the package. Raises PlanError."""
+    """Parse YAML. Training nodes need no YAML package, only this command. Raises PlanError."""
     try:
         import yaml
     except ImportError as error:
@@ -216,7 +215,7 @@ def _section(name: str, cls: type[Any], given: Mapping[Any, Any]) -> Any:
 
 
 def _checked(place: str, value: Any, hint: Any) -> Any:
-    """Return the value as its type has it. Raises PlanError."""
+    """Return the value converted to its type. Raises PlanError."""
     if type(None) in (options := get_args(hint)):
         hint = options[0]
     if hint is SchemeKind:
@@ -242,7 +241,7 @@ def _checked(place: str, value: Any, hint: Any) -> Any:
 
 
 def _problems(model: Model, cluster: Cluster) -> Iterator[str]:
-    """Yield in a line each what does not hold between two keys."""
+    """Yield a line for each conflict between keys."""
     missing = [name for name in _SHAPE if getattr(model, name) is None]
     if model.parameters is None:
         if missing:

@@ -1,4 +1,4 @@
-"""Parameters of a GPT, their shards on the roles of Megatron's split, and the layouts of these.
+"""Parameters of a GPT, their shards on the roles of Megatron's split, and the roles' layouts.
 
 Per layer, with h hidden, f ffn, k = kv_heads / heads:
 
@@ -8,9 +8,8 @@ Per layer, with h hidden, f ffn, k = kv_heads / heads:
     norms          2 · h, without rmsnorm 2 · 2h
     biases         h·(1 + 2k) + h, and f (swiglu 2f) + h
 
-and once: vocab·h (twice when untied), positions·h, one last norm. Roles sit and are grouped as
-Megatron numbers them (order tp-cp-ep-dp-pp); the layouts are those that members of the run will
-register.
+and once: vocab·h (twice when untied), positions·h, one last norm. Seats and groups of roles follow
+Megatron's numbering (order tp-cp-ep-dp-pp); the layouts are those that members of the run register.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from deadpool_megatron.layout.sizing import Scene, extras_room_bytes
 from deadpool_megatron.planning.sections import Cluster, Model, Parallel, Plan
 from deadpool_megatron.settings import Settings
 
-# Of a parameter, as an update uses it: fp32.
+# Of a parameter's gradient in an update: fp32.
 GRADIENT_BYTES = 4.0
-# Plain values of the parameter groups, as a member rounds them up (megatron/step_keeper.py).
+# Plain values of the parameter groups, rounded up as by a member (megatron/step_keeper.py).
 _UPDATE_BYTES = 64 << 10
 # Megatron pads the vocabulary to a multiple of this times tp (--make-vocab-size-divisible-by).
 _VOCAB_MULTIPLE = 128
@@ -36,7 +35,7 @@ _VOCAB_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's shape with nothing left open; counts are parameters."""
+    """The complete shape of a model; counts are parameters."""
 
     layers: int
     hidden: int
@@ -49,7 +48,7 @@ class Shape:
 
     @staticmethod
     def of(model: Model) -> Shape | None:
-        """None when only a number of parameters is known."""
+        """Return the shape; None if only the number of parameters is known."""
         if model.layers is None or model.hidden is None or model.ffn is None:
             return None
         heads, hidden, ffn = model.heads or 1, model.hidden, model.ffn
@@ -68,7 +67,7 @@ class Shape:
 
 
 def total_parameters(model: Model) -> int:
-    """All parameters, each counted once."""
+    """Return the number of all parameters."""
     shape = Shape.of(model)
     if shape is None:
         return model.parameters or 0
@@ -79,7 +78,7 @@ def total_parameters(model: Model) -> int:
 
 
 def active_parameters(model: Model) -> int:
-    """Those that one token goes through: what the 6·N·tokens rule counts."""
+    """Return the number of parameters that process one token: N of the 6·N·tokens rule."""
     shape = Shape.of(model)
     if shape is None:
         return total_parameters(model)
@@ -96,7 +95,7 @@ class StageParameters:
 
 
 def stage_parameters(model: Model, parallel: Parallel) -> list[StageParameters]:
-    """For each pipeline stage. A tied embedding lies in the first and in the last stage."""
+    """Return the parameters of each pipeline stage; a tied embedding is in the first and last."""
     tp, pp, ep = parallel.tp, parallel.pp, parallel.ep
     etp = parallel.etp or tp
     shape = Shape.of(model)
@@ -117,7 +116,7 @@ def stage_parameters(model: Model, parallel: Parallel) -> list[StageParameters]:
 
 
 def step_seconds(plan: Plan) -> float:
-    """As given, or 6 · active parameters · tokens / (GPUs · tflops · 10^12 · efficiency)."""
+    """Return the given time, or 6 · parameters · tokens / (GPUs · tflops · 10^12 · efficiency)."""
     cluster = plan.cluster
     if cluster.step_seconds is not None:
         return cluster.step_seconds
@@ -127,7 +126,7 @@ def step_seconds(plan: Plan) -> float:
 
 
 def settings_of(plan: Plan) -> Settings:
-    """The settings of the run that protect it. Raises SettingsError."""
+    """Return the protection settings of the run. Raises SettingsError."""
     chosen = plan.protection
     return Settings(
         protection=chosen.scheme,
@@ -139,20 +138,20 @@ def settings_of(plan: Plan) -> Settings:
 
 
 def protection_plan(plan: Plan) -> ProtectionPlan:
-    """The plan of protection that the run begins with."""
+    """Return the first protection plan of the run."""
     return first_plan(settings_of(plan))
 
 
 def slots_of(plan: Plan) -> int:
-    """Generations in a segment: 2 or 3, and the lag."""
+    """Return the number of generations in a segment: 2 or 3, and the lag."""
     parallel = plan.parallel
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
-    one = parallel.distributed_optimizer and parallel.optimizer_instances == 1
-    return (2 if one or world == 1 else 3) + plan.protection.max_lag
+    spans_world = parallel.distributed_optimizer and parallel.optimizer_instances == 1
+    return (2 if spans_world or world == 1 else 3) + plan.protection.max_lag
 
 
 def scene_of(plan: Plan) -> Scene:
-    """Return who sits where, with which layout."""
+    """Return the seats and layouts of all roles."""
     parallel, cluster = plan.parallel, plan.cluster
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     stages = stage_parameters(plan.model, parallel)
@@ -169,7 +168,8 @@ def scene_of(plan: Plan) -> Scene:
 
 
 def _rack(node: int, cluster: Cluster) -> str:
-    """Of equal size, or each node its own; spares are dealt out to them one after another."""
+    """Return the rack of a node. Racks have equal sizes, or each node is one; spares are assigned
+    to racks in turn."""
     if cluster.racks is None:
         return f"node{node}"
     if node >= cluster.nodes:
@@ -178,14 +178,14 @@ def _rack(node: int, cluster: Cluster) -> str:
 
 
 def data_parallel_peers(role: int, parallel: Parallel) -> tuple[int, ...]:
-    """Megatron's data-parallel group with context parallelism; the role itself included."""
+    """Return Megatron's data-parallel group with context parallelism, including the role."""
     size = parallel.cp * parallel.dp
     start = role // (parallel.tp * size) * parallel.tp * size + role % parallel.tp
     return tuple(range(start, start + parallel.tp * size, parallel.tp))
 
 
 def expert_data_parallel_peers(role: int, parallel: Parallel) -> tuple[int, ...]:
-    """Megatron's expert data-parallel group; the role itself included."""
+    """Return Megatron's expert data-parallel group, including the role."""
     stage = parallel.tp * parallel.cp * parallel.dp
     stride = (parallel.etp or parallel.tp) * parallel.ep
     start = role // stage * stage + role % stage % stride
@@ -210,7 +210,7 @@ def _layout(role: int, plan: Plan, stage: StageParameters) -> RoleLayout:
 
 
 def _shards(role: int, plan: Plan, stage: StageParameters) -> Iterator[PartInfo]:
-    """Yield that of the dense optimizer and that of the experts' one."""
+    """Yield the shards of the dense optimizer and of the experts' optimizer."""
     groups = [(stage.dense, data_parallel_peers(role, plan.parallel))]
     if stage.expert:
         groups.append((stage.expert, expert_data_parallel_peers(role, plan.parallel)))
@@ -219,7 +219,7 @@ def _shards(role: int, plan: Plan, stage: StageParameters) -> Iterator[PartInfo]
         if not plan.parallel.distributed_optimizer:
             yield PartInfo(name, math.ceil(nbytes), group)
             continue
-        # An instance is a run of neighbours in the group; equal places hold equal bytes.
+        # An instance is a range of the group; equal places hold equal bytes.
         shards = len(group) // plan.parallel.optimizer_instances
         place = group.index(role) % shards
         yield PartInfo(name, math.ceil(nbytes / shards), group[place::shards])

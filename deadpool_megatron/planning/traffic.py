@@ -1,20 +1,19 @@
-"""Bytes in memory and on the wires of each node, and the time that a commit takes.
+"""Bytes in the memory and on the network of each node, and the duration of a commit.
 
     copy        shard of a role / pcie                       each GPU has a link of its own
     checksum    shard of a role / checksum                   a thread per role; with local-twice
                                                               the second copy is hashed as well
     ship        the larger of bytes out and bytes in of a node / (nic · nic_fraction)
-    paced ship  the same bytes / (nic · link_share), or 0.7 of what copy and checksum
-                leave of the window where that is shorter; never shorter than ship. It is what
-                they take while training sends all the time; in its gaps they are as fast as ship
-    commit      copy + checksum + paced ship                 one after another, as the vault does it
+    paced ship  the same bytes / (nic · link_share), or, if shorter, 0.7 of the window's time after
+                copy and checksum; never shorter than ship. This is the duration while training
+                uses the network all the time; in gaps copies are as fast as ship
+    commit      copy + checksum + paced ship                 in sequence, as in the vault
     window      forward and backward + (cadence · (1 + max_lag) - 1) · step
-                                                              from an update to the gate that asks
+                                                              from an update to its commit gate
 
 A node's links also have to carry a generation per ``cadence`` steps, whatever the lag: ship may not
-be longer than those. With ``recompute`` what is looked at are generations that travel whole. The
-copy may never be longer than forward and backward, because the fence before the
-next update waits for it.
+be longer. With ``recompute`` these are the generations that are sent whole. The copy may never be
+longer than forward and backward, because the fence before the next update waits for it.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from deadpool_megatron.planning.sections import Plan
 from deadpool_megatron.planning.shards import GRADIENT_BYTES, protection_plan, scene_of, settings_of
 
 GIGA = 1e9
-# vault/pacing.py: of the time from the seal to the gate, the part in which copies are over.
+# As in the vault's pace: the share of the time from the seal to the gate in which copies finish.
 _PACED_SHARE = 0.7
 
 
 @dataclass(frozen=True)
 class PlannedRole:
-    """The bytes of a role in one generation, extras not included: all, and those that go to each
-    buddy, with parity to each holder of a block."""
+    """The bytes of a role's generation without extras: all, and those sent to each buddy, or with
+    parity to each holder of a block."""
 
     shard_bytes: int
     sent_bytes: int
@@ -47,7 +46,7 @@ class PlannedRole:
 
 @dataclass(frozen=True)
 class Placement:
-    """All roles, and the nodes that the code of a run chooses for what is kept of them."""
+    """All roles, and the nodes that a run chooses for their copies."""
 
     scene: Scene
     roles: Mapping[int, PlannedRole]
@@ -55,7 +54,7 @@ class Placement:
 
     @property
     def same_domain(self) -> int:
-        """Copies that found no failure domain of their own."""
+        """The number of copies without a failure domain of their own."""
         missing = 0
         for number, role in self.roles.items():
             holders = (self.scene.seats[number], *role.buddies)
@@ -64,7 +63,7 @@ class Placement:
 
 
 def place(plan: Plan) -> Placement:
-    """Seat all roles and choose the nodes of all copies."""
+    """Place all roles, and choose the nodes of their copies."""
     scene, survived = scene_of(plan), losses_survived(settings_of(plan))
     seats, domains, coded = scene.seats, scene.domains, plan.protection.scheme == "parity"
     copies = CopyPlacement(seats, domains, scene.spares, survived)
@@ -104,9 +103,8 @@ class NodeLoad:
 
 
 def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
-    """Of every node, for a generation that is protected (with recompute: whole). Of spares it is
-    what they hold as buddies; the slots that they make while they wait are made where there is room
-    for them."""
+    """Return the load of each node for a protected generation (with recompute: a whole one). For
+    spares it is the copies of buddies; their own slots are created only if memory is left."""
     extras, seats = plan.protection.extras_bytes_per_role, placement.scene.seats
     unique, out, into = (Counter[int]() for _ in range(3))
     for number, role in placement.roles.items():
@@ -128,7 +126,7 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
 
 
 def mean_share(plan: Plan) -> float:
-    """Return what is sent in a step on average, as a share of what a whole generation takes."""
+    """Return the bytes that a step sends on average, as a share of a whole generation."""
     protection = plan.protection
     if protection.scheme != "recompute":
         return 1.0 / protection.cadence
@@ -155,29 +153,29 @@ class Timing:
         return self.copy_seconds + self.checksum_seconds + self.paced_ship_seconds
 
     @property
-    def least_commit_seconds(self) -> float:
-        """The same while a gate waits: then copies take all that training leaves of the links."""
+    def min_commit_seconds(self) -> float:
+        """The same while a gate waits: copies then use all bandwidth that training leaves."""
         return self.copy_seconds + self.checksum_seconds + self.ship_seconds
 
     @property
     def stall_seconds(self) -> float:
-        """For which every step would wait at fence or gate; 0 in a plan that holds."""
+        """Seconds for which every step would wait at fence or gate; 0 in a plan that holds."""
         return max(
             0.0,
-            self.least_commit_seconds - self.window_seconds,
+            self.min_commit_seconds - self.window_seconds,
             self.copy_seconds - self.forward_backward_seconds,
             self.ship_seconds - self.cycle_seconds,
         )
 
 
 def timing(plan: Plan, placement: Placement, loads: dict[int, NodeLoad], step: float) -> Timing:
-    """Of the slowest role and the busiest node; ``step`` in seconds."""
+    """Return the timing of the slowest role and the busiest node; ``step`` in seconds."""
     cluster = plan.cluster
     shard = max(role.shard_bytes for role in placement.roles.values())
     forward_backward = step * cluster.forward_backward_fraction
     link = cluster.nic_gb_s * GIGA
     # Links work in both directions at once.
-    shipped = max(max(one.out_bytes_per_step, one.in_bytes_per_step) for one in loads.values())
+    shipped = max(max(load.out_bytes_per_step, load.in_bytes_per_step) for load in loads.values())
     more_steps = plan.protection.cadence * (1 + plan.protection.max_lag) - 1
     window = forward_backward + more_steps * step
     copy = shard / (cluster.pcie_gb_s * GIGA)
