@@ -1,7 +1,7 @@
 """``deadpool run ... -- -m deadpool_megatron.trainer ARGS``: the embedded trainer, protected.
 
-This file is also the example of how any Megatron loop is protected: say how groups and loop are
-made, hand that to a session, and leave everything else to it.
+This file is also the example for any Megatron loop: define how groups and loop are created, pass
+that to a session, and leave everything else to it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 
 class GptProgram(Program):
-    """Makes the groups and the loop of :mod:`deadpool_megatron.trainer` for any role."""
+    """Creates the groups and the loop of :mod:`deadpool_megatron.trainer` for any role."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
 
     def make_groups(self) -> None:
-        """WORLD and Megatron's groups, for the RANK that the session has set."""
+        """Create WORLD and Megatron's groups, for the RANK that the session has set."""
         from deadpool_megatron.trainer.model import initialize_parallel_state
 
         torch.distributed.init_process_group()
         initialize_parallel_state(self._config)
 
     def make_loop(self, emit: Emit) -> TrainingLoop:
-        """Model, optimizer, scheduler and data."""
+        """Create model, optimizer, scheduler and data."""
         from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
         LOADED.note_arguments(vars(self._config))
@@ -64,7 +64,7 @@ class GptProgram(Program):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Play a role, or wait as a spare, until the run is over."""
+    """Hold a role, or wait as a spare, until the run is over."""
     world_size = os.environ.get("DEADPOOL_WORLD_SIZE")
     config = parse_args(argv, None if world_size is None else int(world_size))
     try:

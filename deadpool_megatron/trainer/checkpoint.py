@@ -1,7 +1,7 @@
 """Writes and reads a loop's whole state as a torch_dist checkpoint, exactly.
 
-The format is Megatron's own. What Megatron's code does not bring back exactly is put right here;
-each such place says what would go wrong.
+The format is Megatron's own. This module adds the values that Megatron's code does not restore
+exactly; a comment at each place names the error.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.megatron import megatron_extras
 from deadpool_megatron.megatron.loading import exact_load
 from deadpool_megatron.state import extras
+from deadpool_megatron.trainer import megatron_api as mcore
 from deadpool_megatron.trainer.config import BadArgumentsError
-from deadpool_megatron.trainer.megatron_api import (
-    TorchDistSaveShardedStrategy,
-    dist_checkpointing,
-    parallel_state,
-)
+from deadpool_megatron.trainer.megatron_api import parallel_state
 from deadpool_megatron.vault.disk import extras_file
 
 if TYPE_CHECKING:
     from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
-# Megatron's name of the file that names the newest complete checkpoint of a folder.
+# Megatron's file with the newest complete iteration of a folder.
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -36,20 +33,22 @@ def write(loop: TrainingLoop, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     loop.synchronize_parameters()
     # In the calling process; see :mod:`deadpool_megatron.megatron.saving`.
-    writer = TorchDistSaveShardedStrategy("torch_dist", 1)
-    dist_checkpointing.save(_sharded_state(loop, is_loading=False), str(directory), writer)
+    writer = mcore.TorchDistSaveShardedStrategy("torch_dist", 1)
+    mcore.dist_checkpointing.save(_sharded_state(loop, is_loading=False), str(directory), writer)
     own = extras.encode(megatron_extras.capture(loop))
     extras_file.write(directory, dist.get_rank(), dist.get_world_size(), own)
     dist.barrier()  # complete when it returns, on each rank
 
 
 def read(loop: TrainingLoop, directory: Path) -> None:
-    """Bring the state in ``directory`` into the live objects of ``loop``, in place. Collective.
+    """Load the state in ``directory`` into the live objects of ``loop``, in place. Collective.
 
-    Optimizer state keeps its tensors: whoever holds references to them sees the loaded values.
+    Optimizer state keeps its tensors, so existing references see the loaded values.
     """
     with exact_load(loop.optimizer, loop.scheduler):
-        loaded = dist_checkpointing.load(_sharded_state(loop, is_loading=True), str(directory))
+        loaded = mcore.dist_checkpointing.load(
+            _sharded_state(loop, is_loading=True), str(directory)
+        )
         for index, module in enumerate(loop.models):
             module.load_state_dict(loaded[_model_key(loop, index)])
         loop.optimizer.load_state_dict(loaded["optimizer"])
@@ -59,7 +58,7 @@ def read(loop: TrainingLoop, directory: Path) -> None:
     values = extras.decode(own)
     megatron_extras.restore(loop, values)
     loop.reset_after_interrupt()
-    # Last: building anything before might draw from a generator.
+    # Last, as any construction before might draw from a generator.
     megatron_extras.restore_last(values)
 
 
@@ -69,7 +68,7 @@ def checkpoint_directory(folder: Path, iteration: int) -> Path:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``, or None when there is none."""
+    """Return the newest complete checkpoint in ``folder``, or None."""
     tracker = folder / _TRACKER
     if not tracker.is_file():
         return None
@@ -80,8 +79,8 @@ def latest(folder: Path) -> Path | None:
 def write_and_publish(loop: TrainingLoop, folder: Path) -> None:
     """Write a checkpoint of the current iteration and make it the newest. Collective, repeatable.
 
-    It appears under its final name only when complete; an attempt that was cut short leaves a
-    folder that the next attempt replaces.
+    It gets its final name only when complete; an interrupted attempt leaves a folder that the next
+    attempt replaces.
     """
     final = checkpoint_directory(folder, loop.counters["iteration"])
     partial = final.with_name(f"{final.name}.partial")
@@ -97,13 +96,13 @@ def write_and_publish(loop: TrainingLoop, folder: Path) -> None:
 
 
 def saved_state(loop: TrainingLoop) -> dict[str, Any]:
-    """Return what :func:`write` writes into shards; see :meth:`ProtectedLoop.checkpoint_state`."""
+    """Return the state that :func:`write` shards; see :meth:`ProtectedLoop.checkpoint_state`."""
     return _sharded_state(loop, is_loading=False)
 
 
 def _sharded_state(loop: TrainingLoop, is_loading: bool) -> dict[str, Any]:
     metadata = {
-        # Shards go to disk as they lie in the optimizer: no gathering, any data-parallel size.
+        # Shards are written as they are in the optimizer: no gathering, any data-parallel size.
         "distrib_optim_sharding_type": "dp_reshardable",
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,

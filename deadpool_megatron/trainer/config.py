@@ -1,8 +1,8 @@
-"""Everything that a run of the trainer depends on, checked as a whole before anything starts.
+"""The configuration of the trainer, checked as a whole before anything starts.
 
 The fields of :class:`TrainerConfig` have the names of Megatron's arguments and carry their help
-text; the command line is made from them, one flag per field. Nothing here imports torch or
-Megatron, so that ``--help`` and a bad argument answer at once.
+text; the command line has a flag for each field. This module imports neither torch nor Megatron, so
+``--help`` and error messages appear at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pipeline_model_parallel_size expert_model_parallel_size num_distributed_optimize
 micro_batch_size global_batch_size train_iters log_interval eval_interval save_interval num_experts
 hysteresis lr initial_loss_scale
 """
-# What only makes sense together: a field that is not as by default, and another one then.
+# Pairs of fields: if the first differs from its default, the second must differ, too.
 _NEEDS = """
 overlap_param_gather use_distributed_optimizer
 overlap_param_gather overlap_grad_reduce
@@ -48,7 +48,7 @@ save_interval save
 
 
 class BadArgumentsError(ValueError):
-    """Arguments that cannot work together; the message is one line that says what to change."""
+    """Arguments that cannot work together; the message is a line that names the change to make."""
 
 
 def _flag(default: Any, help_text: str, choices: str = "") -> Any:
@@ -115,7 +115,7 @@ class TrainerConfig:
     load: Path | None = _flag(None, "where to start from; under deadpool run: --resume")  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        """Raise BadArgumentsError for anything that is wrong whatever the number of ranks."""
+        """Raise BadArgumentsError for errors that do not depend on the number of ranks."""
         if problem := next(_problems(self), ""):
             raise BadArgumentsError(problem)
 
@@ -129,15 +129,15 @@ class TrainerConfig:
 
     def data_parallel_size(self, world_size: int) -> int:
         """Replicas of the model among ``world_size`` ranks. Raises BadArgumentsError."""
-        one_model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-        _check_divides(one_model, world_size, "ranks", "tensor x pipeline parallel size")
-        return world_size // one_model
+        replica = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        _check_divides(replica, world_size, "ranks", "tensor x pipeline parallel size")
+        return world_size // replica
 
     def num_microbatches(self, world_size: int) -> int:
         """Forward passes per iteration on each rank. Raises BadArgumentsError."""
         per_pass = self.micro_batch_size * self.data_parallel_size(world_size)
-        what = "samples of --global-batch-size"
-        _check_divides(per_pass, self.global_batch_size, what, "micro batch x data parallel size")
+        noun = "samples of --global-batch-size"
+        _check_divides(per_pass, self.global_batch_size, noun, "micro batch x data parallel size")
         return self.global_batch_size // per_pass
 
     def check_world_size(self, world_size: int) -> None:
@@ -145,21 +145,21 @@ class TrainerConfig:
         data, pipeline = self.data_parallel_size(world_size), self.pipeline_model_parallel_size
         microbatches = self.num_microbatches(world_size)
         if self.num_layers_per_virtual_pipeline_stage is not None:
-            what = "micro batches per iteration of the interleaved schedule"
-            _check_divides(pipeline, microbatches, what, "pipeline parallel size")
+            noun = "micro batches per iteration of the interleaved schedule"
+            _check_divides(pipeline, microbatches, noun, "pipeline parallel size")
         instances = self.num_distributed_optimizer_instances
         _check_divides(instances, data, "data-parallel replicas", "optimizer instances")
-        one_model = self.tensor_model_parallel_size * self.expert_model_parallel_size * pipeline
-        _check_divides(one_model, world_size, "ranks", "tensor x expert x pipeline size")
+        replica = self.tensor_model_parallel_size * self.expert_model_parallel_size * pipeline
+        _check_divides(replica, world_size, "ranks", "tensor x expert x pipeline size")
 
 
-def _check_divides(part: int, whole: int, what: str, of: str) -> None:
+def _check_divides(part: int, whole: int, noun: str, of: str) -> None:
     if whole % part:
-        raise BadArgumentsError(f"{whole} {what} are not a multiple of {part}, the {of}")
+        raise BadArgumentsError(f"{whole} {noun} are not a multiple of {part}, the {of}")
 
 
 def _problems(c: TrainerConfig) -> Iterator[str]:
-    """Yield a line for each thing that is wrong, which says what to change."""
+    """Yield a line for each error, which names the change to make."""
     for name in _POSITIVE.split():
         if (value := getattr(c, name)) is not None and value <= 0:
             yield f"{flag_name(name)} must be positive, got {value}"
@@ -180,9 +180,9 @@ def _problems(c: TrainerConfig) -> Iterator[str]:
         *([("seq_length", tensor)] if c.sequence_parallel else []),
         *([("num_experts", "expert_model_parallel_size")] if c.num_experts else []),
     ):
-        one, other = getattr(c, whole), getattr(c, part)
-        if one % other:
-            yield f"{flag_name(whole)} {one} is not a multiple of {flag_name(part)} {other}"
+        size, divisor = getattr(c, whole), getattr(c, part)
+        if size % divisor:
+            yield f"{flag_name(whole)} {size} is not a multiple of {flag_name(part)} {divisor}"
     for name, needed in map(str.split, _NEEDS.strip().splitlines()):
         if _is_set(c, name) and not _is_set(c, needed):
             yield f"{flag_name(name)} needs {flag_name(needed)}"
@@ -194,7 +194,7 @@ def _problems(c: TrainerConfig) -> Iterator[str]:
     if c.num_experts is not None:
         if _is_set(c, tensor) and not c.sequence_parallel:
             yield "experts with tensor parallelism need --sequence-parallel"
-        # Megatron's experts have bias terms only where nothing is reduced over tensor ranks.
+        # Megatron's experts have bias terms only without a reduction over tensor ranks.
         reduced = _is_set(c, tensor) or c.expert_model_parallel_size == 1
         if reduced and not c.disable_bias_linear:
             yield "experts need --disable-bias-linear, or --expert-model-parallel-size alone"
@@ -208,12 +208,12 @@ def _is_set(c: TrainerConfig, name: str) -> bool:
 
 
 def flag_name(field_name: str) -> str:
-    """The command-line flag of a field."""
+    """Return the command-line flag of a field."""
     return "--" + field_name.replace("_", "-")
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """Answers a bad argument with one line and exit status 2; reads ``@file`` with comments."""
+    """Reports a bad argument in a line, with exit status 2; reads ``@file`` with comments."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
@@ -226,7 +226,7 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def build_parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
-    """A parser with one flag per field of TrainerConfig; others may add their own flags to it."""
+    """Return a parser with a flag for each field of TrainerConfig; callers may add flags."""
     parser = _OneLineParser(
         prog=prog,
         usage="%(prog)s [@FILE ...] [flags]",
@@ -241,7 +241,7 @@ def build_parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
         if hints[entry.name] is bool:
             parser.add_argument(flag, action="store_true", help=help_text)
             continue
-        # That of one value, for T, T | None and tuple[T, ...].
+        # The type of a single value, for T, T | None and tuple[T, ...].
         value_type: type = getattr(hints[entry.name], "__args__", (hints[entry.name],))[0]
         choices: list[str] | None = entry.metadata["choices"]
         parser.add_argument(
@@ -257,13 +257,13 @@ def build_parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
 
 
 def config_from(namespace: argparse.Namespace) -> TrainerConfig:
-    """The config in parsed arguments. Raises BadArgumentsError with one clear line."""
+    """Return the config in parsed arguments. Raises BadArgumentsError with a line."""
     values = {f.name: getattr(namespace, f.name) for f in dataclasses.fields(TrainerConfig)}
     return TrainerConfig(**{**values, "data": tuple(values["data"])})
 
 
 def parse_args(argv: Sequence[str], world_size: int | None = None) -> TrainerConfig:
-    """The config for a command line; a bad one is answered with one line and exit status 2.
+    """Return the config of a command line; print a line and exit with 2 for a bad one.
 
     ``world_size``: of a protected run; also check that the layout divides it.
     """

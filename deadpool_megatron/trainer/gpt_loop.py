@@ -1,6 +1,5 @@
-"""The training loop: one iteration, and the segments (evaluation, save) between iterations; and the
-text that it trains on, bytes in micro batches whose position is a pure function of the samples
-consumed so far.
+"""The training loop of the embedded trainer: iterations, and segments (evaluation, save) between
+them; and its text, in micro batches whose position is a pure function of the consumed samples.
 """
 
 from __future__ import annotations
@@ -23,24 +22,11 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.megatron import identity as hashing
 from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.member.loop import SteppedLoop
-from deadpool_megatron.trainer import checkpoint
+from deadpool_megatron.trainer import checkpoint, megatron_api as mcore, model
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
-from deadpool_megatron.trainer.megatron_api import (
-    clear_aux_losses_tracker,
-    finalize_model_grads,
-    get_canonical_lr_for_logging,
-    get_forward_backward_func,
-    parallel_state,
-)
-from deadpool_megatron.trainer.model import (
-    build_model,
-    build_optimizer,
-    build_scheduler,
-    initialize_parallel_state,
-    seed_generators,
-)
+from deadpool_megatron.trainer.megatron_api import parallel_state
 
-# The last part of a text, one of so many, is kept for validation.
+# The last of this many parts of a text is kept for validation.
 _VALIDATION_PARTS = 20
 _DEFAULT_BYTES = 8 << 20
 _COUNTERS = ["iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_iterations"]
@@ -52,38 +38,37 @@ Emit = Callable[[str, Mapping[str, Any]], None]
 
 
 class TrainingLoop(SteppedLoop, MegatronLoop):
-    """One rank's training: the live objects, and what may be done with them.
+    """The training of a rank: the live objects and the operations on them.
 
     ``emit(kind, facts)`` is called with kinds ``training`` (once), ``step``, ``evaluation`` and
-    ``log``, on one rank only: the first tensor- and data-parallel rank of the last pipeline stage.
-    Losses, norms and rates in it are ``float.hex()`` strings; a norm is None when the update was
-    skipped.
+    ``log``, only on the first tensor- and data-parallel rank of the last pipeline stage. Losses,
+    norms and rates are ``float.hex()`` strings; a norm is None if the update was skipped.
 
-    Everything an iteration changes that is not in a tensor or a random generator is in
-    ``counters`` and ``log_sums``; whoever restores a loop sets them in place.
+    ``counters`` and ``log_sums`` hold all state outside of tensors and random generators; a restore
+    sets them in place.
     """
 
     def __init__(self, config: TrainerConfig, emit: Emit) -> None:
-        """Build everything for the rank and world of torch.distributed, which is initialised.
+        """Build the objects for the rank and world of torch.distributed, which is initialised.
 
-        Makes Megatron's groups too, unless they are there already. Collective. Raises
-        BadArgumentsError when the layout does not fit the world, and DataError for unusable text.
+        Creates Megatron's groups, too, unless they exist. Collective. Raises BadArgumentsError if
+        the layout does not fit the world, and DataError for unusable text.
         """
         self.config = config
         self._emit = emit
         torch.use_deterministic_algorithms(True, warn_only=True)
         if not parallel_state.model_parallel_is_initialized():
-            initialize_parallel_state(config)
-        seed_generators(config)
+            model.initialize_parallel_state(config)
+        model.seed_generators(config)
         self._num_microbatches = config.num_microbatches(dist.get_world_size())
         self._sources = build_sources(
             config,
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
         )
-        self.model_chunks = build_model(config)
-        self.optimizer: Any = build_optimizer(config, self.model_chunks)
-        self.scheduler: Any = build_scheduler(config, self.optimizer)
+        self.model_chunks = model.build_model(config)
+        self.optimizer: Any = model.build_optimizer(config, self.model_chunks)
+        self.scheduler: Any = model.build_scheduler(config, self.optimizer)
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self.log_sums: dict[str, float] = {"loss": 0.0, "iterations": 0.0, "skipped": 0.0}
         self._log_started = time.monotonic()
@@ -103,7 +88,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
 
     @property
     def reports(self) -> bool:
-        """Return whether this rank is the one that emits."""
+        """Return whether this rank emits."""
         return bool(
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -111,10 +96,10 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         )
 
     def stage_class(self) -> str:
-        """Equal for two ranks exactly when the objects built for one serve the other as they are.
+        """Return a text that is equal for two ranks if the objects of one serve the other as well.
 
-        Pipeline stage decides the layers, tensor and expert rank the slices and their offsets, and
-        the place among the ranks that share an optimizer decides which parameters have state.
+        The pipeline stage determines the layers, tensor and expert rank the slices and offsets, and
+        the place among the ranks that share an optimizer determines which parameters have state.
         """
         place = f"pp{parallel_state.get_pipeline_model_parallel_rank()}"
         place += f".tp{parallel_state.get_tensor_model_parallel_rank()}"
@@ -151,7 +136,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         failpoints.set_context(section="between")
 
     def segments_after(self, iteration: int) -> tuple[str, ...]:
-        """Return what is due after this iteration, in order: of "evaluation" and "save"."""
+        """Return the segments due after this iteration, in order: "evaluation", "save"."""
         config = self.config
         due = []
         if config.eval_interval is not None and iteration % config.eval_interval == 0:
@@ -178,7 +163,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         failpoints.set_context(section="between")
 
     def reset_after_interrupt(self) -> None:
-        """Forget what an exception may have left half done, and go to where the counters point.
+        """Drop the partial work that an exception may have left, and move to the counters' place.
 
         Resets only what this loop owns: iterators, training mode, the functions it gave to
         Megatron's schedules, the MoE loss tracker. Draws from no generator.
@@ -196,25 +181,25 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         failpoints.set_context(section="between")
 
     def synchronize_parameters(self) -> None:
-        """Bring all parameters up to date where gathering overlaps with the next iteration.
+        """Bring all parameters up to date if gathering overlaps with the next iteration.
 
-        Collective; nothing to do without ``--overlap-param-gather``.
+        Collective; does nothing without ``--overlap-param-gather``.
         """
         if self.config.overlap_param_gather:
             for chunk in self.model_chunks:
                 cast(Any, chunk).start_param_sync(force_sync=True)
 
     def state_hash(self) -> str:
-        """SHA-256 of this rank's whole state, parameters brought up to date first. Collective."""
+        """Return the SHA-256 of this rank's whole state, with current parameters. Collective."""
         self.synchronize_parameters()
         return hashing.state_hash(self)
 
     def save_checkpoint(self, directory: Path) -> None:
-        """Write a torch_dist checkpoint of everything into ``directory``. Collective."""
+        """Write a torch_dist checkpoint of the whole state into ``directory``. Collective."""
         checkpoint.write(self, directory)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return what such a checkpoint holds; see :class:`MegatronLoop`."""
+        """Return the content of such a checkpoint; see :class:`MegatronLoop`."""
         return checkpoint.saved_state(self)
 
     def load_checkpoint(self, directory: Path) -> None:
@@ -222,7 +207,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         checkpoint.read(self, directory)
 
     def _configure_schedule(self) -> None:
-        """Give Megatron's schedules the functions they call; the interleaved one unsets some."""
+        """Set the functions that Megatron's schedules call; the interleaved one unsets some."""
         chunks = self.model_chunks
         settings = chunks[0].config
         settings.grad_scale_func = self.optimizer.scale_loss
@@ -232,14 +217,16 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
             settings.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
 
     def _clear_loss_tracker(self) -> None:
-        """Forget the balancing losses that Megatron's routers add up for a log we do not write."""
+        """Clear the balancing losses that Megatron's routers sum for a log that is not written."""
         if self.config.num_experts is not None:
-            clear_aux_losses_tracker()
+            mcore.clear_aux_losses_tracker()
 
     def _forward_backward(
         self, iterators: list[Iterator[Batch]], forward_only: bool
     ) -> list[dict[str, torch.Tensor]]:
-        losses: list[dict[str, torch.Tensor]] = self.around_passes(get_forward_backward_func())(
+        losses: list[dict[str, torch.Tensor]] = self.around_passes(
+            mcore.get_forward_backward_func()
+        )(
             forward_step_func=self._evaluation_step if forward_only else self._forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.model_chunks,
@@ -265,7 +252,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         return _forward(iterator, chunk)
 
     def _mean_loss(self, losses: list[dict[str, torch.Tensor]]) -> float | None:
-        """Mean loss per token over the global batch; None on ranks without the loss. Collective."""
+        """Return the mean loss per token of the global batch; None on ranks without. Collective."""
         if not losses:
             return None
         total = torch.stack([entry["lm loss"] for entry in losses]).sum(dim=0)
@@ -301,7 +288,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         self.log_sums["iterations"] += 1
         self.log_sums["skipped"] += not updated
         self.log_sums["loss"] += loss or 0.0
-        rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
+        rate = float(mcore.get_canonical_lr_for_logging(self.optimizer.param_groups))
         if self.reports and loss is not None:
             if not self._has_reported:
                 config = self.config
@@ -321,7 +308,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
             self._log(rate)
 
     def _log(self, rate: float) -> None:
-        """Emit the averages since the last line, and start new ones."""
+        """Emit the averages since the last line, and reset them."""
         count = self.log_sums["iterations"]
         now = time.monotonic()
         if self.reports:
@@ -337,10 +324,10 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
 
 
 def _forward(iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
-    """Run one chunk on the next micro batch; returns its output and the function to the loss."""
-    model = cast(Any, _unwrapped(chunk))
-    if not (model.pre_process or model.post_process):
-        # A stage in the middle gets its input from the schedule and needs no text.
+    """Run a chunk on the next micro batch; return its output and the loss function."""
+    module = cast(Any, _unwrapped(chunk))
+    if not (module.pre_process or module.post_process):
+        # A middle stage gets its input from the schedule and needs no text.
         return chunk(None, None, None), None
     batch = next(iterator)
     output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -350,8 +337,8 @@ def _forward(iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
 def _loss(
     mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the token losses ``output`` [batch, sequence] under ``mask``, the number of tokens,
-    and both for the report; the schedule divides."""
+    """Return the sum of the token losses ``output`` [batch, sequence] under ``mask``, the number of
+    tokens, and both for the report; the schedule divides."""
     total = (output.float() * mask).sum()
     tokens = mask.sum()
     report = torch.stack([total.detach(), tokens])
@@ -359,7 +346,7 @@ def _loss(
 
 
 def _finalize(*args: Any, **options: Any) -> None:
-    finalize_model_grads(*args, **options)
+    mcore.finalize_model_grads(*args, **options)
     failpoints.hit("grads.final")
 
 
@@ -378,15 +365,15 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 class DataError(BadArgumentsError):
-    """The training data cannot be used; the message is one line."""
+    """The training data cannot be used; the message is a line."""
 
 
 class DataSource:
-    """One split of the text, dealt to the data-parallel ranks as Megatron's sampler deals it.
+    """A split of the text, distributed over the data-parallel ranks as by Megatron's sampler.
 
-    Samples are windows of the text; each pass over it has them in another order, which follows from
-    the seed alone. Within ``micro_batch_size * data_parallel_size`` consecutive samples, rank r has
-    the r-th run of ``micro_batch_size``. Nothing is drawn from a global random generator.
+    Samples are windows of the text; each pass has its own order, which the seed determines. Of
+    ``micro_batch_size * data_parallel_size`` consecutive samples, rank r has the r-th
+    ``micro_batch_size``. Nothing is drawn from a global random generator.
     """
 
     def __init__(self, text: _Bytes, config: TrainerConfig, rank: int, ranks: int) -> None:
@@ -401,15 +388,15 @@ class DataSource:
         self._order = functools.lru_cache(2)(self._order_of_pass)
 
     def indices_at(self, consumed_samples: int) -> Iterator[list[int]]:
-        """Numbers of the samples in this rank's micro batches, from so many on; endless."""
+        """Yield the sample numbers of this rank's micro batches from there on; endless."""
         size = self._config.micro_batch_size
         for start in itertools.count(consumed_samples + self._rank * size, size * self._ranks):
             yield list(range(start, start + size))
 
     def iterator_at(self, consumed_samples: int) -> Iterator[Batch]:
-        """This rank's micro batches from ``consumed_samples`` on; endless.
+        """Yield this rank's micro batches after ``consumed_samples``; endless.
 
-        Each holds ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), of
+        Each has ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), of
         shape [micro batch, sequence], on the current device.
         """
         positions = torch.arange(self._config.seq_length).expand(self._config.micro_batch_size, -1)
@@ -437,19 +424,18 @@ class DataSource:
 
 
 def build_sources(config: TrainerConfig, rank: int, ranks: int) -> tuple[DataSource, DataSource]:
-    """Training and validation data of one data-parallel rank of so many.
+    """Return the training and validation data of data-parallel rank ``rank`` of ``ranks``.
 
-    Purely local: it does not matter which ranks are there, or when a process joins. Raises
-    DataError for too little text.
+    Purely local: independent of the other ranks, and of when a process joins. Raises DataError for
+    too little text.
     """
     text = _text(config.data)
     held_out = len(text) // _VALIDATION_PARTS
-    if held_out <= config.seq_length:  # a short text is both
-        return DataSource(text, config, rank, ranks), DataSource(text, config, rank, ranks)
-    return (
-        DataSource(text[:-held_out], config, rank, ranks),
-        DataSource(text[-held_out:], config, rank, ranks),
-    )
+    parts = text[:-held_out], text[-held_out:]
+    if held_out <= config.seq_length:  # a short text serves both
+        parts = text, text
+    training, validation = (DataSource(part, config, rank, ranks) for part in parts)
+    return training, validation
 
 
 @functools.cache
@@ -466,7 +452,7 @@ def _files(paths: tuple[Path, ...]) -> Iterator[Path]:
 
 
 def _standard_library() -> Iterator[Path]:
-    """Python's own source, in a fixed order, as far as it fits into _DEFAULT_BYTES."""
+    """Yield Python's own source files in a fixed order, up to _DEFAULT_BYTES."""
     total = 0
     for folder, inner, names in os.walk(sysconfig.get_path("stdlib")):
         inner[:] = sorted(name for name in inner if name not in _NOT_THE_LIBRARY)

@@ -1,4 +1,4 @@
-"""All of megatron-core that the trainer uses, imported once and after the CPU stand-ins.
+"""The names of megatron-core that the trainer uses, imported after the CPU stand-ins.
 
 The stand-ins must be in place before Megatron's first import, so no other module of this package
 imports Megatron itself.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import warnings
 
-# torch.optim imports it with the first optimizer, half a second in each rank; here it is there
-# already when ranks are forked.
+# torch.optim imports it with the first optimizer, half a second in each rank; imported here, it is
+# loaded before ranks are forked.
 import torch._dynamo
 
 from deadpool_megatron.megatron import saving, stand_ins
@@ -21,14 +21,14 @@ from deadpool_megatron.megatron import saving, stand_ins
 # driver reads this when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-# Said once by every rank, and nothing that a user of the trainer could change: names that Megatron
-# calls and PyTorch has renamed, and a default of Megatron's that it calls deprecated itself.
+# Warnings of every rank that a user of the trainer cannot act on: names that PyTorch has renamed
+# and Megatron still calls, and a deprecated default of Megatron's own.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
 warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron.core")
 
 with warnings.catch_warnings():
-    # Megatron announces on import that it falls back to PyTorch where Apex and TE are missing.
-    # Its modules import each other by names that they announce as outdated.
+    # Megatron warns on import that it falls back to PyTorch without Apex and TE. Its modules import
+    # each other by deprecated names.
     warnings.filterwarnings("ignore", message=".*[Ff]alling back to.*")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 

@@ -11,24 +11,11 @@ import numpy as np
 import torch
 
 from deadpool_megatron.megatron.first_state import complete_state
+from deadpool_megatron.trainer import megatron_api as mcore
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
-from deadpool_megatron.trainer.megatron_api import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    Float16Module,
-    GPTModel,
-    OptimizerConfig,
-    OptimizerParamScheduler,
-    TransformerBlockSubmodules,
-    TransformerConfig,
-    get_gpt_layer_local_spec,
-    get_megatron_optimizer,
-    get_num_layers_to_build,
-    parallel_state,
-    tensor_parallel,
-)
+from deadpool_megatron.trainer.megatron_api import parallel_state, tensor_parallel
 
-# Fields of our config that Megatron's have under the same name.
+# Fields that have the same name in Megatron's configs.
 _SAME_OF_MODEL = """
 num_layers hidden_size num_attention_heads tensor_model_parallel_size pipeline_model_parallel_size
 virtual_pipeline_model_parallel_size expert_model_parallel_size sequence_parallel bf16 fp16
@@ -48,7 +35,7 @@ _STAGE_SEED_STEP = 100
 class SequenceParallelNorm(torch.nn.LayerNorm):
     """Layer norm whose gradients finalize_model_grads sums over the tensor-parallel ranks.
 
-    Megatron's own PyTorch norm lacks only this mark, and therefore refuses sequence parallelism.
+    Megatron's own PyTorch norm lacks this mark, and therefore refuses sequence parallelism.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object) -> None:
@@ -60,8 +47,7 @@ class SequenceParallelNorm(torch.nn.LayerNorm):
 def initialize_parallel_state(config: TrainerConfig) -> None:
     """Create Megatron's groups in the current process-group world. Collective.
 
-    Raises BadArgumentsError when the layout does not fit the world, or when a package is missing
-    that Megatron needs for it.
+    Raises BadArgumentsError if the layout does not fit the world, or needs a missing package.
     """
     config.check_world_size(torch.distributed.get_world_size())
     several = config.num_distributed_optimizer_instances > 1
@@ -80,7 +66,7 @@ def initialize_parallel_state(config: TrainerConfig) -> None:
 
 
 def seed_generators(config: TrainerConfig) -> None:
-    """Seed every random generator for the role of this rank, as Megatron does at start."""
+    """Seed all random generators for the role of this rank, as Megatron does at start."""
     seed = config.seed + _STAGE_SEED_STEP * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)
@@ -89,9 +75,9 @@ def seed_generators(config: TrainerConfig) -> None:
 
 
 def build_model(config: TrainerConfig) -> list[torch.nn.Module]:
-    """The DDP-wrapped model chunks of this rank; several with a virtual pipeline. Collective."""
+    """Build the model chunks of this rank in DDP; several with a virtual pipeline. Collective."""
     transformer = _transformer_config(config)
-    ddp_config = DistributedDataParallelConfig(
+    ddp_config = mcore.DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
@@ -103,21 +89,23 @@ def build_model(config: TrainerConfig) -> list[torch.nn.Module]:
     for index in range(config.virtual_pipeline_model_parallel_size or 1):
         vp_stage = None if config.virtual_pipeline_model_parallel_size is None else index
         chunk = _build_chunk(config, transformer, vp_stage)
-        # Only the first chunk's gradients are worth splitting into buckets, as in Megatron.
+        # As in Megatron, only the first chunk's gradients are split into buckets.
         chunks.append(
-            DistributedDataParallel(transformer, ddp_config, chunk, disable_bucketing=index > 0)
+            mcore.DistributedDataParallel(
+                transformer, ddp_config, chunk, disable_bucketing=index > 0
+            )
         )
     return chunks
 
 
 def _build_chunk(config: TrainerConfig, transformer: Any, vp_stage: int | None) -> torch.nn.Module:
-    layer = get_gpt_layer_local_spec(num_experts=config.num_experts)
+    layer = mcore.get_gpt_layer_local_spec(num_experts=config.num_experts)
     layer.submodules.input_layernorm = SequenceParallelNorm
     layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
-    layers = [layer] * get_num_layers_to_build(transformer, vp_stage=vp_stage)
-    model = GPTModel(
+    layers = [layer] * mcore.get_num_layers_to_build(transformer, vp_stage=vp_stage)
+    model = mcore.GPTModel(
         config=transformer,
-        transformer_layer_spec=TransformerBlockSubmodules(
+        transformer_layer_spec=mcore.TransformerBlockSubmodules(
             layer_specs=layers, layer_norm=SequenceParallelNorm
         ),
         vocab_size=config.vocab_size,
@@ -129,10 +117,10 @@ def _build_chunk(config: TrainerConfig, transformer: Any, vp_stage: int | None) 
     )
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
-    wrapped = Float16Module(transformer, model) if config.bf16 or config.fp16 else model
+    wrapped = mcore.Float16Module(transformer, model) if config.bf16 or config.fp16 else model
     for module in wrapped.modules():
-        # The half-precision wrapper casts the router's bias, which its first forward pass would
-        # turn back into fp32; done now, the layout of the state does not change after start.
+        # The half-precision wrapper casts the router's bias, and the first forward pass would cast
+        # it back to fp32. Casting it here keeps the layout of the state constant.
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
     return cast(torch.nn.Module, wrapped)
@@ -159,7 +147,7 @@ def _transformer_config(config: TrainerConfig) -> Any:
         "deallocate_pipeline_outputs": True,
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # What follows needs kernels of Apex or Transformer Engine.
+        # The following options need kernels of Apex or Transformer Engine.
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -175,25 +163,27 @@ def _transformer_config(config: TrainerConfig) -> Any:
             "moe_aux_loss_coeff": 0.01,
             "moe_token_dispatcher_type": "alltoall",
         }
-    return TransformerConfig(**facts)
+    return mcore.TransformerConfig(**facts)
 
 
 def build_optimizer(config: TrainerConfig, chunks: list[torch.nn.Module]) -> Any:
-    """Megatron's ChainedOptimizer over the chunks, with its moments allocated. Collective."""
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(**_same(config, _SAME_OF_OPTIMIZER), params_dtype=_parameter_type(config)),
+    """Build Megatron's ChainedOptimizer over the chunks, with allocated moments. Collective."""
+    optimizer = mcore.get_megatron_optimizer(
+        mcore.OptimizerConfig(
+            **_same(config, _SAME_OF_OPTIMIZER), params_dtype=_parameter_type(config)
+        ),
         chunks,
         use_gloo_process_groups=False,
     )
-    # Megatron cannot write or read a checkpoint of an Adam that has no state yet.
+    # Megatron cannot write or read a checkpoint of an Adam without state.
     complete_state(optimizer)
     return optimizer
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any) -> Any:
-    """Megatron's schedule of learning rate and weight decay, counted in samples."""
+    """Build Megatron's schedule of learning rate and weight decay, counted in samples."""
     samples = functools.partial(int.__mul__, config.global_batch_size)
-    return OptimizerParamScheduler(
+    return mcore.OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,

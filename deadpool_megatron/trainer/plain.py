@@ -1,6 +1,6 @@
 """``python -m deadpool_megatron.trainer.plain``: the same training without fault tolerance.
 
-The control of tests and benches: stock gloo or NCCL, ranks from the environment (``RANK``,
+The reference of tests and benches: stock gloo or NCCL, ranks from the environment (``RANK``,
 ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), as torchrun sets them.
 """
 
@@ -28,8 +28,8 @@ from deadpool_megatron.trainer.config import (
 def train(config: TrainerConfig) -> dict[str, Any]:
     """Train from the start, or from the newest checkpoint of ``--load``, to the end. Collective.
 
-    Every rank gets the same facts: ``steps`` and ``evaluations`` as emitted, ``hashes`` by rank,
-    and how many ``samples``. Raises BadArgumentsError, also where there is no such checkpoint.
+    Each rank gets the same facts: ``steps`` and ``evaluations`` as emitted, ``hashes`` by rank,
+    and the number of ``samples``. Raises BadArgumentsError, also if the checkpoint is missing.
     """
     from deadpool_megatron.trainer import checkpoint
     from deadpool_megatron.trainer.gpt_loop import TrainingLoop
@@ -52,21 +52,21 @@ def train(config: TrainerConfig) -> dict[str, Any]:
         for segment in loop.segments_after(loop.counters["iteration"]):
             loop.run_segment(segment)
     loop.synchronize_parameters()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (loop.state_hash(), emitted))
-    reported = next((told for _, told in everyone if told["step"]), emitted)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (loop.state_hash(), emitted))
+    reported = next((facts for _, facts in gathered if facts["step"]), emitted)
     return {
         "iterations": loop.counters["iteration"],
         "samples": loop.counters["consumed_train_samples"],
         "skipped": loop.counters["skipped_iterations"],
         "steps": reported["step"],
         "evaluations": reported["evaluation"],
-        "hashes": [state_hash for state_hash, _ in everyone],
+        "hashes": [state_hash for state_hash, _ in gathered],
     }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run from the command line; returns the exit status, 2 for arguments that cannot work."""
+    """Run from the command line; return the exit status, 2 for bad arguments."""
     parser = build_parser("python -m deadpool_megatron.trainer.plain")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the facts of the run here")
     namespace = parser.parse_args(argv)
@@ -96,6 +96,6 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # The run is over and told of. Taking the groups down ends in an abort now and then: torch
-    # destroys a thread of gloo that still runs.
+    # The run is over and reported. Destroying the groups sometimes ends in an abort: torch destroys
+    # a running thread of gloo.
     os._exit(status)
