@@ -8,7 +8,7 @@ each role's newest, is the consistency rule of coordinated checkpointing (Chandy
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -48,9 +48,10 @@ Places = Callable[[int, str, Generation], tuple[Source, ...]]
 class RestoreQuery:
     """The facts that are known when a restore has to be chosen.
 
-    ``inventories``: frozen, of live nodes only. ``seats``: of the epoch to open (roles may be
-    missing while a spare is awaited); ``owners``: seats of the epoch that was closed. ``layouts``:
-    as registered by the members; a role that is missing here is looked up in the inventories.
+    ``roles``: all roles of the epoch to open. ``inventories``: frozen, of live nodes only.
+    ``seats``: of the epoch to open (roles may be missing while a spare is awaited); ``owners``:
+    seats of the epoch that was closed. ``layouts``: as registered by the members; a role that is
+    missing here is looked up in the inventories.
     ``kept``: lineage -> last iteration that was not abandoned (:func:`keep_line`). ``durable``: the
     newest valid checkpoint (its path, boundary and iteration). ``start``: what the run began with,
     as long as no role ever got further than that, else None. ``every``: iterations from one
@@ -58,7 +59,7 @@ class RestoreQuery:
     """
 
     epoch: int
-    world_size: int
+    roles: Collection[int]
     inventories: Mapping[int, Inventory]
     seats: Mapping[int, Seat]
     owners: Mapping[int, Seat]
@@ -113,7 +114,7 @@ def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
             )
     what = "; ".join(refusals[:3]) or "no live node holds a sealed state"
     return NoRestore(
-        f"no generation can be restored for all {query.world_size} roles and there is no"
+        f"no generation can be restored for all {len(query.roles)} roles and there is no"
         f" durable checkpoint: {what}"
     )
 
@@ -203,7 +204,7 @@ class Shelf:
 
     def __init__(self, query: RestoreQuery) -> None:
         self._query = query
-        unknown = set(range(query.world_size)) - query.layouts.keys()
+        unknown = set(query.roles) - query.layouts.keys()
         found = usual_layouts(unknown, query.inventories.values())
         self._layouts: dict[int, RoleLayout] = {**found, **query.layouts}
         # Generation, part, role -> nodes. One key of all three would be hashed a million times.
@@ -227,7 +228,7 @@ class Shelf:
         """The restore of one generation, or what is missing for it."""
         sources: dict[int, dict[str, tuple[Source, ...]]] = {}
         recipes: dict[int, Recipe] = {}
-        for role in range(self._query.world_size):
+        for role in self._query.roles:
             layout = self._layouts.get(role)
             if layout is None:
                 return f"the layout of role {role}"

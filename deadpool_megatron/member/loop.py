@@ -192,8 +192,10 @@ class Program(ABC):
         """
         raise RuntimeError("a program whose loops serve other roles has to say how")
 
-    def provisional_role(self, wanted: int) -> int:
-        """The role that a spare builds for while it waits, where ``wanted`` is suggested."""
+    def provisional_role(self, wanted: int, world_size: int) -> int:
+        """The role that a spare builds for while it waits, where ``wanted`` is suggested, in a run
+        of ``world_size`` roles."""
+        del world_size
         return wanted
 
     def checkpoint_directory(self) -> Path | None:

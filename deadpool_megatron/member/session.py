@@ -70,10 +70,9 @@ class Session:
         settings = link.settings
         self._link, self._settings = link, settings
         self._run_directory = run_directory
-        self._world_size = int(os.environ["DEADPOOL_WORLD_SIZE"])
         # What the coordinator expects this process to be needed for.
-        wanted = int(os.environ.get("DEADPOOL_PROVISIONAL_ROLE", link.seat.slot))
-        self._provisional_role = wanted % self._world_size
+        wanted = os.environ.get("DEADPOOL_PROVISIONAL_ROLE", link.seat.slot)
+        self._provisional_role = int(wanted)
         kind = take_device(settings.communicator, link.seat.slot)
         self._drain_seconds = drain_seconds(kind, settings)
         print(
@@ -186,10 +185,11 @@ class Session:
             if not self._await_turn(record):
                 return
             reports.section = "build"
-            role = self._provisional_role
+            world_size = len(record.seats)
+            role = self._provisional_role % world_size
             if not self._is_restarted_in(record):
-                role = entry.program.provisional_role(role)
-            entry.build_detached(role, self._world_size)
+                role = entry.program.provisional_role(role, world_size)
+            entry.build_detached(role, world_size)
             self._compare_program(record)
             entry.warm_up()
             self._communicators.warm()

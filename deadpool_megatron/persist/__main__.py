@@ -5,9 +5,9 @@ Its agent starts it.
 ``JOB`` is a file with JSON: ``directory`` (of the unfinished checkpoint), ``skeletons`` (a
 directory), ``taken`` (see :class:`~deadpool_megatron.vault.disk.pinned_snapshot.Snapshot`),
 ``dump`` (null, or ``path``, ``generation``, ``boundary`` of a dump, and its ``roles`` to write),
-``iteration``, ``world_size``, ``joins`` (whether this process joins the files of all roles into one
-checkpoint), ``deadline_seconds``, ``node``, ``run_dir``. Exit status 0; 1 with the reason as the
-last line of standard error.
+``iteration``, ``roles`` (of all processes, ascending; the process with the first role joins all
+files into one checkpoint), ``deadline_seconds``, ``node``, ``run_dir``. Exit status 0; 1 with the
+reason as the last line of standard error.
 """
 
 from __future__ import annotations
@@ -71,21 +71,22 @@ def _carry_out(job: Mapping[str, Any]) -> None:
     directory = Path(job["directory"])
     make_private(directory)
     common: Any = None
+    roles, joins = job["roles"], False
     for snapshot in _sources(job):
         template = read_template(Path(job["skeletons"]), snapshot.role, snapshot.layout_hash)
         failpoints.hit("persist.write", role=snapshot.role, iteration=snapshot.generation.iteration)
         source = torch_dist.GenerationSource(snapshot, RunDirectory(Path(job["run_dir"])).frozen)
         index = torch_dist.write_role(template, source, directory)
-        torch_dist.write_extras(source, directory, snapshot.role, int(job["world_size"]))
-        if snapshot.role == 0:
-            common = torch_dist.filled(template.common, source)
+        torch_dist.write_extras(source, directory, snapshot.role, len(roles))
+        if snapshot.role == roles[0]:
+            joins, common = True, torch_dist.filled(template.common, source)
         # Renamed into place, so that the process that joins never reads half of it.
         write_text(_index_path(directory, snapshot.role), json.dumps(index))
     failpoints.hit("persist.written", iteration=job["iteration"])
-    if job["joins"]:
-        indexes = _await_all(directory, int(job["world_size"]), float(job["deadline_seconds"]))
+    if joins:
+        indexes = _await_all(directory, roles, float(job["deadline_seconds"]))
         torch_dist.join(directory, indexes, common)
-        for role in range(int(job["world_size"])):
+        for role in roles:
             _index_path(directory, role).unlink()
 
 
@@ -103,17 +104,17 @@ def _index_path(directory: Path, role: int) -> Path:
 
 
 def _await_all(
-    directory: Path, world_size: int, deadline_seconds: float
+    directory: Path, roles: Sequence[int], deadline_seconds: float
 ) -> list[Mapping[str, Any]]:
     limit = time.monotonic() + deadline_seconds
     indexes: dict[int, Mapping[str, Any]] = {}
-    while len(indexes) < world_size:
-        for role in set(range(world_size)) - set(indexes):
+    while len(indexes) < len(roles):
+        for role in set(roles) - set(indexes):
             if (path := _index_path(directory, role)).exists():
                 indexes[role] = json.loads(path.read_text())
-        if len(indexes) < world_size:
+        if len(indexes) < len(roles):
             if time.monotonic() > limit:
-                missing = ", ".join(str(r) for r in range(world_size) if r not in indexes)
+                missing = ", ".join(str(r) for r in roles if r not in indexes)
                 raise torch_dist.WritingError(
                     f"roles {missing} have not written to {directory} within"
                     f" {deadline_seconds:g} s: is it a directory that all nodes share?"

@@ -126,8 +126,8 @@ class Restorer:
     def _wanted(self, layout: RoleLayout) -> dict[str, _Wanted]:
         restore = self._record.restore
         if restore.kind == "dump":
-            known, size = {self._role: layout}, len(self._record.seats)
-            self._shelf = dumped_shelf(Path(restore.path), restore.generation, size, known)
+            known, roles = {self._role: layout}, self._record.seats
+            self._shelf = dumped_shelf(Path(restore.path), restore.generation, roles, known)
             self._recipe = self._shelf.recipe(layout, restore.generation)
         sources = restore.sources.get(self._role, {})
         replay = None if self._recipe is None else self._recipe.replay

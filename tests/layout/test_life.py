@@ -160,7 +160,7 @@ class Cluster:
             inventories[node] = records.Inventory(node, 1, tuple(holdings), tuple(layouts))
         self.epoch += 1
         query = planner.RestoreQuery(
-            *(self.epoch, len(self.roles), inventories, seats or self.seats, self.seats),
+            *(self.epoch, range(len(self.roles)), inventories, seats or self.seats, self.seats),
             self.kept,
             bad_parts=frozenset(self.bad),
             every=self.plan.every,

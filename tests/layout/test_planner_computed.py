@@ -88,7 +88,7 @@ class World:
             inventories[node] = records.Inventory(node, 1, tuple(holdings), tuple(found))
         seats = {role: records.Seat(node, role, 0) for role, node in self.seats.items()}
         return RestoreQuery(
-            2, len(seats), inventories, seats, seats, {1: NO_LIMIT}, bad_parts=frozenset(self.bad)
+            2, seats, inventories, seats, seats, {1: NO_LIMIT}, bad_parts=frozenset(self.bad)
         )
 
     def sources(self, role: int, generation: records.Generation, name: str) -> set[records.Source]:
@@ -258,7 +258,7 @@ def ask(content: Content, *, roles: int = 1, **more: object) -> RestoreQuery:
     seats = {role: records.Seat(9, role, 0) for role in range(roles)}
     owners = {role: records.Seat(role, 0, 0) for role in range(roles)}
     held = inventories(content, layout_with_steps)
-    query = RestoreQuery(3, roles, held, seats, owners, LINES)
+    query = RestoreQuery(3, range(roles), held, seats, owners, LINES)
     return replace(query, **more)  # type: ignore[arg-type]
 
 

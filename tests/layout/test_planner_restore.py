@@ -49,7 +49,9 @@ def ask(
     held = inventories(content, lambda role: layout(role, replicas))
     owners = {role: Seat(role, 0, 0) for role in range(roles)}
     facts: dict[str, object] = {"kept": {1: NO_LIMIT}, **more}
-    return planner.RestoreQuery(2, roles, held, owners if seats is None else seats, owners, **facts)  # type: ignore[arg-type]
+    return planner.RestoreQuery(
+        2, range(roles), held, owners if seats is None else seats, owners, **facts
+    )  # type: ignore[arg-type]
 
 
 def test_replica_gives_the_shard_but_never_the_extras() -> None:

@@ -114,7 +114,7 @@ def in_memory(own: Layouts, layouts: Iterable[RoleLayout], lacks: int | None = N
         node: Inventory(node, 1, (Holding(one.role, NEWEST, held(one, lacks)),), (one,))
         for node, one in enumerate(layouts)
     }
-    query = RestoreQuery(2, 2, found, {0: SEAT}, {0: SEAT}, {1: NO_LIMIT}, layouts=own)
+    query = RestoreQuery(2, range(2), found, {0: SEAT}, {0: SEAT}, {1: NO_LIMIT}, layouts=own)
     return hasattr(choose_restore(query), "sources")
 
 
@@ -169,10 +169,10 @@ WAYS: dict[str, Callable[[Path, Layouts, Layouts], bool]] = {
     "file": lambda at, kept, own: loaded(at, kept[0], own[0]),
     "file of a peer": lambda at, kept, own: loaded(at, replace(kept[0], role=1), own[0]),
     "dump with a peer": lambda at, kept, own: bool(
-        last_boundary(dump(at, peers(own[0], kept[0]), 0), NEWEST, 2)[0]
+        last_boundary(dump(at, peers(own[0], kept[0]), 0), NEWEST, range(2))[0]
     ),
     "dump with parity": lambda at, kept, own: bool(
-        sources.dumped_shelf(dump(at, [*own.values(), coded(kept)], 0), NEWEST, 2).decodings(
+        sources.dumped_shelf(dump(at, [*own.values(), coded(kept)], 0), NEWEST, range(2)).decodings(
             0, SHARD, NEWEST
         )
     ),

@@ -149,7 +149,7 @@ class Life(Rig):
     ) -> None:
         """Open an epoch with what the coordinator would choose."""
         seats = {0: seat or self.seat}
-        restore = choose_restore(RestoreQuery(epoch, 1, inventories, seats, {0: SEAT}, kept))
+        restore = choose_restore(RestoreQuery(epoch, range(1), inventories, seats, {0: SEAT}, kept))
         assert isinstance(restore, Restore), restore
         self.open(epoch, restore, seat)
 

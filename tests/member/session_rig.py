@@ -171,7 +171,7 @@ class FakeEntry:
         self.program = SimpleNamespace(
             checkpoint_directory=lambda: None,
             spares_may_build=lambda: True,
-            provisional_role=lambda wanted: wanted,
+            provisional_role=lambda wanted, world_size: wanted,
         )
 
     @property
@@ -226,7 +226,6 @@ class Rig:
     """The session in a thread of its own; the test is its agent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        monkeypatch.setenv("DEADPOOL_WORLD_SIZE", "2")
         monkeypatch.delenv("DEADPOOL_PROVISIONAL_ROLE", raising=False)
         monkeypatch.delenv("DEADPOOL_FAULTS", raising=False)
         self.entry = FakeEntry()

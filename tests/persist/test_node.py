@@ -45,7 +45,7 @@ def node_of(directory: Path) -> tuple[NodeExports, SlowVault, list[dict[str, Any
     """A node with its vault, and what it says."""
     said: list[dict[str, Any]] = []
     vault, run = SlowVault(directory), RunDirectory(directory / "run")
-    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
+    info: Any = SimpleNamespace(settings=Settings(), run_id="id")
     (run.path / "logs").mkdir(parents=True)
     logs = LocalLogs(directory / "logs")
     options: Any = SimpleNamespace(node=0, run=run, info=info, segments=directory)

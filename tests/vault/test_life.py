@@ -174,7 +174,7 @@ class Life:
     ) -> records.EpochRecord:
         """Open an epoch with what the coordinator would choose; all restore."""
         query = RestoreQuery(
-            epoch, 3, inventories, seats, self.seats, self.kept, bad_parts=self.bad
+            epoch, range(3), inventories, seats, self.seats, self.kept, bad_parts=self.bad
         )
         restore = choose_restore(query)
         assert isinstance(restore, records.Restore), restore

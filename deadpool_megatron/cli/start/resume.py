@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -195,21 +195,21 @@ def _durable(
     began = [one for one in valid_in(info.restore) if one.path not in {n.path for n in noted}]
     good = list[Restore]()
     for one in (*noted, *began):
-        if why := _objection(one, info.world_size, history if one in noted else None):
+        if why := _objection(one, range(info.world_size), history if one in noted else None):
             lacking.append(why)
         else:
             good.append(one)
     return [identified(one) for one in good if one.kind != "initial"] or good[:1], lacking
 
 
-def _objection(restore: Restore, world_size: int, history: History | None) -> str:
+def _objection(restore: Restore, roles: Collection[int], history: History | None) -> str:
     """Return why a run does not continue from it; empty if it does."""
     if restore.kind == "initial":
         return ""
     if not is_there(restore):
         return f"{restore.path} does not exist any more, or is not what was saved"
     if restore.kind == "dump":
-        boundary, lacking = last_boundary(Path(restore.path), restore.generation, world_size)
+        boundary, lacking = last_boundary(Path(restore.path), restore.generation, roles)
         return f"{restore.path} lacks {lacking}" if boundary is None else ""
     # It became valid before the loss was known; the next checkpoint would have replaced it.
     if history and is_thrown_away(restore.generation, history.nonfinite):
@@ -274,7 +274,7 @@ def _whole(
 ) -> tuple[Restore | None, list[str]]:
     _make_orphan_dump(old, info, kept)
     if others is None:
-        return newest_whole(old.dump, info.world_size, kept)
+        return newest_whole(old.dump, range(info.world_size), kept)
     others.done()
     written, limit, told = -1, 0.0, False
     while True:
@@ -283,7 +283,7 @@ def _whole(
         if written != before:
             limit = time.monotonic() + others.patience_seconds
         is_last_look = others.are_done() or time.monotonic() > limit
-        whole, why_not = newest_whole(old.dump, info.world_size, kept)
+        whole, why_not = newest_whole(old.dump, range(info.world_size), kept)
         if is_last_look or (whole is not None and not why_not):
             return whole, why_not
         if not told:

@@ -138,7 +138,6 @@ class NodeExports:
         dump = message.get("dump")
         # Of roles that are lost with their nodes only the shared disk has the state templates.
         templates = self._segments if dump is None else self._options.run.templates
-        roles = [one.role for one in self._taken] if dump is None else dump["roles"]
         facts = {
             "node": self._options.node,
             "run_dir": str(self._options.run.path),
@@ -147,8 +146,7 @@ class NodeExports:
             "skeletons": str(templates),
             "taken": [one.to_dict() for one in self._taken],
             "dump": dump,
-            "world_size": self._options.info.world_size,
-            "joins": 0 in roles,
+            "roles": message["roles"],
             "deadline_seconds": self._options.info.settings.persist_seconds,
         }
         job.write_text(json.dumps(facts))

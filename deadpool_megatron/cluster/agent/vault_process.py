@@ -327,8 +327,9 @@ class VaultKeeper:
         self._event(Event(Kind.VAULT_LOST, data={"cause": f"{ending}: {line}".rstrip(": ")}))
 
     def _event(self, event: Event) -> None:
+        roles = () if self._record is None else self._record.seats
         if event.kind in _ROUTINE and not is_told(
-            event.role or 0, event.iteration or 0, self._options.info.world_size
+            event.role or 0, event.iteration or 0, max(1, len(roles))
         ):
             return
         epoch = event.epoch or (0 if self._record is None else self._record.epoch)

@@ -183,7 +183,6 @@ class Checkpoints:
     def __init__(self, coordinator: Coordinator) -> None:
         options, self._coordinator = coordinator.options, coordinator
         self._settings = options.info.settings
-        self._world_size = options.info.world_size
         self._run, self._run_id = options.run, options.info.run_id
         # Of exports that nobody names another one for.
         self._directory = export_directory(self._settings, self._run)
@@ -415,8 +414,7 @@ class Checkpoints:
         }
         for node in sorted(export.nodes):
             roles = sorted(role for role, writer in order.roles.items() if writer == node)
-            where = {"directory": str(export.unfinished), "dump": {**dump, "roles": roles}}
-            self._order(export, "dump", [node], **where)
+            self._order_writing(export, "dump", [node], order.roles, dump={**dump, "roles": roles})
 
     def _new(self, iteration: int, epoch: int, wish: Wish, nodes: Iterable[int]) -> Export:
         if not self._count:
@@ -434,9 +432,15 @@ class Checkpoints:
         for node in sorted(nodes):
             self._coordinator.peers.order(node, {**order, **content})
 
+    def _order_writing(
+        self, export: Export, kind: str, nodes: Iterable[int], roles: Iterable[int], **content: Any
+    ) -> None:
+        where = {"directory": str(export.unfinished), "roles": sorted(roles)}
+        self._order(export, kind, nodes, **where, **content)
+
     def _begin_writing(self, export: Export) -> None:
         found = set(export.said.values())
-        if len(export.said) != self._world_size or len(found) != 1:
+        if export.said.keys() != self._coordinator.state.seats.keys() or len(found) != 1:
             moments = ", ".join(sorted({f"{one.iteration} after {m}" for one, m in found}))
             self._abandon(f"the roles have pinned different moments: {moments}")
             return
@@ -446,7 +450,7 @@ class Checkpoints:
         ((export.generation, _),) = found
         export.step, export.awaited = "writing", set(export.nodes)
         failpoints.hit("coordinator.export", iteration=export.iteration)
-        self._order(export, "write", export.nodes, directory=str(export.unfinished))
+        self._order_writing(export, "write", export.nodes, export.said)
 
     async def _publish(self, export: Export) -> None:
         """Give it its name, prune older ones, then say so."""

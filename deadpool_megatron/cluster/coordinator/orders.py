@@ -91,7 +91,7 @@ class Orders:
                 "seen": self._peers.taken(peer),
                 "closed": epoch if not is_open else epoch - 1,
                 "beat_seconds": beat_seconds(info.nodes + info.spares, settings),
-                "repeat_seconds": repeat_seconds(info.world_size),
+                "repeat_seconds": repeat_seconds(len(state.seats)),
                 "cause": "" if record is None else record.cause,
             },
             self._lacked(peer, record) if record is not None and is_open else b"",

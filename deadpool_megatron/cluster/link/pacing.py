@@ -58,11 +58,11 @@ def hang_look_seconds(settings: Settings) -> float:
     return max(settings.beat_interval_seconds, min(settings.hang_seconds / 20, 2.0))
 
 
-def is_told(role: int, iteration: int, world_size: int) -> bool:
+def is_told(role: int, iteration: int, roles: int) -> bool:
     """True where a routine event (sealed, committed) of a role goes to the coordinator: always in
     a small run; in a large one each iteration that of other roles, about 512 in all.
     """
-    share = -(-world_size // _ROUTINE_EVENTS_PER_ITERATION)
+    share = -(-roles // _ROUTINE_EVENTS_PER_ITERATION)
     return (role + iteration) % share == 0
 
 

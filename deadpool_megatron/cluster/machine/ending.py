@@ -27,7 +27,7 @@ def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
     begins = begins or (core.config.from_scratch and state.restarted)
     return RestoreQuery(
         epoch=state.epoch + 1,
-        world_size=core.config.world_size,
+        roles=state.seats,
         inventories=held,
         seats=seats,
         owners=state.seats,

@@ -313,7 +313,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
     memory, fleet, line = state.memory, state.fleet, state.lineage
     if restore.kind == "memory":
         # Before the inventories are dropped: what they say of roles whose members have not yet.
-        found = memory.in_slots(core.config.world_size)
+        found = memory.in_slots(seats)
         memory.layouts |= found
         memory.inherited |= found.keys()
     else:
@@ -436,8 +436,8 @@ def check_done(core: Core) -> None:
     """End the run when every role has completed its last iteration; what the program could not save
     is saved for it."""
     match core.state.doing:
-        case states.Running(done=done) | states.Pausing(done=done) if (
-            len(done) >= core.config.world_size
+        case states.Running(done=done) | states.Pausing(done=done) if len(done) >= len(
+            core.state.seats
         ):
             early, unsaved = core.state.early, core.state.unsaved
             how = f"ended early at {early}" if early else "training is complete"

@@ -184,7 +184,7 @@ def pause_later(core: Core, event: inputs.PauseRefused) -> None:
 
 def check_paused(core: Core, *, overdue: bool = False) -> None:
     """Once all stand still (or had their time), go through a close as after a failure."""
-    pausing, wanted = core.state.doing, core.config.world_size
+    pausing, wanted = core.state.doing, len(core.state.seats)
     if not isinstance(pausing, Pausing):
         return
     order, paused, done = pausing.order, pausing.order.paused, pausing.done

@@ -54,7 +54,7 @@ class Config:
 
     @property
     def world_size(self) -> int:
-        """Number of roles."""
+        """Number of roles at full size."""
         return self.nodes * self.nproc
 
     def provisional_role(self, node: int, slot: int) -> int:
@@ -179,10 +179,10 @@ class Memory:
         found = (holding for one in self.held.values() for holding in one.holdings)
         return any(holding.generation.iteration > 0 for holding in found)
 
-    def in_slots(self, world_size: int) -> dict[int, records.RoleLayout]:
+    def in_slots(self, roles: Iterable[int]) -> dict[int, records.RoleLayout]:
         """Return the layouts that the slots tell of roles whose members have not told this
         coordinator yet how they lay out their state."""
-        unknown = {role for role in range(world_size) if role not in self.layouts}
+        unknown = set(roles) - self.layouts.keys()
         return usual_layouts(unknown, self.held.values()) if unknown else {}
 
     def drop_node(self, node: int) -> None:

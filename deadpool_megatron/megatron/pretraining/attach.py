@@ -276,13 +276,13 @@ class PretrainProgram(Program):
             loop.build.renumber(old, args.rank)
         return PretrainLoop(loop.build, self._pretrain, self._run_directory, emit)
 
-    def provisional_role(self, wanted: int) -> int:
+    def provisional_role(self, wanted: int, world_size: int) -> int:
         """See :class:`Program`: one of the commonest stage class."""
         from megatron.training import get_args
         from megatron.training.arguments import core_transformer_config_from_args
 
         os.environ["RANK"] = str(wanted)
-        os.environ["WORLD_SIZE"] = os.environ["DEADPOOL_WORLD_SIZE"]
+        os.environ["WORLD_SIZE"] = str(world_size)
         self._parse(_reached)
         args = get_args()
         config = core_transformer_config_from_args(args)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from deadpool_megatron.layout.history import NO_LIMIT
@@ -34,7 +34,7 @@ _NAME = re.compile(r"(\d+)-(\d+)")
 def dumped_shelf(
     directory: Path,
     generation: Generation,
-    world_size: int,
+    roles: Collection[int],
     layouts: Mapping[int, RoleLayout] = NONE_KNOWN,
 ) -> Shelf:
     """Return what the files of a dump can give, by the same rules as the memory of live nodes.
@@ -54,7 +54,7 @@ def dumped_shelf(
         for node, known in described.items()
     }
     kept = {generation.lineage: NO_LIMIT}
-    return Shelf(RestoreQuery(0, world_size, found, {}, {}, kept, layouts))
+    return Shelf(RestoreQuery(0, roles, found, {}, {}, kept, layouts))
 
 
 def node_of(dumped: Segment) -> int:
@@ -119,7 +119,7 @@ def holds(dumped: Segment, part: str, iteration: int) -> bool:
 
 
 def newest_whole(
-    base: Path, world_size: int, kept: Mapping[int, int]
+    base: Path, roles: Collection[int], kept: Mapping[int, int]
 ) -> tuple[Restore | None, list[str]]:
     """The newest generation below ``base`` of which every role's parts are there, or what they are
     decoded or recomputed from; and why newer ones are not whole. ``kept``: the line of descent, see
@@ -135,7 +135,7 @@ def newest_whole(
     for generation, directory in sorted(found, reverse=True):
         if not is_kept(kept, generation):
             continue
-        boundary, lacking = last_boundary(directory, generation, world_size)
+        boundary, lacking = last_boundary(directory, generation, roles)
         if boundary is not None:
             return Restore("dump", generation, boundary, str(directory)), refusals
         refusals.append(f"generation {generation.lineage}:{generation.iteration} lacks {lacking}")
@@ -143,10 +143,10 @@ def newest_whole(
 
 
 def last_boundary(
-    directory: Path, generation: Generation, world_size: int
+    directory: Path, generation: Generation, roles: Collection[int]
 ) -> tuple[str | None, str]:
     """The last boundary that all roles have reached in this dump, or None and what is missing."""
-    found = dumped_shelf(directory, generation, world_size).produce(generation)
+    found = dumped_shelf(directory, generation, roles).produce(generation)
     return (None, found) if isinstance(found, str) else (found.boundary, "")
 
 

@@ -269,7 +269,7 @@ def a_spare_takes_roles(make: Callable[..., Life]) -> Life:
         return "arguments"
 
     life.small.note("the script has", life.command_line.parse_without_role(parse))
-    role = life.program.provisional_role(3)
+    role = life.program.provisional_role(3, 8)
     life.show(f"built for role {role}")
     os.environ["RANK"] = "3"
     life.build()

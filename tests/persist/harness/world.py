@@ -27,6 +27,7 @@ class World:
         record = SimpleNamespace(epoch=1, seats=seats, restore=start, protection=plan)
         self.state: Any = SimpleNamespace(
             phase=Phase.RUNNING,
+            seats=seats,
             record=record,
             standing_epoch=1,
             fleet=SimpleNamespace(nodes={0: None, 1: None}),
@@ -38,7 +39,7 @@ class World:
         self.warnings: list[str] = []
         self.fed: list[Any] = []
         self.tasks: list[Coroutine[Any, Any, object]] = []
-        info = SimpleNamespace(settings=Settings(**settings), world_size=2, run_id="id")
+        info = SimpleNamespace(settings=Settings(**settings), run_id="id")
         self._options: Any = SimpleNamespace(
             run=self.run, info=info, term=SimpleNamespace(number=1), recovered=RecoveredState()
         )

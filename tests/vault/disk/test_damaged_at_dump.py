@@ -66,9 +66,9 @@ def test_the_coordinator_is_told_and_the_one_before_can_be_gone_on_from(tmp_path
         told = [[1, [1, 2], "shard"]]
         for _ in range(2):  # the next coordinator may ask again for what is known to be bad by then
             assert node.dumped(base / "1-2", G(1, 2), "step")["damaged"] == told
-        assert newest_whole(base, 2, {1: NO_LIMIT})[0] is None
+        assert newest_whole(base, range(2), {1: NO_LIMIT})[0] is None
         node.dumped(base / "1-1", G(1, 1), "step")
-    found, why_not = newest_whole(base, 2, {1: NO_LIMIT})
+    found, why_not = newest_whole(base, range(2), {1: NO_LIMIT})
     assert found == records.Restore("dump", G(1, 1), "step", str(base / "1-1"))
     assert why_not == ["generation 1:2 lacks part shard of role 1"]
 
@@ -97,7 +97,7 @@ def test_damage_of_which_there_are_other_bytes_here_is_no_loss(tmp_path: Path) -
     strike(segment, G(1, 4), "shard")
     assert len(dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step")) == 1
     assert damaged(state) == []
-    assert newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})[0] is not None
+    assert newest_whole(tmp_path / "dump", range(1), {1: NO_LIMIT})[0] is not None
 
 
 @pytest.mark.parametrize("struck", [4, 3])
@@ -111,7 +111,7 @@ def test_where_a_part_is_damaged_what_leads_to_it_is_written(tmp_path: Path, str
     strike(segment, G(1, struck), "shard")
     dump(state, tmp_path / "dump" / generation_name(G(1, 4)), G(1, 4), "step")
     assert damaged(state) == [records.BadPart(3, 0, G(1, struck), "shard")]
-    found, _ = newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})
+    found, _ = newest_whole(tmp_path / "dump", range(1), {1: NO_LIMIT})
     assert found is not None
     assert found.generation == G(1, 4)
 

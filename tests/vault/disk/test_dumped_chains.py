@@ -80,7 +80,7 @@ def test_what_can_be_recomputed_counts_as_there(files: list[dict[int, set[str]]]
 
         bases = {base(shard) for shard in SHARDS}
         whole = "extras@step" in held.get(4, ()) and 0 not in bases and len(bases - {4}) <= 1
-        found, why_not = newest_whole(Path(name), 1, {1: NO_LIMIT})
+        found, why_not = newest_whole(Path(name), range(1), {1: NO_LIMIT})
         assert (found is not None) is whole, why_not
         if found is not None:
             assert (found.generation, found.boundary) == (G(1, 4), "step")

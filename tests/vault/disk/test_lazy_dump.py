@@ -73,7 +73,7 @@ def test_the_newest_whole_generation_of_the_kept_line(
             return None
 
         whole = [g for g in held if boundary(held[g]) and g.iteration <= kept[g.lineage]]
-        found, why_not = newest_whole(Path(name), ROLES, kept)
+        found, why_not = newest_whole(Path(name), range(ROLES), kept)
         if not whole:
             assert found is None
             return

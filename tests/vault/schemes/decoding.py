@@ -114,6 +114,8 @@ def seats_of(coded: CodedGroup, lost: set[int], spare: int) -> dict[int, Seat]:
 
 def plan(inventories: dict[int, Inventory], seats: dict[int, Seat], roles: int) -> Restore:
     """What the coordinator would decide."""
-    restore = choose_restore(RestoreQuery(2, roles, inventories, seats, seats, {1: NO_LIMIT}))
+    restore = choose_restore(
+        RestoreQuery(2, range(roles), inventories, seats, seats, {1: NO_LIMIT})
+    )
     assert not isinstance(restore, NoRestore), restore
     return restore

@@ -274,7 +274,7 @@ class Nodes:
         return choose_restore(
             RestoreQuery(
                 epoch,
-                len(self.seats),
+                self.seats,
                 inventories,
                 self.seats,
                 self.owners,

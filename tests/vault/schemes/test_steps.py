@@ -65,7 +65,7 @@ def planned(
 ) -> records.Restore:
     """What the coordinator would decide for epoch 2."""
     owners = {role: records.Seat(role, 0, 0) for role in range(2)}
-    answer = choose_restore(RestoreQuery(2, 2, inventories, seats, owners, {1: NO_LIMIT}))
+    answer = choose_restore(RestoreQuery(2, range(2), inventories, seats, owners, {1: NO_LIMIT}))
     assert isinstance(answer, records.Restore), answer
     return answer
 
@@ -153,7 +153,7 @@ def test_what_is_recomputed_takes_no_slot_of_an_older_generation(tmp_path: Path)
         own.invalidate_part(slot, "shard", PartState.BAD)  # as its vault does with damaged bytes
         inventories = running.close(1)
         assert held(inventories[1], 1).keys() == {5, 6}
-        query = RestoreQuery(2, 2, inventories, seats, seats, {1: NO_LIMIT})
+        query = RestoreQuery(2, range(2), inventories, seats, seats, {1: NO_LIMIT})
         restore = choose_restore(query)
         assert isinstance(restore, records.Restore)
         assert restore.generation == kept
