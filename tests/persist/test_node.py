@@ -106,7 +106,9 @@ async def test_an_exporter_that_cannot_be_started_ends_its_export_only(
     exports, vault, said = node_of(tmp_path)
     assert not list(tmp_path.glob("taken-*"))
     await set_aside(exports, vault, said)
-    exports.order({**order("write", "1.1"), "directory": str(tmp_path / ".export-id-1.1")})
+    exports.order(
+        {**order("write", "1.1"), "directory": str(tmp_path / ".export-id-1.1"), "roles": [0]}
+    )
     assert [message["step"] for message in said] == ["taken", "failed"]
     assert "no more processes" in said[-1]["text"]
     assert not list(tmp_path.glob("taken-*"))
