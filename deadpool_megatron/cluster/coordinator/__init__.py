@@ -5,6 +5,7 @@ orders       actions as messages, to each agent its part
 progress     what members report: each step once, divergence, how all ended
 files        what the run writes of itself: events, result, bad nodes
 checkpoints  one course: asked, set aside, written, valid, removed
+export_interval  which iterations are exported, and when each is ordered
 durable      a checkpoint's name: one rename, owner, what may be pruned
 watchdog     silence, hangs, slow nodes, cadence
 commands     what users are shown, and their requests

@@ -35,6 +35,11 @@ from deadpool_megatron.cluster.coordinator.durable import (
     remember_and_prune,
     remove_unfinished,
 )
+from deadpool_megatron.cluster.coordinator.export_interval import (
+    MAX_MARGIN,
+    MIN_MARGIN,
+    ExportInterval,
+)
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, Phase, State
@@ -51,10 +56,6 @@ from deadpool_megatron.vault.errors import Code
 if TYPE_CHECKING:
     from deadpool_megatron.cluster.coordinator.service import Coordinator
 
-# Iterations between an order and the one it is about, at least.
-_FIRST_MARGIN = 2
-# And at most, however fast they are.
-_LONGEST_MARGIN = 64
 # Where nobody says how often: this long after the last one, and so many times what it took.
 _USUAL_SECONDS = 1800.0
 _LEAST_PAUSE = 9
@@ -118,65 +119,6 @@ class Export:
         return self.wish.directory / f"iter_{self.iteration:07d}"
 
 
-class Interval:
-    """The iterations that the interval of exports asks for, and when each of them is ordered.
-
-    An order holds memory on every node and is ended by any recovery, so that it comes a few
-    iterations before its own, and not as soon as the one before is over. What was reported last
-    trails behind training, and somebody looks a few times in a second only: how many iterations go
-    by from one look to the next says how many are few.
-    """
-
-    def __init__(self, iterations: int) -> None:
-        """``iterations``: from one export to the next; 0 for none."""
-        self._iterations = iterations
-        # The one that is exported next; 0: it is not chosen. It stays until it was set aside, or
-        # cannot be in this epoch.
-        self._awaited = 0
-        self._tried = 0
-        self._missed: tuple[int, int] | None = None  # the epoch and the iteration
-        # The last two advances of what is reported: a long one after a pause is no pace.
-        self._newest = 0
-        self._advances = (1, 1)
-
-    def saw(self, newest: int) -> None:
-        """``newest``: the last iteration that is known to be over, told at each look."""
-        if newest > self._newest:
-            self._advances = (self._advances[1], newest - self._newest)
-        elif newest < self._newest:
-            self._awaited = 0  # what is computed again after a return to an older one is due again
-        self._newest = newest
-
-    def due(self, epoch: int, every: int, margin: int) -> int | None:
-        """Return the iteration that is to be ordered now. ``margin``: so many after the newest one
-        can be had; one that is nearer, or over, is made up for by the next that can. ``every``: the
-        cadence of the epoch.
-        """
-        if not self._iterations:
-            return None
-        if self._missed is not None and epoch > self._missed[0]:
-            # A recovery came in between, or may have given what was wanting.
-            self._awaited, self._missed = self._missed[1], None
-        if not self._awaited:
-            after = max(self._newest + _FIRST_MARGIN, self._tried + 1)
-            self._awaited = next_due(after, self._iterations)
-        lead = min(_FIRST_MARGIN + 2 * min(self._advances), _LONGEST_MARGIN)
-        if next_due(self._awaited, every) > self._newest + lead:
-            return None
-        return next_due(max(self._awaited, self._newest + margin), every)
-
-    def taken(self, iteration: int) -> None:
-        """It was set aside, by an order of the interval or another one to the same place."""
-        self._tried = max(self._tried, iteration)
-        if iteration >= self._awaited:
-            self._awaited, self._missed = 0, None
-
-    def failed(self, epoch: int, iteration: int) -> None:
-        """It was not set aside, and is not tried again in this epoch."""
-        self._tried = max(self._tried, iteration)
-        self._awaited, self._missed = 0, (epoch, iteration)
-
-
 class Checkpoints:
     """See the module text. For the coordinator's loop."""
 
@@ -194,14 +136,14 @@ class Checkpoints:
         self._saves: set[tuple[int, int]] = set()
         # Paths of what the program has loaded: nothing that this run has come to.
         self.loaded = {one.path for one in options.recovered.valid if not one.generation.lineage}
-        self._interval = Interval(self._settings.export_iterations)
+        self._interval = ExportInterval(self._settings.export_iterations)
         # Without a number of iterations: when the next one is due, by the monotonic clock.
         self._due = time.monotonic() + _USUAL_SECONDS
         self._by_time = self._settings.persist_interval == "auto"
         # There is something to look at in each tick: an interval, or what was ordered.
         self.is_used = self._by_time or self._settings.export_iterations > 0
         # Iterations between an order and the one it is about; more after one that was too late.
-        self._margin = _FIRST_MARGIN
+        self._margin = MIN_MARGIN
         self._count = 0
         self._wish: Wish | None = None
         self._leaving: PendingEnd | None = None
@@ -216,7 +158,7 @@ class Checkpoints:
         self.is_used = True
         match order:
             case BeginExport(number, directory):
-                self._wish, self._margin = Wish(Path(directory), number), _FIRST_MARGIN
+                self._wish, self._margin = Wish(Path(directory), number), MIN_MARGIN
                 if self._leaving is not None:
                     self._unwish(_LAST)
             case EndRun(reason, seconds):
@@ -275,7 +217,7 @@ class Checkpoints:
     def tick(self) -> None:
         """Begin what is due, give up what cannot be finished, publish what is written."""
         state, now = self._coordinator.state, time.monotonic()
-        self._interval.saw(state.reached)
+        self._interval.observe(state.reached)
         export, leaving = self._export, self._leaving
         is_late = leaving is not None and now > leaving.until
         if leaving is not None and is_late and (export is None or export.is_publishing):
@@ -311,7 +253,7 @@ class Checkpoints:
         self._leaving = PendingEnd(reason, until, ends, _SHARE_OF_REMOVAL * seconds)
         if export is None or export.wish.directory != self._directory:
             self._unwish(_LAST)
-            self._wish, self._margin = Wish(self._directory), _FIRST_MARGIN
+            self._wish, self._margin = Wish(self._directory), MIN_MARGIN
         text = (
             f"{reason}: the run ends within {seconds:g} s; a last checkpoint is written in the"
             f" background, for {_SHARE_OF_EXPORT * seconds:g} s at most, then the state is dumped"
@@ -444,7 +386,7 @@ class Checkpoints:
             moments = ", ".join(sorted({f"{one.iteration} after {m}" for one, m in found}))
             self._abandon(f"the roles have pinned different moments: {moments}")
             return
-        self._margin = _FIRST_MARGIN
+        self._margin = MIN_MARGIN
         if export.wish.directory == self._directory:
             self._interval.taken(export.iteration)
         ((export.generation, _),) = found
@@ -494,12 +436,12 @@ class Checkpoints:
         assert export is not None
         self._order(export, "drop", export.nodes)
         is_of_interval = not export.wish.number and leaving is None
-        if again and self._margin < _LONGEST_MARGIN:
+        if again and self._margin < MAX_MARGIN:
             self._margin *= 2
             if not is_of_interval:  # else it is still due
                 self._wish = self._wish or export.wish
         else:
-            self._margin = _FIRST_MARGIN
+            self._margin = MIN_MARGIN
             if is_of_interval and export.generation is None:
                 self._interval.failed(export.epoch, export.iteration)
             if is_of_interval and self._coordinator.state.standing_epoch == export.epoch:
