@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.run_directory import cleanup, directory
+from deadpool_megatron.cluster.run_directory import directory
 from tests.security.users import common_directory
 
 
@@ -14,5 +14,4 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Stands for /dev/shm."""
     with common_directory() as path:
         monkeypatch.setattr(directory, "SEGMENT_ROOT", path)
-        monkeypatch.setattr(cleanup, "SEGMENT_ROOT", path)
         yield path

@@ -117,7 +117,7 @@ def test_a_run_directory_that_another_user_has_made_anew(place: Path) -> None:
 
     as_user(ATTACKER, make)
     as_user(VICTIM, lambda: make_run(place / "other", OTHER))
-    alive = Path(as_user(VICTIM, lambda: cleanup.segment_root(OTHER)))
+    alive = Path(as_user(VICTIM, lambda: cleanup.run_files.segment_root(OTHER)))
 
     def clean() -> int:
         held = os.open(alive / "owner.json", os.O_RDONLY)

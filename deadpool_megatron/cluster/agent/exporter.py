@@ -19,12 +19,7 @@ from typing import Any
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, start_child
 from deadpool_megatron.cluster.process.logs import LocalLogs, last_line
-from deadpool_megatron.cluster.run_directory.directory import (
-    OutsideError,
-    export_directory,
-    export_name,
-    unfinished_export,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot, drop_snapshots
 from deadpool_megatron.vault.errors import Code, VaultError
 
@@ -62,11 +57,11 @@ class NodeExports:
         for what was dumped to a disk, or ``export-drop``."""
         name = str(message["name"])
         try:
-            export_name(name)
+            run_files.export_name(name)
             if "directory" in message:
-                unfinished = unfinished_export(Path("/"), self._options.info.run_id, name)
-                export_directory(str(message["directory"]), unfinished.name)
-        except OutsideError as error:
+                unfinished = run_files.unfinished_export(Path("/"), self._options.info.run_id, name)
+                run_files.export_directory(str(message["directory"]), unfinished.name)
+        except run_files.OutsideError as error:
             self._tell(name, "failed", text=f"the order was refused: {error}")
             return
         if message["t"] == "export-dump":

@@ -14,15 +14,10 @@ from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory import cleanup, leftover_slots
+from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files, leftover_slots
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
-from deadpool_megatron.cluster.run_directory.directory import (
-    ENVIRONMENT_DIRECTORY,
-    ENVIRONMENT_RUN_ID,
-    RunDirectory,
-    RunInfo,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight import host
@@ -41,8 +36,8 @@ def run_agent(options: AgentOptions) -> int:
     set_process_name(f"dp-agent{options.node}")
     info = options.info
     # By these names whatever it starts is found.
-    os.environ[ENVIRONMENT_DIRECTORY] = str(options.run.path)
-    os.environ[ENVIRONMENT_RUN_ID] = info.run_id
+    os.environ[run_files.ENVIRONMENT_DIRECTORY] = str(options.run.path)
+    os.environ[run_files.ENVIRONMENT_RUN_ID] = info.run_id
     if nccl_environment.is_needed(info.settings.communicator):
         # Of the agent itself: a parked process imports torch before it knows its member.
         nccl_environment.complete(os.environ)

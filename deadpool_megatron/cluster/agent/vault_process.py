@@ -25,10 +25,7 @@ from deadpool_megatron.cluster.process.children import (
     start_child,
 )
 from deadpool_megatron.cluster.process.logs import LocalLogs, last_line
-from deadpool_megatron.cluster.run_directory.directory import (
-    OutsideError,
-    dump_directory,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
@@ -222,8 +219,8 @@ class VaultKeeper:
         Raises OSError, TimeoutError or VaultError.
         """
         try:
-            directory = dump_directory(str(message["directory"]), self._options.run)
-        except OutsideError as error:
+            directory = run_files.dump_directory(str(message["directory"]), self._options.run)
+        except run_files.OutsideError as error:
             raise VaultError(str(error)) from error
         control = await self._connected()
         generation = Generation.from_list(message["generation"])

@@ -43,11 +43,7 @@ from deadpool_megatron.cluster.coordinator.export_interval import (
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, Phase, State
-from deadpool_megatron.cluster.run_directory.directory import (
-    point_at,
-    still_valid,
-    unfinished_export,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import Generation, Restore, next_due
@@ -276,7 +272,7 @@ class Checkpoints:
         try:
             async with asyncio.timeout(_POINT_SECONDS):
                 await asyncio.to_thread(
-                    lambda: point_at(latest, [dump, *still_valid(latest, dump)])
+                    lambda: run_files.point_at(latest, [dump, *run_files.still_valid(latest, dump)])
                 )
         except OSError as error:  # TimeoutError is one
             why = str(error) or "it does not answer"
@@ -365,7 +361,7 @@ class Checkpoints:
         self._count += 1
         name = f"{self._term}.{self._count}"
         limit = time.monotonic() + self._settings.persist_seconds
-        unfinished = unfinished_export(wish.directory, self._run_id, name)
+        unfinished = run_files.unfinished_export(wish.directory, self._run_id, name)
         there = frozenset(nodes)
         return Export(name, epoch, iteration, wish, unfinished, limit, there, set(there))
 

@@ -22,17 +22,9 @@ from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state import State
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, why_left_out
-from deadpool_megatron.cluster.run_directory.directory import (
-    RUN_FILE,
-    RunDirectory,
-    RunInfo,
-    point_at,
-    read_json,
-    read_valid,
-    still_valid,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
 from deadpool_megatron.failures import FailureKind
 from deadpool_megatron.file_systems import HeldName
@@ -143,23 +135,23 @@ class RunFiles:
         """
         self._run.check_own()
         if end.resume is not None:
-            left = state.blame.trusted(still_valid(self._run.latest, end.resume))
-            point_at(self._run.latest, [end.resume, *left])
+            left = state.blame.trusted(run_files.still_valid(self._run.latest, end.resume))
+            run_files.point_at(self._run.latest, [end.resume, *left])
         else:
             with contextlib.suppress(FileNotFoundError, ValueError):
-                known = read_valid(self._run.latest)
+                known = run_files.read_valid(self._run.latest)
                 trusted = state.blame.trusted(known)
                 if not trusted:
                     self._run.latest.unlink()
                 elif trusted != known:
-                    point_at(self._run.latest, trusted)
-        write_json(self._run.final, result, lasting=True)
+                    run_files.point_at(self._run.latest, trusted)
+        run_files.write_json(self._run.final, result, lasting=True)
 
     async def show_address(self, values: Mapping[str, Any]) -> None:
         """Write ``coordinator.json``, as soon as that is possible."""
         while True:
             try:
-                return await asyncio.to_thread(write_json, self._run.coordinator, values)
+                return await asyncio.to_thread(run_files.write_json, self._run.coordinator, values)
             except OSError:
                 await asyncio.sleep(_PAUSE_SECONDS)  # the event writer tells what is wrong
 
@@ -173,7 +165,7 @@ class RunFiles:
             self._run.check_own()
             write_again()
 
-        name, is_lost = HeldName(self._run.path / RUN_FILE, make), False
+        name, is_lost = HeldName(self._run.path / run_files.RUN_FILE, make), False
         while True:
             await asyncio.sleep(_PAUSE_SECONDS)
             try:
@@ -184,8 +176,8 @@ class RunFiles:
                     await asyncio.to_thread(make)
                     is_lost = False
                     self._warn(
-                        f"{self._run.path / RUN_FILE} was removed under the run, or its directory:"
-                        " created again; training continues, what else was there is lost"
+                        f"{self._run.path / run_files.RUN_FILE} was removed under the run, or its"
+                        " directory: created again; training continues, what else was there is lost"
                     )
             except (OSError, OwnershipError, JournalError):
                 pass  # away with its directory, or full; the event writer tells what is wrong
@@ -380,7 +372,7 @@ class BadNodes:
         event = notice["event"]
         try:
             # It is there from the node's start to its run's end, however the node was lost.
-            host = read_json(self._run.node(event["node"]))["hostname"]
+            host = run_files.read_json(self._run.node(event["node"]))["hostname"]
             kind, runs = event["data"].get("kind"), self._run.path.parent
             # Left out for what stands there: noted again, that would never be too old.
             if kind == FailureKind.LEFT_OUT and why_left_out(

@@ -46,12 +46,7 @@ from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import INITIAL, Config
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory.directory import (
-    paths_gone,
-    point_at,
-    valid_in,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.file_systems import run_to_end
@@ -195,8 +190,8 @@ class Coordinator:
         if (record := state.record) is not None:
             self._journal.write("epoch", record.epoch, record.to_dict())
         if state.lineage.valid and not run.latest.exists():
-            point_at(run.latest, state.lineage.valid)
-        write_json(run.coordinator, address)
+            run_files.point_at(run.latest, state.lineage.valid)
+        run_files.write_json(run.coordinator, address)
 
     # The machine.
 
@@ -243,7 +238,7 @@ class Coordinator:
         missing = frozenset[str]()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
-                missing = await asyncio.to_thread(paths_gone, valid)
+                missing = await asyncio.to_thread(run_files.paths_gone, valid)
         self.feed(inputs.CheckpointsFound(missing))
 
     async def _write_record(self, record: EpochRecord) -> None:
@@ -479,7 +474,7 @@ class GarbageSearch:
 def _machine_config(options: CoordinatorOptions) -> Config:
     """The facts that the state machine needs."""
     info = options.info
-    start, *older = valid_in(info.restore) or [INITIAL]
+    start, *older = run_files.valid_in(info.restore) or [INITIAL]
     return Config(
         nodes=info.nodes,
         spares=info.spares,

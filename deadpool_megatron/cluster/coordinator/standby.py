@@ -27,11 +27,8 @@ from deadpool_megatron.cluster.coordinator.succession import (
 )
 from deadpool_megatron.cluster.journal import terms
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError, LostRace
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunInfo,
-    read_json,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.wire import auth, framing
@@ -202,5 +199,5 @@ def _read_result(run: RunDirectory) -> Mapping[str, Any] | None:
     # Gone with its directory, or half written by a host that died.
     with contextlib.suppress(OSError, ValueError):
         if run.has_final():
-            return read_json(run.final)
+            return run_files.read_json(run.final)
     return None

@@ -15,11 +15,8 @@ from deadpool_megatron.cluster.journal.journal import (
 )
 from deadpool_megatron.cluster.journal.terms import Term
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunInfo,
-    read_valid,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.layout.records import EpochRecord, Restore
 
@@ -108,4 +105,4 @@ def valid_checkpoints(run: RunDirectory) -> Valid:
     if not run.latest.exists():
         return ()
     # A run that ended before its first iteration says so; that is nothing to fall back to.
-    return tuple(one for one in read_valid(run.latest) if one.kind != "initial")
+    return tuple(one for one in run_files.read_valid(run.latest) if one.kind != "initial")

@@ -435,10 +435,9 @@ def check_opened(core: Core) -> None:
 def check_done(core: Core) -> None:
     """End the run when every role has completed its last iteration; what the program could not save
     is saved for it."""
+    roles = len(core.state.seats)
     match core.state.doing:
-        case states.Running(done=done) | states.Pausing(done=done) if len(done) >= len(
-            core.state.seats
-        ):
+        case states.Running(done=done) | states.Pausing(done=done) if len(done) >= roles:
             early, unsaved = core.state.early, core.state.unsaved
             how = f"ended early at {early}" if early else "training is complete"
             if unsaved:

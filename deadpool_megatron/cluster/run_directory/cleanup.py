@@ -22,18 +22,8 @@ from typing import Any
 from deadpool_megatron import ownership
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.logs import LogCopier
-from deadpool_megatron.cluster.run_directory.directory import (
-    ENVIRONMENT_RUN_ID,
-    LOGS,
-    RUN_ID,
-    SEGMENT_ROOT,
-    RunDirectory,
-    RunDirectoryError,
-    read_json,
-    segment_root,
-    slots_are_kept,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.file_systems import write_once
 
 _PREFIX = "deadpool-"
@@ -53,7 +43,7 @@ class Cleaned:
 
 def owner_file(run_id: str) -> Path:
     """Says whose the run's shared memory is."""
-    return segment_root(run_id) / _OWNER
+    return run_files.segment_root(run_id) / _OWNER
 
 
 def claim_segments(run: RunDirectory, run_id: str) -> int:
@@ -63,14 +53,14 @@ def claim_segments(run: RunDirectory, run_id: str) -> int:
     an agent that comes back under another number is in no listing meanwhile, but its slots count.
     Raises OwnershipError when another user makes a directory of this name meanwhile.
     """
-    ownership.make_private(segment_root(run_id))
+    ownership.make_private(run_files.segment_root(run_id))
     owner, text = (
         owner_file(run_id),
         json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n",
     )
     # Never seen in part, and the same file for all that hold it, unless the run has moved.
     if not write_once(owner, text.encode(), 0o600) and owner.read_text() != text:
-        write_json(owner, json.loads(text))
+        run_files.write_json(owner, json.loads(text))
     held = os.open(owner, os.O_RDONLY | os.O_CLOEXEC)
     for _ in range(_HOLD_TRIES):
         try:
@@ -83,7 +73,7 @@ def claim_segments(run: RunDirectory, run_id: str) -> int:
 
 def is_held(run_id: str) -> bool:
     """Return whether a process on this host still has what :func:`claim_segments` returned."""
-    if not ownership.is_private(segment_root(run_id)):
+    if not ownership.is_private(run_files.segment_root(run_id)):
         return False
     try:
         owner = os.open(owner_file(run_id), os.O_RDONLY | os.O_CLOEXEC)
@@ -131,7 +121,7 @@ def remove_segments(directory: Path) -> None:
 
 def run_processes(run: RunDirectory, run_id: str) -> list[int]:
     """Live processes of the run on this host, without the calling one."""
-    found = {*posix.processes_with_environment(ENVIRONMENT_RUN_ID, run_id)}
+    found = {*posix.processes_with_environment(run_files.ENVIRONMENT_RUN_ID, run_id)}
     for listing in run.node_listings().values():
         found |= set(_listed(listing))
     found |= set(coordinator_processes(run))
@@ -164,7 +154,7 @@ def node_processes(run: RunDirectory, node: int) -> list[int]:
 def _listed_in(run: RunDirectory, path: Path) -> list[int]:
     try:
         run.check_own()
-        return _listed(read_json(path))
+        return _listed(run_files.read_json(path))
     except (OSError, ValueError, TypeError, AttributeError):
         return []  # there is none, or another version has written it
 
@@ -217,7 +207,7 @@ def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cl
     end_processes(pids)
     for directory in node_directories(run_id):
         copy_logs(run, directory)
-    nbytes, directories = _remove([] if keep_slots else [segment_root(run_id)])
+    nbytes, directories = _remove([] if keep_slots else [run_files.segment_root(run_id)])
     for node, listing in run.node_listings().items():
         if is_here(listing):
             run.node(node).unlink(missing_ok=True)
@@ -227,7 +217,7 @@ def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cl
 def node_directories(run_id: str) -> list[Path]:
     """The directories of the run's nodes in this host's shared memory; none where the name is
     another user's."""
-    root = segment_root(run_id)
+    root = run_files.segment_root(run_id)
     return sorted(root.glob("node*")) if ownership.is_private(root) else []
 
 
@@ -235,12 +225,12 @@ def runs_in_memory() -> dict[str, Path | None]:
     """This user's runs with shared memory on this host: run id -> run directory (None if it is not
     noted). Whatever belongs to others is passed over."""
     found: dict[str, Path | None] = {}
-    for root in sorted(SEGMENT_ROOT.glob(_PREFIX + "*")):
+    for root in sorted(run_files.SEGMENT_ROOT.glob(_PREFIX + "*")):
         run_id = root.name.removeprefix(_PREFIX).partition(".")[0]
-        if not RUN_ID.fullmatch(run_id) or not ownership.is_private(root):
+        if not run_files.RUN_ID.fullmatch(run_id) or not ownership.is_private(root):
             continue
         try:
-            directory = Path(str(read_json(root / _OWNER)["run_dir"]))
+            directory = Path(str(run_files.read_json(root / _OWNER)["run_dir"]))
         except (OSError, ValueError, KeyError):
             directory = None
         found[run_id] = directory
@@ -251,7 +241,7 @@ def kept_memory(run: RunDirectory, run_id: str) -> str:
     """Return what of a run that can continue is in this host's memory, and both ways from there, in
     a line; empty where the run is over, or holds nothing here."""
     held = [directory for directory in node_directories(run_id) if any(directory.glob("*.seg"))]
-    if not held or (run.final.exists() and not slots_are_kept(run)):
+    if not held or (run.final.exists() and not run_files.slots_are_kept(run)):
         return ""
     size, place = f"{sum(map(_bytes_in, held)) / 2**20:.1f} MiB", str(run.path)
     try:
@@ -280,18 +270,18 @@ def may_be_alive(run: RunDirectory) -> bool:
 def what_remains(run: RunDirectory) -> str:
     """Return what this host's memory has of a run that is over and left it there, or of which no
     process is left: the one statement on it, as of now. Empty for any other run."""
-    if not slots_are_kept(run) if run.final.exists() else may_be_alive(run):
+    if not run_files.slots_are_kept(run) if run.final.exists() else may_be_alive(run):
         return ""
     try:
         run_id = run.read_run(only_to_show=True).run_id
-    except RunDirectoryError:
+    except run_files.RunDirectoryError:
         return ""
     return kept_memory(run, run_id) or f"nothing of it is in the memory of {socket.gethostname()}"
 
 
 def copy_logs(run: RunDirectory, segments: Path) -> None:
     """Copy what a node has printed last: it may be in its memory only."""
-    LogCopier(segments / LOGS, run.logs).copy()
+    LogCopier(segments / run_files.LOGS, run.logs).copy()
 
 
 def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:

@@ -18,12 +18,8 @@ from pathlib import Path
 
 from deadpool_megatron import ownership
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import (
-    ENVIRONMENT_RUN_ID,
-    LOGS,
-    RunDirectory,
-)
+from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.vault.disk.dump import newest_sealed
 
@@ -63,12 +59,13 @@ def held_names(run: RunDirectory, run_id: str, node: int, segments: Path) -> lis
     """Return what an agent needs of names in shared memory, besides what its vault looks after.
     Made again they are held until this process ends."""
     held: list[int] = []
+    logs = segments / run_files.LOGS
     return [
         HeldName(
             cleanup.owner_file(run_id), lambda: held.append(cleanup.claim_segments(run, run_id))
         ),
         HeldName(segments / _LOCK, lambda: held.append(claim(segments, node))),
-        HeldName(segments / LOGS, lambda: ownership.make_private(segments / LOGS)),
+        HeldName(logs, lambda: ownership.make_private(logs)),
     ]
 
 
@@ -79,7 +76,7 @@ def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> 
     """
     pids = set(cleanup.node_processes(run, node))
     wanted = str(segments).encode()
-    for pid in posix.processes_with_environment(ENVIRONMENT_RUN_ID, run_id):
+    for pid in posix.processes_with_environment(run_files.ENVIRONMENT_RUN_ID, run_id):
         try:
             if wanted in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 pids.add(pid)

@@ -10,7 +10,7 @@ import pytest
 
 from deadpool_megatron import cli, file_systems
 from deadpool_megatron.cli.start import launch, preconditions
-from deadpool_megatron.cluster.run_directory import cleanup, directory as run_directory
+from deadpool_megatron.cluster.run_directory import directory as run_directory
 from deadpool_megatron.hookpoints import SCRIPT_VARIABLE
 from deadpool_megatron.preflight import host
 from tests.cli.start.refused import RUN_ID
@@ -35,8 +35,7 @@ class User:
         patch.setattr(preconditions, "_PROBE", count)
         patch.setattr(file_systems, "_kinds", lambda: {Path("/"): "ext4"})
         (directory / "shm").mkdir()
-        for module in (cleanup, run_directory):
-            patch.setattr(module, "SEGMENT_ROOT", directory / "shm")
+        patch.setattr(run_directory, "SEGMENT_ROOT", directory / "shm")
         self.started = list[launch.Launcher]()
         patch.setattr(launch.Launcher, "run", lambda one: self.started.append(one) or 0)
         patch.setenv(SCRIPT_VARIABLE, "left over")

@@ -79,7 +79,7 @@ def replace_writes(monkeypatch: pytest.MonkeyPatch, of_final: Callable[[], None]
             of_final()
         write_json(path, values, lasting=lasting)
 
-    monkeypatch.setattr(run_files, "write_json", write)
+    monkeypatch.setattr(run_files.run_files, "write_json", write)
     monkeypatch.setattr(run_end, "_PAUSE_SECONDS", 0.05)
 
 

@@ -132,7 +132,7 @@ class Office:
 
     def __init__(self, line: Line, term: int) -> None:
         nodes = len(line.agents)
-        info = SimpleNamespace(settings=line.settings, nodes=nodes, spares=0, world_size=nodes)
+        info = SimpleNamespace(settings=line.settings, nodes=nodes, spares=0)
         options: Any = SimpleNamespace(info=info, term=SimpleNamespace(number=term))
         self.peers = Peers(line.settings, self, term)
         self.orders = Orders(options, self.peers)
@@ -140,7 +140,7 @@ class Office:
         self.left: set[int] = set()
         self.newer_terms: list[str] = []
         self.terms: list[int] = []
-        self._state: Any = SimpleNamespace(open_epoch=0, phase=Phase.RUNNING)
+        self._state: Any = SimpleNamespace(open_epoch=0, phase=Phase.RUNNING, seats=range(nodes))
 
     @property
     def is_left(self) -> bool:

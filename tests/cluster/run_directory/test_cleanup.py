@@ -40,7 +40,7 @@ def test_segments_are_noted_as_those_of_the_run_where_it_is_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And as held, as long as somebody has the descriptor."""
-    monkeypatch.setattr(cleanup, "segment_root", lambda run_id: tmp_path / "shared")
+    monkeypatch.setattr(cleanup.run_files, "segment_root", lambda run_id: tmp_path / "shared")
     for place in ("first", "moved", "moved"):
         held = cleanup.claim_segments(RunDirectory(tmp_path / place), RUN_ID)
         owner = json.loads(cleanup.owner_file(RUN_ID).read_text())

@@ -64,8 +64,7 @@ class Told:
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
-    for module in (run_files, cleanup):
-        monkeypatch.setattr(module, "SEGMENT_ROOT", tmp_path / "shm")
+    monkeypatch.setattr(run_files, "SEGMENT_ROOT", tmp_path / "shm")
     monkeypatch.setattr(cleanup.socket, "gethostname", lambda: HOST)
     (tmp_path / "shm").mkdir()
     return Told(tmp_path)
