@@ -12,14 +12,9 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files
 from deadpool_megatron.cluster.run_directory.cleanup import end_processes
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    fingerprint,
-    read_json,
-    segment_root,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from tests.faults.harness import jobs, layouts
 from tests.faults.harness.layouts import WHOLE_NODES
 
@@ -51,19 +46,21 @@ def test_members_then_everything_then_another_model(tmp_path: Path) -> None:
     directory = tmp_path / "run"
 
     def all_of_it() -> None:
-        posix.kill(int(read_json(directory / "coordinator.json")["pid"]))
+        posix.kill(int(run_files.read_json(directory / "coordinator.json")["pid"]))
         take_all_down(directory)
 
     first = jobs.run_job(directory, LAYOUT, ITERATIONS, [MEMBERS], when_stepping=(7, all_of_it))
     assert first.status != 0
     assert not (directory / "final.json").exists()
-    assert list(segment_root(RunDirectory(directory).read_run().run_id).glob("node*/own-*.seg"))
+    assert list(
+        run_files.segment_root(RunDirectory(directory).read_run().run_id).glob("node*/own-*.seg")
+    )
     # As many bytes in each tensor.
     wrong = jobs.run_program(directory, jobs.trainer(LAYOUT, ITERATIONS, "--num-attention-heads 8"))
     assert wrong.status == 2, wrong.story()
     assert "the state in memory is of another model" in wrong.output
     assert "num_attention_heads is 4 there and 8 here" in wrong.final["reason"]
-    assert read_json(directory / "final.json")["slots_kept"]
+    assert run_files.read_json(directory / "final.json")["slots_kept"]
     again = jobs.run_job(directory, LAYOUT, ITERATIONS, [])
     assert set(jobs.restart_kinds(again)[1:]) == {"memory"}, again.story()
     jobs.assert_unnoticed(again, jobs.reference(LAYOUT, ITERATIONS), [])
@@ -155,7 +152,7 @@ def test_another_checkpoint_has_the_name_of_the_newest(tmp_path: Path) -> None:
     assert restored == [("initial", 0), ("durable", 5)], outcome.story()
     assert "iter_0000010 does not exist any more, or is not what was saved" in jobs.logged(outcome)
     # What was saved again has the name.
-    assert fingerprint(saves / "iter_0000010") == fingerprint(saves / "own")
+    assert run_files.fingerprint(saves / "iter_0000010") == run_files.fingerprint(saves / "own")
     assert len(list(saves.glob("iter_0000010.before-*"))) == 1
 
 

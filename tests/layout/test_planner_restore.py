@@ -6,18 +6,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from deadpool_megatron.layout import planner
+from deadpool_megatron.layout import planner, records
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.records import (
-    Generation,
-    Holding,
-    Inventory,
-    PartInfo,
-    Restore,
-    RoleLayout,
-    Seat,
-    Source,
-)
+from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout, Seat
 from tests.layout.held import Content, chosen, holders, inventories
 
 ALL = frozenset({"main", "extras@step", "extras@evaluation", "extras@save"})
@@ -58,7 +49,10 @@ def test_replica_gives_the_shard_but_never_the_extras() -> None:
     content = {1: [(1, g(7), STEP), (0, g(7), frozenset({"extras@step"}))]}
     layouts = {0: layout(0, (0, 1))}
     answer = chosen(ask(content, replicas=(0, 1), layouts=layouts))
-    assert answer.sources[0] == {"main": (Source(1, 1),), "extras@step": (Source(1, 0),)}
+    assert answer.sources[0] == {
+        "main": (records.Source(1, 1),),
+        "extras@step": (records.Source(1, 0),),
+    }
     content = {1: [(1, g(7), STEP), (0, g(7), frozenset({"main"}))]}
     assert isinstance(
         planner.choose_restore(ask(content, replicas=(0, 1), layouts=layouts)), planner.NoRestore
@@ -95,9 +89,9 @@ def test_slots_of_another_model_do_not_outvote_those_of_most_nodes(
 
     def inventory(
         node: int, generation: Generation, layouts: Mapping[int, RoleLayout]
-    ) -> Inventory:
-        holdings = tuple(Holding(role, generation, STEP) for role in layouts)
-        return Inventory(node, 1, holdings, tuple(layouts.values()))
+    ) -> records.Inventory:
+        holdings = tuple(records.Holding(role, generation, STEP) for role in layouts)
+        return records.Inventory(node, 1, holdings, tuple(layouts.values()))
 
     query = ask({})
     alone = {node: inventory(node, g(7), mine) for node in range(own)}

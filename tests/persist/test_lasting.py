@@ -13,12 +13,8 @@ import torch
 
 from deadpool_megatron.cluster.coordinator import durable
 from deadpool_megatron.cluster.coordinator.durable import DurableError, NewCheckpoint
-from deadpool_megatron.cluster.run_directory import directory
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    read_json,
-    unfinished_export,
-)
+from deadpool_megatron.cluster.run_directory import directory, directory as run_files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import frozen_file
@@ -85,7 +81,7 @@ def test_what_names_an_export_is_on_the_disk_before_older_ones_may_go(
 
     monkeypatch.setattr(Path, "replace", note)
     final = tmp_path / "exports" / "iter_0000004"
-    unfinished = unfinished_export(final.parent, "run", "1.1")
+    unfinished = run_files.unfinished_export(final.parent, "run", "1.1")
     unfinished.mkdir(parents=True)
     run.path.mkdir()
     NewCheckpoint(unfinished, final, saved_at(4, final), run, "run").publish()
@@ -124,7 +120,7 @@ def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(
     monkeypatch.setattr(durable, "still_valid", known)
     NewCheckpoint(saved, saved, saved_at(4, saved), run, "run").make_valid()
     exporting.join()
-    assert read_json(run.latest)["generation"] == [1, 8]
+    assert run_files.read_json(run.latest)["generation"] == [1, 8]
 
 
 def test_an_export_that_has_its_name_but_no_pointer_is_pruned_in_its_turn(

@@ -10,12 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from deadpool_megatron.cluster.coordinator import durable
-from deadpool_megatron.cluster.coordinator.durable import (
-    DurableError,
-    NewCheckpoint,
-    to_prune,
-    unfinished_export,
-)
+from deadpool_megatron.cluster.coordinator.durable import NewCheckpoint
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_valid
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist.torch_dist import WritingError, check_cover
@@ -64,10 +59,10 @@ def test_only_a_whole_cover_passes(shape: list[int], chance: random.Random) -> N
 
 
 def test_pruning_keeps_the_newest_and_what_is_needed() -> None:
-    assert to_prune(["a", "b", "c"], 2, ()) == ["a"]
-    assert to_prune(["a", "b", "c"], 0, ()) == []
-    assert to_prune(["a", "b", "c"], 1, {"a"}) == ["b"]
-    assert to_prune(["a"], 1, ()) == []
+    assert durable.to_prune(["a", "b", "c"], 2, ()) == ["a"]
+    assert durable.to_prune(["a", "b", "c"], 0, ()) == []
+    assert durable.to_prune(["a", "b", "c"], 1, {"a"}) == ["b"]
+    assert durable.to_prune(["a"], 1, ()) == []
 
 
 def published(run: RunDirectory, iteration: int) -> Path:
@@ -77,8 +72,8 @@ def published(run: RunDirectory, iteration: int) -> Path:
 
 def test_exports_appear_whole_and_go_in_turn(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    unfinished_export(run.exports, "run", "torn").mkdir(parents=True)
-    other = unfinished_export(run.exports, "another", "1.1")
+    durable.unfinished_export(run.exports, "run", "torn").mkdir(parents=True)
+    other = durable.unfinished_export(run.exports, "another", "1.1")
     other.mkdir()
     first, second = published(run, 4), published(run, 8)
     assert first.is_dir()
@@ -97,7 +92,7 @@ def test_an_export_takes_nobody_elses_checkpoint_for_its_own(tmp_path: Path) -> 
     run = RunDirectory(tmp_path)
     theirs = run.exports / "iter_0000004"
     theirs.mkdir(parents=True)
-    with pytest.raises(DurableError, match="this run did not export it"):
+    with pytest.raises(durable.DurableError, match="this run did not export it"):
         published(run, 4)
     assert list(theirs.iterdir()) == []
     assert not run.latest.exists()
@@ -164,7 +159,7 @@ def test_a_save_does_not_count_whose_epoch_was_closed_while_it_was_synced(
     run = RunDirectory(tmp_path)
     temporary, final, restore = unfinished_save(tmp_path / "checkpoints", 4, epoch=1)
     place = temporary if in_place else final
-    with pytest.raises(DurableError, match="its epoch was closed"):
+    with pytest.raises(durable.DurableError, match="its epoch was closed"):
         NewCheckpoint(temporary, place, restore, run, "run", counts=lambda: False).make_valid()
     assert not final.exists()
     assert not run.latest.exists()

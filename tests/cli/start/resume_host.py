@@ -7,12 +7,8 @@ import pytest
 
 from deadpool_megatron.cli.start import resume
 from deadpool_megatron.cli.start.resume import Others, resume_point
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunInfo,
-    valid_in,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 
@@ -42,10 +38,10 @@ class Host:
     def notes(self, *states: Restore) -> None:
         """What the run has said last."""
         first, *older = [one.to_dict() for one in states]
-        write_json(self.old.latest, {**first, "older": older} if older else first)
+        run_files.write_json(self.old.latest, {**first, "older": older} if older else first)
 
     def resumes(self, others: Others | None = None) -> list[str]:
-        found = valid_in(resume_point(self.old, self.args, others))
+        found = run_files.valid_in(resume_point(self.old, self.args, others))
         return [f"{one.kind} {one.generation.iteration} {Path(one.path).name}" for one in found]
 
     def _look(self, *_: object) -> tuple[Restore | None, list[str]]:

@@ -18,12 +18,8 @@ from deadpool_megatron.cli.start import launch
 from deadpool_megatron.cluster.agent import agent as service
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.journal.journal import Journal
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunInfo,
-    segment_root,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.settings import Settings
 from tests.security.users import common_directory
@@ -33,12 +29,12 @@ from tests.security.users import common_directory
 def slots() -> Iterator[Path]:
     """A slot that is in memory from before."""
     run_id = uuid.uuid4().hex[:8]
-    path = segment_root(run_id) / "node0" / "own-0-0.0.0.seg"
-    segment_root(run_id).mkdir(mode=0o700)
+    path = run_files.segment_root(run_id) / "node0" / "own-0-0.0.0.seg"
+    run_files.segment_root(run_id).mkdir(mode=0o700)
     path.parent.mkdir()
     path.touch()
     yield path
-    shutil.rmtree(segment_root(run_id), ignore_errors=True)
+    shutil.rmtree(run_files.segment_root(run_id), ignore_errors=True)
 
 
 def launcher_in(directory: Path, run_id: str = "", **more: Any) -> launch.Launcher:
@@ -168,7 +164,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     def begin(look: Callable[[RunDirectory], bool], refill: int = 0) -> tuple[int, list[str]]:
         def watched() -> None:
             if look(run) or time.monotonic() > limit:
-                write_json(run.final, {"exit_status": 0, "reason": "", "iterations": 1})
+                run_files.write_json(run.final, {"exit_status": 0, "reason": "", "iterations": 1})
 
         launcher = launch.Launcher(run, info, (), refill, said.append, watched, (0, 1))
         return launcher.run(), said
@@ -176,7 +172,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(launch, "preload_modules", lambda *_: None)
     monkeypatch.setattr(launch, "serve", serve)
     yield begin
-    shutil.rmtree(segment_root(info.run_id), ignore_errors=True)
+    shutil.rmtree(run_files.segment_root(info.run_id), ignore_errors=True)
 
 
 @pytest.mark.slow

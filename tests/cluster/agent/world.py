@@ -42,14 +42,8 @@ from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.cluster.run_directory.leftover_slots import claim
 from deadpool_megatron.events import Event
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    Inventory,
-    NodeAddress,
-    Restore,
-    Seat,
-)
+from deadpool_megatron.layout import records
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
@@ -116,7 +110,7 @@ class _Control:
             await asyncio.sleep(0)
             if name == "close_epoch":
                 self._closed = arguments[0]
-            usual = Inventory(0, self._closed) if name == "inventory" else _USUAL.get(name)
+            usual = records.Inventory(0, self._closed) if name == "inventory" else _USUAL.get(name)
             answer = self._world.take(name, usual)
             if answer == "later":
                 await asyncio.sleep(1.0)
@@ -200,7 +194,7 @@ class World:
         for name, outcomes in options.pop("next", {}).items():
             self.next[name] = [_outcome(one) for one in outcomes]
         found = options.pop("found", None)
-        self._found = None if found is None else Inventory.from_dict(found)
+        self._found = None if found is None else records.Inventory.from_dict(found)
         if options.pop("launcher", False):
             options["launcher_fd"], self._launcher = os.pipe()
         info = RunInfo(self.run_id, 2, 2, 1, 2, ("x",), settings)
@@ -444,7 +438,7 @@ def _outcome(value: Any) -> Any:
     """What an order, a start or a question comes to."""
     match value:
         case {"holdings": _}:
-            return Inventory.from_dict(value)
+            return records.Inventory.from_dict(value)
         case [{"role": _}]:
             return [Snapshot.from_dict(one) for one in value]
         case str():
@@ -472,7 +466,9 @@ class _AtOnce:
 def record(epoch: int, seats: Sequence[Sequence[int]], nodes: Sequence[int]) -> dict[str, Any]:
     """The order to enter an epoch with these nodes; the roles have these seats."""
     taken = {seat[0] for seat in seats}
-    places = {n: NodeAddress("127.0.0.1", 1, f"rack{n}", spare=n not in taken) for n in nodes}
+    places = {
+        n: records.NodeAddress("127.0.0.1", 1, f"rack{n}", spare=n not in taken) for n in nodes
+    }
     of_roles = {role: Seat(*seat) for role, seat in enumerate(seats)}
     made = EpochRecord(epoch, of_roles, places, Restore("initial", Generation(epoch, 0)))
     return {"t": "record", "record": made.to_dict()}

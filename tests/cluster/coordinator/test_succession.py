@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.succession import (
-    RecoveredState,
-    look_up,
-    valid_checkpoints,
-)
+from deadpool_megatron.cluster.coordinator import succession
+from deadpool_megatron.cluster.coordinator.succession import RecoveredState
 from deadpool_megatron.cluster.journal.journal import Journal, LostRace
 from deadpool_megatron.cluster.journal.terms import Rhythm, SignOfLife, claim_term, sign
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -103,9 +100,9 @@ def test_a_look_does_not_grow_with_the_journal(
 def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path: Path) -> None:
     run, journal = RunDirectory(tmp_path), Journal(tmp_path / "journal")
     os.mkfifo(run.latest)
-    durable = TimedRead(partial(valid_checkpoints, run))
+    durable = TimedRead(partial(succession.valid_checkpoints, run))
     began = time.monotonic()
-    assert look_up(journal, durable) == RecoveredState(is_durable_read=False)
+    assert succession.look_up(journal, durable) == RecoveredState(is_durable_read=False)
     assert time.monotonic() - began < 5.0
     saved = Restore("durable", Generation(1, 4), "save", str(tmp_path))
     run.latest.write_text(json.dumps(saved.to_dict()))

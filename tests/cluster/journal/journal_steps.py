@@ -19,12 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.coordinator import succession
 from deadpool_megatron.cluster.coordinator.service import Coordinator
-from deadpool_megatron.cluster.coordinator.succession import (
-    CoordinatorOptions,
-    look_up,
-    valid_checkpoints,
-)
+from deadpool_megatron.cluster.coordinator.succession import CoordinatorOptions
 from deadpool_megatron.cluster.journal.journal import Journal, LostRace
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
@@ -142,7 +139,7 @@ def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) ->
     if not run.path.exists():
         run.create(info)
     journal = opened(name)
-    recovered = look_up(journal, TimedRead(partial(valid_checkpoints, run)))
+    recovered = succession.look_up(journal, TimedRead(partial(succession.valid_checkpoints, run)))
     newest = journal.newest("term")
     number = 1 if newest is None else newest[0] + 1
     return Coordinator(

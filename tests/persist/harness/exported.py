@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-from deadpool_megatron.cluster.coordinator.durable import (
-    NewCheckpoint,
-    remember_and_prune,
-    unfinished_export,
-)
+from deadpool_megatron.cluster.coordinator import durable
+from deadpool_megatron.cluster.coordinator.durable import NewCheckpoint
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation, Restore
 
@@ -18,10 +15,10 @@ def saved_at(iteration: int, path: Path) -> Restore:
 def exported(run: RunDirectory, folder: Path, iteration: int, keep: int | None = None) -> Path:
     """An export that becomes valid; where ``keep`` is told, older ones are pruned down to it."""
     final = folder / f"iter_{iteration:07d}"
-    unfinished = unfinished_export(folder, "run", "1.1")
+    unfinished = durable.unfinished_export(folder, "run", "1.1")
     unfinished.mkdir(parents=True)
     (unfinished / ".metadata").touch()
     NewCheckpoint(unfinished, final, saved_at(iteration, final), run, "run").publish()
     if keep is not None:
-        remember_and_prune(run, "run", final, keep, ())
+        durable.remember_and_prune(run, "run", final, keep, ())
     return final
