@@ -107,7 +107,7 @@ def worn_code() -> Iterator[tuple[str, str, str, str]]:
             tree, name = ast.parse(file.read_text()), file.relative_to(ROOT)
             room = name.parts[1] if kind == "package" else "/".join(name.parts[:-1][:2])
             twin = stems.setdefault(ENDINGS.sub("", file.stem), file) if kind == "package" else file
-            if re.search("(?<!wordi)(?<!stri)ing$", file.stem) or twin.name != file.name:
+            if re.search("(?<!word)(?<!fram)ing$", file.stem) or twin.name != file.name:
                 yield "file_names", room, str(name), twin.name
             for node in ast.walk(tree):
                 if isinstance(getattr(node, "ctx", ast.Store()), ast.Store):

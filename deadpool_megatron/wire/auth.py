@@ -1,12 +1,12 @@
 """Mutual challenge-response with the run secret, before any other message of a TCP connection.
 
 Each side proves that it knows the secret without sending it: HMAC-SHA256 over a direction label,
-the realm (the run, and which of its services is meant), the address that was dialled, and the
-nonces of both sides. So a recorded answer, one reflected to its sender, one got from another
-service and one relayed from another address are useless. The run secret is made by the launcher
-(file ``secret`` in the run directory, mode 0600) or given in ``DEADPOOL_SECRET``.
+the realm (the run and the service), the address that was dialled, and the nonces of both sides. So
+an answer is useless when it was recorded, reflected to its sender, or obtained from another service
+or address. The run secret is made by the launcher (file ``secret`` in the run directory, mode 0600)
+or given in ``DEADPOOL_SECRET``.
 
-What follows passes in records with keys from the same secret and nonces
+All later messages are records with keys from the same secret and nonces
 (:mod:`~deadpool_megatron.wire.sealed_records`), which are not encrypted.
 """
 
@@ -34,14 +34,14 @@ from deadpool_megatron.wire.sealed_records import (
 )
 
 ENVIRONMENT_NAME = "DEADPOOL_SECRET"
-# The first frame of an unauthenticated peer may be no larger than a challenge needs.
+# The largest frame of a handshake.
 _HANDSHAKE_BYTES = 4096
-# The second one, to a peer whose first one has another form: our form tells it why.
+# The answer to a frame of another form: the peer learns the reason from our form.
 _OTHER_VERSION = {"t": "other-version"}
 _NONCE = re.compile(r"[0-9a-f]{32}")
-_LEAST_SECRET_BYTES = 16
-_MOST_ADDRESS_CHARACTERS = 80
-# Set to 1 on the nodes whose addresses others see as different ones (NAT, services of a cluster).
+_MIN_SECRET_BYTES = 16
+_MAX_ADDRESS_CHARACTERS = 80
+# Set to 1 on nodes whose addresses look different to others (NAT, services of a cluster).
 TRANSLATED = "DEADPOOL_TRANSLATED_ADDRESSES"
 
 
@@ -50,9 +50,9 @@ class AuthenticationError(UserError, WireError):
 
 
 def load_secret(run_directory: Path) -> bytes:
-    """The run secret from the environment or the run directory.
+    """Return the run secret from the environment or the run directory.
 
-    Raises AuthenticationError when there is none, its file is not of this user alone, or it is so
+    Raises AuthenticationError when it is missing, its file is not of this user alone, or it is so
     short that it could be guessed. White space around it does not count.
     """
     text = os.environ.get(ENVIRONMENT_NAME)
@@ -71,8 +71,9 @@ def load_secret(run_directory: Path) -> bytes:
 
 
 def create_secret(run_directory: Path, secret: bytes = b"") -> None:
-    """Write the secret, or a fresh one, mode 0600, unless there is one; nobody ever reads half.
-    Where the environment has the run's secret there is none to write: another one would be wrong.
+    """Write the secret, or a new secret, atomically with mode 0600, unless the file exists.
+
+    Nothing is written where the environment has the run's secret.
     """
     if not os.environ.get(ENVIRONMENT_NAME):
         secret = secret or secrets.token_hex(32).encode()
@@ -80,16 +81,16 @@ def create_secret(run_directory: Path, secret: bytes = b"") -> None:
 
 
 def _checked(secret: bytes, place: str) -> bytes:
-    if len(secret) < _LEAST_SECRET_BYTES:
+    if len(secret) < _MIN_SECRET_BYTES:
         raise AuthenticationError(
-            f"the run secret in {place} has less than {_LEAST_SECRET_BYTES} characters: make one"
+            f"the run secret in {place} has less than {_MIN_SECRET_BYTES} characters: make one"
             " with 'openssl rand -hex 32'"
         )
     return secret
 
 
 def _nonce_of(message: dict[str, Any]) -> str:
-    """The other side's nonce; anything but 16 bytes in hexadecimal is refused."""
+    """Return the peer's nonce; anything but 16 bytes in hexadecimal is refused."""
     nonce = message.get("nonce")
     if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
         raise AuthenticationError("peer sent no proper nonce")
@@ -97,8 +98,7 @@ def _nonce_of(message: dict[str, Any]) -> str:
 
 
 def address_of(name: Any) -> str:
-    """``ADDRESS:PORT`` of what a socket calls itself or its peer, written in one way only; empty
-    for sockets that have no address."""
+    """Return the normalized ``ADDRESS:PORT`` of a socket name; empty without an address."""
     if not isinstance(name, tuple):
         return ""
     address = ipaddress.ip_address(str(name[0]).partition("%")[0])
@@ -109,8 +109,8 @@ def address_of(name: Any) -> str:
 class Handshake:
     """The three messages as pure data, shared by the blocking and the asyncio form.
 
-    ``address``: of the accepting end, as the connecting side has dialled it, or as the accepting
-    side knows it. So a proof is of no use to somebody who has it made for himself and relays it.
+    ``address`` is that of the accepting end, as dialled by the connecting side and as known by the
+    accepting side. So a proof is useless to a man in the middle.
     """
 
     def __init__(self, secret: bytes, realm: str, address: str) -> None:
@@ -119,18 +119,18 @@ class Handshake:
         self._address = address
         self._nonce = secrets.token_hex(16)
         self._peer_nonce = ""
-        self._nonces = ""  # that of the connecting side first
+        self._nonces = ""  # first that of the connecting side
 
     def hello(self) -> dict[str, Any]:
-        """First message, of the connecting side."""
+        """Return the first message, of the connecting side."""
         return {"t": "hello", "run": self._realm, "nonce": self._nonce, "to": self._address}
 
     def challenge(self, hello: dict[str, Any]) -> dict[str, Any]:
-        """Second message, of the accepting side: its nonce and its proof."""
+        """Return the second message, of the accepting side: its nonce and its proof."""
         if hello.get("t") != "hello" or hello.get("run") != self._realm:
             raise AuthenticationError("peer belongs to another run")
         self._peer_nonce = _nonce_of(hello)
-        dialled = str(hello.get("to", ""))[:_MOST_ADDRESS_CHARACTERS]
+        dialled = str(hello.get("to", ""))[:_MAX_ADDRESS_CHARACTERS]
         if dialled != self._address:
             if os.environ.get(TRANSLATED) != "1":
                 raise AuthenticationError(
@@ -142,18 +142,18 @@ class Handshake:
         return {"t": "challenge", "nonce": self._nonce, "proof": self._proof("accept")}
 
     def answer(self, challenge: dict[str, Any]) -> dict[str, Any]:
-        """Third message, of the connecting side, after it has checked the other's proof."""
+        """Return the third message, of the connecting side, which has checked the peer's proof."""
         self._peer_nonce = _nonce_of(challenge)
         self._nonces = f"{self._nonce}|{self._peer_nonce}"
         self._check(challenge, "challenge", "accept")
         return {"t": "answer", "proof": self._proof("connect")}
 
     def verify(self, answer: dict[str, Any]) -> None:
-        """The accepting side's check of the third message."""
+        """Check the third message, on the accepting side."""
         self._check(answer, "answer", "connect")
 
     def direction(self, label: str) -> Direction:
-        """The records that the side of this label ("connect" or "accept") sends from now on."""
+        """Return the records that the side with this label ("connect" or "accept") will send."""
         return Direction(self._digest(f"records of {label}"))
 
     def _digest(self, label: str) -> bytes:
@@ -176,7 +176,7 @@ def connect(
 ) -> RecordSocket:
     """Open an authenticated TCP connection; the timeout stays set on the socket.
 
-    Raises OSError when nobody listens, and AuthenticationError for a peer of another run.
+    Raises OSError without a listener, and AuthenticationError for a peer of another run.
     """
     connection = RecordSocket.of(socket.create_connection(address, timeout=timeout_seconds))
     try:
@@ -192,15 +192,13 @@ def connect(
 
 
 def accept(connection: RecordSocket, secret: bytes, realm: str) -> None:
-    """Authenticate a connection just accepted, which speaks in records then; the caller has set its
-    timeout.
-    """
+    """Authenticate an accepted connection, which then uses records; its timeout is set."""
     handshake = Handshake(secret, realm, address_of(connection.getsockname()))
     try:
         hello = framing.receive(connection, _HANDSHAKE_BYTES)
     except OtherVersion:
         framing.send(connection, _OTHER_VERSION)
-        connection.recv(_HANDSHAKE_BYTES)  # what is left unread would take our answer back: a reset
+        connection.recv(_HANDSHAKE_BYTES)  # unread bytes would reset our answer
         raise
     framing.send(connection, handshake.challenge(hello))
     handshake.verify(framing.receive(connection, _HANDSHAKE_BYTES))
@@ -227,10 +225,10 @@ async def accept_stream(
     realm: str,
     greeted: Callable[[], None] = lambda: None,
 ) -> None:
-    """Asyncio form of the accepting side; the caller bounds the time. ``greeted()`` is called when
-    the first message of the handshake has come.
+    """Asyncio form of the accepting side; the caller bounds the time. ``greeted()`` is called after
+    the first message of the handshake.
 
-    Raises ConnectionClosed itself, no subclass, for somebody who left without a word.
+    Raises ConnectionClosed itself, no subclass, for a peer that left without a message.
     """
     handshake = Handshake(secret, realm, address_of(writer.get_extra_info("sockname")))
     try:

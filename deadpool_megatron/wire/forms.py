@@ -1,10 +1,9 @@
 """Dataclasses as JSON and back, driven by the types of their fields. Pure.
 
-An object of a :class:`Coded` class is a JSON object with the names of its fields, one of a
-:class:`Listed` class a list of their values. The keys of a mapping are text; where they are objects
-the mapping is a list of pairs. Sets are sorted. What is read is converted to the type of its field;
-a field that is missing has its default. KeyError, TypeError or ValueError mean that it is nothing
-of ours.
+An object of a :class:`Coded` class is a JSON object with the names of its fields, an object of a
+:class:`Listed` class a list of their values. The keys of a mapping are text; a mapping with objects
+as keys is a list of pairs. Sets are sorted. Values are converted to the types of their fields; a
+missing field has its default. KeyError, TypeError or ValueError mean a foreign value.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ class Coded:
     """Base of dataclasses that are JSON objects."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
+        """Return the JSON form."""
         written: dict[str, Any] = write(self)
         return written
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of :meth:`to_dict`."""
+        """Return the object of a JSON form; inverse of :meth:`to_dict`."""
         return read(cls, values)
 
 
@@ -37,24 +36,24 @@ class Listed:
     """Base of dataclasses that are JSON lists."""
 
     def to_list(self) -> list[Any]:
-        """JSON form."""
+        """Return the JSON form."""
         written: list[Any] = write(self)
         return written
 
     @classmethod
     def from_list(cls, values: Any) -> Self:
-        """Inverse of :meth:`to_list`."""
+        """Return the object of a JSON form; inverse of :meth:`to_list`."""
         return read(cls, values)
 
 
 def write(found: Any) -> Any:
-    """JSON form of an object of a dataclass."""
+    """Return the JSON form of an object of a dataclass."""
     kind: Any = type(found)
     return _form(kind).write(found)
 
 
 def read(kind: type[T], values: Any) -> T:
-    """The object of this dataclass that the values mean."""
+    """Return the object of this dataclass with the values of a JSON form."""
     found: T = _form(cast(Any, kind)).read(values)
     return found
 
@@ -66,18 +65,18 @@ class _Form(NamedTuple):
 
 @functools.cache
 def _form(kind: Any) -> _Form:
-    """Of a dataclass."""
+    """Return the form of a dataclass."""
     hints = get_type_hints(kind)
     entries = [
-        # That it is needed: both are missing.
-        (one.name, _form_of(hints[one.name]), one.default is one.default_factory)
-        for one in dataclasses.fields(kind)
+        # A field is needed if both defaults are MISSING.
+        (entry.name, _form_of(hints[entry.name]), entry.default is entry.default_factory)
+        for entry in dataclasses.fields(kind)
     ]
     if issubclass(kind, Listed):
         return _Form(
             lambda found: [form.write(getattr(found, name)) for name, form, _ in entries],
             lambda values: kind(
-                *(form.read(one) for (_, form, _), one in zip(entries, values, strict=True))
+                *(form.read(v) for (_, form, _), v in zip(entries, values, strict=True))
             ),
         )
     return _Form(
@@ -94,7 +93,7 @@ def _form(kind: Any) -> _Form:
 
 @functools.cache
 def _form_of(kind: Any) -> _Form:
-    """Of the type of a field."""
+    """Return the form of a field's type."""
     origin, args = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind):
         own: Any = kind
@@ -102,18 +101,18 @@ def _form_of(kind: Any) -> _Form:
             return _Form(own.to_list, own.from_list)
         return _Form(own.to_dict, own.from_dict) if hasattr(own, "to_dict") else _form(own)
     if origin in (Union, types.UnionType):
-        some = _form_of(next(one for one in args if one is not types.NoneType))
+        some = _form_of(next(arg for arg in args if arg is not types.NoneType))
         return _Form(
             lambda found: None if found is None else some.write(found),
             lambda value: None if value is None else some.read(value),
         )
     if origin is tuple:
-        one = _form_of(args[0])
-        return _Form(lambda found: [*map(one.write, found)], lambda v: tuple(map(one.read, v)))
+        item = _form_of(args[0])
+        return _Form(lambda found: [*map(item.write, found)], lambda v: tuple(map(item.read, v)))
     if origin is frozenset:
-        one = _form_of(args[0])
+        item = _form_of(args[0])
         return _Form(
-            lambda found: [*map(one.write, sorted(found))], lambda v: frozenset(map(one.read, v))
+            lambda found: [*map(item.write, sorted(found))], lambda v: frozenset(map(item.read, v))
         )
     if origin is not None and issubclass(origin, Mapping):
         return _form_of_mapping(*map(_form_of, args), is_of_pairs=dataclasses.is_dataclass(args[0]))

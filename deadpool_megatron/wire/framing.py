@@ -1,9 +1,9 @@
 """Length-prefixed JSON frames over a stream socket, for blocking sockets and for asyncio.
 
 Frame: magic ``DPM3`` (4 bytes), length of the body (4 bytes, big endian), body: a JSON object
-(UTF-8), a long one compressed. The magic changes with the form of frames and records, so that
-versions do not talk past each other.
-Bulk bytes follow a frame outside of it; the frame's ``nbytes`` says how many (see vault/).
+(UTF-8), compressed if it is long. The magic changes with the form of frames and records, so that
+versions notice each other. Bulk bytes follow a frame outside of it; its ``nbytes`` is their number
+(see vault/).
 
 Waits for a descriptor use poll(): ``select.select`` refuses numbers above 1023, and a training
 process has more: data files, loaders, and some sockets for each peer.
@@ -29,11 +29,11 @@ HEADER_BYTES = _HEADER.size
 MAXIMUM_FRAME_BYTES = 32 << 20
 _COMPRESSED_FROM_BYTES = 16 << 10
 _COMPRESSED = b"x"  # how zlib begins, and JSON never does
-# So many keys, with what is in them, take a few milliseconds.
+# That many keys, with their values, take a few milliseconds.
 _KEYS_AT_ONCE = 256
-# Of an object that may hold large ones.
+# An object of at most that many keys may hold large objects.
 _FEW_KEYS = 32
-# On, for no seconds: what closes the socket sends a reset.
+# On, for zero seconds: closing the socket sends a reset.
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 
@@ -54,12 +54,12 @@ class ConnectionCut(ConnectionClosed):
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """One frame. Raises WireError when the message is over the size limit."""
+    """Return the frame of a message. Raises WireError when it is over the size limit."""
     return frame(json.dumps(message, separators=(",", ":")))
 
 
 def frame(text: str) -> bytes:
-    """One frame of JSON that was made before. Raises WireError when it is over the size limit."""
+    """Return the frame of a JSON text. Raises WireError when it is over the size limit."""
     body = text.encode()
     if len(body) > MAXIMUM_FRAME_BYTES:
         raise WireError(f"message of {len(body)} bytes is over {MAXIMUM_FRAME_BYTES}")
@@ -69,14 +69,15 @@ def frame(text: str) -> bytes:
 
 
 def dumps_in_parts(values: Mapping[str, Any]) -> str:
-    """Return what json.dumps() returns, without white space, made in parts: the encoder of the
-    standard library keeps every other thread waiting until it is done, a tenth of a second for a
-    record of 32,768 roles.
+    """Return the text of json.dumps() without white space, made in parts.
+
+    The encoder of the standard library holds the interpreter until its end, a tenth of a second for
+    a record of 32,768 roles.
     """
     if len(values) <= _FEW_KEYS:
         parts = [
-            f"{json.dumps(key)}:{dumps_in_parts(one) if isinstance(one, Mapping) else _short(one)}"
-            for key, one in values.items()
+            f"{json.dumps(key)}:{dumps_in_parts(v) if isinstance(v, Mapping) else _short(v)}"
+            for key, v in values.items()
         ]
     else:
         entries = iter(values.items())
@@ -90,8 +91,8 @@ def _short(value: object) -> str:
 
 
 def decode_header(header: bytes, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> int:
-    """Length of the body. Raises OtherVersion, or WireError for who is no deadpool at all and
-    for an oversized frame.
+    """Return the length of the body. Raises OtherVersion, or WireError for bytes of another program
+    and for an oversized frame.
     """
     magic, length = _HEADER.unpack(header)
     if magic != MAGIC:
@@ -105,7 +106,7 @@ def decode_header(header: bytes, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> int:
 
 
 def decode_body(body: bytes, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> dict[str, Any]:
-    """The JSON object of a frame. Raises WireError for anything else."""
+    """Return the JSON object of a frame. Raises WireError for anything else."""
     try:
         if body.startswith(_COMPRESSED):
             unpacker = zlib.decompressobj()
@@ -121,14 +122,14 @@ def decode_body(body: bytes, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> dict[str
 
 
 class FrameBuffer:
-    """Cuts frames out of bytes that arrive in pieces; for non-blocking readers."""
+    """A buffer that cuts frames out of bytes that arrive in pieces; for non-blocking readers."""
 
     def __init__(self, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> None:
         self._bytes = bytearray()
         self._limit_bytes = limit_bytes
 
     def feed(self, piece: bytes) -> list[dict[str, Any]]:
-        """All frames completed by this piece, in order. Raises WireError for garbage."""
+        """Return all frames completed by this piece, in order. Raises WireError for garbage."""
         self._bytes += piece
         messages = []
         while len(self._bytes) >= HEADER_BYTES:
@@ -147,8 +148,8 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def send_some(connection: socket.socket, unsent: bytearray) -> None:
-    """Send as much of ``unsent`` as the socket takes without waiting, and take it out. All of it
-    goes where the other end is gone: whoever reads there finds the end of the stream."""
+    """Send as much of ``unsent`` as the socket takes without waiting, and remove it there. All of
+    it is dropped when the other end is gone, as the reader will see the end of the stream."""
     try:
         while unsent:
             del unsent[: connection.send(unsent)]
@@ -172,8 +173,8 @@ def receive_into(
     target: memoryview,
     taken: Callable[[memoryview], object] = lambda piece: None,
 ) -> None:
-    """Fill ``target`` with the bulk bytes that follow a frame. ``taken`` is given each piece of it
-    as it arrives, while it is in the processor's cache.
+    """Fill ``target`` with the bulk bytes that follow a frame. ``taken`` gets each arriving piece
+    of it while that is in the processor's cache.
     """
     filled = 0
     while filled < len(target):
@@ -219,13 +220,13 @@ def writable(descriptor: int, seconds: float) -> bool:
 def _ready(descriptor: int, event: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(descriptor, event)
-    # Upwards: a wait of less than a millisecond must not become a loop without one.
+    # Rounded up: a wait of less than a millisecond must not become a busy loop.
     return bool(poll.poll(math.ceil(1000 * max(0.0, seconds))))
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection as a broken path would: what is unsent is lost, and the other end sees a
-    reset, where the end of this process would look like an orderly close.
+    """End a connection as a broken path would: unsent bytes are lost, and the other end sees a
+    reset, while the end of this process would look like an orderly close.
     """
     connection = writer.get_extra_info("socket")
     if connection is not None:

@@ -1,15 +1,16 @@
-"""Records, which pass behind the handshake, each under a MAC of its own.
+"""Records, the messages after the handshake, each with a MAC of its own.
 
-Record: four bytes (the highest bit: bulk; the others: length), the bytes, a tag. The keys come out
-of the run secret and the nonces of both sides, one for each direction; each record has a number,
-which is not sent. So whatever is altered, put in, sent again, left out or moved by somebody on the
-way ends the connection before a byte of it is used; of bulk bytes, what is altered by accident.
+Record: four bytes (the highest bit: bulk; the others: length), the bytes, a tag. The keys are
+derived from the run secret and the nonces of both sides, a key for each direction; each record has
+a number, which is not sent. So a record that is altered, inserted, repeated, dropped or reordered
+on its way ends the connection before a byte of it is used; bulk bytes are protected against
+accidents only.
 
-Frames are proved by keyed BLAKE2b (RFC 7693), which a coordinator of thousands of agents computes
-tens of thousands of times a second: HMAC-SHA256 takes five times as long for so few bytes. Of bulk
-bytes, the copies of states, a checksum of 128 bits enters the MAC instead of the bytes: its seed
-comes out of the keys, and it is never sent itself. It is no MAC: changes that are chosen with care
-get past it in up to 0.9 % of tries. A MAC of all bytes would cost what encryption does.
+Frames are authenticated by keyed BLAKE2b (RFC 7693), which a coordinator of thousands of agents
+computes tens of thousands of times a second: HMAC-SHA256 takes five times as long for short
+frames. For bulk bytes, the copies of states, a checksum of 128 bits enters the MAC instead of the
+bytes: its seed is derived from the keys, and the checksum is never sent. It is no MAC: carefully
+chosen changes pass it in up to 0.9 % of tries. A MAC of all bytes would cost as much as encryption.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ _COUNTED = struct.Struct(">QI")
 _TAG_BYTES = 16
 _BULK = 1 << 31
 _BULK_BYTES = 1 << 20
-_MOST_BYTES = framing.MAXIMUM_FRAME_BYTES + framing.HEADER_BYTES
-# Of larger ones the digest is kept: the coordinator sends one frame to every agent.
+_MAX_BYTES = framing.MAXIMUM_FRAME_BYTES + framing.HEADER_BYTES
+# The digest of larger frames is kept: the coordinator sends the same frame to every agent.
 _SHARED_BYTES = 1 << 14
 _PIECE_BYTES = 1 << 18
 
 
 class AlteredError(ConnectionError):
-    """Not what the other end has sent: the connection is worth nothing any more."""
+    """A record was altered, so the connection is unusable."""
 
     def __init__(self) -> None:
         super().__init__("what arrived was altered on the way")
 
 
 class Direction:
-    """The records of one direction of a connection, in order."""
+    """The records of a direction of a connection, in order."""
 
     def __init__(self, key: bytes) -> None:
         own = hmac.digest(key, b"tag", "sha256")
@@ -56,7 +57,7 @@ class Direction:
         self._number = 0
 
     def tag(self, header: int, data: Buffer) -> bytes:
-        """Of the next record."""
+        """Return the tag of the next record."""
         if header & _BULK:
             proved: Buffer = xxhash.xxh3_128_digest(data, self._seed)
         elif len(data) > _SHARED_BYTES:
@@ -70,13 +71,13 @@ class Direction:
         return mac.digest()
 
     def seal(self, data: bytes) -> bytes:
-        """One record with these bytes."""
+        """Return a record with these bytes."""
         return b"".join((_HEADER.pack(len(data)), data, self.tag(len(data), data)))
 
     def check(
         self, header: int, data: bytes | bytearray | memoryview, tag: bytes | bytearray
     ) -> None:
-        """Raises AlteredError unless the tag is that of the next record."""
+        """Raise AlteredError unless the tag is that of the next record."""
         if not hmac.compare_digest(self.tag(header, data), tag):
             raise AlteredError
 
@@ -89,22 +90,22 @@ _kept_digest = functools.lru_cache(maxsize=1)(_digest)
 
 
 def _length(header: int) -> int:
-    """Of the bytes of a record; no more is taken into memory than a frame may have."""
+    """Return the length of a record. Raises AlteredError above the size of a frame."""
     length = header & ~_BULK
-    if length > (_BULK_BYTES if header & _BULK else _MOST_BYTES):
+    if length > (_BULK_BYTES if header & _BULK else _MAX_BYTES):
         raise AlteredError
     return length
 
 
 class Opener:
-    """Takes records out of bytes that arrive in pieces."""
+    """A buffer that cuts records out of bytes that arrive in pieces."""
 
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
         self._bytes = bytearray()
 
     def feed(self, piece: bytes) -> bytes:
-        """The bytes of all records that are completed. Raises AlteredError."""
+        """Return the bytes of all completed records. Raises AlteredError."""
         self._bytes += piece
         found, start = [], 0
         while len(self._bytes) - start >= _HEADER.size:
@@ -122,12 +123,12 @@ class Opener:
 
     @property
     def is_between(self) -> bool:
-        """Return whether no part of a record is there."""
+        """Return whether no part of a record has arrived."""
         return not self._bytes
 
 
 class RecordSocket(socket.socket):
-    """A blocking socket; from :meth:`begin` on in records. One thread at a time per direction."""
+    """A blocking socket with records after :meth:`begin`. One thread at a time per direction."""
 
     _out: Direction | None = None
     _in: Direction | None = None
@@ -135,7 +136,7 @@ class RecordSocket(socket.socket):
 
     @staticmethod
     def of(connection: socket.socket) -> RecordSocket:
-        """The same connection and time-out; ``connection`` itself is of no use any more."""
+        """Return the same connection, with its timeout; ``connection`` itself is detached."""
         timeout = connection.gettimeout()
         family, kind, protocol = connection.family, connection.type, connection.proto
         wrapped = RecordSocket(family, kind, protocol, fileno=connection.detach())
@@ -143,20 +144,20 @@ class RecordSocket(socket.socket):
         return wrapped
 
     def begin(self, sending: Direction, receiving: Direction) -> None:
-        """The handshake is over."""
+        """Start the records after the handshake."""
         self._out, self._in = sending, receiving
 
     def sendall(self, data: Any, flags: int = 0) -> None:
-        """One record, or more of them."""
+        """Send the bytes in one or more records."""
         if self._out is None:
             super().sendall(data, flags)
             return
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _MOST_BYTES):
-            super().sendall(self._out.seal(bytes(view[start : start + _MOST_BYTES])), flags)
+        for start in range(0, len(view), _MAX_BYTES):
+            super().sendall(self._out.seal(bytes(view[start : start + _MAX_BYTES])), flags)
 
     def send_bulk(self, view: memoryview) -> None:
-        """Raw bytes, without copying them."""
+        """Send raw bytes without a copy."""
         if self._out is None:
             super().sendall(view)
             return
@@ -164,14 +165,14 @@ class RecordSocket(socket.socket):
         for start in range(0, len(view), _BULK_BYTES):
             piece = view[start : start + _BULK_BYTES]
             header = len(piece) | _BULK
-            # First, because then the kernel finds in the cache what it has to copy.
+            # First, because the kernel then finds the bytes in the cache.
             tag = self._out.tag(header, piece)
             super().sendall(_HEADER.pack(header), socket.MSG_MORE)
             super().sendall(piece, socket.MSG_MORE)
             super().sendall(tag)
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Bytes of records that are whole and as they were sent. Raises AlteredError."""
+        """Receive bytes of verified records. Raises AlteredError."""
         if self._in is None:
             return super().recv_into(buffer, nbytes, flags)
         target = memoryview(buffer).cast("B")
@@ -196,8 +197,8 @@ class RecordSocket(socket.socket):
         return count
 
     def pending(self) -> int:
-        """Bytes that have been taken out of a record already: the descriptor knows nothing of
-        them."""
+        """Return the number of verified bytes in this process, which the descriptor does not
+        show."""
         return len(self._left)
 
     def _fill(self, target: memoryview, *, at_boundary: bool = False) -> bool:
@@ -213,8 +214,8 @@ class RecordSocket(socket.socket):
 
 
 class RecordReader(asyncio.StreamReader):
-    """A stream reader; from :meth:`begin` on it has the bytes of records that are whole and as they
-    were sent. What was altered ends it with AlteredError."""
+    """A stream reader with the bytes of verified records after :meth:`begin`. An altered record
+    ends it with AlteredError."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,15 +224,16 @@ class RecordReader(asyncio.StreamReader):
         self._end: asyncio.Future[None] | None = None
 
     def begin(self, receiving: Direction) -> None:
-        """The handshake is over; records may have come behind it."""
+        """Start the records after the handshake, perhaps with some already there."""
         self._opener = Opener(receiving)
         if arrived := self._taken_out():
             self.feed_data(arrived)
 
     async def listen(self, take: Callable[[bytes], object]) -> None:
-        """Give everything to ``take`` in the callback of the loop in which it arrives, until the
-        connection ends: who has thousands of connections has no turn of a task to spare for each
-        message. Raises OSError, and whatever ``take`` raises.
+        """Call ``take`` with all bytes until the connection ends, in the loop's callback.
+
+        With thousands of connections a task's turn for each message would be too expensive. Raises
+        OSError, and as ``take`` does.
         """
         if (error := self.exception()) is not None:
             raise error
@@ -242,7 +244,7 @@ class RecordReader(asyncio.StreamReader):
         await self._end
 
     def _taken_out(self) -> bytes:
-        # The base class has no way to ask for what is there without waiting when there is nothing.
+        # The base class cannot return the present bytes without waiting when there are none.
         waiting: bytearray = self._buffer  # type: ignore[attr-defined]
         taken = bytes(waiting)
         waiting.clear()
@@ -278,16 +280,16 @@ class RecordReader(asyncio.StreamReader):
 
 
 class RecordWriter(asyncio.StreamWriter):
-    """A stream writer; from :meth:`begin` on each write becomes a record."""
+    """A stream writer with a record for each write after :meth:`begin`."""
 
     _sending: Direction | None = None
 
     def begin(self, sending: Direction) -> None:
-        """The handshake is over."""
+        """Start the records after the handshake."""
         self._sending = sending
 
     def write(self, data: Buffer) -> None:
-        """Queue bytes, no more than a frame has."""
+        """Queue bytes, at most those of a frame."""
         super().write(data if self._sending is None else self._sending.seal(bytes(data)))
 
 
@@ -299,7 +301,7 @@ async def open_stream(address: tuple[str, int]) -> tuple[RecordReader, RecordWri
 
 
 async def accepted_stream(connection: socket.socket) -> tuple[RecordReader, RecordWriter]:
-    """Streams of a connection just accepted; the caller bounds the time."""
+    """Return the streams of an accepted connection; the caller bounds the time."""
     loop, (reader, protocol) = asyncio.get_running_loop(), _ends()
     transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
     return reader, RecordWriter(transport, protocol, reader, loop)

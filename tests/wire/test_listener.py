@@ -34,7 +34,7 @@ def many_files() -> Iterator[None]:
 async def test_who_says_nothing_stays_in_the_kernel(strangers: int) -> None:
     """All agents come back after a takeover, with 256 strangers let in, as of 1024 open files."""
 
-    async with open_door(most_pending=256) as (inside, address):
+    async with open_door(max_pending=256) as (inside, address):
         silent = [socket.create_connection(address, SECONDS) for _ in range(strangers)]
         writers = await asyncio.gather(*(enter(address) for _ in range(16)))
         assert len(inside.served) == 16
@@ -52,7 +52,7 @@ def crowd(address: Address, count: int, said: bytes) -> list[socket.socket]:
 
 
 async def test_a_crowd_of_strangers_keeps_nobody_out() -> None:
-    async with open_door(most_pending=16) as (inside, address):
+    async with open_door(max_pending=16) as (inside, address):
         before = descriptors()
         strangers = crowd(address, 40, b"D")
         (await enter(address)).close()
@@ -81,7 +81,7 @@ async def come_again(connection: socket.socket, said: bytes) -> None:
 async def test_strangers_who_come_again_keep_nobody_out() -> None:
     """Put out one after the other, with a last call for each, they held every place for ever."""
 
-    async with open_door(most_pending=100) as (inside, address):
+    async with open_door(max_pending=100) as (inside, address):
         said = b"D"
         connections = crowd(address, 600, said)
         strangers = [asyncio.create_task(come_again(one, said)) for one in connections]
@@ -99,7 +99,7 @@ async def test_strangers_who_come_again_keep_nobody_out() -> None:
 async def test_the_one_who_goes_is_of_the_address_with_most_strangers() -> None:
     """Who floods from one address takes the places of his own connections."""
 
-    async with open_door(most_pending=8) as (inside, address):
+    async with open_door(max_pending=8) as (inside, address):
         lonely = socket.create_connection(address, SECONDS, ("127.0.0.2", 0))
         lonely.sendall(b"D")  # the oldest of all
         strangers = crowd(address, 30, b"D")
@@ -113,7 +113,7 @@ async def test_the_one_who_goes_is_of_the_address_with_most_strangers() -> None:
 
 
 async def test_a_knock_is_no_refusal_but_half_a_word_is() -> None:
-    async with open_door(most_pending=4) as (inside, address):
+    async with open_door(max_pending=4) as (inside, address):
         socket.create_connection(address).close()
         with socket.create_connection(address) as connection:
             connection.sendall(b"D")
@@ -128,7 +128,7 @@ OLDER = b"DPM1\x00\x00\x00\x0d" + b'{"t":"hello"}'
 async def test_who_speaks_another_version_hears_so() -> None:
     """In a form that tells it, whatever its own is: the first bytes say the version."""
 
-    async with open_door(most_pending=4) as (inside, address):
+    async with open_door(max_pending=4) as (inside, address):
         reader, writer = await open_stream(address)
         writer.write(OLDER)
         assert (await framing.read_frame(reader))["t"] == "other-version"
@@ -142,7 +142,7 @@ async def test_who_speaks_another_version_hears_so() -> None:
 async def test_a_crowd_of_agents_gets_in_one_after_the_other() -> None:
     """As many as all agents of a large run that come back at once: none of them is put out."""
 
-    async with open_door(most_pending=4) as (inside, address):
+    async with open_door(max_pending=4) as (inside, address):
         writers = await asyncio.gather(*(enter(address) for _ in range(200)))
         assert len(inside.served) == 200
         for writer in writers:

@@ -24,16 +24,16 @@ class Recorder:
         self._changed = asyncio.Event()
 
     async def serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
     ) -> None:
-        self.served.append(who)
+        self.served.append(peer)
         self._changed.set()
         writer.write(framing.encode({"t": "welcome"}))
         await reader.read()
 
-    def refuse(self, who: str, why: str) -> None:
-        del who
-        self.refusals.append(why)
+    def refuse(self, peer: str, reason: str) -> None:
+        del peer
+        self.refusals.append(reason)
         self._changed.set()
 
     async def until(self, ready: Callable[[], Any]) -> None:
@@ -45,7 +45,7 @@ class Recorder:
 
 @contextlib.asynccontextmanager
 async def open_door(
-    most_pending: int | None = None,
+    max_pending: int | None = None,
     seconds: float = SECONDS,
     listener: socket.socket | None = None,
     host: str = "127.0.0.1",
@@ -54,7 +54,7 @@ async def open_door(
     inside, listening = Recorder(), listener or socket.socket()
     listening.bind((host, 0))
     listening.listen(1024)
-    door = Listener(listening, SECRET, "run", seconds, inside, most_pending)
+    door = Listener(listening, SECRET, "run", seconds, inside, max_pending)
     opened = asyncio.create_task(door.run())
     try:
         yield inside, listening.getsockname()
