@@ -207,7 +207,7 @@ def _resume_later(pids: list[int], seconds: float) -> None:
     )
 
 
-def perhaps_spoiled(parameters: Iterable[Any], point: str, **details: object) -> None:
+def maybe_spoil(parameters: Iterable[Any], point: str, **details: object) -> None:
     """Make the gradients of these parameters NaN where a fault marks ``point``."""
     if hit(point, **details) is not None:
         for parameter in parameters:
@@ -215,7 +215,7 @@ def perhaps_spoiled(parameters: Iterable[Any], point: str, **details: object) ->
                 parameter.main_grad.fill_(math.nan)
 
 
-def perhaps_damaged(chunk: memoryview, point: str, **details: object) -> memoryview:
+def maybe_damaged(chunk: memoryview, point: str, **details: object) -> memoryview:
     """The bytes, or where a fault marks ``point`` a copy of which the first one is wrong."""
     if hit(point, **details) is None:
         return chunk

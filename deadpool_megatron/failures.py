@@ -26,7 +26,7 @@ class ExitStatus(IntEnum):
     BAD_INPUT = 2  # arguments or an environment that no other try would make good
     DIVERGENCE = 3  # the same computation gave other numbers
     NONFINITE = 4  # a loss, or what else is judged, is NaN or infinite
-    LEFT_OUT = 68  # an agent whose host is not fit for the run
+    EXCLUDED = 68  # an agent whose host is not fit for the run
     FENCED = 69  # an agent that was cut off, or put aside
     AGENT_LOST = 70  # a member without its agent
     SUPERSEDED = 71  # a coordinator whose successor has taken over
@@ -44,12 +44,12 @@ class FailureKind(StrEnum):
 
     PROCESS_CRASH = "process-crash"  # ended by itself, or killed by somebody outside of the run
     DEVICE_ERROR = "device-error"  # the accelerator, its memory or its driver
-    NO_ROOM = "no-room"  # the host has no shared memory for the slots of a process
+    NO_SHARED_MEMORY = "no-room"  # the host has no shared memory for the slots of a process
     COMMUNICATOR_ERROR = "communicator-error"  # an operation between roles failed
     NODE_LOST = "node-lost"  # the connection of its agent ended
     NODE_CUT = "node-cut"  # connected, but nothing is heard, nor is anything received there
     NODE_FROZEN = "node-frozen"  # its kernel receives what is sent, its agent does not run
-    LEFT_OUT = "left-out"  # its host is not fit for the run
+    EXCLUDED = "left-out"  # its host is not fit for the run
     MEMBER_FROZEN = "member-frozen"  # one process shows no sign of life
     HANG = "hang"  # everything lives, nothing moves
     NONFINITE_LOSS = "nonfinite-loss"  # the loss, or what else is judged, is NaN or infinite
@@ -100,10 +100,10 @@ def signal_name(number: int) -> str:
 
 
 # Ends of a process that its host is most likely to blame for: on another one it may go on.
-OF_THE_HOST = frozenset({FailureKind.DEVICE_ERROR, FailureKind.NO_ROOM})
+OF_THE_HOST = frozenset({FailureKind.DEVICE_ERROR, FailureKind.NO_SHARED_MEMORY})
 
 
-def in_words(kind: str) -> str:
+def describe_kind(kind: str) -> str:
     """A kind for people; one that is not known (of a newer version) as it is."""
     return MEANINGS[kind].called if kind in MEANINGS else kind
 
@@ -120,7 +120,7 @@ def _mark(text: str, kind: FailureKind) -> _Mark:
 
 # The first that matches counts, so what is more special stands first.
 _MARKS: tuple[_Mark, ...] = (
-    _mark(r"\bno room for (own|\.parked)-\S+: \d+ bytes needed", FailureKind.NO_ROOM),
+    _mark(r"\bno room for (own|\.parked)-\S+: \d+ bytes needed", FailureKind.NO_SHARED_MEMORY),
     # A program that wants too much memory wants it on any device.
     _mark(r"out of memory|OutOfMemoryError", FailureKind.PROCESS_CRASH),
     # A program's own fault (Xid 13 or 31): its node can do nothing about it.

@@ -197,7 +197,7 @@ def _describe_protection(seen: View) -> list[str]:
         lines.append(f"durable checkpoints: {len(saved)}, the newest {newest}")
     if losses := _joined(map(narration.describe_loss, story.unrelated_losses)):
         lines.append(f"lost without an interruption: {losses}")
-    lines += [str(event.data.get("cause")) for event in story.kept[Kind.NODE_ASIDE]]
+    lines += [str(event.data.get("cause")) for event in story.kept[Kind.NODE_QUARANTINED]]
     lines += map(narration.describe_protection, story.protections)
     lines += map(narration.describe_slowness, story.kept[Kind.SLOW_NODE])
     if story.audits:

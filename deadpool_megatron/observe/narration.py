@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.events import Event, Kind, date
-from deadpool_megatron.failures import MEANINGS, FailureKind, in_words, process_name
+from deadpool_megatron.failures import MEANINGS, FailureKind, describe_kind, process_name
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.steps import decimal
@@ -26,7 +26,7 @@ _PLAIN = {
         "yellow",
     ),
     Kind.EPOCH_OPENED: ("epoch {epoch} open", "green"),
-    Kind.NODE_ASIDE: ("{cause}", "bold red"),
+    Kind.NODE_QUARANTINED: ("{cause}", "bold red"),
     Kind.NONFINITE: ("the {number} of iteration {iteration} is {value}: {policy}", "bold red"),
     Kind.AUDIT_FAILED: (
         "the audit finds wrong numbers: {what} in iteration {iteration}: roles {roles}",
@@ -207,7 +207,7 @@ def shown(text: str) -> str:
 
 def describe_cause(data: Mapping[str, Any]) -> str:
     """``a node was lost: node 1: connection closed``: the kind of a failure and its cause."""
-    kind, cause = in_words(str(data.get("kind", ""))), str(data.get("cause") or "")
+    kind, cause = describe_kind(str(data.get("kind", ""))), str(data.get("cause") or "")
     return ": ".join(filter(None, (kind, cause))) or "cause not recorded"
 
 
@@ -257,7 +257,7 @@ def advice(failure: Interruption, story: Story) -> str:
     until = failure.ended or story.last_wall
     if any(
         one.node == node and failure.began <= one.wall_seconds <= until
-        for one in story.kept[Kind.NODE_ASIDE]
+        for one in story.kept[Kind.NODE_QUARANTINED]
     ):
         seats = {int(seat[0]) for _, seat in failure.seats_changed.values()}  # type: ignore[index]
         moved = f", its roles are on node {in_short(sorted(seats))} now" if seats else ""

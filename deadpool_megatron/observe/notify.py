@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.events import Event, Kind, date
-from deadpool_megatron.failures import FailureKind, in_words
+from deadpool_megatron.failures import FailureKind, describe_kind
 from deadpool_megatron.observe.narration import count, describe_wait, shown
 from deadpool_megatron.preflight.health import run_in_shell
 
@@ -113,11 +113,11 @@ def notice_text(event: Event) -> str:
     match event.kind:
         case Kind.EPOCH_CLOSED if data.get("kind") not in _PLANNED:
             kind = str(data.get("kind"))
-            return f"{in_words(kind)}: {data.get('cause')} (deadpool explain {kind})"
+            return f"{describe_kind(kind)}: {data.get('cause')} (deadpool explain {kind})"
         case Kind.RECOVERED if data.get("kind") not in _PLANNED:
             again = f"{count(int(data['steps_recomputed']), 'iteration')} computed again"
             return f"recovered in {float(data['seconds']):.1f} s, {again} ({data.get('cause')})"
-        case Kind.NODE_ASIDE:
+        case Kind.NODE_QUARANTINED:
             return str(data.get("cause"))
         case Kind.WAITING_FOR_SPARE:
             return f"waits for a node (deadpool agent --attach): {describe_wait(event)}"

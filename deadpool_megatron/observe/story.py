@@ -47,7 +47,7 @@ _RELATED_SECONDS = 2.0
 # So many waits at the gate are kept where not all steps are wanted.
 _MOST_WAITS = 64
 # All of these are wanted at the end.
-_KEPT = (Kind.NODE_ASIDE, Kind.SLOW_NODE, Kind.DURABLE, Kind.COORDINATOR)
+_KEPT = (Kind.NODE_QUARANTINED, Kind.SLOW_NODE, Kind.DURABLE, Kind.COORDINATOR)
 _COUNTED = (Kind.REFUSED, Kind.CORRUPTION, Kind.DECODED, Kind.REPLAYED, Kind.STALE_DIVERGENCE)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.events import Event, Kind, date
-from deadpool_megatron.failures import FailureKind, in_words
+from deadpool_megatron.failures import FailureKind, describe_kind
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import advice, count, describe_wait, to_do
@@ -207,7 +207,7 @@ def _words(seen: View) -> dict[str, Any]:
     """Return what the texts of the tables name."""
     story, status, final = seen.story, seen.status, seen.final
     code, waiting = str(final.get("exit_status", 0)), story.waiting
-    how = in_words(str(final.get("kind") or "")) or "failed"
+    how = describe_kind(str(final.get("kind") or "")) or "failed"
     words: dict[str, Any] = {
         "joined": len(story.hosts),
         "wanted": sum(story.wanted),

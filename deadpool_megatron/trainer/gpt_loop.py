@@ -123,7 +123,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
 
         failpoints.set_context(section="optimizer")
         weights = (weight for chunk in self.model_chunks for weight in chunk.parameters())
-        failpoints.perhaps_spoiled(weights, "optimizer.before")
+        failpoints.maybe_spoil(weights, "optimizer.before")
         updated, grad_norm, _ = self.optimizer.step()
         failpoints.hit("optimizer.after")
         if updated:

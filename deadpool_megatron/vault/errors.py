@@ -37,7 +37,7 @@ class Code(StrEnum):
 
     FAILED = "failed"
     TOO_LATE = "too-late"  # a later iteration can be had
-    NO_ROOM = "no-room"
+    NO_SHARED_MEMORY = "no-room"
 
 
 class Refusal(StrEnum):
@@ -49,7 +49,7 @@ class Refusal(StrEnum):
     NO_BASE = "no base"  # what a step begins from was lost here
     NOT_HELD = "not held"
     STALE = "stale"  # the epoch is over
-    NO_ROOM = "no copy possible"
+    NO_SHARED_MEMORY = "no copy possible"
     NO_BLOCK_POSSIBLE = "no parity block possible"
     WRONG_SENDER = "sender has no such role"
     WRONG_ITERATION = "impossible iteration"
@@ -76,7 +76,7 @@ class VaultError(Exception):
     @staticmethod
     def of(code: str, text: str) -> VaultError:
         """The error that another process has sent."""
-        kinds: dict[str, type[VaultError]] = {Code.TOO_LATE: TooLate, Code.NO_ROOM: NoRoom}
+        kinds: dict[str, type[VaultError]] = {Code.TOO_LATE: TooLate, Code.NO_SHARED_MEMORY: NoRoom}
         return kinds.get(code, VaultError)(text)
 
 
@@ -89,7 +89,7 @@ class TooLate(VaultError):
 class NoRoom(VaultError):
     """There is no memory for a slot: the file system is full, or the node's limit is reached."""
 
-    code = Code.NO_ROOM
+    code = Code.NO_SHARED_MEMORY
 
 
 class Refused(VaultError):

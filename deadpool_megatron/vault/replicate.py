@@ -138,7 +138,7 @@ class Sender(threading.Thread, ABC):
         """Send a piece of a part at the pace of all protection traffic."""
         sent = 0
         for piece in flow.pieces(view, self._going):
-            piece = failpoints.perhaps_damaged(
+            piece = failpoints.maybe_damaged(
                 piece,
                 "vault.chunk",
                 role=self._layout.role,

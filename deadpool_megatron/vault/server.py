@@ -203,7 +203,7 @@ class _Connection:
             segment = room.ensure_copy(state, offer.layout, generation, wanted)
             room.require_fit(segment, {name: size for name, size, _ in needed})
         except VaultError as error:
-            raise Refused(Refusal.NO_ROOM, str(error)) from error
+            raise Refused(Refusal.NO_SHARED_MEMORY, str(error)) from error
         slot = state.claim(segment, generation, offer.epoch)
         if slot is None:
             with state.lock:
@@ -213,7 +213,7 @@ class _Connection:
             try:
                 room.reserve(state, segment, wanted, slot, generation)
             except VaultError as error:
-                raise Refused(Refusal.NO_ROOM, str(error)) from error
+                raise Refused(Refusal.NO_SHARED_MEMORY, str(error)) from error
             # Before the extras are sealed: with them there is what the shards have to be like.
             state.note_elsewhere(segment, slot, offer.elsewhere, offer.epoch)
             self._channel.send({"t": "need", "parts": wanted})
@@ -315,7 +315,7 @@ class _Connection:
         for start in range(0, len(view), size):
             piece = view[start : start + size]
             digest.update(piece)
-            piece = failpoints.perhaps_damaged(piece, "vault.chunk", part=place.name, **about)
+            piece = failpoints.maybe_damaged(piece, "vault.chunk", part=place.name, **about)
             self._channel.send_bulk(piece)
             state.reports.counters["bytes fetched from here"] += len(piece)
         if digest.intdigest() != place.checksum:

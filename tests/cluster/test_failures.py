@@ -130,8 +130,8 @@ def test_every_kind_has_words() -> None:
     assert set(failures.MEANINGS) == set(failures.FailureKind)
     assert {kind for kind, meaning in failures.MEANINGS.items() if not meaning.to_do} == planned
     assert max(map(failures.rank, failures.FailureKind)) < failures.rank("of the future")
-    assert failures.in_words("node-lost") == "a node was lost"
-    assert failures.in_words("of the future") == "of the future"
+    assert failures.describe_kind("node-lost") == "a node was lost"
+    assert failures.describe_kind("of the future") == "of the future"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_a_drain_waits_where_only_a_quarantined_node_is_left(tmp_path: Path) -> 
             run.wait_iteration(run.newest_iteration() + 2)
             assert deadpool("kill", where, "--role", "1").returncode == 0
             run.wait_event(Kind.RECOVERED, number)
-        assert run.wait_event(Kind.NODE_ASIDE).node == 1
+        assert run.wait_event(Kind.NODE_QUARANTINED).node == 1
         asked = deadpool("drain", where, "--node", "0", "--wait", "3")
         assert "waits for a spare node that is not quarantined, as nodes [1] are" in asked.stderr
         status = json.loads(deadpool("status", where, "--json").stdout)
@@ -64,7 +64,7 @@ def test_health_of_a_node_that_trains_is_asked_after_a_device_error_and_each_min
     with Run(tmp_path / "r", *misbehave, options=options) as run:
         run.wait_event(Kind.EPOCH_OPENED)
         sick.touch()  # the spare was asked when it joined, and is again in a minute
-        aside = run.wait_event(Kind.NODE_ASIDE)
+        aside = run.wait_event(Kind.NODE_QUARANTINED)
         assert aside.node == 1
         assert aside.data["cause"].endswith("its health command says: row remapping failed")
         run.wait_event(Kind.RECOVERED, 2 if error else 1)

@@ -356,7 +356,9 @@ def test_advice_grows_with_the_number_of_failures() -> None:
     for number in range(1, 4):
         run.crash()
         if number == 3:
-            run.add(Kind.NODE_ASIDE, node=1, cause="node 1 is quarantined", kind="process-crash")
+            run.add(
+                Kind.NODE_QUARANTINED, node=1, cause="node 1 is quarantined", kind="process-crash"
+            )
         run.recover()
         seen = hold(run)
         found.append(seen.advice(seen.story.failures[-1]))

@@ -57,7 +57,7 @@ def serve(options: AgentOptions, standby_port: int | None, rejoins: int = 0) -> 
             raise CommandError(f"{error}: choose another --node-id") from error
         except SegmentError as error:
             raise CommandError(f"{error}; 'deadpool clean {run.path}' gives it up") from error
-        if status == ExitStatus.LEFT_OUT:
+        if status == ExitStatus.EXCLUDED:
             return ExitStatus.FENCED
         if status != ExitStatus.FENCED or run.has_final():
             break

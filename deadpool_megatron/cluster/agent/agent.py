@@ -198,11 +198,11 @@ class Agent:
         elif kind == "signal-part":
             self._members.signal_part(message, self._vault.living_pid)
         elif kind == "stop" and message.get("dropped"):
-            self._fence(f"given up: {message.get('reason')}", code=ExitStatus.LEFT_OUT)
+            self._fence(f"given up: {message.get('reason')}", code=ExitStatus.EXCLUDED)
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":
-            code = ExitStatus.LEFT_OUT if message.get("left_out") else ExitStatus.FENCED
+            code = ExitStatus.EXCLUDED if message.get("left_out") else ExitStatus.FENCED
             self._fence(f"refused by the coordinator: {message.get('why')}", code=code)
 
     def _welcome(self, message: Mapping[str, Any]) -> None:
@@ -424,7 +424,7 @@ class Agent:
         if not self._exit_code:
             self._exit_code = code
             print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
-        comes_again = self._options.keeps_slots and code != ExitStatus.LEFT_OUT
+        comes_again = self._options.keeps_slots and code != ExitStatus.EXCLUDED
         self._end(why, not (keep or (comes_again and not self._leaving.is_told)))
 
     def _end(self, reason: str, remove: bool) -> None:

@@ -61,7 +61,7 @@ _OF_ONE = (
 # of it would be left out of the next one.
 _HOST_IS_TO_BLAME = (
     FailureKind.DEVICE_ERROR,
-    FailureKind.LEFT_OUT,
+    FailureKind.EXCLUDED,
     FailureKind.NODE_CUT,
     FailureKind.NODE_FROZEN,
     FailureKind.SILENT_CORRUPTION,
@@ -347,8 +347,8 @@ def is_bad(event: Event) -> bool:
     if event.node is None:
         return False
     kind = event.data.get("kind")
-    if event.kind is Kind.NODE_ASIDE:
-        return kind not in (FailureKind.NO_ROOM, FailureKind.OTHER_PROGRAM)
+    if event.kind is Kind.NODE_QUARANTINED:
+        return kind not in (FailureKind.NO_SHARED_MEMORY, FailureKind.OTHER_PROGRAM)
     return event.kind is Kind.NODE_LOST and kind in _HOST_IS_TO_BLAME
 
 
@@ -375,7 +375,7 @@ class BadNodes:
             host = run_files.read_json(self._run.node(event["node"]))["hostname"]
             kind, runs = event["data"].get("kind"), self._run.path.parent
             # Left out for what stands there: noted again, that would never be too old.
-            if kind == FailureKind.LEFT_OUT and why_left_out(
+            if kind == FailureKind.EXCLUDED and why_left_out(
                 runs, host, self._run_id, event["wall_seconds"]
             ):
                 return

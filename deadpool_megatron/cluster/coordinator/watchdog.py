@@ -202,4 +202,4 @@ def _aside_event(epoch: int, verdict: windows.Slowness) -> Event:
     text = f"{verdict.seconds:.3f} s of its own per iteration, its peers {verdict.peer_seconds:.3f}"
     cause = f"node {verdict.node} is quarantined, it is slow: {text} s"
     data = {"cause": cause, "kind": str(FailureKind.SLOW_NODE)}
-    return Event(Kind.NODE_ASIDE, epoch, verdict.node, data=data)
+    return Event(Kind.NODE_QUARANTINED, epoch, verdict.node, data=data)

@@ -215,7 +215,7 @@ def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -
     if facts.health is Health.OUT:
         cause = f"node {node} is quarantined, its health command says: {text}"
         core.state.fleet.distrust(frozenset({node}))
-        core.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=FailureKind.DEVICE_ERROR)
+        core.emit(Kind.NODE_QUARANTINED, node=node, cause=cause, kind=FailureKind.DEVICE_ERROR)
     else:
         if before is not facts.health:
             judged = Judgement(Eligibility.WEAK, (f"its health command says: {text}",))
@@ -312,7 +312,7 @@ def _weak_ones_last(core: Core, judged: Mapping[int, Judgement]) -> None:
 
 def _leave_out(core: Core, node: int, judged: Judgement) -> None:
     cause = f"excluded: {judged.text}"
-    drop_node(core, node, Failure(cause, FailureKind.LEFT_OUT, ("node", str(node)), node=node))
+    drop_node(core, node, Failure(cause, FailureKind.EXCLUDED, ("node", str(node)), node=node))
 
 
 def _end_check(core: Core, judged: Mapping[int, Judgement]) -> None:

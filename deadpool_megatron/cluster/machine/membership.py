@@ -88,7 +88,7 @@ def give_up(core: Core, node: int, cause: str, kind: FailureKind) -> None:
 def drop_node(core: Core, node: int, failure: Failure) -> None:
     """Put a node aside that may be connected."""
     if node in core.state.fleet.nodes:
-        left_out = failure.kind in (FailureKind.LEFT_OUT, FailureKind.OTHER_PROGRAM)
+        left_out = failure.kind in (FailureKind.EXCLUDED, FailureKind.OTHER_PROGRAM)
         core.act(DropNode(node, failure.cause, left_out=left_out))
         lose_node(core, node, failure)
 
@@ -194,7 +194,9 @@ def put_aside(core: Core, node: int, why: str, kind: FailureKind) -> bool:
         return False
     core.state.fleet.draining |= {node}
     core.state.fleet.distrust(frozenset({node}))
-    core.emit(Kind.NODE_ASIDE, node=node, cause=f"node {node} is quarantined {why}", kind=kind)
+    core.emit(
+        Kind.NODE_QUARANTINED, node=node, cause=f"node {node} is quarantined {why}", kind=kind
+    )
     return True
 
 
@@ -232,7 +234,7 @@ def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
     cause = f"node {node} is quarantined for the rest of the run: {failure.cause}"
     fleet.draining |= {node}
     quarantine(core, node, cause, failure.kind)
-    core.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=failure.kind)
+    core.emit(Kind.NODE_QUARANTINED, node=node, cause=cause, kind=failure.kind)
 
 
 def _crashed(core: Core, node: int, failure: Failure) -> None:
@@ -358,7 +360,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     if cannot_begin or (is_other and not _is_needed(state, event.node)):
         # Elsewhere it runs: this node, which came later, lacks something that it needs.
         text = f"excluded: its program cannot begin there: {event.last_line or cause}"
-        kind = FailureKind.OTHER_PROGRAM if is_other else FailureKind.LEFT_OUT
+        kind = FailureKind.OTHER_PROGRAM if is_other else FailureKind.EXCLUDED
         drop_node(core, event.node, Failure(text, kind, ("node", str(event.node)), node=event.node))
         return
     device_is_lost = _is_broken(event) and not on_purpose

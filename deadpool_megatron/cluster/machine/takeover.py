@@ -132,7 +132,7 @@ def _happened(core: Core, record: EpochRecord) -> Failure | None:
     if wrong := sorted(state.fleet.draining & set(state.fleet.nodes)):
         node = wrong[0]
         cause = f"node {node} was quarantined for the rest of the run"
-        return Failure(cause, FailureKind.LEFT_OUT, ("node", str(node)), node=node)
+        return Failure(cause, FailureKind.EXCLUDED, ("node", str(node)), node=node)
     for node in sorted(set(record.nodes) - set(state.fleet.nodes)):
         if matters(state, record, node):
             why = state.fleet.removed.get(node, "gone")

@@ -479,7 +479,7 @@ def _faults_in_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward_step)
     def wrapper(iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        failpoints.perhaps_spoiled(model.parameters(), "forward")
+        failpoints.maybe_spoil(model.parameters(), "forward")
         return forward_step(iterator, model, *args, **kwargs)
 
     return wrapper

@@ -120,7 +120,7 @@ def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_g
     assert [e.node for e in rig.emitted(Kind.NODE_JUDGED)] == [2, 1]
     rig.feed(ev.FactsReported(1, worse))
     assert not rig.emitted(Kind.NODE_JUDGED), "told once"
-    assert not rig.emitted(Kind.NODE_ASIDE)
+    assert not rig.emitted(Kind.NODE_QUARANTINED)
     assert (rig.state.phase, rig.state.fleet.drains) == (Phase.RUNNING, frozenset())
     rig.feed(ev.FactsReported(2, GOOD), ev.FactsReported(1, worse))
     assert (rig.state.phase, rig.state.fleet.drains) == (Phase.PAUSING, {1})

@@ -21,7 +21,7 @@ from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 GONE = "deadpool: no GPU for this process: AssertionError: Torch not compiled with CUDA enabled"
 R = TypeVar("R", bound=Rig)
-LEFT_OUT = "excluded: host1 was quarantined for the rest of this run"
+EXCLUDED = "excluded: host1 was quarantined for the rest of this run"
 
 
 def fallen_back(*saved: int, gone: tuple[int, ...] = ()) -> Rig:
@@ -161,7 +161,7 @@ def test_the_roles_of_its_node_move_at_once(until: Phase) -> None:
     assert rig.state.phase is Phase.RUNNING
     assert nodes_of(rig.record) == {0: 0, 1: 0, 2: 2, 3: 2}
     assert rig.record.history.wrong == {1}
-    assert kinds(rig, Kind.NODE_ASIDE) == ["device-error"]
+    assert kinds(rig, Kind.NODE_QUARANTINED) == ["device-error"]
 
 
 def test_devices_lost_within_one_step_are_not_the_programs_fault() -> None:
@@ -250,7 +250,7 @@ def test_its_host_has_no_role_under_another_number_either(spares: int) -> None:
     else:
         rig.closed(g(3))
     rig.join(7, hosts=["host1"])
-    assert rig.dropped() == [act.DropNode(7, LEFT_OUT, left_out=True)]
+    assert rig.dropped() == [act.DropNode(7, EXCLUDED, left_out=True)]
     assert 7 not in rig.state.fleet.nodes
     if not spares:
         rig.join(8, hosts=["host8"])

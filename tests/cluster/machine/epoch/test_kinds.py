@@ -37,7 +37,7 @@ def test_second_error_of_a_host_moves_its_roles_to_a_spare(line: str, kind: str)
         rig.feed(ended(rig, 1, line))
         recover(rig, 3)
     assert nodes_of(rig.record) == {0: 0, 1: 2}
-    assert kinds(rig, Kind.NODE_ASIDE) == [kind]
+    assert kinds(rig, Kind.NODE_QUARANTINED) == [kind]
     assert rig.state.fleet.deprioritized == {1}
 
 
