@@ -1,6 +1,9 @@
 """The service that decides for the run.
 
-service      connections, the machine, its actions; the life of the process
+service      connections, the machine's actions; the life of the process
+context      what the parts below share
+stepper      inputs of the machine, one after the other
+garbage      search for cyclic garbage
 orders       actions as messages, to each agent its part
 progress     what members report: each step once, divergence, how all ended
 files        what the run writes of itself: events, result, bad nodes

@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.coordinator.context import Context
 from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
     NewCheckpoint,
@@ -48,9 +49,6 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import Generation, Restore, next_due
 from deadpool_megatron.vault.errors import Code
-
-if TYPE_CHECKING:
-    from deadpool_megatron.cluster.coordinator.service import Coordinator
 
 # Where nobody says how often: this long after the last one, and so many times what it took.
 _USUAL_SECONDS = 1800.0
@@ -118,8 +116,8 @@ class Export:
 class Checkpoints:
     """See the module text. For the coordinator's loop."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        options, self._coordinator = coordinator.options, coordinator
+    def __init__(self, context: Context) -> None:
+        options, self._context = context.options, context
         self._settings = options.info.settings
         self._run, self._run_id = options.run, options.info.run_id
         # Of exports that nobody names another one for.
@@ -162,7 +160,7 @@ class Checkpoints:
             case ExportDump():
                 # The export may take long: whatever becomes of it, and of this coordinator, a run
                 # goes on from the state on the disk.
-                self._coordinator.spawn(self._point(order))
+                self._context.spawn(self._point(order))
                 if self._export is not None and not self._export.is_publishing:
                     self._abandon("the run ends")
         self._tell()
@@ -212,7 +210,7 @@ class Checkpoints:
 
     def tick(self) -> None:
         """Begin what is due, give up what cannot be finished, publish what is written."""
-        state, now = self._coordinator.state, time.monotonic()
+        state, now = self._context.state, time.monotonic()
         self._interval.observe(state.reached)
         export, leaving = self._export, self._leaving
         is_late = leaving is not None and now > leaving.until
@@ -226,7 +224,7 @@ class Checkpoints:
                 self._abandon(why)
             elif export.step == "writing" and not export.awaited and state.phase in wanted:
                 export.step = "publishing"
-                self._coordinator.spawn(self._publish(export))
+                self._context.spawn(self._publish(export))
         self._tell()
 
     # The end of a run.
@@ -236,7 +234,7 @@ class Checkpoints:
         and exports once more, for half of the ``seconds`` at most. Orders are repeated; the
         earliest end counts.
         """
-        now, state = time.monotonic(), self._coordinator.state
+        now, state = time.monotonic(), self._context.state
         said, export = self._leaving, self._export
         if seconds is None or not self._settings.exports or state.phase is not Phase.RUNNING:
             ends = None if said is None else said.ends
@@ -255,7 +253,7 @@ class Checkpoints:
             f" background, for {_SHARE_OF_EXPORT * seconds:g} s at most, then the state is dumped"
         )
         epoch = 0 if state.record is None else state.record.epoch
-        self._coordinator.files.write(Event(Kind.LOG, epoch, data={"level": "info", "text": text}))
+        self._context.files.write(Event(Kind.LOG, epoch, data={"level": "info", "text": text}))
 
     def _leave(self, reason: str, ends: float | None) -> None:
         self._leaving = None
@@ -276,7 +274,7 @@ class Checkpoints:
                 )
         except OSError as error:  # TimeoutError is one
             why = str(error) or "it does not answer"
-            self._coordinator.warn(f"{latest} cannot be written yet: {why}")
+            self._context.warn(f"{latest} cannot be written yet: {why}")
         self._dumped = order
 
     # The course of an export.
@@ -368,7 +366,7 @@ class Checkpoints:
     def _order(self, export: Export, what: str, nodes: Iterable[int], **content: Any) -> None:
         order = {"t": f"export-{what}", "name": export.name, "iteration": export.iteration}
         for node in sorted(nodes):
-            self._coordinator.peers.order(node, {**order, **content})
+            self._context.peers.order(node, {**order, **content})
 
     def _order_writing(
         self, export: Export, kind: str, nodes: Iterable[int], roles: Iterable[int], **content: Any
@@ -378,7 +376,7 @@ class Checkpoints:
 
     def _begin_writing(self, export: Export) -> None:
         found = set(export.said.values())
-        if export.said.keys() != self._coordinator.state.seats.keys() or len(found) != 1:
+        if export.said.keys() != self._context.state.seats.keys() or len(found) != 1:
             moments = ", ".join(sorted({f"{one.iteration} after {m}" for one, m in found}))
             self._abandon(f"the roles have pinned different moments: {moments}")
             return
@@ -400,7 +398,7 @@ class Checkpoints:
 
         def counts() -> bool:
             # A recovery may have decided while the files were synced.
-            return is_kept(self._coordinator.state.lineage.kept, generation)
+            return is_kept(self._context.state.lineage.kept, generation)
 
         new = self._new_checkpoint(export.unfinished, restore, counts)
         publish = functools.partial(new.publish, may_be_pruned=is_own)
@@ -410,7 +408,7 @@ class Checkpoints:
             return
         self._last = {"iteration": export.iteration, "path": restore.path, "error": ""}
         if is_own:
-            state = self._coordinator.state
+            state = self._context.state
             # A recovery may just be loading an older one: the next export prunes, then.
             keep = self._settings.persist_keep if state.phase is Phase.RUNNING else 0
             needed = {one.path for one in state.lineage.valid[:1]}
@@ -418,7 +416,7 @@ class Checkpoints:
             try:
                 await asyncio.to_thread(remember_and_prune, *place_of_list)
             except DurableError as error:
-                self._coordinator.warn(f"old checkpoints are not removed: {error}")
+                self._context.warn(f"old checkpoints are not removed: {error}")
         self._export = None
         self._answer(export, restore.path)
         if (leaving := self._leaving) is not None and self._wish is None and export.dump is None:
@@ -440,10 +438,10 @@ class Checkpoints:
             self._margin = MIN_MARGIN
             if is_of_interval and export.generation is None:
                 self._interval.failed(export.epoch, export.iteration)
-            if is_of_interval and self._coordinator.state.standing_epoch == export.epoch:
+            if is_of_interval and self._context.state.standing_epoch == export.epoch:
                 self._due = time.monotonic() + _USUAL_SECONDS  # else a recovery came in between
         self._last = {"iteration": export.iteration, "path": "", "error": why}
-        self._coordinator.warn(
+        self._context.warn(
             f"no checkpoint of iteration {export.iteration} in the background: {why}"
         )
         is_last = self._wish is None and export.dump is None
@@ -451,7 +449,7 @@ class Checkpoints:
             # The dump may need the room that it has taken: it waits until that is removed.
             leaving.until = time.monotonic() + leaving.removal_seconds
             leaving.removed = False
-        self._coordinator.spawn(self._remove(export.unfinished, is_last))
+        self._context.spawn(self._remove(export.unfinished, is_last))
         self._answer(export, "")
 
     async def _remove(self, unfinished: Path, is_last: bool) -> None:
@@ -483,18 +481,18 @@ class Checkpoints:
     def _tell(self) -> None:
         told, self._told = self._told, []
         for one in told:
-            self._coordinator.feed(one)
+            self._context.feed(one)
 
     # Saves.
 
     async def _make_valid(self, m: Mapping[str, Any], epoch: int, iteration: int) -> None:
-        coordinator = self._coordinator
-        while coordinator.state.phase in (Phase.BOOTSTRAPPING, Phase.OPENING):
+        context = self._context
+        while context.state.phase in (Phase.BOOTSTRAPPING, Phase.OPENING):
             # After a takeover it is not known yet whether the epoch stays open; and what was loaded
             # is told before all roles have. Either phase ends.
             await asyncio.sleep(self._settings.beat_interval_seconds)
-        if epoch != coordinator.state.standing_epoch:
-            coordinator.peers.refuse("durable-request", f"of epoch {epoch}, which is not open")
+        if epoch != context.state.standing_epoch:
+            context.peers.refuse("durable-request", f"of epoch {epoch}, which is not open")
             return
         failpoints.hit("coordinator.durable", epoch=epoch, iteration=iteration)
         path = str(Path(str(m["final"])))
@@ -505,22 +503,22 @@ class Checkpoints:
 
         def counts() -> bool:
             # A failure may have ended the epoch while the files were synced.
-            return coordinator.state.standing_epoch == epoch
+            return context.state.standing_epoch == epoch
 
         new = self._new_checkpoint(Path(str(m["temporary"])), restore, counts)
         make = new.remember if is_loaded else new.make_valid
         if error := await self._valid(make, restore):
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
-            coordinator.files.write(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
+            context.files.write(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
             return
-        coordinator.peers.send_all({"t": "durable-done", "iteration": iteration})
+        context.peers.send_all({"t": "durable-done", "iteration": iteration})
 
     # Both.
 
     def _new_checkpoint(
         self, temporary: Path, restore: Restore, counts: Callable[[], bool]
     ) -> NewCheckpoint:
-        place, struck = (self._run, self._run_id), self._coordinator.state.lineage.struck
+        place, struck = (self._run, self._run_id), self._context.state.lineage.struck
         return NewCheckpoint(temporary, Path(restore.path), restore, *place, counts, struck)
 
     async def _valid(self, make: Callable[[], Restore], restore: Restore, **data: Any) -> str:
@@ -533,7 +531,7 @@ class Checkpoints:
         began = now if self._export is None else self._export.limit - self._settings.persist_seconds
         self._due = now + max(_USUAL_SECONDS, _LEAST_PAUSE * (now - began))
         (epoch, iteration), data["path"] = restore.generation.to_list(), restore.path
-        self._coordinator.files.write(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
+        self._context.files.write(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
         how = (restore.boundary, restore.identity)
-        self._coordinator.feed(inputs.DurableValid(iteration, restore.path, *how))
+        self._context.feed(inputs.DurableValid(iteration, restore.path, *how))
         return ""

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.coordinator.context import Context
 from deadpool_megatron.cluster.coordinator.durable import export_directory
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.coordinator.watchdog import role_beats
@@ -34,9 +35,6 @@ from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.schemes import in_words
 from deadpool_megatron.layout.sizing import refusal as plan_refusal
-
-if TYPE_CHECKING:
-    from deadpool_megatron.cluster.coordinator.service import Coordinator
 
 # What of a run can be sent a signal, and which.
 PARTS = ("node", "role", "vault", "agent", "coordinator")
@@ -60,15 +58,15 @@ _SHARE_OF_TIME = 0.1
 class Commands:
     """See the module text. For the coordinator's loop only."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        options = coordinator.options
-        self.requests = UserRequests(coordinator)
-        self._coordinator = coordinator
+    def __init__(self, context: Context, describe: Callable[[], dict[str, Any]]) -> None:
+        options = context.options
+        self.requests = UserRequests(context)
+        self._context = context
         self._info = options.info
         self._term = options.term
         self._journal = options.journal
         self._exports = export_directory(options.info.settings, options.run)
-        self._status = PacedStatus(coordinator.describe)
+        self._status = PacedStatus(describe)
 
     async def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """``{"ok": True, ...}`` or ``{"ok": False, "error": line}``.
@@ -85,7 +83,7 @@ class Commands:
             case "info":
                 return {"ok": True, "info": self._info.to_dict()}
             case "attach":
-                fleet, hostname = self._coordinator.state.fleet, str(message.get("hostname", ""))
+                fleet, hostname = self._context.state.fleet, str(message.get("hostname", ""))
                 taken = {*fleet.nodes, *fleet.removed}
                 return await asyncio.to_thread(self._attach, hostname, taken)
             case "kill":
@@ -116,7 +114,7 @@ class Commands:
         """Have an agent send a signal, for a user who wants to see a run recover: to itself, to its
         vault, to all processes of its node, or to the process of a role. It is an order and no
         request: one that a takeover crosses may be lost."""
-        state, part, name = self._coordinator.state, str(message["part"]), str(message["signal"])
+        state, part, name = self._context.state, str(message["part"]), str(message["signal"])
         later = functools.partial(asyncio.get_running_loop().call_later, _KILL_SECONDS)
         if part not in PARTS or name not in SIGNALS:
             raise ValueError(f"no such part or signal: {part}, {name}")
@@ -135,12 +133,12 @@ class Commands:
             order |= {"slot": seat.slot, "incarnation": seat.incarnation}
         elif why := not_connected(state, of):
             return _refused(why)
-        later(self._coordinator.peers.order, of, order)
+        later(self._context.peers.order, of, order)
         return {"ok": True}
 
     def _plan(self, message: Mapping[str, Any]) -> dict[str, Any] | str:
         """Keys ``scheme``, ``group`` and ``every``; what is not given stays as it is."""
-        state, settings = self._coordinator.state, self._info.settings
+        state, settings = self._context.state, self._info.settings
         plan = state.protection.plan
         if message.get("scheme") is not None:
             group = int(message.get("group") or settings.parity_group)
@@ -180,13 +178,13 @@ class UserRequests:
     them and says what becomes of them. For the coordinator's loop only.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        options = coordinator.options
+    def __init__(self, context: Context) -> None:
+        options = context.options
         self._journal = options.journal
         self._term = options.term.number
         self._restarted = options.restarted
         self._patience = options.info.settings.spare_timeout_seconds
-        self._coordinator = coordinator
+        self._context = context
         self._entry = 0
         self._ready = asyncio.Event()
         self._asking = asyncio.Lock()
@@ -203,7 +201,7 @@ class UserRequests:
             try:
                 found = await asyncio.to_thread(user_requests.newest, self._journal)
                 if found.term > self._term:
-                    self._coordinator.superseded(f"term {found.term} has begun")
+                    self._context.superseded(f"term {found.term} has begun")
                     return
                 self._entry = found.number + 1
                 entry = user_requests.entry(self._term, found.requests)
@@ -214,11 +212,9 @@ class UserRequests:
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             for trouble in found.troubles:
-                self._coordinator.warn(trouble)
+                self._context.warn(trouble)
             self._noted = found.requests
-            self._coordinator.feed(
-                inputs.RequestsFound(_with_time_left(self._noted), self._restarted)
-            )
+            self._context.feed(inputs.RequestsFound(_with_time_left(self._noted), self._restarted))
             break
         self._ready.set()
 
@@ -247,7 +243,7 @@ class UserRequests:
         async with self._asking:
             limit = time.monotonic() + patience
             is_known = await self.wait_until_known(patience)
-            taken = (*self._coordinator.state.requests, *self._coming)
+            taken = (*self._context.state.requests, *self._coming)
             known = next((one for one in taken if one.token == token), None)
             if known is not None:
                 return {"ok": True, "request": known.to_dict()}
@@ -260,32 +256,32 @@ class UserRequests:
             limit += time.monotonic() - began
             if isinstance(wanted, str):
                 return _refused(wanted)
-            if why := refusal(self._coordinator.state, verb, wanted):
+            if why := refusal(self._context.state, verb, wanted):
                 return _refused(why)
             request = self._new(verb, wanted, token, seconds)
             error = await self._note(request, limit - time.monotonic()) if is_known else ""
             if error and verb is not Verb.STOP:
                 return _not_now(error)
             failpoints.hit("coordinator.request")
-            self._coordinator.feed(inputs.Asked(request))
+            self._context.feed(inputs.Asked(request))
             self._forget_known()
-            newest = (one for one in self._coordinator.state.requests if one.token == token)
+            newest = (one for one in self._context.state.requests if one.token == token)
             return {"ok": True, "request": next(newest, request).to_dict()}
 
     def _forget_known(self) -> None:
         """Forget those that the machine has taken, at once or a moment later."""
-        known = {request.token for request in self._coordinator.state.requests}
+        known = {request.token for request in self._context.state.requests}
         self._coming = tuple(one for one in self._coming if one.token not in known)
 
     def note(self) -> None:
         """The machine has another word on its requests: into the journal with it."""
         self._forget_known()
-        self._coordinator.spawn(self._write())
+        self._context.spawn(self._write())
 
     def _new(
         self, verb: Verb, what: Mapping[str, Any], token: str, seconds: float | None
     ) -> Request:
-        state, what = self._coordinator.state, dict(what)
+        state, what = self._context.state, dict(what)
         number = max((r.number for r in (*state.requests, *self._coming)), default=0) + 1
         if verb is Verb.STOP:  # on the clock that all hosts share
             what["ends"] = None if seconds is None else time.time() + seconds
@@ -303,7 +299,7 @@ class UserRequests:
             self._coming = tuple(one for one in self._coming if one is not request)
             # The journal may have it all the same, or will: then the next coordinator would carry
             # out what its user was refused.
-            self._coordinator.spawn(self._write())
+            self._context.spawn(self._write())
         return error if done else "the journal does not answer"
 
     async def _write(self) -> str:
@@ -311,7 +307,7 @@ class UserRequests:
         async with self._writing:
             await self._ready.wait()
             while not self._is_superseded:
-                newest = user_requests.kept((*self._coordinator.state.requests, *self._coming))
+                newest = user_requests.kept((*self._context.state.requests, *self._coming))
                 if newest == self._noted:
                     return ""
                 number, self._noted = self._entry + 1, None
@@ -320,7 +316,7 @@ class UserRequests:
                 except LostRace:
                     # Whoever waits for its turn to write must not take the number behind that.
                     self._is_superseded = True
-                    self._coordinator.superseded("another coordinator takes the requests")
+                    self._context.superseded("another coordinator takes the requests")
                     break
                 except JournalError as error:
                     return str(error)

@@ -15,14 +15,14 @@ import asyncio
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from deadpool_megatron.cluster.coordinator.checkpoints import Checkpoints
+from deadpool_megatron.cluster.coordinator.context import Context
 from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.events import Event, Kind
-
-if TYPE_CHECKING:
-    from deadpool_megatron.cluster.coordinator.service import Coordinator
 
 _PAUSE_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
@@ -33,8 +33,15 @@ _SILENT_SECONDS = 1.0
 class RunEnd:
     """See the module text. For the coordinator's loop."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        options = coordinator.options
+    def __init__(
+        self,
+        context: Context,
+        checkpoints: Checkpoints,
+        newest_term: Callable[[], int],
+        end: Callable[[int], None],
+    ) -> None:
+        """``newest_term()``: as the journal has it; ``end(exit_status)``: of this process."""
+        options = context.options
         self._path = options.run.path
         self._term = options.term.number
         settings = options.info.settings
@@ -42,7 +49,8 @@ class RunEnd:
         self._patience_seconds = max(settings.spare_timeout_seconds, settings.close_seconds)
         self._close_seconds = settings.close_seconds
         self._save_seconds = settings.first_step_seconds
-        self._coordinator = coordinator
+        self._context, self._checkpoints = context, checkpoints
+        self._newest_term, self._end = newest_term, end
         self._is_writing = False
         self._is_hurried = False
         self._status = 0
@@ -50,7 +58,7 @@ class RunEnd:
     def finish(self, finish: Finish) -> None:
         """Wait for what is under way, write the result and have the agents stop."""
         self._is_writing = True
-        self._coordinator.spawn(self._finish(finish))
+        self._context.spawn(self._finish(finish))
 
     def hurry(self) -> None:
         """Wait no longer for what is under way."""
@@ -61,20 +69,20 @@ class RunEnd:
         machine knows of have their time to go from then on.
         """
         if not self._is_writing:
-            self._coordinator.end(self._status)
+            self._end(self._status)
 
     async def _finish(self, finish: Finish) -> None:
         await self._settle(finish)
         if await self._is_superseded():
             return
-        state = self._coordinator.state
-        durable, loaded = state.lineage.durable, self._coordinator.checkpoints.loaded
+        state = self._context.state
+        durable, loaded = state.lineage.durable, self._checkpoints.loaded
         finish = finish.going_on(durable if durable and durable.path not in loaded else None)
         self._status = finish.exit_status
         said = {"exit_status": finish.exit_status, "reason": finish.reason, "kind": finish.kind}
         epoch = 0 if state.record is None else state.record.epoch
-        self._coordinator.files.write(Event(Kind.RUN_ENDED, epoch, data=said))
-        result = self._coordinator.files.result(finish, state)
+        self._context.files.write(Event(Kind.RUN_ENDED, epoch, data=said))
+        result = self._context.files.result(finish, state)
         limit = time.monotonic() + self._patience_seconds
         error = await self._write(finish, result, limit)
         if error is None or await self._is_superseded():
@@ -85,31 +93,31 @@ class RunEnd:
                 f" not written to {self._path}: {error}; its state stays in memory: the same"
                 f" command continues from it, 'deadpool clean {self._path}' removes it"
             )
-            self._coordinator.warn(text)
+            self._context.warn(text)
             print(text, file=sys.stderr, flush=True)
         keeps = finish.keeps_slots or bool(error)
         stop = {"t": "stop", "reason": str(result["reason"]), "remove": not keeps}
-        self._coordinator.peers.send_all(stop)
+        self._context.peers.send_all(stop)
         self._is_writing = False
         late = time.monotonic() + self._close_seconds
-        while self._coordinator.peers.agents and time.monotonic() < late:
+        while self._context.peers.agents and time.monotonic() < late:
             await asyncio.sleep(_LOOK_SECONDS)
-        self._coordinator.end(self._status)
+        self._end(self._status)
 
     async def _settle(self, finish: Finish) -> None:
         is_complete = finish.is_early or not finish.exit_status
         limit_seconds = self._save_seconds if is_complete else self._close_seconds
         began, told = time.monotonic(), False
-        while left := ", ".join(self._coordinator.checkpoints.under_way()):
+        while left := ", ".join(self._checkpoints.under_way()):
             waited = time.monotonic() - began
             if waited > limit_seconds or self._is_hurried:
-                self._coordinator.warn(
+                self._context.warn(
                     f"the run ends before this is valid, after {waited:.0f} s: {left}"
                 )
                 return
             if waited > _SILENT_SECONDS and not told:
                 told = True
-                self._coordinator.warn(
+                self._context.warn(
                     f"the run ends when this is valid, in {limit_seconds:g} s at most: {left}"
                 )
             await asyncio.sleep(_LOOK_SECONDS)
@@ -125,7 +133,7 @@ class RunEnd:
                     newest = await asyncio.to_thread(self._write_unless_followed, finish, result)
                 if newest <= self._term:
                     return ""
-                self._coordinator.superseded(f"term {newest} has begun")
+                self._context.superseded(f"term {newest} has begun")
                 return None
             except TimeoutError:
                 return known or f"it did not answer for {self._patience_seconds:g} s"
@@ -135,7 +143,7 @@ class RunEnd:
                 return why
             if why != known:
                 known = why
-                self._coordinator.warn(
+                self._context.warn(
                     f"the result cannot be written to {self._path}: {why};"
                     f" tried again for {self._patience_seconds:g} s"
                 )
@@ -149,20 +157,20 @@ class RunEnd:
         """
         newest = self._term
         with contextlib.suppress(JournalError):  # told by the first look
-            newest = self._coordinator.sign.look()
+            newest = self._newest_term()
         if newest <= self._term:
-            self._coordinator.files.write_result(finish, self._coordinator.state, result)
+            self._context.files.write_result(finish, self._context.state, result)
         return newest
 
     async def _is_superseded(self) -> bool:
         """A last look before something that another coordinator could do as well."""
         try:
             async with asyncio.timeout(self._close_seconds):
-                newest = await asyncio.to_thread(self._coordinator.sign.look)
+                newest = await asyncio.to_thread(self._newest_term)
         except (JournalError, TimeoutError) as error:
             # Then no standby can have claimed a term either.
-            self._coordinator.warn(str(error) or "the journal does not answer")
+            self._context.warn(str(error) or "the journal does not answer")
             return False
         if newest > self._term:
-            self._coordinator.superseded(f"term {newest} has begun")
+            self._context.superseded(f"term {newest} has begun")
         return newest > self._term

@@ -11,25 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.checkpoints import Checkpoints
 from deadpool_megatron.cluster.coordinator.commands import Commands, describe
+from deadpool_megatron.cluster.coordinator.context import Context
 from deadpool_megatron.cluster.coordinator.files import RunFiles
+from deadpool_megatron.cluster.coordinator.garbage import GarbageSearch
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress, divergence_is_fatal
 from deadpool_megatron.cluster.coordinator.run_end import RunEnd
+from deadpool_megatron.cluster.coordinator.stepper import Stepper, end_process
 from deadpool_megatron.cluster.coordinator.succession import (
     CoordinatorOptions,
     begin,
@@ -42,7 +42,6 @@ from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.link.rendezvous import CoordinatorStore
 from deadpool_megatron.cluster.machine import actions, inputs
-from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import INITIAL, Config
 from deadpool_megatron.cluster.process import posix
@@ -59,15 +58,6 @@ from deadpool_megatron.wire.listener import Listener
 # The loop lets go of the interpreter with each frame that it reads, checks or sends, and the thread
 # that decides gives it back after so long. With Python's 5 ms beats are answered seconds late.
 _SWITCH_SECONDS = 0.0005
-# After so long beats are acknowledged before the next of the inputs that have waited.
-_TURN_SECONDS = 0.01
-# So long after a report that the machine has failed at this process ends: it is acknowledged by
-# then, else the next coordinator would be told it again, and end as well.
-_REFUSAL_SECONDS = 1.0
-# A search for garbage among so many takes some milliseconds.
-_MOST_NEW_OBJECTS = 20_000
-_MOST_OLD_OBJECTS = 100_000
-_OLD_SECONDS = 3600.0
 # So long a decision waits for a look whether checkpoints are there.
 _LOOK_SECONDS = 2.0
 
@@ -109,9 +99,11 @@ class Coordinator:
         self._store = CoordinatorStore(
             self.orders.send_frame, epoch=lambda: self.state.heard_epoch or 0
         )
-        self.checkpoints = Checkpoints(self)
-        self._run_end = RunEnd(self)
-        self._commands = Commands(self)
+        parts = (options, state, self.peers, self.files, self.feed, self.spawn, self.warn)
+        context = Context(*parts, self.superseded)
+        self.checkpoints = Checkpoints(context)
+        self._run_end = RunEnd(context, self.checkpoints, self.sign.look, self.end)
+        self._commands = Commands(context, self.describe)
         self.command = self._commands.answer
 
     def describe(self) -> dict[str, Any]:
@@ -441,36 +433,6 @@ class Coordinator:
         task.add_done_callback(finished)
 
 
-class GarbageSearch:
-    """The search for objects that refer to each other in a circle, a little at a time.
-
-    Records, inventories and layouts of all roles are millions of objects without a circle among
-    them. Python counts how many more objects there are than before: where new ones take the place
-    of old ones that is none, until it looks through hundreds of thousands at once, and nobody is
-    answered. So the coordinator looks itself, in each tick, at what is new. ``now``: seconds, of a
-    clock that only goes forward.
-    """
-
-    def __init__(self, now: float) -> None:
-        gc.disable()
-        self._old_at = now + _OLD_SECONDS
-
-    def tick(self, now: float) -> None:
-        """Look through the new objects, and once an hour through those that were new before. More
-        than can be looked through in a moment are those of all roles: nobody looks at them again.
-        """
-        if len(gc.get_objects(0)) > _MOST_NEW_OBJECTS:
-            gc.freeze()
-            return
-        gc.collect(1)
-        if now >= self._old_at:
-            self._old_at = now + _OLD_SECONDS
-            if len(gc.get_objects(2)) > _MOST_OLD_OBJECTS:
-                gc.freeze()
-            else:
-                gc.collect()
-
-
 def _machine_config(options: CoordinatorOptions) -> Config:
     """The facts that the state machine needs."""
     info = options.info
@@ -502,69 +464,3 @@ def run_coordinator(options: CoordinatorOptions) -> int:
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     sys.setswitchinterval(_SWITCH_SECONDS)
     return run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)
-
-
-class Stepper:
-    """Used from the coordinator's loop. ``took(actions)``: after each input."""
-
-    def __init__(
-        self,
-        machine: Machine,
-        peers: Peers,
-        took: Callable[[list[Action]], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-    ) -> None:
-        self._machine, self._peers, self._took, self._spawn = machine, peers, took, spawn
-        # With who has said it.
-        self._queue: deque[tuple[inputs.Input, str]] = deque()
-        self._stepping = False
-        self._is_over = False
-
-    def feed(self, item: inputs.Input) -> None:
-        """Give the machine an input and carry out what comes out; never enters it twice. Raises
-        what the machine raises at a report of a peer: it is of no use any more then, so nothing
-        follows, and a new coordinator continues from the journal.
-        """
-        self._queue.append((item, self._peers.hearing))
-        if not self._stepping and not self._is_over:
-            self._stepping = True
-            self._take_queue()
-
-    def _take_queue(self) -> None:
-        """Handle what waits; others have their turn in between."""
-        until = time.monotonic() + _TURN_SECONDS
-        while self._queue and not self._is_over:
-            item, who = self._queue.popleft()
-            try:
-                actions = self._machine.handle(item, time.monotonic())
-            except Exception as error:
-                if not who:
-                    end_process(error)
-                self._is_over = True
-                asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, end_process, error)
-                raise
-            try:
-                self._took(actions)
-            except Exception as error:
-                end_process(error)
-            if time.monotonic() > until:
-                self._spawn(self._go_on())
-                return
-        self._stepping = False
-
-    async def _go_on(self) -> None:
-        try:
-            self._take_queue()
-        except Exception as error:
-            self._peers.refuse_broken("an agent", "a report", error)
-
-    def end(self) -> None:
-        """Nothing more is handled."""
-        self._is_over = True
-
-
-def end_process(error: BaseException) -> NoReturn:
-    """A mistake of ours: end at once, a new coordinator continues from the journal."""
-    traceback.print_exception(error)
-    sys.stderr.flush()
-    os._exit(1)

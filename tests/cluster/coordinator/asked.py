@@ -48,7 +48,7 @@ class Coordinator:
         self.superseded = self.warn = self.said.append
         self.peers: Any = SimpleNamespace(order=lambda *order: self.said.append(order))
         given: Any = self
-        self.commands = Commands(given)
+        self.commands = Commands(given, self.describe)
         self.desk = self.commands.requests
 
     def describe(self) -> dict[str, Any]:

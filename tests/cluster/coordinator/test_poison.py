@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import service as stepping
+from deadpool_megatron.cluster.coordinator import stepper as stepping
 from deadpool_megatron.cluster.coordinator.service import Coordinator
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.link.peers import AgentPeer

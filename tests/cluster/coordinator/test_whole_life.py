@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import service
+from deadpool_megatron.cluster.coordinator import service, stepper
 from deadpool_megatron.cluster.coordinator.files import EventWriter, RunFiles
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import claim_term
@@ -85,7 +85,8 @@ class Whole:
         patch.setattr(EventWriter, "write", event)
         patch.setattr(Outlet, "put", told)
         patch.setattr(service.sys, "stderr", SimpleNamespace(write=printed, flush=int))
-        patch.setattr(service, "end_process", lambda error: pytest.fail(repr(error)))
+        for module in (service, stepper):
+            patch.setattr(module, "end_process", lambda error: pytest.fail(repr(error)))
         close = partial(self._note, "it does not listen any more")
         listener = SimpleNamespace(run=asyncio.Event().wait, close=close)
         patch.setattr(service, "Listener", lambda *_: listener)

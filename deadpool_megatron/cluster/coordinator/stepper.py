@@ -1,0 +1,90 @@
+"""Inputs of the machine, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+from deadpool_megatron.cluster.link.peers import Peers
+from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.cluster.machine.actions import Action
+from deadpool_megatron.cluster.machine.machine import Machine
+
+# After so long beats are acknowledged before the next of the inputs that have waited.
+_TURN_SECONDS = 0.01
+# So long after a report that the machine has failed at this process ends: it is acknowledged by
+# then, else the next coordinator would be told it again, and end as well.
+_REFUSAL_SECONDS = 1.0
+
+
+class Stepper:
+    """Feeds the machine, in the coordinator's loop; ``took(actions)`` is called after each
+    input."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        peers: Peers,
+        took: Callable[[list[Action]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._machine, self._peers, self._took, self._spawn = machine, peers, took, spawn
+        # With who has said it.
+        self._queue: deque[tuple[inputs.Input, str]] = deque()
+        self._stepping = False
+        self._is_over = False
+
+    def feed(self, item: inputs.Input) -> None:
+        """Give the machine an input and carry out what comes out; never enters it twice. Raises
+        what the machine raises at a report of a peer: it is of no use any more then, so nothing
+        follows, and a new coordinator continues from the journal.
+        """
+        self._queue.append((item, self._peers.hearing))
+        if not self._stepping and not self._is_over:
+            self._stepping = True
+            self._take_queue()
+
+    def _take_queue(self) -> None:
+        """Handle what waits; others have their turn in between."""
+        until = time.monotonic() + _TURN_SECONDS
+        while self._queue and not self._is_over:
+            item, who = self._queue.popleft()
+            try:
+                actions = self._machine.handle(item, time.monotonic())
+            except Exception as error:
+                if not who:
+                    end_process(error)
+                self._is_over = True
+                asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, end_process, error)
+                raise
+            try:
+                self._took(actions)
+            except Exception as error:
+                end_process(error)
+            if time.monotonic() > until:
+                self._spawn(self._go_on())
+                return
+        self._stepping = False
+
+    async def _go_on(self) -> None:
+        try:
+            self._take_queue()
+        except Exception as error:
+            self._peers.refuse_broken("an agent", "a report", error)
+
+    def end(self) -> None:
+        """Nothing more is handled."""
+        self._is_over = True
+
+
+def end_process(error: BaseException) -> NoReturn:
+    """A mistake of ours: end at once, a new coordinator continues from the journal."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
