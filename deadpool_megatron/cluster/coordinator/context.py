@@ -1,4 +1,4 @@
-"""What the parts of a coordinator share."""
+"""The facts and services that the parts of a coordinator share."""
 
 from __future__ import annotations
 
