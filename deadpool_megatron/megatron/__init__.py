@@ -1,18 +1,18 @@
 """Megatron under protection: its state, its groups, its loops.
 
 optimizer          Megatron's optimizers: their state as parts, and where the gate goes
-first_state        what they begin with, made before their first update
-megatron_extras    everything an iteration changes that is in no part
+initial_state      what they begin with, made before their first update
+loop_extras        everything an iteration changes that is in no part
 fp8                what Transformer Engine keeps for training in FP8
 identity           what the bytes of a role's generations mean, and one number for all of its state
 dimensions         tensor, pipeline, data: what peers rebuild and compare
-interrupt_cleanup  what an interrupted step leaves behind: a table
+interrupt_cleanup  what an interrupted step leaves in Megatron: a table
 update_replay      an update again, from the state before it and what it used
 step_keeper        what each update used, kept and replayed: loaded by the scheme recompute alone
-state_templates    the recipe of a role's part of a checkpoint: which bytes lie where
-loading            an optimizer comes back exactly where PyTorch's own Adam does the updates
+template_maker     the recipe of a role's part of a checkpoint: which bytes lie where
+exact_load         loads an optimizer exactly where PyTorch's own Adam does the updates
 audit/             the search for silent corruption, every so many iterations
 pretraining/       Megatron-LM's own scripts under protection
 stand_ins          what Megatron takes for granted of a GPU, answered on a CPU
-saving             Megatron's checkpoints on a CPU
+in_process_writer  Megatron's checkpoints, written without processes of their own
 """

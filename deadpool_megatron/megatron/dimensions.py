@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deadpool_megatron.megatron import fp8, optimizer
 from deadpool_megatron.megatron.loop import MegatronLoop
-from deadpool_megatron.member.peers import compare_with_peers
+from deadpool_megatron.member.peer_comparison import compare_with_peers
 
 
 def rebuild_from_peers(loop: MegatronLoop) -> None:

@@ -11,12 +11,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from deadpool_megatron.layout.records import RoleLayout
-from deadpool_megatron.megatron import dimensions, identity, megatron_extras, optimizer
+from deadpool_megatron.megatron import dimensions, identity, loop_extras, optimizer
 from deadpool_megatron.megatron.audit.audit import Audit
-from deadpool_megatron.megatron.first_state import complete_state
+from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.megatron.loop import MegatronLoop, model_config
-from deadpool_megatron.megatron.state_templates import make_template
+from deadpool_megatron.megatron.template_maker import make_template
 from deadpool_megatron.megatron.update_replay import refuse_what_cannot_be_replayed
 from deadpool_megatron.member.framework import (
     Framework,
@@ -59,19 +59,19 @@ class MegatronFramework(Framework):
 
     def capture(self) -> dict[str, Any]:
         """See :class:`Framework`."""
-        return megatron_extras.capture(self._loop)
+        return loop_extras.capture(self._loop)
 
     def restore(self, values: dict[str, Any]) -> None:
         """See :class:`Framework`."""
-        megatron_extras.restore(self._loop, values)
+        loop_extras.restore(self._loop, values)
 
     def restore_last(self, values: dict[str, Any]) -> None:
         """See :class:`Framework`: loss sums as well."""
-        megatron_extras.restore_last(values)
+        loop_extras.restore_last(values)
 
     def restore_passing(self, values: dict[str, Any]) -> None:
         """See :class:`Framework`."""
-        megatron_extras.restore_passing(self._loop, values)
+        loop_extras.restore_passing(self._loop, values)
 
     def readopt(self) -> None:
         """See :class:`Framework`."""
@@ -99,14 +99,14 @@ class MegatronFramework(Framework):
 
     def schedule_difference(self, values: dict[str, Any]) -> ScheduleDifference | None:
         """See :class:`Framework`."""
-        found = megatron_extras.other_schedule(self._loop, values)
-        is_overridden = megatron_extras.command_counts(self._loop.scheduler)
+        found = loop_extras.other_schedule(self._loop, values)
+        is_overridden = loop_extras.command_counts(self._loop.scheduler)
         flag = "--override-opt-param-scheduler"
         return ScheduleDifference(found, flag, is_overridden) if found else None
 
     def large_frozen_weights(self) -> Sequence[tuple[str, Tensor]]:
         """See :class:`Framework`."""
-        return megatron_extras.large_frozen_weights(self._loop)
+        return loop_extras.large_frozen_weights(self._loop)
 
     def template(self, layout: RoleLayout) -> StateTemplate:
         """See :class:`Framework`."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from deadpool_megatron.layout.words import in_words
 from deadpool_megatron.megatron import fp8, optimizer
 from deadpool_megatron.megatron.loop import MegatronLoop, layer_number, trains_in_fp8
-from deadpool_megatron.megatron.megatron_extras import (
+from deadpool_megatron.megatron.loop_extras import (
     largest_logits,
     lasting_buffers,
     tracked_random_states,

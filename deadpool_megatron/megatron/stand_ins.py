@@ -40,7 +40,7 @@ import torch
 import typing_extensions
 
 from deadpool_megatron.comms import gathers
-from deadpool_megatron.megatron import saving
+from deadpool_megatron.megatron import in_process_writer
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange", "rand")
 _HELPERS = "megatron.core.datasets.helpers_cpp"
@@ -122,7 +122,7 @@ def install_megatron_lm(checkout: Path) -> None:
     _replace_kernels()
     _accept_norms()
     _keep_generator_from_loaders()
-    saving.install()
+    in_process_writer.install()
     _megatron_lm_installed = True
 
 

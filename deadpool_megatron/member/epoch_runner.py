@@ -17,7 +17,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
 from deadpool_megatron.member.entry import EpochEntry
 from deadpool_megatron.member.loop import SteppedLoop, StepRunner
-from deadpool_megatron.member.peers import current_device
+from deadpool_megatron.member.peer_comparison import current_device
 from deadpool_megatron.member.reports import OwnTimeMeter
 from deadpool_megatron.ownership import make_private
 from deadpool_megatron.vault.disk import extras_file

@@ -47,7 +47,7 @@ from deadpool_megatron.member.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.member.epoch_runner import EpochRunner
 from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.member.loop import Program
-from deadpool_megatron.member.peers import PeerMismatch
+from deadpool_megatron.member.peer_comparison import PeerMismatch
 from deadpool_megatron.member.protection import ExtrasOutgrown
 from deadpool_megatron.member.reports import DeviceMeter, HangProbe, HostMeter, RoleReports
 from deadpool_megatron.preflight.host import VISIBLE

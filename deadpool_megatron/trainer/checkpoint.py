@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from deadpool_megatron.file_systems import write_text
-from deadpool_megatron.megatron import megatron_extras
-from deadpool_megatron.megatron.loading import exact_load
+from deadpool_megatron.megatron import loop_extras
+from deadpool_megatron.megatron.exact_load import exact_load
 from deadpool_megatron.state import extras
 from deadpool_megatron.trainer import megatron_api as mcore
 from deadpool_megatron.trainer.config import BadArgumentsError
@@ -32,10 +32,10 @@ def write(loop: TrainingLoop, directory: Path) -> None:
     """Write the state of ``loop`` into ``directory``, created if missing. Collective."""
     directory.mkdir(parents=True, exist_ok=True)
     loop.synchronize_parameters()
-    # In the calling process; see :mod:`deadpool_megatron.megatron.saving`.
+    # In the calling process; see :mod:`deadpool_megatron.megatron.in_process_writer`.
     writer = mcore.TorchDistSaveShardedStrategy("torch_dist", 1)
     mcore.dist_checkpointing.save(_sharded_state(loop, is_loading=False), str(directory), writer)
-    own = extras.encode(megatron_extras.capture(loop))
+    own = extras.encode(loop_extras.capture(loop))
     extras_file.write(directory, dist.get_rank(), dist.get_world_size(), own)
     dist.barrier()  # complete when it returns, on each rank
 
@@ -56,10 +56,10 @@ def read(loop: TrainingLoop, directory: Path) -> None:
     if own is None:
         raise BadArgumentsError(f"{directory} is not of {dist.get_world_size()} ranks")
     values = extras.decode(own)
-    megatron_extras.restore(loop, values)
+    loop_extras.restore(loop, values)
     loop.reset_after_interrupt()
     # Last, as any construction before might draw from a generator.
-    megatron_extras.restore_last(values)
+    loop_extras.restore_last(values)
 
 
 def checkpoint_directory(folder: Path, iteration: int) -> Path:

@@ -15,7 +15,7 @@ import warnings
 # loaded before ranks are forked.
 import torch._dynamo
 
-from deadpool_megatron.megatron import saving, stand_ins
+from deadpool_megatron.megatron import in_process_writer, stand_ins
 
 # Megatron overlaps kernels by the order of their launch, which holds with one queue only. The
 # driver reads this when it starts.
@@ -57,4 +57,4 @@ with warnings.catch_warnings():
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    saving.install()
+    in_process_writer.install()

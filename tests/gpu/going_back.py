@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.megatron import dimensions, megatron_extras as extras
+from deadpool_megatron.megatron import dimensions, loop_extras as extras
 from deadpool_megatron.megatron.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.megatron.optimizer import ShardState
 from deadpool_megatron.state.extras import decode, encode

@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from deadpool_megatron.megatron import fp8, megatron_extras as extras
+from deadpool_megatron.megatron import fp8, loop_extras as extras
 from deadpool_megatron.megatron.optimizer import ShardState
 from deadpool_megatron.state.extras import decode, encode
 from tests.state.loading import load

@@ -7,7 +7,7 @@ import torch
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from deadpool_megatron.megatron import megatron_extras as extras
+from deadpool_megatron.megatron import loop_extras as extras
 from deadpool_megatron.state.extras import decode, encode
 
 

@@ -15,7 +15,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from torch import Tensor
 
 from deadpool_megatron.megatron import dimensions, optimizer as optimizers
-from deadpool_megatron.megatron.first_state import complete_state
+from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.optimizer import ShardState
 from deadpool_megatron.member.framework import UnsupportedState
 from tests.gpu.digests import state_digests

@@ -16,8 +16,8 @@ from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
-from deadpool_megatron.megatron import megatron_extras as extras, optimizer as optimizers
-from deadpool_megatron.megatron.loading import exact_load
+from deadpool_megatron.megatron import loop_extras as extras, optimizer as optimizers
+from deadpool_megatron.megatron.exact_load import exact_load
 from deadpool_megatron.megatron.optimizer import ShardState
 from deadpool_megatron.member.entry import RestoreFailed
 from deadpool_megatron.settings import Settings

@@ -14,8 +14,8 @@ from megatron.core import tensor_parallel
 from megatron.core.enums import Fp8Recipe
 from torch import Tensor
 
-from deadpool_megatron.megatron import dimensions, megatron_extras as extras
-from deadpool_megatron.megatron.first_state import complete_state
+from deadpool_megatron.megatron import dimensions, loop_extras as extras
+from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.optimizer import ShardState, raw_tensors, refuse_unknown_state
 from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.state.extras import decode

@@ -18,8 +18,8 @@ from deadpool_megatron.layout.parity_groups import ParityGroup, parity_layout
 from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, RoleLayout, Seat
 from deadpool_megatron.layout.words import difference
-from deadpool_megatron.megatron.first_state import complete_state
 from deadpool_megatron.megatron.identity import identify, role_meaning
+from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.loop import layer_number, model_config
 from deadpool_megatron.megatron.optimizer import ShardState
 from deadpool_megatron.megatron.pretraining.stages import shift_layers

@@ -7,7 +7,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from deadpool_megatron.megatron.loading import exact_load
+from deadpool_megatron.megatron.exact_load import exact_load
 from tests.megatron.gpu_rig import plain_inner
 
 

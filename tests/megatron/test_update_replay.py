@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deadpool_megatron.layout.records import UPDATE_PART, Generation, gradients_part
 from deadpool_megatron.megatron import optimizer as optimizers, update_replay
-from deadpool_megatron.megatron.first_state import complete_state
+from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.step_keeper import StepKeeper
 from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.platform import select_platform

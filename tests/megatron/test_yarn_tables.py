@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-from deadpool_megatron.megatron import megatron_extras as extras, stand_ins
+from deadpool_megatron.megatron import loop_extras as extras, stand_ins
 from deadpool_megatron.state import extras as codec
 from tests.gpu.digests import state_digests
 from tests.megatron.plain_loop import captured, plain_loop

@@ -78,7 +78,7 @@ def test_stock_megatron_goes_on_from_an_export(
 ) -> None:
     """The unpatched checkout, without --deadpool: of this package there are the stand-ins for a GPU
     and nothing else. With a distributed optimizer and PyTorch's own Adam Megatron cannot load what
-    it has saved itself (megatron/loading.py); so there is none.
+    it has saved itself (megatron/exact_load.py); so there is none.
     """
     outcome = saved_and_exported(tmp_path, monkeypatch, PLAIN)
     went_on = []

@@ -12,9 +12,9 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.qk_clip import clip_qk
 
 from deadpool_megatron.megatron import dimensions
-from deadpool_megatron.megatron.first_state import complete_state
+from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.optimizer import ShardState
-from deadpool_megatron.member.peers import PeerMismatch
+from deadpool_megatron.member.peer_comparison import PeerMismatch
 from tests.gpu.digests import state_digests
 from tests.gpu.going_back import GoingBack
 from tests.trainer.layouts import TINY, make_loop

@@ -19,10 +19,10 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     import torch.distributed as dist
 
     from deadpool_megatron.layout.records import Generation
-    from deadpool_megatron.megatron import megatron_extras
-    from deadpool_megatron.megatron.first_state import complete_state
+    from deadpool_megatron.megatron import loop_extras
+    from deadpool_megatron.megatron.initial_state import complete_state
     from deadpool_megatron.megatron.optimizer import ShardState
-    from deadpool_megatron.megatron.state_templates import make_template
+    from deadpool_megatron.megatron.template_maker import make_template
     from deadpool_megatron.member.role_layout import role_layout
     from deadpool_megatron.persist import torch_dist
     from deadpool_megatron.state import extras as codec
@@ -55,7 +55,7 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
             view.copy_(live)
         places[part.name] = (len(content), len(buffer), checksum(memoryview(buffer)))
         content += buffer
-    extras = codec.encode(megatron_extras.capture(loop))
+    extras = codec.encode(loop_extras.capture(loop))
     places["extras@evaluation"] = (len(content), len(extras), checksum(memoryview(extras)))
     path = folder / f"taken-{role}"
     path.write_bytes(content + extras)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from deadpool_megatron.megatron import megatron_extras as extras
+from deadpool_megatron.megatron import loop_extras as extras
 from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.member.frozen_weights import FrozenWeights
 from deadpool_megatron.state import frozen_file

@@ -40,7 +40,7 @@ from deadpool_megatron.megatron.optimizer import (
     parameters_of,
 )
 from deadpool_megatron.member.framework import UnsupportedState, UpdateAudit
-from deadpool_megatron.member.peers import current_device, gathered
+from deadpool_megatron.member.peer_comparison import current_device, gathered
 from deadpool_megatron.member.reports import RoleReports
 from deadpool_megatron.state.parts import Part, fingerprint
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, rerun_state_machine
 from torch import Tensor
 
-from deadpool_megatron.megatron import megatron_extras as extras
+from deadpool_megatron.megatron import loop_extras as extras
 from deadpool_megatron.megatron.audit import verdict as verdicts
 from deadpool_megatron.megatron.audit.shipping import broadcast_bytes
 from deadpool_megatron.megatron.loop import (
@@ -39,7 +39,7 @@ from deadpool_megatron.megatron.loop import (
     model_config,
     trains_in_fp8,
 )
-from deadpool_megatron.member.peers import current_device
+from deadpool_megatron.member.peer_comparison import current_device
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.parts import fingerprint
 

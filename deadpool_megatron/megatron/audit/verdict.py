@@ -22,7 +22,7 @@ from torch import Tensor
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
 from deadpool_megatron.megatron.loop import MegatronLoop
-from deadpool_megatron.member.peers import current_device
+from deadpool_megatron.member.peer_comparison import current_device
 from deadpool_megatron.member.reports import RoleReports
 
 # The words of a fingerprint (deadpool_megatron.state.parts), of one or of several blocks.

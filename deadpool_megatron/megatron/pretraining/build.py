@@ -24,7 +24,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
-from deadpool_megatron.megatron.loading import load_exactly
+from deadpool_megatron.megatron.exact_load import load_exactly
 from deadpool_megatron.megatron.pretraining import index_files, stages
 from deadpool_megatron.megatron.pretraining.families import family
 from deadpool_megatron.megatron.pretraining.scene import acting, replaced

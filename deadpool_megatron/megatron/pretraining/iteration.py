@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.megatron.megatron_extras import capture_loss_sums, restore_loss_sums
+from deadpool_megatron.megatron.loop_extras import capture_loss_sums, restore_loss_sums
 from deadpool_megatron.state import extras as codec
 
 # Positions in what train_step() answers in 0.16.

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from deadpool_megatron import failpoints
 from deadpool_megatron.megatron.pretraining.families import family, place
 from deadpool_megatron.megatron.pretraining.scene import replaced
-from deadpool_megatron.member.peers import current_device
+from deadpool_megatron.member.peer_comparison import current_device
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.state.template import (
     Attributes,

@@ -28,7 +28,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.megatron import identity as hashing
-from deadpool_megatron.megatron.loading import load_exactly
+from deadpool_megatron.megatron.exact_load import load_exactly
 from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.megatron.pretraining import entered, stages
 from deadpool_megatron.megatron.pretraining.build import Build
@@ -37,7 +37,7 @@ from deadpool_megatron.megatron.pretraining.logbook import Logbook, Reporter
 from deadpool_megatron.megatron.pretraining.megatron_checkpoints import Saves, saved_state
 from deadpool_megatron.megatron.pretraining.scene import acting, replaced
 from deadpool_megatron.member.loop import Emit, StepRunner
-from deadpool_megatron.member.peers import current_device
+from deadpool_megatron.member.peer_comparison import current_device
 
 # Of Megatron's arguments: where the data is.
 _PLACES = (*POSITIONS, "consumed_valid_samples")

@@ -21,7 +21,7 @@ from deadpool_megatron.megatron import optimizer as optimizers
 from deadpool_megatron.megatron.audit import verdict
 from deadpool_megatron.megatron.audit.audit import Audit
 from deadpool_megatron.megatron.dimensions import rebuild_from_peers
-from deadpool_megatron.megatron.first_state import complete_state
+from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.loop import model_config
 from deadpool_megatron.member.framework import UnsupportedState
 from tests.common import lives

@@ -108,7 +108,7 @@ def _record(seen: Trained, *, exact: bool) -> None:
     """Have this rank note what it trains, and load checkpoints exactly, if wanted."""
     from megatron.training import training
 
-    from deadpool_megatron.megatron.loading import load_exactly
+    from deadpool_megatron.megatron.exact_load import load_exactly
 
     step, train, load = training.train_step, training.train, training.load_checkpoint
     fork = os.fork

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.megatron import megatron_extras as extras
+from deadpool_megatron.megatron import loop_extras as extras
 from deadpool_megatron.member.entry import EpochEntry
 from deadpool_megatron.trainer import __main__ as trainer, gpt_loop, model
 from tests.persist.harness.held_trainer import held

@@ -31,7 +31,7 @@ from torch import Tensor
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.megatron import optimizer
 from deadpool_megatron.megatron.loop import MegatronLoop
-from deadpool_megatron.megatron.megatron_extras import frozen_and_buffers, large_frozen_weights
+from deadpool_megatron.megatron.loop_extras import frozen_and_buffers, large_frozen_weights
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.state.template import (
     FROZEN,
