@@ -1,5 +1,5 @@
-"""Things that several sub-commands need: the error with exit status 2, warnings, the size of a run,
-talking to its coordinator, addresses, and text in aligned columns, which reads the same on a
+"""Helpers of several sub-commands: the error with exit status 2, warnings, the size of a run,
+requests to its coordinator, addresses, and text in aligned columns, which looks the same on a
 terminal, in a log and in a bug report.
 """
 
@@ -26,14 +26,9 @@ from deadpool_megatron import UserError, ownership
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.journal.user_requests import Request
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.cluster.run_directory.cleanup import what_remains
-from deadpool_megatron.cluster.run_directory.directory import (
-    RUN_FILE,
-    RunDirectory,
-    RunDirectoryError,
-    RunInfo,
-    address_in,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.observe.story import Story
 from deadpool_megatron.observe.view import TABLE, State, View, view
@@ -48,45 +43,46 @@ _SIOCGIFADDR = 0x8915
 _ASK_SECONDS = 10.0
 _UNANSWERED = TABLE[State.UNANSWERED]["to_do"]
 _NO_ADDRESS = "has no coordinator yet, or its coordinator.json was removed"
-#: the patience of whoever looks again and again: two addresses are asked within the ten seconds
-#: after which a Prometheus server gives a scrape up
-LOOK_SECONDS = 3.0
+#: limit of a poll: two addresses are tried before a Prometheus server ends a scrape, after 10 s
+POLL_SECONDS = 3.0
 
 
 class CommandError(UserError):
-    """Of a command."""
+    """A command cannot do its work; the message is for its user."""
 
 
 class RunNotReachable(CommandError):
-    """There is no coordinator to talk to."""
+    """No coordinator answers."""
 
 
 class NotNow(RunNotReachable):
-    """The coordinator cannot take it now: the journal does not work, or agents are not back."""
+    """The coordinator cannot accept the request now: no journal, or agents have not returned."""
 
 
 class RequestRefused(CommandError):
-    """The coordinator does not take the request; why."""
+    """The coordinator refuses the request; the message gives the reason."""
 
     prefix = "refused"
 
 
 class DumpFailed(RequestRefused):
-    """The run has ended, and its state is in memory only; why."""
+    """The run has ended, and its state is only in memory; the message gives the reason."""
 
     prefix = "the run has ended"
 
 
-#: of a coordinator that is not there or whose journal fails, and of a run directory that is away
-#: for a moment, to whoever has found them when the process started
-PASSING = (CommandError, RunDirectoryError, OwnershipError, auth.AuthenticationError, OSError)
+#: of a coordinator that is lost or whose journal fails, and of a run directory that was available
+#: at the start and is temporarily not
+TRANSIENT = (
+    *(CommandError, run_files.RunDirectoryError, OwnershipError),
+    *(auth.AuthenticationError, OSError),
+)
 
 
 @contextmanager
 def refusing_system_errors() -> Iterator[None]:
-    """Errors of the system meanwhile are an answer like any other bad input: no room, no
-    permission. For as long as nothing has been started: later it is not the user who has to know
-    where it happened. Raises CommandError.
+    """Report errors of the system as bad input: no space, no permission. Only before anything is
+    started: later a traceback tells more than a line. Raises CommandError.
     """
     try:
         yield
@@ -95,61 +91,60 @@ def refusing_system_errors() -> Iterator[None]:
 
 
 def system_error_line(error: OSError | RecursionError) -> str:
-    """``FILE: why``, as far as the system tells."""
+    """Return ``FILE: reason``, as far as the system names them."""
     if isinstance(error, RecursionError):
         return f"what was read is nested too deeply: {error}"
-    why = error.strerror or str(error)
-    return why if error.filename is None else f"{error.filename}: {why}"
+    reason = error.strerror or str(error)
+    return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 def number(
-    kind: type[int] | type[float], least: float, most: float = math.inf
+    kind: type[int] | type[float], minimum: float, maximum: float = math.inf
 ) -> Callable[[str], Any]:
-    """Return the type of an option whose value lies between these two."""
+    """Return the type of an option whose value is in the given range."""
 
     def read(text: str) -> Any:
         with suppress(ValueError):
-            if least <= (value := kind(text)) <= most:
+            if minimum <= (value := kind(text)) <= maximum:
                 return value
-        bounds = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+        bounds = f"between {minimum} and {maximum}"
+        bounds = f"at least {minimum}" if maximum == math.inf else bounds
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}")
 
     return read
 
 
 def add_run_directory(parser: argparse.ArgumentParser) -> None:
-    """The positional argument that names a run."""
+    """Add the positional argument that names a run."""
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="run directory (--run-dir)")
 
 
-def add_size(parser: argparse.ArgumentParser, usual: str) -> None:
-    """``--nodes``, ``--spares``, ``--nproc-per-node``, and ``--plan``. ``usual``: for help, what a
-    size is without the first and the last."""
-    parser.add_argument(
-        "--nodes", type=number(int, 1), metavar="N", help=f"nodes that train (default: {usual})"
-    )
-    parser.add_argument(
-        "--spares",
-        type=number(int, 0),
-        metavar="S",
-        help="nodes that wait, warm (default: 0, and 1 without --nodes)",
-    )
-    parser.add_argument(
-        "--nproc-per-node",
-        type=number(int, 1),
-        metavar="P",
-        help="training processes on each node; there are N x P roles",
-    )
-    parser.add_argument(
-        "--plan",
-        type=Path,
-        metavar="FILE",
-        help="file of 'deadpool plan': the shared memory that a node needs",
-    )
+def add_size(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add ``--nodes``, ``--spares``, ``--nproc-per-node``, and ``--plan``. ``default``: the help
+    text on the size of a run without them."""
+    text = f"nodes that train (default: {default})"
+    parser.add_argument("--nodes", type=number(int, 1), metavar="N", help=text)
+    text = "nodes that wait, warm (default: 0, and 1 without --nodes)"
+    parser.add_argument("--spares", type=number(int, 0), metavar="S", help=text)
+    text = "training processes on each node; there are N x P roles"
+    parser.add_argument("--nproc-per-node", type=number(int, 1), metavar="P", help=text)
+    text = "file of 'deadpool plan': the shared memory that a node needs"
+    parser.add_argument("--plan", type=Path, metavar="FILE", help=text)
+
+
+def size_conflict(
+    args: argparse.Namespace, info: RunInfo, *names: str
+) -> tuple[str, int, int] | None:
+    """Return the flag of a given size that differs from the run's, with both values, or None."""
+    for name in names:
+        given, known = getattr(args, name), getattr(info, name)
+        if given and given != known:
+            return f"--{name.replace('_', '-')}", given, known
+    return None
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-    """Add ``--host`` and ``--interface``, of which one may be given."""
+    """Add ``--host`` and ``--interface``, which exclude each other."""
     address = parser.add_mutually_exclusive_group()
     address.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach")
     text = (
@@ -162,10 +157,9 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 def make_info(
     args: argparse.Namespace, settings: Settings, restore: Mapping[str, Any] | None = None
 ) -> RunInfo:
-    """The facts of a new run, with a fresh run id."""
-    run_id = secrets.token_hex(4)
+    """Return the facts of a new run, with a new run id."""
     return RunInfo(
-        run_id=run_id,
+        run_id=secrets.token_hex(4),
         world_size=args.nodes * args.nproc_per_node,
         nodes=args.nodes,
         spares=args.spares,
@@ -178,9 +172,9 @@ def make_info(
 
 
 def coordinator_address(run: RunDirectory) -> tuple[str, int] | None:
-    """Return where the coordinator says it listens; None before it has said so."""
+    """Return the address that the coordinator has published, or None."""
     try:
-        return address_in(run.coordinator.read_text())
+        return run_files.address_in(run.coordinator.read_text())
     except (OSError, ValueError):
         return None
 
@@ -188,23 +182,23 @@ def coordinator_address(run: RunDirectory) -> tuple[str, int] | None:
 def ask(
     run: RunDirectory, message: Mapping[str, Any], limit_seconds: float = _ASK_SECONDS
 ) -> dict[str, Any]:
-    """Send one command to the run's coordinator: to the one that has said where it listens, and if
-    that does not answer within the limit to the one that the journal names.
+    """Send a command to the run's coordinator: to the published address, and if that does not
+    answer within the limit, to the address of the newest term in the journal.
 
-    Raises RunNotReachable when there is none that can take it now, CommandError when it declines.
+    Raises RunNotReachable if no coordinator can accept it now, CommandError if it declines.
     """
     info = run.read_run()
-    told, failure = coordinator_address(run), RunNotReachable(f"{run.path} {_NO_ADDRESS}")
-    if told is not None:
+    published, failure = coordinator_address(run), RunNotReachable(f"{run.path} {_NO_ADDRESS}")
+    if published is not None:
         try:
-            return ask_at(told, run, info.run_id, message, limit_seconds)
+            return ask_at(published, run, info.run_id, message, limit_seconds)
         except RunNotReachable as error:
             failure = error
     try:
         term = newest_term(Journal(run.journal))
     except (JournalError, KeyError, TypeError, ValueError):
-        raise failure from None  # none, or a claim that is not understood: of another version
-    if term is None or term.address == told or run.final.exists():
+        raise failure from None  # no term, or a claim of another version
+    if term is None or term.address == published or run.final.exists():
         raise failure
     return ask_at(term.address, run, info.run_id, message, limit_seconds)
 
@@ -216,7 +210,7 @@ def ask_at(
     message: Mapping[str, Any],
     limit_seconds: float = _ASK_SECONDS,
 ) -> dict[str, Any]:
-    """:func:`ask` at a known address."""
+    """Send a command to a known address; see :func:`ask`."""
     secret = auth.load_secret(run.path)
     try:
         with auth.connect(address, secret, run_id, limit_seconds) as connection:
@@ -227,7 +221,7 @@ def ask_at(
             raise RunNotReachable(f"the run in {run.path} is over") from error
         left = what_remains(run)
         advice = f"all its processes ended; {left}" if left else _UNANSWERED.format(run=run.path)
-        if isinstance(error, auth.AuthenticationError):  # the run may be in the best of health
+        if isinstance(error, auth.AuthenticationError):  # the run may be healthy
             advice = f"if one is there, give {auth.ENVIRONMENT_NAME} as the run has it"
         raise RunNotReachable(
             f"no coordinator at {address[0]}:{address[1]} for {run.path}"
@@ -242,35 +236,34 @@ def ask_at(
     return answer
 
 
-class Asker:
-    """Asks again and again what a run does, for whoever only looks. Not thread-safe."""
+class StatusPoller:
+    """Polls the status of a run, for commands that only display it. Not thread-safe."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
-        self._said = ""
+        self._last_error = ""
 
     def status(self) -> dict[str, Any] | None:
-        """Return what ``deadpool status --json`` says; None where nobody answers, and once the run
-        has its result. Why the coordinator cannot be asked at all is said once, on standard error.
+        """Return the content of ``deadpool status --json``; None without an answer, or if the run
+        has its result. An error of the run directory is printed once, on standard error.
         """
-        if self.run.final.exists() or not (self.run.path / RUN_FILE).exists():
+        if self.run.final.exists() or not (self.run.path / run_files.RUN_FILE).exists():
             return None
         try:
-            status: dict[str, Any] = ask(self.run, {"command": "status"}, LOOK_SECONDS)["status"]
+            status: dict[str, Any] = ask(self.run, {"command": "status"}, POLL_SECONDS)["status"]
         except CommandError:
             return None
-        except (RunDirectoryError, OwnershipError, WireError) as error:
-            if str(error) != self._said:
-                self._said = str(error)
+        except (run_files.RunDirectoryError, OwnershipError, WireError) as error:
+            if str(error) != self._last_error:
+                self._last_error = str(error)
                 print(f"the coordinator cannot be asked: {error}", file=sys.stderr, flush=True)
             return None
         return status if "roles" in status else None
 
     def view(self, story: Story) -> View:
-        """Return what is to be shown of the run now; as if nobody answered where the coordinator is
-        of another version."""
+        """Return the present view of the run. A status of another version counts as no answer."""
         final, left = None, ""
-        with suppress(RunDirectoryError):
+        with suppress(run_files.RunDirectoryError):
             final = self.run.read_final() if self.run.has_final() else None
         if (status := self.status()) is None:
             left = what_remains(self.run)
@@ -282,8 +275,8 @@ class Asker:
 
 
 def facts(seen: View, status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and texts of what is neither of a node nor of a failure. Raises
-    :data:`events.DAMAGE` for the status of another version."""
+    """Return names and texts of the facts on the whole run. Raises :data:`events.DAMAGE` for the
+    status of another version."""
     term, rpo, export = (status[name] for name in ("coordinator", "rpo", "export"))
     node = "" if term["node"] is None else f", next to node {term['node']}"
     seconds = rpo["most_lost_seconds"]
@@ -296,29 +289,29 @@ def facts(seen: View, status: Mapping[str, Any]) -> list[tuple[str, str]]:
     if status["epoch"] and seen.state is not State.OVER:
         found.append(("lost if a node fails now (RPO)", f"{seen.at_risk()}{about}"))
     requests = map(Request.from_dict, status["requests"])
-    found += [(f"request {one.number}", one.told()) for one in requests]
+    found += [(f"request {request.number}", request.told()) for request in requests]
     if now := export["now"]:
         found.append(("checkpoint", f"of iteration {now['iteration']}, {now['step']}"))
     if last := export["last"]:
-        how = f"failed: {last['error']}" if last["error"] else f"is in {last['path']}"
-        found.append(("last checkpoint", f"of iteration {last['iteration']}, {how}"))
+        result = f"failed: {last['error']}" if last["error"] else f"is in {last['path']}"
+        found.append(("last checkpoint", f"of iteration {last['iteration']}, {result}"))
     return [*found, *seen.notes()]
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """``HOST:PORT``, the host resolved to a number now, as later nothing may block."""
+    """Parse ``HOST:PORT`` and resolve the host, as later nothing may block."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise CommandError(f"{text!r} is not HOST:PORT")
-    return _resolved(host, f"host {host!r} cannot be resolved"), int(port)
+    return _resolve(host, f"host {host!r} cannot be resolved"), int(port)
 
 
 def host_address(host: str) -> str:
-    """The IPv4 address that a host's name resolves to. Raises CommandError when other nodes cannot
-    reach it, or there is none.
+    """Return the IPv4 address of a host name. Raises CommandError if there is none, or other nodes
+    cannot reach it.
     """
     advice = f"give --host ADDRESS or --interface NAME (or {INTERFACE_VARIABLE})"
-    address = _resolved(host, f"{advice}: the address of {host!r} is not known")
+    address = _resolve(host, f"{advice}: the address of {host!r} is not known")
     if address.startswith("127."):
         raise CommandError(
             f"{host!r} resolves to {address}, which other nodes cannot reach: {advice}"
@@ -327,13 +320,13 @@ def host_address(host: str) -> str:
 
 
 def local_address(text: str) -> str:
-    """Return what ``--deadpool-interface`` means on this machine: the address of the interface of
-    that name, or the address (or host name) itself. Raises CommandError for what is neither.
+    """Return the value of ``--deadpool-interface`` on this machine: the address of the interface of
+    that name, or the address (or host name) itself. Raises CommandError for anything else.
     """
     names = [name for _, name in socket.if_nameindex()]
     if text in names:
         return interface_address(text)
-    _resolved(
+    _resolve(
         text,
         f"--deadpool-interface {text!r} is neither an address nor a network interface of"
         f" {socket.gethostname()} ({', '.join(names)})",
@@ -341,32 +334,32 @@ def local_address(text: str) -> str:
     return text
 
 
-def _resolved(host: str, complaint: str) -> str:
-    """The IPv4 address of a host. Raises CommandError with the complaint, and why."""
+def _resolve(host: str, message: str) -> str:
+    """Return the IPv4 address of a host. Raises CommandError with the message and the reason."""
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-    except (OSError, UnicodeError) as error:  # a name with an empty or a long label is none
-        why = getattr(error, "strerror", None) or error
-        raise CommandError(f"{complaint} ({why})") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: an empty or long label
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"{message} ({reason})") from error
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface. Raises CommandError when it has none."""
+    """Return the IPv4 address of a network interface. Raises CommandError if it has none."""
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         except OSError as error:
-            there = ", ".join(found for _, found in socket.if_nameindex())
+            names = ", ".join(found for _, found in socket.if_nameindex())
             raise CommandError(
                 f"network interface {name!r} has no IPv4 address ({error.strerror}); there are:"
-                f" {there}"
+                f" {names}"
             ) from error
     return socket.inet_ntoa(answer[20:24])
 
 
 def nccl_address(environment: Mapping[str, str]) -> str | None:
-    """Return the address of the first interface that has one of those NCCL is told to use."""
+    """Return the address of the first interface with an address among those set for NCCL."""
     named = environment.get("NCCL_SOCKET_IFNAME", "")
     parts = [part for part in named.lstrip("=").split(",") if part and named[0] != "^"]
     for _, name in socket.if_nameindex():
@@ -376,24 +369,24 @@ def nccl_address(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def listen_address(text: str, *, least_port: int = 1) -> tuple[str, int]:
+def listen_address(text: str, *, min_port: int = 1) -> tuple[str, int]:
     """Return host and port of ``--listen ADDR:PORT``; raise CommandError for anything else."""
     host, colon, port = text.rpartition(":")
-    if not colon or not port.isdigit() or not least_port <= int(port) <= 65535:
+    if not colon or not port.isdigit() or not min_port <= int(port) <= 65535:
         raise CommandError(f"--listen {text}: give ADDRESS:PORT, like 127.0.0.1:9478")
     return host.strip("[]") or "0.0.0.0", int(port)
 
 
-def shown_host(host: str) -> str:
-    """Return the host as it stands in a URL."""
+def url_host(host: str) -> str:
+    """Return the host in the form for a URL."""
     return f"[{host}]" if ":" in host else host
 
 
 def listen(
     host: str, port: int, *, flags: tuple[str, str] = ("--port", "--deadpool-interface")
 ) -> socket.socket:
-    """A listening TCP socket. Raises CommandError, which names the one of ``flags`` (of port and
-    address) that is to blame, when the address cannot be had."""
+    """Return a listening TCP socket. Raises CommandError if the address is not available, with the
+    flag to change: the first of ``flags`` for the port, the second for the address."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -409,8 +402,8 @@ def listen(
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int = 2) -> list[str]:
-    """Lines of a table: first column left-aligned, the others right-aligned, a rule under the
-    header."""
+    """Return the lines of a table: first column left-aligned, others right-aligned, a rule under
+    the header."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
 
@@ -424,12 +417,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int =
 
 
 def seconds(value: float | None) -> str:
-    """Three decimals, or a dash."""
+    """Format with three decimals, or a dash for None."""
     return "-" if value is None else f"{value:.3f}"
 
 
 def size(count: float) -> str:
-    """Bytes for people: 12.3 MB (powers of 1000)."""
+    """Format bytes like 12.3 MB (powers of 1000)."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -438,26 +431,26 @@ def size(count: float) -> str:
 
 
 def warn_of_danger_above(path: Path, info: RunInfo | None = None) -> None:
-    """Say in a line each that somebody else could put another directory in place of this one, or of
-    those that checkpoints of the run go to."""
+    """Print a line for this directory, and for each directory of the run's checkpoints, that
+    another user could replace."""
     paths = [path]
     if info is not None:
         words = (*info.command, "")
         saves = [after for word, after in pairwise(words) if word == "--save"]
         paths += [Path(name) for name in (info.settings.persist_directory, *saves) if name]
-    for why in filter(None, map(ownership.danger_above, paths)):
-        print(f"{why} (docs/security.md)", file=sys.stderr, flush=True)
+    for danger in filter(None, map(ownership.danger_above, paths)):
+        print(f"{danger} (docs/security.md)", file=sys.stderr, flush=True)
 
 
 def ignore_notices() -> None:
-    """A scheduler's notice before a time limit ends neither this process nor any that it starts."""
+    """Ignore a scheduler's notice before a time limit, in this process and all that it starts."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def check_platform() -> None:
-    """This host offers what any run takes, or CommandError says what is missing; one line more
-    where what a run has in memory may be removed."""
-    if why := host.missing_feature():
-        raise CommandError(why)
-    if why := host.removal_warning(os.geteuid()):
-        print(why, file=sys.stderr, flush=True)
+    """Check that this host can run nodes; print a warning if the system may remove the shared
+    memory of a run. Raises CommandError for a missing feature."""
+    if problem := host.missing_feature():
+        raise CommandError(problem)
+    if warning := host.removal_warning(os.geteuid()):
+        print(warning, file=sys.stderr, flush=True)

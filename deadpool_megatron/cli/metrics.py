@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import deadpool_megatron
 from deadpool_megatron.cli.common import (
-    Asker,
     CommandError,
+    StatusPoller,
     add_run_directory,
     listen_address,
-    shown_host,
+    url_host,
 )
 from deadpool_megatron.cli.http_server import LimitedServer
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -70,7 +70,7 @@ class WatchedMetrics:
 
     def __init__(self, run: RunDirectory) -> None:
         """Raises RunDirectoryError when there is no run."""
-        self._run, self._asker, self._tail = run, Asker(run), EventTail(run.events)
+        self._run, self._poller, self._tail = run, StatusPoller(run), EventTail(run.events)
         info = run.read_run(only_to_show=True)
         self._about = {"run": info.run_id, "version": deadpool_megatron.__version__}
         self._story = Story(RECENT_STEPS + 1)
@@ -80,7 +80,7 @@ class WatchedMetrics:
         """Yield all metrics as of now."""
         with self._lock:
             self._tail.feed(self._story.take)
-            yield from metrics(self._asker.view(self._story), self._about)
+            yield from metrics(self._poller.view(self._story), self._about)
 
     def is_over(self) -> bool:
         """Return whether the run has its result."""
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             answers = prometheus_client.MetricsHandler.factory(registry)
             server = LimitedServer(host, port, answers)
             threading.Thread(target=server.serve_forever, daemon=True).start()
-            print(f"http://{shown_host(host)}:{server.server_port}/metrics", flush=True)
+            print(f"http://{url_host(host)}:{server.server_port}/metrics", flush=True)
             _stay(watched, lambda: None)
         elif args.textfile is not None:
             write = prometheus_client.write_to_textfile

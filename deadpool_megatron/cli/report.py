@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import Asker, seconds, size, table
+from deadpool_megatron.cli.common import StatusPoller, seconds, size, table
 from deadpool_megatron.cli.run_result import failure_to_dict, read_result, read_story
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, date
@@ -267,7 +267,7 @@ def run(args: argparse.Namespace) -> int:
     run = RunDirectory(args.directory)
     result = read_result(args.directory) if run.final.exists() else None
     story = read_story(args.directory) if result is None else result.story
-    seen = Asker(run).view(story)
+    seen = StatusPoller(run).view(story)
     if args.json:
         print(json.dumps(to_dict(args.directory, seen), indent=1))
     else:

@@ -45,7 +45,7 @@ _FILES = {
     "/page.js": ("page.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
 }
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _SHOWN_LINES = 200
 _SHOWN_RECOVERIES = 50
 _SHOWN_NODES = 50  # of those that were lost
@@ -79,8 +79,9 @@ class WatchedPage:
     second however many people look. What is for the eye alone (colours, places) is there.
     """
 
-    def __init__(self, run_id: str, run: Path, asker: common.Asker, tail: EventTail) -> None:
-        self._run_id, self._run, self._asker, self._tail = run_id, run, asker, tail
+    def __init__(self, run_id: str, run: RunDirectory) -> None:
+        self._run_id, self._run, self._poller = run_id, run.path, common.StatusPoller(run)
+        self._tail = EventTail(run.events)
         self.story = Story()
         self._narrator = Narrator(self.story)
         self._lines: deque[tuple[float, str, str]] = deque(maxlen=_SHOWN_LINES)
@@ -93,9 +94,9 @@ class WatchedPage:
         with self._lock:
             if time.monotonic() >= self._good_until:
                 self._tail.feed(self.take)
-                found = self.to_dict(self._asker.view(self.story))
+                found = self.to_dict(self._poller.view(self.story))
                 self._made = json.dumps(found, allow_nan=False).encode()
-                self._good_until = time.monotonic() + _LOOK_SECONDS
+                self._good_until = time.monotonic() + _POLL_SECONDS
             return self._made
 
     def take(self, event: Event) -> None:
@@ -250,17 +251,17 @@ def make_server(watched: WatchedPage, host: str, port: int, token: str) -> Limit
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``deadpool serve``. Raises CommandError."""
-    host, port = common.listen_address(args.listen, least_port=0)
+    host, port = common.listen_address(args.listen, min_port=0)
     run, token = RunDirectory(args.run_dir), secrets.token_urlsafe(16)
     run_id = run.read_run(only_to_show=True).run_id
     name = f"{run_id}, {socket.gethostname()}:{run.path}"
-    watched = WatchedPage(name, run.path, common.Asker(run), EventTail(run.events))
+    watched = WatchedPage(name, run)
     try:
         server = make_server(watched, host, port, token)
     except OSError as error:
         raise common.CommandError(f"--listen {args.listen}: {error.strerror or error}") from error
     seen = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    print(f"http://{common.shown_host(seen)}:{server.server_port}/?token={token}", flush=True)
+    print(f"http://{common.url_host(seen)}:{server.server_port}/?token={token}", flush=True)
     if not host.startswith("127.") and host not in ("::1", "localhost"):
         text = "the page and its token cross the network in the clear; a tunnel (--help) hides them"
         print(f"deadpool serve: {text}", file=sys.stderr, flush=True)

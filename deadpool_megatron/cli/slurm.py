@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.cli.common import (
-    PASSING,
+    TRANSIENT,
     CommandError,
     RequestRefused,
     add_run_directory,
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 class SlurmFollower:
     """``drained``: names of the hosts that Slurm drains; raises CommandError when it does not say.
-    ``tell``: sends a message to the run; raises RequestRefused, or one of PASSING.
+    ``tell``: sends a message to the run; raises RequestRefused, or one of TRANSIENT.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class SlurmFollower:
             self._over.add(node)
             self._print(node, f"Slurm drains {host}, node {node} is not drained: {error}")
             return
-        except PASSING as error:
+        except TRANSIENT as error:
             self._print(node, f"the run does not know yet that Slurm drains {host}: {error}")
             return
         known = Request.from_dict(answer["request"])

@@ -10,14 +10,14 @@ import argparse
 import time
 from collections import deque
 
-from deadpool_megatron.cli.common import Asker, add_run_directory, number
+from deadpool_megatron.cli.common import StatusPoller, add_run_directory, number
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind, date
 from deadpool_megatron.observe.narration import Line, Narrator, describe_progress
 from deadpool_megatron.observe.story import RECENT_STEPS, Story
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _LAST_LOOKS = 10
 # After so long without an event the coordinator is asked: perhaps events cannot be written. What
 # that says is shown at once if they cannot, else and again after a longer time.
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     # Of a run that has its result, the event of its end is on its way, or lost.
     while not follower.is_over and not (looks > _LAST_LOOKS and directory.final.exists()):
         looks = 0 if follower.look() else looks + 1
-        time.sleep(_LOOK_SECONDS if looks else 0.0)
+        time.sleep(_POLL_SECONDS if looks else 0.0)
     follower.close_with_report()
     return 0
 
@@ -56,7 +56,7 @@ class Follower:
         self._run, self._tail, self._display = run, EventTail(run.events), display
         self._story = Story(RECENT_STEPS + 1)
         self._narrator = Narrator(self._story)
-        self._day, self._asker = "", Asker(run)
+        self._day, self._poller = "", StatusPoller(run)
         self._asked_at = self._told_at = time.monotonic()
         self._is_told = False
 
@@ -96,7 +96,7 @@ class Follower:
 
     def _ask(self, *, is_long: bool) -> None:
         """Show what the coordinator says where no events come."""
-        seen = self._asker.view(self._story)
+        seen = self._poller.view(self._story)
         if is_long or (seen.events_waiting and not self._is_told):
             self._is_told, self._told_at = True, time.monotonic()
             at, todo = date(seen.now)[11:19], f". To do: {seen.to_do}" if seen.to_do else ""

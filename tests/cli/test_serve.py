@@ -98,7 +98,7 @@ def drawn(
 
 
 def page_of(*losses: str, run: str = "run") -> serve.WatchedPage:
-    page = serve.WatchedPage(run, Path("R"), None, None)  # type: ignore[arg-type]
+    page = serve.WatchedPage(run, serve.RunDirectory(Path("R")))
     page.take(Event(Kind.RUN_STARTED, data={"spares": 2}, wall_seconds=0.5))
     for k, loss in enumerate(losses, 1):
         values = {"loss": loss, "samples": 8 * k}

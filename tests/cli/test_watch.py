@@ -85,7 +85,7 @@ def test_a_run_is_watched_from_its_newest_lines_to_its_end(
     _, *lines, report = text.splitlines()
     assert (status, len(lines), lines[-1].split()[1]) == (0, 2, "done:")
     assert str(run) in report
-    monkeypatch.setattr(watch, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "_POLL_SECONDS", 0.0)
     for events in run.glob("events*"):
         events.unlink()
     assert carry_out("watch", run)[0] == 0, "its events are lost"
@@ -150,7 +150,7 @@ def test_silence_is_told_as_the_coordinator_sees_it(
     ):
         monkeypatch.setattr(watch, "_SILENCE_SECONDS", patience)
         status = {**status_of(2, 4), "events": events, "iteration": 7, "fewer_copies": []}
-        monkeypatch.setattr(watch.Asker, "status", Mock(return_value=status))
+        monkeypatch.setattr(watch.StatusPoller, "status", Mock(return_value=status))
         heard.lines.clear()
         assert not follower.look()
         assert len(heard.lines) == len(told)

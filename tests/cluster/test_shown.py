@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cli.common import Asker
+from deadpool_megatron.cli.common import StatusPoller
 from deadpool_megatron.cli.metrics import metrics
 from deadpool_megatron.cli.run_result import read_story
 from deadpool_megatron.cluster.run_directory.directory import read_json
@@ -37,7 +37,7 @@ def filled(mount: Path) -> Iterator[None]:
 
 def seen(run: Run, skew: float = 0.0) -> View:
     """The view of a run as each command has it."""
-    status = wait_for("an answer", Asker(run.run).status)
+    status = wait_for("an answer", StatusPoller(run.run).status)
     return view(read_story(run.run.path), status, run.run.path, float(status["now"]) + skew)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from deadpool_megatron.cli import report, serve
-from deadpool_megatron.cli.common import Asker
+from deadpool_megatron.cli.common import StatusPoller
 from deadpool_megatron.cli.control import status as status_command
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.metrics import metrics
@@ -144,7 +144,7 @@ ENDS = ("end", "end_by_bug", "end_saved", "lose_coordinator")
 def shown(run: Synthetic, skew: float = 0.0) -> tuple[View, dict[str, dict[str, Any]]]:
     """The view, and what each of those that show a run has of it."""
     known = run.events if run.status is None else run.events[: run.written]
-    story, page = Story(), serve.WatchedPage("r", RUN, None, None)  # type: ignore[arg-type]
+    story, page = Story(), serve.WatchedPage("r", RunDirectory(RUN))
     for event in known:
         story.take(event)
         page.take(event)
@@ -217,7 +217,7 @@ def watched(status: Mapping[str, Any], story: Story, now: float) -> dict[str, An
     follower._story = story
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deadpool_megatron.cli.common.time.time", lambda: now)
-        patch.setattr(Asker, "status", lambda _: status)
+        patch.setattr(StatusPoller, "status", lambda _: status)
         follower._ask(is_long=True)
     (line,) = said
     first, _, to_do = line.split("  ", 1)[1].partition(". To do: ")
@@ -344,10 +344,10 @@ def test_a_bug_is_called_so_and_nothing_is_attached_to_a_run_that_is_over() -> N
 
 
 def test_the_answer_of_another_version_is_none(tmp_path: Path) -> None:
-    asker = Asker(RunDirectory(tmp_path))
+    poller = StatusPoller(RunDirectory(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Asker, "status", lambda _: {**status_of(2, 4), "coordinator": None})
-        assert asker.view(Story()).status is None
+        patch.setattr(StatusPoller, "status", lambda _: {**status_of(2, 4), "coordinator": None})
+        assert poller.view(Story()).status is None
 
 
 def test_advice_grows_with_the_number_of_failures() -> None:

@@ -36,7 +36,7 @@ from deadpool_megatron.observe.narration import shown
 
 EXIT_REFUSED = 1
 EXIT_NOT_YET = 5
-_LOOK_SECONDS = 0.3
+_POLL_SECONDS = 0.3
 # One that could not wait for the journal is not known to a coordinator that took over.
 _REPEAT_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
@@ -230,7 +230,7 @@ def _request(
             if args.wait is None:
                 return _TAKEN[verb].format(**known.what)
             display.status(known.told())
-        again = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _LOOK_SECONDS)
+        again = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _POLL_SECONDS)
         until = patience if known is None else limit
         while time.monotonic() < min(again, until) and not run.final.exists():
             time.sleep(_PAUSE_SECONDS)
@@ -269,7 +269,7 @@ def _kill(args: argparse.Namespace) -> str:
         except RunNotReachable:
             if time.monotonic() > patience or run.final.exists() or not may_be_alive(run):
                 raise
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
 
 def _seconds(text: str) -> float:

@@ -11,7 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cli.common import PASSING, CommandError, RequestRefused, ask, ask_at, listen
+from deadpool_megatron.cli.common import (
+    TRANSIENT,
+    CommandError,
+    RequestRefused,
+    ask,
+    ask_at,
+    listen,
+)
 from deadpool_megatron.cli.start.preconditions import read_domains
 from deadpool_megatron.cluster.agent.options import NO_NUMBER, AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
@@ -84,7 +91,7 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
             return int(answer["node"])
         except RequestRefused:
             raise
-        except PASSING as error:
+        except TRANSIENT as error:
             # A node that was cut off may be without the shared run directory for as long.
             if run.has_final() or time.monotonic() > limit:
                 raise CommandError(f"cannot attach: {error}") from error

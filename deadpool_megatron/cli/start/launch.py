@@ -35,8 +35,8 @@ from deadpool_megatron.preflight.host import VISIBLE, share_of
 from deadpool_megatron.wire import auth
 
 _POLL_SECONDS = 0.1
-# Nobody reads faster, nor waits for the end of a run by less.
-_LOOK_SECONDS = 1.0
+# Interval of the displayed progress, and of checks for the end of the run.
+_REFRESH_SECONDS = 1.0
 _STANDBYS = 2
 _LEAVE_SECONDS = 1.0
 _TOGETHER_SECONDS = 1.0
@@ -187,7 +187,7 @@ class Launcher:
                 self._note_trouble()
                 return
             if self._signals or time.monotonic() >= look_at:
-                look_at = time.monotonic() + _LOOK_SECONDS
+                look_at = time.monotonic() + _REFRESH_SECONDS
                 if orphans is not None:
                     orphans.reap()
                 self.look()
@@ -390,9 +390,7 @@ class Launcher:
         """Agents that came to the run by a command of their own are told that it is over, too."""
         run, run_id = self.directory, self.info.run_id
         limit = time.monotonic() + deadline_seconds
-        while time.monotonic() < limit and len(cleanup.vault_processes(run, run_id)) < len(
-            cleanup.run_processes(run, run_id)
-        ):
+        while time.monotonic() < limit and cleanup.working_processes(run, run_id):
             time.sleep(_POLL_SECONDS)
 
     def _wait_for_agents(self, deadline_seconds: float) -> None:

@@ -33,7 +33,7 @@ from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment, step_size
 from deadpool_megatron.cli.start import preconditions, resume, scripts
 from deadpool_megatron.cli.start.agent_process import serve
 from deadpool_megatron.cli.start.defaults import settled
-from deadpool_megatron.cli.start.restart import nodes_with_slots, other_slots
+from deadpool_megatron.cli.start.restart import nodes_with_slots, slot_conflict
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD, preload_modules, waits_for_forks
 from deadpool_megatron.cluster.agent.options import NO_NUMBER, AgentOptions
 from deadpool_megatron.cluster.journal.journal import MOST_NUMBER, Journal
@@ -179,7 +179,7 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
         else:
             _create_run(run, args)
     elif args.resume is not None:
-        resume.write_what_is_left(RunDirectory(args.resume))
+        resume.dump_remaining_memory(RunDirectory(args.resume))
     info = _run_of(run, args)
     run.run_id = info.run_id
     if args.attach and info.directory:  # files of the command are named as seen from there
@@ -191,7 +191,7 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
     if not info.check_only:  # which says by itself what its nodes lack
         preconditions.check_agreed(info, os.environ)
     secret = auth.load_secret(run.path)  # before anything that the directory names is imported
-    if not nodes_with_slots(info):  # what they take is not free, and is this node's again
+    if not nodes_with_slots(info.run_id):  # what they take is not free, and is this node's again
         preconditions.check_shared_memory(info, 1)
     if not args.domain:
         preconditions.read_domains(
@@ -298,14 +298,14 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     if args.resume is not None:
         # Spares, too: they have nothing to write and are the first that have looked.
         agents = args.nodes + args.spares
-        others = resume.Others(run, agents, args.node_id, settings.connect_seconds)
+        others = resume.PeerAgents(run, agents, args.node_id, settings.connect_seconds)
         restore = resume.resume_point(RunDirectory(args.resume), args, others)
     info = replace(common.make_info(args, settings, restore), check_only=args.check_only)
     preconditions.check_sizes(info)
     preconditions.read_domains(settings)
     run.make()
-    resume.bring_frozen_weights(args.resume, run, info.restore)
-    resume.bring_notes(args.resume, run)
+    resume.copy_frozen_weights(args.resume, run, info.restore)
+    resume.copy_notes(args.resume, run)
     auth.create_secret(run.path)  # before run.json, which says that everything is there
     run.create(info)
 
@@ -322,17 +322,13 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
         )
     if args.run_id is not None and args.run_id != info.run_id:
         raise common.CommandError(f"{run.path} belongs to run {info.run_id}, not {args.run_id}")
-    for flag, given, known in (
-        ("--nodes", args.nodes, info.nodes),
-        ("--spares", args.spares or None, info.spares),
-        ("--nproc-per-node", args.nproc_per_node, info.nproc_per_node),
-    ):
-        if given is not None and given != known:
-            raise common.CommandError(f"the run has {flag} {known}")
+    if conflict := common.size_conflict(args, info, "nodes", "spares", "nproc_per_node"):
+        flag, _, known = conflict
+        raise common.CommandError(f"the run has {flag} {known}")
     # All other settings are those of the run without a word. Who names one of these wants slots
     # that can neither be had beside those of the other nodes, nor of what is left in memory.
     own, _ = arguments.given_in(args.options, script=False)
-    if other := other_slots(info.settings, own):
+    if other := slot_conflict(info.settings, own):
         raise common.CommandError(
             f"the run in {run.path} has {other}, which its slots in memory are made with: start the"
             " agent with the value that the run has, or end the run, if it is alive ('deadpool stop"

@@ -1,8 +1,8 @@
-"""A run whose processes have all died is started again with its own run directory.
+"""Restarts a run whose processes have all died, in its own run directory.
 
-Its journal, numbers and events continue; its nodes take up the slots that they left in memory.
-Which command and settings it has from then on is what it is started with; only its size must stay,
-and what its slots in memory were made with.
+Its journal, numbers and events continue; its nodes attach to the slots that they left in memory.
+The restart may change the command and the settings, but neither the size nor settings that
+determine the slots.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deadpool_megatron import file_systems
-from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.common import CommandError, size_conflict
 from deadpool_megatron.cli.start.resume import refuse_while_training
 from deadpool_megatron.cluster.journal.journal import GONE, WRONG, Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.process import program
-from deadpool_megatron.cluster.run_directory import directory
-from deadpool_megatron.cluster.run_directory.cleanup import (
-    is_here,
-    node_directories,
-    run_processes,
-    runs_in_memory,
-    vault_processes,
-)
+from deadpool_megatron.cluster.run_directory import cleanup, directory
 from deadpool_megatron.events import DAMAGE, Kind, event_files, parse_line
 from deadpool_megatron.layout.records import EpochRecord, Restore
 from deadpool_megatron.layout.schemes import SchemeKind
@@ -41,16 +34,16 @@ _TAIL_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Restart:
-    """``numbers``: of the nodes to start; those that were given up come under new ones."""
+    """A restart. ``numbers``: of the nodes to start; lost nodes get new numbers."""
 
     info: directory.RunInfo
     numbers: tuple[int, ...]
 
 
-def hold(run: directory.RunDirectory) -> int:
-    """Have the directory for this launcher alone, until the descriptor is closed. Raises
-    CommandError: one that comes second would, at its end, kill the run of the first one and remove
-    its memory. Of a launcher on another host only the file system knows, if it knows locks at all.
+def lock_directory(run: directory.RunDirectory) -> int:
+    """Reserve the directory for this launcher, until the returned descriptor is closed. Raises
+    CommandError if another launcher has it: a second launcher would, at its end, kill the first
+    run and remove its memory. Launchers on other hosts are found if the file system supports locks.
     """
     run.make()
     lock = os.open(run.launcher_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -64,18 +57,17 @@ def hold(run: directory.RunDirectory) -> int:
     return lock
 
 
-def restart_of(
+def find_restart(
     run: directory.RunDirectory, args: argparse.Namespace, settings: Settings
 ) -> Restart | None:
-    """Return what is left in ``--run-dir`` to continue from; None when there is nothing, or nothing
-    but the result of a run that is over. Raises CommandError when it cannot continue as it was
-    asked to.
+    """Return the restart of the run in ``--run-dir``; None if there is no run, or only the result
+    of one that is over. Raises CommandError if the run cannot continue with these arguments.
     """
     try:
         old = run.read_run()
     except (directory.RunDirectoryError, NotADirectoryError):
-        left = [one for one, path in runs_in_memory().items() if path == run.path]
-        left = [one for one in left if any(d for d in node_directories(one) if [*d.glob("*.seg")])]
+        runs = [run_id for run_id, path in cleanup.runs_in_memory().items() if path == run.path]
+        left = [run_id for run_id in runs if nodes_with_slots(run_id)]
         if left and not args.from_scratch and not (run.path / directory.RUN_FILE).exists():
             raise CommandError(
                 f"run {left[0]} has its state in memory, and its directory {run.path} was removed:"
@@ -83,7 +75,7 @@ def restart_of(
             ) from None
         return None
     if run.launcher_lock.exists():
-        os.close(hold(run))  # whose launcher lives is not to be waited for
+        os.close(lock_directory(run))  # do not wait for a run whose launcher is alive
     if _is_over(run):
         return None
     if args.resume is not None:
@@ -94,14 +86,11 @@ def restart_of(
     _await_end(run, old)
     refuse_while_training(run, old, "--run-dir")
     if _is_over(run):
-        return None  # it came to its end without its launcher
-    for flag, given, known in (
-        ("--nodes", args.nodes, old.nodes),
-        ("--nproc-per-node", args.nproc_per_node, old.nproc_per_node),
-    ):
-        if given != known:
-            raise CommandError(f"the run in {run.path} has {flag} {known}, not {given}")
-    if _may_have_slots(run, old) and (other := other_slots(old.settings, asdict(settings))):
+        return None  # it has ended without its launcher
+    if conflict := size_conflict(args, old, "nodes", "nproc_per_node"):
+        flag, given, known = conflict
+        raise CommandError(f"the run in {run.path} has {flag} {known}, not {given}")
+    if _may_have_slots(run, old) and (other := slot_conflict(old.settings, asdict(settings))):
         raise CommandError(
             f"the run in {run.path} has {other}, which its slots in memory were made with: start it"
             " with the value that it had, or continue from its memory with the other one in a new"
@@ -125,40 +114,40 @@ def restart_of(
         ended_term=0 if term is None else term.number,
         ended_epoch=0 if epoch is None else epoch[0],
     )
-    return Restart(info, _numbers(journal, info))
+    return Restart(info, _node_numbers(journal, info))
 
 
-def begin(run: directory.RunDirectory, restart: Restart) -> str:
-    """Make the directory that of the new processes; returns a line for the user."""
+def prepare_directory(run: directory.RunDirectory, restart: Restart) -> str:
+    """Prepare the directory for the new processes; return a line for the user."""
     if run.final.exists():
         kept = len(list(run.path.glob("final-*.json"))) + 1
         run.final.rename(run.final.with_name(f"final-{kept}.json"))
     run.coordinator.unlink(missing_ok=True)
-    another = run.read_run().command != restart.info.command
-    if another and run.templates.exists():
-        # Recipes for what that one built: one that cannot be written now must not be taken for new.
-        # Before the new command is noted: who is interrupted here has another one the next time.
+    is_new_command = run.read_run().command != restart.info.command
+    if is_new_command and run.templates.exists():
+        # Templates of the old command's state must not serve the new one. Remove them before the
+        # new command is written: after an interrupt here the next restart still sees a difference.
         shutil.rmtree(run.templates)
-    # Of a start that has decided nothing, if there was one.
+    # Left by a start without a decision, if there was one.
     shutil.rmtree(run.path / program.FOLDER / str(restart.info.ended_epoch), ignore_errors=True)
     run.replace_run(restart.info)
-    held = nodes_with_slots(restart.info)
-    where = f"slots of {held} nodes are in memory" if held else "no slots are in memory"
-    if another:
-        where += "; its command is another one than before, the state is taken as it is"
-    return f"run {restart.info.run_id} is started again; {where}"
+    held = nodes_with_slots(restart.info.run_id)
+    text = f"slots of {held} nodes are in memory" if held else "no slots are in memory"
+    if is_new_command:
+        text += "; its command is another one than before, the state is taken as it is"
+    return f"run {restart.info.run_id} is started again; {text}"
 
 
-def other_slots(known: Settings, given: Mapping[str, Any]) -> str:
-    """The first of the ``given`` settings with which slots of a role would be others than those
-    that the run has, with both values; empty when there is none.
+def slot_conflict(known: Settings, given: Mapping[str, Any]) -> str:
+    """Return the first of the ``given`` settings that does not fit the run's slots, with both
+    values; empty if all fit.
 
-    New processes get slots like those that are left, from which they are given their state before
-    they can say what they need. The layout's hash says nothing of it: a dump fits either.
+    New processes get slots like the remaining ones, which give them their state before they can
+    report their needs. The layout's hash does not cover this, as a dump fits any slots.
     """
     names = ["max_lag", "extras_room_mb"]
     if given.get("protection", known.protection) == known.protection == SchemeKind.RECOMPUTE:
-        names.append("full_every")  # so many steps are kept beside each copy
+        names.append("full_every")  # the number of steps kept with each copy
     for name in names:
         old = getattr(known, name)
         if (new := given.get(name, old)) != old:
@@ -167,35 +156,35 @@ def other_slots(known: Settings, given: Mapping[str, Any]) -> str:
 
 
 def _may_have_slots(run: directory.RunDirectory, info: directory.RunInfo) -> bool:
-    """Return whether there are some on this host, or a node was on another one, whose memory is not
-    to be seen from here."""
-    elsewhere = any(not is_here(listing) for listing in run.node_listings().values())
-    return elsewhere or nodes_with_slots(info) > 0
+    """Return whether this host has slots of the run, or another host, whose memory is not visible
+    here, had a node of it."""
+    elsewhere = any(not cleanup.is_here(listing) for listing in run.node_listings().values())
+    return elsewhere or nodes_with_slots(info.run_id) > 0
 
 
-def nodes_with_slots(info: directory.RunInfo) -> int:
-    """Return how many nodes of the run have slots in this host's memory."""
-    return sum(any(node.glob("*.seg")) for node in node_directories(info.run_id))
+def nodes_with_slots(run_id: str) -> int:
+    """Return the number of nodes of the run with slots in this host's memory."""
+    return sum(any(node.glob("*.seg")) for node in cleanup.node_directories(run_id))
 
 
 def _has_state(run: directory.RunDirectory, info: directory.RunInfo) -> bool:
-    """Return whether there is anything on this host or on disk to continue from; not yet whether it
-    is whole."""
+    """Return whether memory of this host or files may hold a state, complete or not."""
     noted: tuple[Restore, ...] = ()
     with contextlib.suppress(FileNotFoundError, ValueError):
         noted = directory.read_valid(run.latest)
-    saved = [one for one in (*noted, *directory.valid_in(info.restore)) if one.kind != "initial"]
-    return nodes_with_slots(info) > 0 or any(map(directory.is_there, saved))
+    states = (*noted, *directory.valid_in(info.restore))
+    saved = [state for state in states if state.kind != "initial"]
+    return nodes_with_slots(info.run_id) > 0 or any(map(directory.is_there, saved))
 
 
 def _finished_iterations(run: directory.RunDirectory) -> int:
-    """The last iteration that is told of, as the end of the events has it."""
+    """Return the last finished iteration, from the end of the events."""
     newest = 0
     for path in reversed(event_files(run.events)):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             for line in file:
-                with contextlib.suppress(*DAMAGE):  # the first is cut, and the last may be
+                with contextlib.suppress(*DAMAGE):  # the first line is cut, and the last may be
                     event = parse_line(line)
                     if event.kind is Kind.STEP:
                         newest = max(newest, event.iteration or 0)
@@ -209,18 +198,18 @@ def _is_over(run: directory.RunDirectory) -> bool:
 
 
 def _await_end(run: directory.RunDirectory, old: directory.RunInfo) -> None:
-    """Those that notice the end of their launcher only now get their time."""
+    """Give processes that have only just noticed the launcher's exit time to stop."""
     limit = time.monotonic() + old.settings.close_seconds
-    while alive := set(run_processes(run, old.run_id)) - set(vault_processes(run, old.run_id)):
+    while alive := cleanup.working_processes(run, old.run_id):
         if time.monotonic() > limit:
             raise CommandError(
                 f"--run-dir {run.path} is in use by run {old.run_id}, which is alive"
-                f" (processes {sorted(alive)[:5]}); 'deadpool stop {run.path}' ends it"
+                f" (processes {alive[:5]}); 'deadpool stop {run.path}' ends it"
             )
         time.sleep(_PAUSE_SECONDS)
 
 
-def _numbers(journal: Journal, info: directory.RunInfo) -> tuple[int, ...]:
+def _node_numbers(journal: Journal, info: directory.RunInfo) -> tuple[int, ...]:
     wanted = info.nodes + info.spares
     newest = journal.newest("epoch")
     if newest is None:

@@ -1,4 +1,4 @@
-"""The point where a new run continues from an earlier one."""
+"""The state from which a new run continues an earlier one (--resume)."""
 
 from __future__ import annotations
 
@@ -14,29 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import Asker, CommandError
+from deadpool_megatron.cli.common import CommandError, StatusPoller
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.start.scripts import EMBEDDED_TRAINER
 from deadpool_megatron.cluster.agent.process import dump_orphans, last_history
 from deadpool_megatron.cluster.coordinator.durable import export_directory, remove_unfinished
 from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.process import program
-from deadpool_megatron.cluster.run_directory.cleanup import (
-    may_be_alive,
-    run_processes,
-    vault_processes,
-)
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunDirectoryError,
-    RunInfo,
-    as_dict,
-    found_in,
-    identified,
-    is_there,
-    read_valid,
-    valid_in,
-)
+from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.planner import is_thrown_away
 from deadpool_megatron.layout.records import Restore
@@ -47,55 +33,55 @@ from deadpool_megatron.vault.errors import SegmentError, VaultError
 _PAUSE_SECONDS = 0.2
 
 
-class Others:
-    """The agents of a cluster that resume a run together. Each writes what its own host has left,
-    and says so in the new run's directory; the one that decides waits for those that may complete
-    what it has found."""
+class PeerAgents:
+    """The agents of a cluster that resume a run together. Each writes the old run's memory on its
+    host and reports it in the new run's directory; the agent that decides waits for the others,
+    which may complete the state."""
 
     def __init__(
-        self, run: RunDirectory, agents: int, node: int | None, patience_seconds: float
+        self, run: RunDirectory, agents: int, node: int | None, wait_seconds: float
     ) -> None:
-        self.patience_seconds = patience_seconds
+        self.wait_seconds = wait_seconds
         self._run = run
         self._agents = agents
-        # The same at a second try: what a host has written once is written.
+        # Equal at a second attempt: a host writes its memory only once.
         self._name = socket.gethostname() if node is None else f"{socket.gethostname()}-{node}"
 
-    def done(self) -> None:
-        """This agent's host has been looked at."""
+    def report_done(self) -> None:
+        """Report that the memory of this agent's host is written."""
         directory = self._run.resuming
         directory.mkdir(parents=True, exist_ok=True)
         (directory / self._name).touch()
 
     def are_done(self) -> bool:
-        """Return whether all have said so, or one of them has decided already."""
-        made = (self._run.path / "run.json").exists()
-        return made or len(list(self._run.resuming.iterdir())) >= self._agents
+        """Return whether all agents have reported, or one has decided already."""
+        is_created = (self._run.path / run_files.RUN_FILE).exists()
+        return is_created or len(list(self._run.resuming.iterdir())) >= self._agents
 
 
 def resume_point(
-    old: RunDirectory, args: argparse.Namespace, others: Others | None = None
+    old: RunDirectory, args: argparse.Namespace, peers: PeerAgents | None = None
 ) -> Mapping[str, Any]:
-    """Return where an earlier run can be continued from: the newest generation that is whole in its
-    dumps (with what it has left in memory of this host, and of the hosts of ``others``), or its
-    newest checkpoint, whichever is newer.
+    """Return the state from which a new run continues an earlier one: the newest complete
+    generation in its dumps (with its memory on this host and on the hosts of ``peers``), or its
+    newest checkpoint, whichever is newer. Print the choice.
 
-    A run of another number of roles continues from a checkpoint, which Megatron reshards. Says so
-    in a line. Raises CommandError when there is none.
+    A run of another number of roles continues from a checkpoint, which Megatron reshards. Raises
+    CommandError if there is no such state.
     """
     info = old.read_run()
     refuse_while_training(old, info, "--resume")
     roles = args.nodes * args.nproc_per_node
     history: History | None = None
-    whole, why_not = None, list[str]()
+    dump, reasons = None, list[str]()
     try:
         history = last_history(old)
     except (JournalError, OSError) as error:
         print(f"--resume {old.path}: {error}", flush=True)
-        why_not = [str(error)]
+        reasons = [str(error)]
     else:
-        whole, why_not = _whole(old, info, history.kept, others)
-    durable, lacking = _durable(old, info, history)
+        dump, reasons = _newest_dump(old, info, history.kept, peers)
+    durable, problems = _saved_states(old, info, history)
     if info.world_size != roles:
         if tuple(args.command[:2]) == EMBEDDED_TRAINER:
             raise CommandError(
@@ -103,59 +89,58 @@ def resume_point(
                 " embedded trainer needs as many as wrote its checkpoints; give as many nodes as"
                 " that run had"
             )
-        return as_dict(_for_other_roles(old, info.world_size, roles, whole, durable))
-    if whole is None and not durable:
-        told = f": {'; '.join([*lacking, *why_not[:3]])}" if lacking or why_not else ""
-        what = "has no durable state"
-        with contextlib.suppress(RunDirectoryError):
+        return run_files.as_dict(_for_other_roles(old, info.world_size, roles, dump, durable))
+    if dump is None and not durable:
+        text = "; ".join([*problems, *reasons[:3]])
+        state = "has no durable state"
+        with contextlib.suppress(run_files.RunDirectoryError):
             if (end := old.read_final())["exit_status"] == 0:
-                what = f"is complete ({end['iterations']} iterations), and {what}"
-        raise CommandError(f"--resume {old.path}: that run {what}{told}")
-    why_not += lacking
-    if whole is not None and (
-        not durable or whole.generation.iteration > durable[0].generation.iteration
+                state = f"is complete ({end['iterations']} iterations), and {state}"
+        raise CommandError(f"--resume {old.path}: that run {state}{text and f': {text}'}")
+    reasons += problems
+    text = "; ".join(reasons[:3])
+    if dump is not None and (
+        not durable or dump.generation.iteration > durable[0].generation.iteration
     ):
-        newer = f"; {'; '.join(why_not[:3])}" if why_not else ""
-        print(
-            f"continues from generation {_named(whole)} in the dump {whole.path}{newer}", flush=True
-        )
-        return as_dict([identified(whole), *durable])
+        generation = f"{dump.generation.lineage}:{dump.generation.iteration}"
+        more = text and f"; {text}"
+        print(f"continues from generation {generation} in the dump {dump.path}{more}", flush=True)
+        return run_files.as_dict([run_files.identified(dump), *durable])
     kind = "dump" if durable[0].kind == "dump" else "checkpoint"
-    reasons = f": {'; '.join(why_not[:3])}" if why_not else ""
-    text = f"continues from the {kind} {durable[0].path} of iteration"
+    choice = f"continues from the {kind} {durable[0].path} of iteration"
     if durable[0].kind == "initial":
-        text = "that run had computed nothing: begins at iteration"
-    print(f"{text} {durable[0].generation.iteration}{reasons}", flush=True)
-    return as_dict(durable)
+        choice = "that run had computed nothing: begins at iteration"
+    print(f"{choice} {durable[0].generation.iteration}{text and f': {text}'}", flush=True)
+    return run_files.as_dict(durable)
 
 
 def refuse_while_training(run: RunDirectory, info: RunInfo, flag: str) -> None:
-    """Two runs of one training are a mistake. A coordinator of this run that answers proves that it
-    lives; where an agent may, one that follows another has its time to come. Raises CommandError.
+    """Raise CommandError if the run is still training. An answer of its coordinator proves that; if
+    an agent may be alive, a standby gets the time to take over.
     """
-    asker, settings = Asker(run), info.settings
+    poller, settings = StatusPoller(run), info.settings
     limit = time.monotonic() + 2 * settings.takeover_seconds + settings.fence_seconds
     while not run.has_final():
-        status, is_late = asker.status(), time.monotonic() > limit
-        here = set(run_processes(run, info.run_id)) - set(vault_processes(run, info.run_id))
-        if status is not None or (is_late and here):
+        status, is_late = poller.status(), time.monotonic() > limit
+        alive = cleanup.working_processes(run, info.run_id)
+        if status is not None or (is_late and alive):
             at = "" if status is None else f", at iteration {status['iteration']}"
             raise CommandError(
                 f"{flag} {run.path}: that run is still training{at}:"
                 f" 'deadpool stop --dump {run.path}' ends it and saves its state"
             )
-        if is_late or not run.node_listings() or not may_be_alive(run):
+        if is_late or not run.node_listings() or not cleanup.may_be_alive(run):
             return
         time.sleep(_PAUSE_SECONDS)
 
 
 def _for_other_roles(
-    old: RunDirectory, known: int, roles: int, whole: Restore | None, durable: list[Restore]
+    old: RunDirectory, known: int, roles: int, dump: Restore | None, durable: list[Restore]
 ) -> list[Restore]:
-    """The checkpoints among what a run of ``known`` roles has left: a dump is of them only."""
-    found = [one for one in durable if one.kind == "durable"]
-    dumps = [one for one in (whole, *durable) if one is not None and one.kind == "dump"]
-    newest = max((one.generation.iteration for one in dumps), default=0)
+    """Return the checkpoints of a run of ``known`` roles; its dumps fit no other number."""
+    found = [state for state in durable if state.kind == "durable"]
+    dumps = [state for state in (dump, *durable) if state is not None and state.kind == "dump"]
+    newest = max((state.generation.iteration for state in dumps), default=0)
     dumped = f"; its dump of iteration {newest} is for {known} roles only" if dumps else ""
     if not found:
         raise CommandError(
@@ -173,45 +158,48 @@ def _for_other_roles(
     return found
 
 
-def _durable(
+def _saved_states(
     old: RunDirectory, info: RunInfo, history: History | None
 ) -> tuple[list[Restore], list[str]]:
-    """The checkpoints and dumps of the run that can be continued from, the best first, and why
-    others cannot. What it began with itself comes last."""
-    lacking = list[str]()
+    """Return the usable checkpoints and dumps of the run, best first, and the problems of others.
+    The state from which the run itself began comes last."""
+    problems = list[str]()
     try:
-        noted = read_valid(old.latest)
+        noted = run_files.read_valid(old.latest)
     except FileNotFoundError:
         noted = ()
     except OSError as error:
         raise CommandError(f"--resume {old.path}: {old.latest}: {error.strerror}") from error
     except ValueError:
-        noted, lacking = (), [f"{old.latest} is damaged"]
-    known = {one.path for one in noted}
-    found = [one for one in found_in(old.saves) if one.path not in known]
+        noted, problems = (), [f"{old.latest} is damaged"]
+    known = {state.path for state in noted}
+    found = [state for state in run_files.found_in(old.saves) if state.path not in known]
     newest = noted[0].generation.iteration if noted else -1
-    newer = [one for one in found if one.generation.iteration > newest]
+    newer = [state for state in found if state.generation.iteration > newest]
     noted = (*newer, *noted, *found[len(newer) :])
-    began = [one for one in valid_in(info.restore) if one.path not in {n.path for n in noted}]
-    good = list[Restore]()
-    for one in (*noted, *began):
-        if why := _objection(one, range(info.world_size), history if one in noted else None):
-            lacking.append(why)
+    known = {state.path for state in noted}
+    first = [state for state in run_files.valid_in(info.restore) if state.path not in known]
+    good, roles = list[Restore](), range(info.world_size)
+    for state in (*noted, *first):
+        problem = _problem_of(state, roles, history if state in noted else None)
+        if problem:
+            problems.append(problem)
         else:
-            good.append(one)
-    return [identified(one) for one in good if one.kind != "initial"] or good[:1], lacking
+            good.append(state)
+    saved = [run_files.identified(state) for state in good if state.kind != "initial"]
+    return saved or good[:1], problems
 
 
-def _objection(restore: Restore, roles: Collection[int], history: History | None) -> str:
-    """Return why a run does not continue from it; empty if it does."""
+def _problem_of(restore: Restore, roles: Collection[int], history: History | None) -> str:
+    """Return why a run cannot continue from a state; empty if it can."""
     if restore.kind == "initial":
         return ""
-    if not is_there(restore):
+    if not run_files.is_there(restore):
         return f"{restore.path} does not exist any more, or is not what was saved"
     if restore.kind == "dump":
         boundary, lacking = last_boundary(Path(restore.path), restore.generation, roles)
         return f"{restore.path} lacks {lacking}" if boundary is None else ""
-    # It became valid before the loss was known; the next checkpoint would have replaced it.
+    # It became valid before the failure was known; the next checkpoint would have replaced it.
     if history and is_thrown_away(restore.generation, history.nonfinite):
         return (
             f"{restore.path} was computed from numbers that were not finite, and that run had gone"
@@ -220,13 +208,11 @@ def _objection(restore: Restore, roles: Collection[int], history: History | None
     return ""
 
 
-def bring_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[str, Any]) -> None:
-    """The generation that a new run continues from names files in the directory of the old one;
-    those after it are in the new one. Before the first process needs them, all are.
-
-    Raises CommandError.
+def copy_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[str, Any]) -> None:
+    """Copy the frozen weights of the old run, before any process needs them: a dump refers to files
+    in the old directory, later generations to files in the new one. Raises CommandError.
     """
-    kinds = {one.get("kind") for one in (restore, *restore.get("older", ()))}
+    kinds = {state.get("kind") for state in (restore, *restore.get("older", ()))}
     if old is None or "dump" not in kinds:
         return
     source = RunDirectory(old).frozen
@@ -247,73 +233,68 @@ def bring_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[s
         print(f"{copied} bytes of frozen weights copied in {seconds:.1f} s", flush=True)
 
 
-def bring_notes(old: Path | None, run: RunDirectory) -> None:
-    """Bring what the processes of the earlier run have noted for those that come later."""
+def copy_notes(old: Path | None, run: RunDirectory) -> None:
+    """Copy the notes that processes of the old run left for later ones."""
     if old is not None:
         program.bring(old, run.path)
-        with contextlib.suppress(FileNotFoundError):  # it may never have built anything
+        with contextlib.suppress(FileNotFoundError):  # the old run may have built nothing
             shutil.copy(RunDirectory(old).built, run.built)
 
 
-def write_what_is_left(old: RunDirectory) -> None:
-    """Of a run that another agent has decided to continue with: what it has left in memory here.
-
-    Raises CommandError when it cannot be written.
+def dump_remaining_memory(old: RunDirectory) -> None:
+    """Write the old run's memory on this host, after another agent has decided to resume it.
+    Raises CommandError if it cannot be written.
     """
     info = old.read_run()
     try:
         kept = last_history(old).kept
     except (JournalError, OSError) as error:
         print(f"--resume {old.path}: {error}", flush=True)
-        return
-    _make_orphan_dump(old, info, kept)
+    else:
+        _dump_memory(old, info, kept)
 
 
-def _whole(
-    old: RunDirectory, info: RunInfo, kept: Mapping[int, int], others: Others | None
+def _newest_dump(
+    old: RunDirectory, info: RunInfo, kept: Mapping[int, int], peers: PeerAgents | None
 ) -> tuple[Restore | None, list[str]]:
-    _make_orphan_dump(old, info, kept)
-    if others is None:
+    _dump_memory(old, info, kept)
+    if peers is None:
         return newest_whole(old.dump, range(info.world_size), kept)
-    others.done()
-    written, limit, told = -1, 0.0, False
+    peers.report_done()
+    written, limit, is_reported = -1, 0.0, False
     while True:
-        # Whoever writes is waited for: from one look to the next there are more files.
+        # Wait as long as files arrive: their number grows from one poll to the next.
         before, written = written, sum(1 for _ in old.dump.glob("*/*.seg"))
         if written != before:
-            limit = time.monotonic() + others.patience_seconds
-        is_last_look = others.are_done() or time.monotonic() > limit
-        whole, why_not = newest_whole(old.dump, range(info.world_size), kept)
-        if is_last_look or (whole is not None and not why_not):
-            return whole, why_not
-        if not told:
-            lacking = why_not[0] if why_not else "nothing has been written yet"
+            limit = time.monotonic() + peers.wait_seconds
+        is_last_poll = peers.are_done() or time.monotonic() > limit
+        dump, reasons = newest_whole(old.dump, range(info.world_size), kept)
+        if is_last_poll or (dump is not None and not reasons):
+            return dump, reasons
+        if not is_reported:
+            lacking = reasons[0] if reasons else "nothing has been written yet"
             print(
                 f"--resume {old.path}: {lacking}; waits for the other agents to write the state"
-                f" on their hosts, until no file arrives for {others.patience_seconds:g} s",
+                f" on their hosts, until no file arrives for {peers.wait_seconds:g} s",
                 flush=True,
             )
-            told = True
+            is_reported = True
         time.sleep(_PAUSE_SECONDS)
 
 
-def _make_orphan_dump(old: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> None:
-    alive = set(run_processes(old, info.run_id)) - set(vault_processes(old, info.run_id))
+def _dump_memory(old: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> None:
+    if cleanup.working_processes(old, info.run_id):
+        return
     try:
-        if not alive:
-            # No other run would ever do it, and a dump may need the room.
-            remove_unfinished(export_directory(info.settings, old), info.run_id)
-            with closing(Display(sys.stderr)) as display:
-                text = f"writes the state in memory to {old.dump}"
-                dump_orphans(old, info, kept, partial(display.status, text))
+        # No other run would remove them, and a dump may need the space.
+        remove_unfinished(export_directory(info.settings, old), info.run_id)
+        with closing(Display(sys.stderr)) as display:
+            text = f"writes the state in memory to {old.dump}"
+            dump_orphans(old, info, kept, partial(display.status, text))
     except (VaultError, OSError) as error:
-        # What is in memory may be newer than anything on disk: to go on without it is no accident.
+        # Memory may be newer than all files: never continue without it by accident.
         remedy = "" if isinstance(error, SegmentError) else "make room, or "
         raise CommandError(
             f"--resume {old.path}: what it has left in memory cannot be written: {error};"
             f" {remedy}give it up with 'deadpool clean {old.path}'"
         ) from error
-
-
-def _named(restore: Restore) -> str:
-    return f"{restore.generation.lineage}:{restore.generation.iteration}"

@@ -28,8 +28,8 @@ from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.start import defaults, preconditions, scripts
 from deadpool_megatron.cli.start.launch import Launcher
 from deadpool_megatron.cli.start.preconditions import decided, gpus_to_share
-from deadpool_megatron.cli.start.restart import begin, hold, restart_of
-from deadpool_megatron.cli.start.resume import bring_frozen_weights, bring_notes, resume_point
+from deadpool_megatron.cli.start.restart import find_restart, lock_directory, prepare_directory
+from deadpool_megatron.cli.start.resume import copy_frozen_weights, copy_notes, resume_point
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
 from deadpool_megatron.cli.watch import Follower
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
@@ -114,7 +114,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     settings = arguments.settings_from(args, communicator=communicator)
     lasts = defaults.outlives_hosts(command, directory)
     settings = defaults.settled(settings, args.plan, lasts=lasts)
-    restart = restart_of(directory, args, settings)
+    restart = find_restart(directory, args, settings)
     if restart is not None:
         info = restart.info
     else:
@@ -135,7 +135,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     scripts.announce(args.command, os.environ)
     numbers = tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers
     gpus = gpus_to_share(info, len(numbers), os.environ)
-    lock = hold(directory)
+    lock = lock_directory(directory)
     display = Display(quiet=args.quiet)
     follower = Follower(directory, display)
     if chosen or command != given:
@@ -145,10 +145,10 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     if settings.persist_interval in NEVER and (named or chosen):
         display.line("checkpoints in the background are off: a power cut loses the state in memory")
     if restart is None:
-        bring_frozen_weights(args.resume, directory, info.restore)
-        bring_notes(args.resume, directory)
+        copy_frozen_weights(args.resume, directory, info.restore)
+        copy_notes(args.resume, directory)
     else:
-        display.line(begin(directory, restart))
+        display.line(prepare_directory(directory, restart))
         follower.skip()
     launcher = Launcher(
         directory=directory,

@@ -81,10 +81,7 @@ def _directory_of(run_id: str, path: Path | None) -> RunDirectory:
 
 def _is_alive(directory: RunDirectory, run_id: str) -> bool:
     """A run lives as long as its launcher's coordinator or any agent does; vaults are orphans."""
-    alive = set(cleanup.run_processes(directory, run_id)) - set(
-        cleanup.vault_processes(directory, run_id)
-    )
-    return bool(alive) or cleanup.is_held(run_id)
+    return bool(cleanup.working_processes(directory, run_id)) or cleanup.is_held(run_id)
 
 
 def _clean(directory: RunDirectory, run_id: str) -> None:

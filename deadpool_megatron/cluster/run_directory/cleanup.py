@@ -128,16 +128,14 @@ def run_processes(run: RunDirectory, run_id: str) -> list[int]:
     return sorted(pid for pid in found - {os.getpid()} if posix.is_alive(pid))
 
 
-def vault_processes(run: RunDirectory, run_id: str) -> list[int]:
-    """Live vaults of the run on this host: they outlive everything else for a while."""
+def working_processes(run: RunDirectory, run_id: str) -> list[int]:
+    """Return the live processes of the run on this host without vaults, which outlive the others
+    for a while."""
     found = []
     for pid in run_processes(run, run_id):
-        try:
+        with contextlib.suppress(OSError):  # it has just ended
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue  # ended meanwhile
-        if b"deadpool_megatron.vault" in words:
-            found.append(pid)
+            found += [] if b"deadpool_megatron.vault" in words else [pid]
     return found
 
 

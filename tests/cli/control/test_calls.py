@@ -28,7 +28,7 @@ class Coordinator:
         self._answers = list[Any]()
         patch.chdir(directory)
         patch.setattr(client, "ask", self._answer)
-        for name in ("_LOOK_SECONDS", "_REPEAT_SECONDS", "_PAUSE_SECONDS"):
+        for name in ("_POLL_SECONDS", "_REPEAT_SECONDS", "_PAUSE_SECONDS"):
             patch.setattr(client, name, 0.001)
         patch.setattr(client, "_TAKEOVER_SECONDS", 0.05)
 

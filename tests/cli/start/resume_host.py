@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cli.start import resume
-from deadpool_megatron.cli.start.resume import Others, resume_point
+from deadpool_megatron.cli.start.resume import PeerAgents, resume_point
 from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import Generation, Restore
@@ -22,7 +22,7 @@ class Host:
         self.old, self.new = RunDirectory(directory / "old"), RunDirectory(directory / "new")
         self.old.create(INFO)
         self.looks, self.pauses = 0, 0
-        self.others = Others(self.new, 2, 0, 60.0)
+        self.others = PeerAgents(self.new, 2, 0, 60.0)
         self.args = argparse.Namespace(nodes=2, nproc_per_node=1)
         self.saved = directory / "checkpoint"
         self.saved.mkdir()
@@ -40,7 +40,7 @@ class Host:
         first, *older = [one.to_dict() for one in states]
         run_files.write_json(self.old.latest, {**first, "older": older} if older else first)
 
-    def resumes(self, others: Others | None = None) -> list[str]:
+    def resumes(self, others: PeerAgents | None = None) -> list[str]:
         found = run_files.valid_in(resume_point(self.old, self.args, others))
         return [f"{one.kind} {one.generation.iteration} {Path(one.path).name}" for one in found]
 
@@ -52,4 +52,4 @@ class Host:
     def _pause(self, _: float) -> None:
         """Node 1 has written its half."""
         self.pauses += 1
-        Others(self.new, 2, 1, 60.0).done()
+        PeerAgents(self.new, 2, 1, 60.0).report_done()

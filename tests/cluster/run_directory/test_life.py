@@ -229,7 +229,7 @@ def test_memory_is_as_it_was_before(
         of_node = {"agent": pids[0], "hostname": hostname, "started": started}
         run_files.write_json(run.node(node), of_node)
     run_files.write_json(run.coordinator, {"hostname": HOST, "started": {os.getpid(): _NEVER}})
-    for ask in (cleanup.run_processes, cleanup.vault_processes):
+    for ask in (cleanup.run_processes, cleanup.working_processes):
         told(ask, run, RUN_ID)
     for node in (0, 1, 3):
         told(cleanup.node_processes, run, node)
