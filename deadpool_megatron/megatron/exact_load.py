@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from megatron.core.optimizer import distrib_optimizer, optimizer as base
 
-from deadpool_megatron.megatron.initial_state import complete_as_tried, complete_state
+from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.loop_extras import command_counts
 from deadpool_megatron.megatron.optimizer import (
     group_rates,
     inner_optimizers,
     is_distributed,
 )
+from deadpool_megatron.state.initial_state import complete_as_tried
 
 _States = dict[torch.Tensor, dict[str, Any]]
 _Change = Callable[[dict[str, Any]], None]

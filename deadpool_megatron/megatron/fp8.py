@@ -30,8 +30,8 @@ from torch import Tensor
 
 from deadpool_megatron.megatron.loop import MegatronLoop, model_config, trains_in_fp8
 from deadpool_megatron.megatron.optimizer import raw_tensors
-from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.state.extras import ExtrasError
+from deadpool_megatron.state.optimizer_state import UnsupportedState
 
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 _KINDS = ("scale", "scale_inv", "amax_history")

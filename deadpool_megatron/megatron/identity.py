@@ -9,11 +9,9 @@ one name. The hash covers everything that a rank's training depends on: the orac
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
@@ -26,10 +24,9 @@ from deadpool_megatron.megatron.loop_extras import (
     lasting_buffers,
     tracked_random_states,
 )
-from deadpool_megatron.member.framework import UnsupportedState
+from deadpool_megatron.state.digest import Entry, generator_entries, short_digests, state_digest
+from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part
-
-_Entry = tuple[str, Tensor | str]
 
 _EXPERTS = ("expert_tensor_parallel", "expert_model_parallel")
 _OTHERS = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "data_parallel")
@@ -109,27 +106,20 @@ def state_hash(loop: MegatronLoop) -> str:
     With ``--overlap-param-gather`` parameters are current only after a forced gather; do one on
     all ranks first.
     """
-    digest = hashlib.sha256()
-    for name, value in _entries(loop):
-        _add(digest, name, value)
-    return digest.hexdigest()
+    return state_digest(_entries(loop))
 
 
 def entry_digests(loop: MegatronLoop) -> dict[str, str]:
     """Return entry -> short digest, of this rank's state beside weights and optimizer state."""
-    found = {}
-    for name, value in _numbers(loop):
-        _add(digest := hashlib.sha256(), name, value)
-        found[name] = digest.hexdigest()[:12]
-    return found
+    return short_digests(_numbers(loop))
 
 
-def _entries(loop: MegatronLoop) -> Iterator[_Entry]:
+def _entries(loop: MegatronLoop) -> Iterator[Entry]:
     yield from _weights(loop)
     yield from _numbers(loop)
 
 
-def _weights(loop: MegatronLoop) -> Iterator[_Entry]:
+def _weights(loop: MegatronLoop) -> Iterator[Entry]:
     for number, chunk in enumerate(loop.model_chunks):
         for name, parameter in chunk.named_parameters():
             raw = optimizer.raw_tensors(parameter)
@@ -147,7 +137,7 @@ def _weights(loop: MegatronLoop) -> Iterator[_Entry]:
         yield from _optimizer_entries(f"optimizer.{number}", part)
 
 
-def _numbers(loop: MegatronLoop) -> Iterator[_Entry]:
+def _numbers(loop: MegatronLoop) -> Iterator[Entry]:
     for name, scaler in optimizer.loss_scalers(loop.optimizer).items():
         values = sorted(scaler.state_dict().items())
         yield name, repr([(key, float(value)) for key, value in values])
@@ -157,7 +147,7 @@ def _numbers(loop: MegatronLoop) -> Iterator[_Entry]:
     yield "log_sums", repr(sorted(loop.log_sums.items()))
 
 
-def _optimizer_entries(name: str, part: Any) -> Iterator[_Entry]:
+def _optimizer_entries(name: str, part: Any) -> Iterator[Entry]:
     for group_number, group in enumerate(part.optimizer.param_groups):
         scalars = {k: v for k, v in group.items() if isinstance(v, int | float)}
         yield f"{name}.group.{group_number}", repr(sorted(scalars.items()))
@@ -173,22 +163,7 @@ def _optimizer_entries(name: str, part: Any) -> Iterator[_Entry]:
                 yield f"{place}.numbers", repr(sorted(numbers.items()))
 
 
-def _generator_entries() -> Iterator[_Entry]:
-    kind, keys, position, has_normal, normal = np.random.get_state(legacy=True)
-    yield "rng.python", repr(random.getstate())
-    yield "rng.numpy", f"{kind}{np.asarray(keys).tobytes().hex()}{position}{has_normal}{normal}"
-    yield "rng.torch", torch.get_rng_state()
-    if torch.cuda.is_available():
-        yield "rng.cuda", torch.cuda.get_rng_state()
+def _generator_entries() -> Iterator[Entry]:
+    yield from generator_entries()
     for name, state in sorted(tracked_random_states().items()):
         yield f"rng.{name}", state
-
-
-def _add(digest: hashlib._Hash, name: str, value: Tensor | str) -> None:
-    digest.update(name.encode())
-    if isinstance(value, str):
-        digest.update(value.encode())
-        return
-    digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
-    data = value.detach().cpu().contiguous().reshape(-1)
-    digest.update(data.view(torch.uint8).numpy().data)

@@ -12,12 +12,9 @@ optimizers/fused_adam.py; Megatron-core 0.16.1, core/optimizer/{__init__,distrib
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -25,13 +22,11 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from torch import Tensor
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.member.framework import UnsupportedState
-from deadpool_megatron.state.parts import Part, move_into_arenas
+from deadpool_megatron.state import optimizer_state
+from deadpool_megatron.state.optimizer_state import OptimizerState, Place, UnsupportedState
+from deadpool_megatron.state.parts import Part
 from deadpool_megatron.support import flags
 
-# They keep nothing but tensors for a parameter, and change them in place; nobody has to look after
-# each of their updates.
-_IN_PLACE = frozenset({"Adam", "AdamW", "FusedAdam", "SGD"})
 # Of a parameter group: between which its learning rate and weight decay move.
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 _FP8_RECIPES = frozenset({"delayed", "tensorwise", "blockwise", "mxfp8"})
@@ -154,12 +149,12 @@ def updating(inner: Any) -> list[Any]:
 
 
 def _changes_in_place(inner: Any) -> bool:
-    return all(type(one).__name__ in _IN_PLACE for one in updating(inner))
+    return all(map(optimizer_state.changes_in_place, updating(inner)))
 
 
 def parameters_of(inner: Any) -> list[Tensor]:
     """The parameters that an inner optimizer updates, in the order of its groups."""
-    return [parameter for group in inner.optimizer.param_groups for parameter in group["params"]]
+    return optimizer_state.parameters_of(inner.optimizer)
 
 
 # What holds the values of Transformer Engine's quantised tensors. Their transposed and column-wise
@@ -202,17 +197,15 @@ def state_tensors(inner: Any, parameter: Tensor) -> dict[str, Tensor]:
     return {name: owner[key] for name, owner, key in _owners(inner.optimizer, parameter)}
 
 
-def _owners(adam: Any, parameter: Tensor) -> Iterator[tuple[str, MutableMapping[Any, Any], str]]:
-    """Name, and the mapping and key where it is found now: a load replaces mappings as well."""
-    state = adam.state[parameter]
-    for key in sorted(state):
-        if not isinstance(state[key], Tensor) or state[key] is parameter:
-            continue
-        raw = raw_tensors(state[key])
+def _owners(adam: Any, parameter: Tensor) -> Iterator[Place]:
+    """Every plain tensor that an optimizer keeps for one of its parameters."""
+    for name, state, key in optimizer_state.places(adam, parameter):
+        kept: Any = state[key]
+        raw = raw_tensors(kept)
         for attribute in raw:
-            yield f"{key}.{attribute}", vars(state[key]), attribute
+            yield f"{name}.{attribute}", vars(kept), attribute
         if not raw:
-            yield key, state, key
+            yield name, state, key
     # FusedAdam: what moments and masters narrower than fp32 are to be multiplied by.
     scales = getattr(adam, "_scales", {}).get(parameter, {})
     for key in sorted(scales):
@@ -220,26 +213,24 @@ def _owners(adam: Any, parameter: Tensor) -> Iterator[tuple[str, MutableMapping[
 
 
 class ShardState:
-    """The tensors of all inner optimizers, one part per inner optimizer, packed where possible.
-
-    Packing re-points tensors that own their memory into flat arenas; :meth:`readopt` puts that
-    back after a load of a checkpoint has put other tensors in their place.
-    """
+    """The tensors of all inner optimizers, one part for each (:class:`OptimizerState`)."""
 
     def __init__(self, optimizer: Any) -> None:
         self._inner = inner_optimizers(optimizer)
-        self._kept = [list(_kept(inner)) for inner in self._inner]
+        # A shard of the model's parameters is read by the forward pass and by gathers where it is.
+        self._states = [
+            OptimizerState(inner.optimizer, _owners, fixed=masters_in_adam(inner))
+            for inner in self._inner
+        ]
         dealt_out = [one for chain in layer_wise(optimizer) for one in _chained(chain)]
         self.parts = [
             Part(
                 f"shard{index}",
-                self._packed(inner, self._kept[index]),
+                state.tensors,
                 [dist.get_rank()] if inner in dealt_out else _replicas(inner),
             )
-            for index, inner in enumerate(self._inner)
+            for index, (inner, state) in enumerate(zip(self._inner, self._states, strict=True))
         ]
-        for kept in itertools.chain(*self._kept):
-            kept.settle()
 
     def readopt(self) -> None:
         """Move what a load has replaced back into the packed tensors. Values do not change."""
@@ -253,67 +244,14 @@ class ShardState:
             self._readopt(index)
 
     def _readopt(self, index: int) -> None:
-        adam = self._inner[index].optimizer
         if is_hybrid(self._inner[index]):  # a load leaves it with masters that nobody updates
-            adam._sync_sub_optimizers_state_to_hdo()
-        with torch.no_grad():
-            for _, group in itertools.groupby(self._kept[index], lambda one: id(one.parameter)):
-                some = list(group)
-                parameter = some[0].parameter
-                found = {name: (owner, key) for name, owner, key in _owners(adam, parameter)}
-                found[""] = {"": parameter}, ""
-                for kept in some:
-                    kept.readopt(*found.pop(kept.name))
-                if found:
-                    kind, more = type(adam).__name__, ", ".join(found)
-                    raise UnsupportedState(f"{kind} keeps {more}, which it did not at its start")
+            self._inner[index].optimizer._sync_sub_optimizers_state_to_hdo()
+        self._states[index].readopt()
 
     def release(self) -> None:
-        """Give parameters of the model memory of their own, as before they were packed: what is
-        packed for its next optimizer has to be laid out as in a role that was built again."""
-        for kept in itertools.chain(*self._kept):
-            if not kept.name and isinstance(kept.parameter, torch.nn.Parameter):
-                kept.parameter.data = kept.parameter.detach().clone()
-
-    @staticmethod
-    def _packed(inner: Any, kept: Sequence[_Kept]) -> list[Tensor]:
-        # A shard of the model's parameters is read by the forward pass and by gathers where it is.
-        fixed = [one.tensor for one in kept if not one.name and masters_in_adam(inner)]
-        movable = [one.tensor for one in kept if one.name or not masters_in_adam(inner)]
-        return [*move_into_arenas(movable), *fixed]
-
-
-@dataclass
-class _Kept:
-    """One tensor of an optimizer: a parameter that it updates (``name`` empty), or its state."""
-
-    parameter: Tensor
-    name: str
-    tensor: Tensor
-
-    def settle(self) -> None:
-        """Remember the memory the tensor has now, after packing."""
-        self._place = self.tensor.detach()
-
-    def readopt(self, owner: MutableMapping[Any, Any], key: str) -> None:
-        """Bring the current value, which ``owner`` has, into the remembered memory."""
-        current = owner[key]
-        if current.data_ptr() == self._place.data_ptr():
-            return
-        self._place.copy_(current.detach())
-        if (current.dtype, current.device) == (self._place.dtype, self._place.device):
-            current.data = self._place  # other owners of it keep the same
-            return
-        self.tensor.data = self._place
-        owner[key] = self.tensor
-
-
-def _kept(inner: Any) -> Iterator[_Kept]:
-    """Parameter, then its state, in the order of the groups: equal in equal roles."""
-    for parameter in parameters_of(inner):
-        yield _Kept(parameter, "", parameter)
-        for name, tensor in state_tensors(inner, parameter).items():
-            yield _Kept(parameter, name, tensor)
+        """Give parameters of the model memory of their own, as before they were packed."""
+        for state in self._states:
+            state.release()
 
 
 def _replicas(inner: Any) -> list[int]:
@@ -351,40 +289,14 @@ def _groups(inner: Any) -> list[dict[str, Any]]:
 
 
 def param_group_values(optimizer: Any) -> list[list[dict[str, Any]]]:
-    """The plain values of every parameter group: what the scheduler has set (lr, weight decay), and
-    what a load has taken from a checkpoint (betas).
-
-    FusedAdam counts its steps here, too, from its first step on. Steps and learning rate of a
-    capturable Adam are tensors.
-    """
-    plain = (int, float, bool, str, tuple, Tensor)
-    return [
-        [{k: v for k, v in group.items() if isinstance(v, plain)} for group in _groups(inner)]
-        for inner in inner_optimizers(optimizer)
-    ]
+    """The plain values of every parameter group (:func:`group_values`)."""
+    return [optimizer_state.group_values(_groups(inner)) for inner in inner_optimizers(optimizer)]
 
 
 def restore_param_group_values(optimizer: Any, values: list[list[dict[str, Any]]]) -> None:
-    """Inverse of :func:`param_group_values`, in place. What was not there then is taken away.
-
-    A count of steps that stayed behind, of an interrupted first iteration or of a warm-up, would
-    correct the bias of the moments for the wrong step.
-    """
+    """Inverse of :func:`param_group_values`, in place."""
     for inner, groups in zip(inner_optimizers(optimizer), values, strict=True):
-        for group, kept in zip(_groups(inner), groups, strict=True):
-            for key, value in list(group.items()):
-                known = isinstance(value, int | float | bool | str | Tensor)
-                if known and key not in kept:
-                    del group[key]
-            for key, value in kept.items():
-                if not isinstance(value, Tensor):
-                    # A list was a tuple: JSON has none.
-                    group[key] = tuple(value) if isinstance(value, list) else value
-                elif isinstance(live := group.get(key), Tensor):
-                    live.copy_(value)
-                else:
-                    device = next((p.device for p in group["params"]), torch.device("cpu"))
-                    group[key] = value.to(device, copy=True)
+        optimizer_state.restore_group_values(_groups(inner), groups)
 
 
 def group_rates(optimizer: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -399,26 +311,20 @@ def group_rates(optimizer: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 def plain_values(inner: Any, parameter: Tensor) -> dict[str, Any]:
     """State of a parameter that is no tensor."""
-    return _plain(inner.optimizer.state[parameter])
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+    return optimizer_state.plain_values(inner.optimizer.state[parameter])
 
 
 def state_numbers(optimizer: Any) -> dict[str, dict[str, Any]]:
     """Values in the state of parameters that are no tensors, by place: counts of steps."""
     states = _looked_after(optimizer)
-    return {place: found for place, state in states if (found := _plain(state))}
+    values = {place: optimizer_state.plain_values(state) for place, state in states}
+    return {place: found for place, found in values.items() if found}
 
 
 def restore_state_numbers(optimizer: Any, kept: Mapping[str, dict[str, Any]]) -> None:
     """Inverse of :func:`state_numbers`."""
     for place, state in _looked_after(optimizer):
-        then = kept.get(place, {})
-        for key in _plain(state).keys() - then.keys():
-            del state[key]
-        state.update(then)
+        optimizer_state.restore_plain_values(state, kept.get(place, {}))
 
 
 def _looked_after(optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:

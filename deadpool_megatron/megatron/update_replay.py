@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from deadpool_megatron.megatron import optimizer as optimizers
-from deadpool_megatron.megatron.initial_state import same_bytes, without_hooks
-from deadpool_megatron.member.framework import UnsupportedState
+from deadpool_megatron.state.initial_state import same_bytes, without_hooks
+from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.wire.forms import Coded
 

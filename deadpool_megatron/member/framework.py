@@ -16,17 +16,13 @@ from torch import Tensor
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.member.update_capture import UpdateCapture
 from deadpool_megatron.platform import Platform
+from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.state.template import StateTemplate
 from deadpool_megatron.vault.member import VaultClient
 
 if TYPE_CHECKING:
     from deadpool_megatron.member.reports import RoleReports
-
-
-class UnsupportedState(ValueError):
-    """An optimizer, a precision or a model whose unique state is not known, or that has too much of
-    it; the message says why."""
 
 
 class StepCalls(NamedTuple):

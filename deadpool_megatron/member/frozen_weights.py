@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.state import frozen_file
+from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import fingerprint
 from deadpool_megatron.vault.errors import NoRoom
 

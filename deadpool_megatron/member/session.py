@@ -45,7 +45,6 @@ from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind, k
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.member.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.member.epoch_runner import EpochRunner
-from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.member.loop import Program
 from deadpool_megatron.member.peer_comparison import PeerMismatch
 from deadpool_megatron.member.protection import ExtrasOutgrown
@@ -53,6 +52,7 @@ from deadpool_megatron.member.reports import DeviceMeter, HangProbe, HostMeter, 
 from deadpool_megatron.preflight.host import VISIBLE
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.extras import ExtrasError
+from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.template import TemplateError
 from deadpool_megatron.support import environment as nccl_environment
 from deadpool_megatron.vault.errors import NoRoom, VaultError

@@ -17,7 +17,7 @@ from torch import Tensor
 from deadpool_megatron.megatron import dimensions, optimizer as optimizers
 from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.optimizer import ShardState
-from deadpool_megatron.member.framework import UnsupportedState
+from deadpool_megatron.state.optimizer_state import UnsupportedState
 from tests.gpu.digests import state_digests
 from tests.megatron import gpu_rig
 from tests.megatron.gpu_rig import Slot, differences, plain_inner

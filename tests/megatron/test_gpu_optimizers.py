@@ -17,8 +17,8 @@ from torch import Tensor
 from deadpool_megatron.megatron import dimensions, loop_extras as extras
 from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.optimizer import ShardState, raw_tensors, refuse_unknown_state
-from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.state.extras import decode
+from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.support import flags
 from tests.gpu.digests import state_digests
 from tests.megatron import gpu_rig

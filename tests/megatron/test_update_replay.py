@@ -11,9 +11,9 @@ from deadpool_megatron.layout.records import UPDATE_PART, Generation, gradients_
 from deadpool_megatron.megatron import optimizer as optimizers, update_replay
 from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.step_keeper import StepKeeper
-from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.state import extras as codec
+from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part, move_into_arenas
 from tests.state.loading import load
 from tests.trainer.layouts import TINY, make_loop

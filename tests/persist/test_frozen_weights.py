@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from deadpool_megatron.megatron import loop_extras as extras
-from deadpool_megatron.member.framework import UnsupportedState
 from deadpool_megatron.member.frozen_weights import FrozenWeights
 from deadpool_megatron.state import frozen_file
 from deadpool_megatron.state.frozen_file import FrozenFileError
+from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.vault.errors import NoRoom
 from tests.faults.harness.jobs import (
     MODEL,

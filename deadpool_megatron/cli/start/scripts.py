@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -25,9 +26,21 @@ MODULE = "deadpool_megatron.megatron_lm"
 PRELOAD = f"{MODULE}.preload"
 EMBEDDED_TRAINER = ("-m", "deadpool_megatron.trainer")
 NVIDIA_CONTROL_DEVICE = Path("/dev/nvidiactl")
-DEFAULT_PRELOAD = ",".join(
-    f"deadpool_megatron.{name}" for name in ("trainer.megatron_api", "trainer.gpt_loop", "member")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # nor is the package that it is in
+        return False
+
+
+_FRAMEWORK = (
+    ("trainer.megatron_api", "trainer.gpt_loop")
+    if _is_installed("megatron.core")
+    else ("torch_native",)
 )
+DEFAULT_PRELOAD = ",".join(f"deadpool_megatron.{name}" for name in (*_FRAMEWORK, "member"))
 
 
 def member_command(command: Sequence[str]) -> tuple[str, ...]:

@@ -39,9 +39,10 @@ from deadpool_megatron.megatron.optimizer import (
     is_distributed,
     parameters_of,
 )
-from deadpool_megatron.member.framework import UnsupportedState, UpdateAudit
+from deadpool_megatron.member.framework import UpdateAudit
 from deadpool_megatron.member.peer_comparison import current_device, gathered
 from deadpool_megatron.member.reports import RoleReports
+from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part, fingerprint
 
 _SUMS = 2  # of a fingerprint

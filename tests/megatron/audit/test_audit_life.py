@@ -23,7 +23,7 @@ from deadpool_megatron.megatron.audit.audit import Audit
 from deadpool_megatron.megatron.dimensions import rebuild_from_peers
 from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.loop import model_config
-from deadpool_megatron.member.framework import UnsupportedState
+from deadpool_megatron.state.optimizer_state import UnsupportedState
 from tests.common import lives
 from tests.state.loading import load
 from tests.trainer.layouts import TINY, make_loop

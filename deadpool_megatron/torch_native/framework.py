@@ -1,0 +1,155 @@
+"""Plain PyTorch as a framework: the state of a loop as a member asks for it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.member.framework import Framework, StepCalls
+from deadpool_megatron.member.peer_comparison import PeerMismatch, gathered
+from deadpool_megatron.state import initial_state
+from deadpool_megatron.state.digest import short_digests
+from deadpool_megatron.state.extras import capture_random_states, restore_random_states
+from deadpool_megatron.state.optimizer_state import (
+    OptimizerState,
+    UnsupportedState,
+    changes_in_place,
+    parameters_of,
+)
+from deadpool_megatron.state.parts import Part, fingerprint
+from deadpool_megatron.torch_native.loop_state import copy_by_name
+from deadpool_megatron.torch_native.wrappers import Wrappers, is_sharded
+
+if TYPE_CHECKING:
+    from deadpool_megatron.torch_native.loop import TorchLoop
+
+# Of frozen weights; more are written once and do not travel with each generation.
+_MAX_FROZEN_BYTES = 64 << 20
+
+
+class TorchFramework(Framework):
+    """See :class:`Framework`. There is one optimizer, so one part. No collective lies between the
+    gate and the update."""
+
+    slots = 3
+    versions = (torch.__version__,)
+
+    def __init__(self, loop: TorchLoop) -> None:
+        optimizer: Any = loop.optimizer
+        kind, is_torchs = type(optimizer), isinstance(optimizer, torch.optim.Optimizer)
+        # Those of torch.distributed.optim hand the state to others.
+        if not is_torchs or kind.__module__.startswith("torch.distributed."):
+            raise UnsupportedState(f"{kind.__name__} does not keep its state as torch.optim does")
+        self._loop, self._wrappers = loop, Wrappers(loop.model)
+        initial_state.complete(optimizer)
+        initial_state.refuse_unknown_values(optimizer)
+        self._values = loop.state
+        parameters = parameters_of(optimizer)
+        # FSDP gathers from the shards of its parameters, so they stay in its memory.
+        self._state = OptimizerState(optimizer, fixed=any(map(is_sharded, parameters)))
+        replicas = [set(self._wrappers.replicas(parameter)) for parameter in parameters]
+        common = set.intersection(*replicas) if replicas else {dist.get_rank()}
+        part = Part("shard0", self._state.tensors, sorted(common))
+        shapes = [
+            f"{name}|{tuple(tensor.shape)}|{tensor.dtype}"
+            for name, tensor in self._values.tensors().items()
+        ]
+        part.meaning = hashlib.sha256("\n".join(shapes).encode()).hexdigest()
+        self.parts, self.peers = [part], list(range(dist.get_world_size()))
+
+    def meaning(self) -> str:
+        """See :class:`Framework`."""
+        return f"role {dist.get_rank()} of {dist.get_world_size()}, {self._loop.stage_class()}"
+
+    def install(self, calls: StepCalls) -> None:
+        """See :class:`Framework`."""
+        optimizer = self._loop.optimizer
+        before = [lambda _: calls.gate(), _inside, *calls.before]
+        after = [_updated, self._readopt_updated, *calls.after]
+        for call in before:
+            optimizer.register_step_pre_hook(functools.partial(_call, call))
+        for call in after:
+            optimizer.register_step_post_hook(functools.partial(_call, call))
+
+    def capture(self) -> dict[str, Any]:
+        """See :class:`Framework`."""
+        values = {**self._values.values(), **capture_random_states()}
+        return {**values, **{f"tensor.{name}": tensor for name, tensor in self._small().items()}}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """See :class:`Framework`."""
+        saved = {k.removeprefix("tensor."): v for k, v in values.items() if k.startswith("tensor.")}
+        copy_by_name(self._small(), saved)
+        self._values.restore_values(values)
+
+    def restore_last(self, values: dict[str, Any]) -> None:
+        """See :class:`Framework`."""
+        restore_random_states(values)
+
+    def readopt(self) -> None:
+        """See :class:`Framework`."""
+        self._state.readopt()
+
+    def release(self) -> None:
+        """See :class:`Framework`."""
+        self._state.release()
+
+    def synchronise(self) -> None:
+        """See :class:`Framework`: each role restores all of its own."""
+
+    def verify(self) -> None:
+        """See :class:`Framework`."""
+        (part,) = self.parts
+        device = next((tensor.device for tensor in part.tensors), torch.device("cpu"))
+        assert dist.group.WORLD is not None
+        found = gathered(fingerprint(part.tensors, device), dist.group.WORLD)
+        own = found[dist.get_rank()]
+        if odd := [role for role in part.replicas if not torch.equal(found[role], own)]:
+            raise PeerMismatch(f"the replicas of roles {odd} differ from role {dist.get_rank()}")
+
+    def forget_in_flight(self) -> None:
+        """See :class:`Framework`."""
+        self._wrappers.forget_in_flight()
+        if (scaler := self._loop.grad_scaler) is not None:
+            scaler._per_optimizer_states.clear()
+
+    def entry_digests(self) -> dict[str, str]:
+        """See :class:`Framework`."""
+        return short_digests(self._values.numbers())
+
+    def large_frozen_weights(self) -> Sequence[tuple[str, Tensor]]:
+        """See :class:`Framework`."""
+        small = self._small()
+        return [(k, v) for k, v in self._values.beside().items() if k not in small]
+
+    def _small(self) -> dict[str, Tensor]:
+        """The tensors that travel with the extras."""
+        found = self._values.beside()
+        frozen = [name for name in found if name.startswith("model.")]
+        if sum(found[name].nbytes for name in frozen) > _MAX_FROZEN_BYTES:
+            found = {name: tensor for name, tensor in found.items() if name not in frozen}
+        return found
+
+    def _readopt_updated(self, _: int) -> None:
+        if not changes_in_place(self._loop.optimizer):
+            self._state.readopt()
+
+
+def _inside(index: int) -> None:
+    failpoints.hit("optimizer.inside", optimizer=index)
+
+
+def _updated(index: int) -> None:
+    failpoints.hit("optimizer.updated", optimizer=index)
+
+
+def _call(call: Callable[[int], None], *_: object) -> None:
+    """As torch calls a hook: with the optimizer and the arguments of its step."""
+    call(0)

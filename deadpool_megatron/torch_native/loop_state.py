@@ -1,0 +1,119 @@
+"""The state of a loop by name: tensors and values.
+
+A tensor that is sharded is meant as the role's own shard, whether or not FSDP has gathered it at
+the moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deadpool_megatron.state.digest import Entry, generator_entries
+from deadpool_megatron.state.extras import ExtrasError, encode
+from deadpool_megatron.state.optimizer_state import (
+    UnsupportedState,
+    group_values,
+    local_tensor,
+    parameters_of,
+    places,
+    plain_values,
+    restore_group_values,
+    restore_plain_values,
+)
+from deadpool_megatron.torch_native.plain_state import decoded, encoded
+
+if TYPE_CHECKING:
+    from deadpool_megatron.torch_native.loop import TorchLoop
+
+# Attributes of a loop whose state_dict() has values.
+_SCHEDULES = ("scheduler", "grad_scaler")
+
+
+class LoopState:
+    """The state of one loop. Made when the loop is complete, before its first forward pass: later
+    FSDP may have put a gathered parameter there."""
+
+    def __init__(self, loop: TorchLoop) -> None:
+        self._loop = loop
+        self._parameters = dict(loop.model.named_parameters())
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        updated = parameters_of(loop.optimizer)
+        if any(id(parameter) not in names for parameter in updated):
+            raise UnsupportedState("the optimizer has parameters that the model does not have")
+        #: the names of the parameters that the optimizer updates, in its order
+        self.updated = [names[id(parameter)] for parameter in updated]
+
+    def beside(self) -> dict[str, Tensor]:
+        """Return what no optimizer updates: buffers, persistent or not, and frozen weights."""
+        frozen = self._parameters.keys() - set(self.updated)
+        buffers = self._loop.model.named_buffers()
+        return self._weights(sorted(frozen)) | {
+            f"buffer.{name}": buffer for name, buffer in buffers
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all live tensors."""
+        found = self._weights(self.updated) | self.beside()
+        optimizer = self._loop.optimizer
+        for name, parameter in zip(self.updated, parameters_of(optimizer), strict=True):
+            for key, state, _ in places(optimizer, parameter):
+                found[f"optimizer.{name}.{key}"] = local_tensor(state[key])
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """Return everything but tensors and random states, as values of extras."""
+        loop, optimizer = self._loop, self._loop.optimizer
+        states = [plain_values(optimizer.state[p]) for p in parameters_of(optimizer)]
+        return {
+            "counters": dict(loop.counters),
+            "log_sums": {name: float(value).hex() for name, value in loop.log_sums.items()},
+            "param_groups": group_values(optimizer.param_groups),
+            "state_numbers": encoded(states if any(states) else [], "the optimizer"),
+            **{name: encoded(kept.state_dict(), name) for name, kept in self._schedules()},
+            "extra_state": loop.extra_state(),
+        }
+
+    def restore_values(self, values: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`values`, in place."""
+        loop, optimizer = self._loop, self._loop.optimizer
+        loop.counters.clear()
+        loop.counters.update(values["counters"])
+        loop.log_sums.clear()
+        loop.log_sums.update({k: float.fromhex(v) for k, v in values["log_sums"].items()})
+        for name, schedule in self._schedules():
+            if state := decoded(values[name]):
+                schedule.load_state_dict(state)
+        restore_group_values(optimizer.param_groups, values["param_groups"])
+        numbers = decoded(values["state_numbers"])
+        for parameter, kept in zip(parameters_of(optimizer), numbers, strict=False):
+            restore_plain_values(optimizer.state[parameter], kept)
+        loop.restore_extra_state(values["extra_state"])
+
+    def numbers(self) -> Iterator[Entry]:
+        """The values and random states, for a digest."""
+        for name, value in self.values().items():
+            yield name, encode({name: value}).hex()
+        yield from generator_entries()
+
+    def _weights(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {f"model.{name}": local_tensor(self._parameters[name].detach()) for name in names}
+
+    def _schedules(self) -> Iterator[tuple[str, Any]]:
+        for name in _SCHEDULES:
+            if (schedule := getattr(self._loop, name)) is not None:
+                yield name, schedule
+
+
+def copy_by_name(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy tensors in place. Raises ExtrasError where they are those of another model."""
+    shapes, expected = ({k: v.shape for k, v in some.items()} for some in (saved, live))
+    if shapes != expected:
+        differing = sorted({name for name, _ in shapes.items() ^ expected.items()})
+        raise ExtrasError(f"tensors of the model differ: {', '.join(differing[:5])}")
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(saved[name])
