@@ -32,10 +32,11 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import member_dialogue, room
 from deadpool_megatron.vault.disk.dump import damaged, dump, dump_held
 from deadpool_megatron.vault.disk.pinned_snapshot import snapshot_bytes, take
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import MALFORMED, Code, VaultError
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Segment, parse_name
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.transport import Transport, begin_thread
 from deadpool_megatron.vault.worker import RoleWorker
 from deadpool_megatron.wire.framing import WireError
@@ -61,9 +62,13 @@ class Vault:
         self._directory = directory
         self._settings = settings
         self._transport = transport
-        self._state = VaultState(node, directory, settings, self._emit, transport, interface)
-        self._members = member_dialogue.MemberDialogues(self._state)
-        self._server = Server(self._state, transport)
+        self._store = store = SlotStore(
+            scheme_of, node, directory, settings, self._emit, transport, interface
+        )
+        self._gate = store.gate
+        self._ledger = store.ledger
+        self._members = member_dialogue.MemberDialogues(self._store)
+        self._server = Server(self._store, transport)
         self._links = member_dialogue.LocalServer(local_listener, self._dialogue)
         self._order_lock = threading.Lock()
         self._event_lock = threading.Lock()
@@ -81,15 +86,15 @@ class Vault:
 
         Raises SegmentError when there are slots that it cannot read.
         """
-        with self._state.lock:
-            found = self._state.table.scan()
-            self._state.table.require_read()
-        for name, damage in self._state.table.dropped.items():
+        with self._gate.lock:
+            found = self._store.table.scan()
+            self._store.table.require_read()
+        for name, damage in self._store.table.dropped.items():
             about = (parse_name(name)[0], Generation(0, 0), "description", name)
-            self._state.reports.corruption(*about, damage.expected, damage.found)
+            self._store.reports.corruption(*about, damage.expected, damage.found)
         self._report_damage()
         data = {"pid": os.getpid(), "slots_found": found}
-        self._emit(Event(Kind.VAULT_STARTED, node=self._state.node, data=data))
+        self._emit(Event(Kind.VAULT_STARTED, node=self._gate.node, data=data))
         self._server.start()
         self._links.start()
 
@@ -97,8 +102,8 @@ class Vault:
         """Until told to stop, or for lack of an agent. Then everything is stopped."""
         looked = time.monotonic()
         while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
-            room.remove_unneeded(self._state)
-            self._state.table.removed.clear()
+            room.remove_unneeded(self._store)
+            self._store.table.removed.clear()
             if time.monotonic() - looked > _NAMES_SECONDS:
                 looked = time.monotonic()
                 self._keep_names()
@@ -127,11 +132,11 @@ class Vault:
         """Whoever comes next looks for what is here by its name: names that somebody else has
         removed lead to what is held open again."""
         try:
-            with self._state.lock:
+            with self._gate.lock:
                 for directory in (self._directory.parent, self._directory):
                     if not directory.exists():
                         ownership.make_private(directory)
-                gone = [s for s in self._state.table.segments.values() if s.keep_name()]
+                gone = [s for s in self._store.table.segments.values() if s.keep_name()]
                 if not self._links.keep_name() and not gone:
                     return
             trouble = "created again; from here on its memory goes with this node's vault"
@@ -141,7 +146,7 @@ class Vault:
         if text != self._said_of_names:
             self._said_of_names = text
             data = {"level": "warning", "text": text}
-            self._emit(Event(Kind.LOG, node=self._state.node, data=data))
+            self._emit(Event(Kind.LOG, node=self._gate.node, data=data))
 
     # Local connections.
 
@@ -150,7 +155,7 @@ class Vault:
         if hello is None:
             return
         if hello.get("t") == "member":
-            member_dialogue.MemberDialogue(self._state, self._members, link, hello).run(stopping)
+            member_dialogue.MemberDialogue(self._store, self._members, link, hello).run(stopping)
         elif hello.get("t") == "agent":
             self._obey(link, stopping)
         else:
@@ -180,7 +185,7 @@ class Vault:
         kind, number = str(message.get("t")), message.get("id")
         orders: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "close": lambda m: self.close_epoch(int(m["epoch"])),
-            "inventory": lambda _: self._state.inventory().to_dict(),
+            "inventory": lambda _: self._store.inventory().to_dict(),
             "adopt": lambda m: self.adopt(EpochRecord.from_dict(m["record"])),
             "status": lambda _: self.status(),
             "dump": self._dump,
@@ -207,8 +212,8 @@ class Vault:
     def close_epoch(self, epoch: int) -> None:
         """After this returns nothing of ``epoch`` is sealed on this node any more."""
         with self._order_lock:
-            newer_open = self._state.open_epoch > epoch
-            self._state.close(epoch)
+            newer_open = self._gate.open_epoch > epoch
+            self._store.close(epoch)
             if not newer_open:
                 self._cut()
 
@@ -219,14 +224,14 @@ class Vault:
         """
         self._keep_names()  # where copies and slots are made
         with self._order_lock:
-            if self._state.open_epoch not in (0, record.epoch):
+            if self._gate.open_epoch not in (0, record.epoch):
                 self._cut()
-            if not self._state.adopt(record):
+            if not self._store.adopt(record):
                 return
-            self._state.table.removed.clear()  # what is made for new roles may need the room
+            self._store.table.removed.clear()  # what is made for new roles may need the room
             workers = {
-                role: RoleWorker(self._state, record, role, seat)
-                for role, seat in self._state.own_roles().items()
+                role: RoleWorker(self._store, record, role, seat)
+                for role, seat in self._gate.own_roles().items()
             }
             self._members.set_workers(workers)
             for worker in workers.values():
@@ -235,56 +240,56 @@ class Vault:
     def status(self) -> dict[str, Any]:
         """For people and tests: epoch, counters, commits, memory, processor time (seconds)."""
         self._report_damage()
-        state = self._state
+        store = self._store
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        speed, origin = state.link.speed()
-        with state.lock:
+        speed, origin = store.nic.speed()
+        with self._gate.lock:
             return {
-                "node": state.node,
+                "node": self._gate.node,
                 "pid": os.getpid(),
-                "open_epoch": state.open_epoch,
-                "closed_epoch": state.closed_epoch,
-                "counters": dict(state.reports.counters),
+                "open_epoch": self._gate.open_epoch,
+                "closed_epoch": self._gate.closed_epoch,
+                "counters": dict(store.reports.counters),
                 "committed": {
                     str(role): [generation.to_list(), boundary]
-                    for role, (generation, boundary) in state.committed.items()
+                    for role, (generation, boundary) in self._ledger.committed.items()
                 },
-                "fit": {str(role): fit for role, fit in state.link.fits().items()},
+                "fit": {str(role): fit for role, fit in store.nic.fits().items()},
                 "link": {"bytes_per_second": speed, "origin": origin} if speed else None,
                 "segments": {
-                    **{n: s.nbytes for n, s in state.table.segments.items()},
+                    **{n: s.nbytes for n, s in store.table.segments.items()},
                     **snapshot_bytes(self._directory),
                 },
-                "holdings": [holding.to_dict() for holding in state.table.holdings()],
-                "allocated_bytes": state.table.budget.used_bytes(),
-                "limit_bytes": state.table.budget.limit_bytes,
+                "holdings": [holding.to_dict() for holding in store.table.holdings()],
+                "allocated_bytes": store.table.budget.used_bytes(),
+                "limit_bytes": store.table.budget.limit_bytes,
                 "cpu_seconds": usage.ru_utime + usage.ru_stime,
             }
 
     def _report_damage(self) -> None:
         """Tell once of state words that nobody of ours has stored: a stray store, or bad memory."""
-        with self._state.lock:
-            segments = list(self._state.table.segments.values())
+        with self._gate.lock:
+            segments = list(self._store.table.segments.values())
             found = {(one, *word) for one in segments for word in one.foreign_words()}
         for segment, slot, name, word in found - self._damaged:
             generation, where = segment.generation(slot), f"header of slot {slot}"
             role, where = segment.layout.role, f"{where} of {segment.path.name}"
-            self._state.reports.corruption(role, generation, name, where, 0, word)
+            self._store.reports.corruption(role, generation, name, where, 0, word)
         self._damaged = found
 
     def _dump(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        state, directory = self._state, Path(message["directory"])
+        store, directory = self._store, Path(message["directory"])
         if held := [Generation.from_list(one) for one in message["held"]]:
             # All that is intact is written: there is nothing left to try for what is damaged.
-            return {"files": dump_held(state, directory, held)}
+            return {"files": dump_held(store, directory, held)}
         files = dump(
-            state, directory, Generation.from_list(message["generation"]), message["boundary"]
+            store, directory, Generation.from_list(message["generation"]), message["boundary"]
         )
-        return {"files": files, "damaged": [one.to_list() for one in damaged(state)]}
+        return {"files": files, "damaged": [one.to_list() for one in damaged(store)]}
 
     def _take(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         name, iteration = str(message["name"]), int(message["iteration"])
-        taken = take(self._state, name, iteration, float(message["limit_seconds"]))
+        taken = take(self._store, name, iteration, float(message["limit_seconds"]))
         return [one.to_dict() for one in taken]
 
     def _cut(self) -> None:
@@ -292,6 +297,5 @@ class Vault:
         for worker in self._members.workers.values():
             worker.cut()
         self._server.cut()
-        with self._state.lock:
-            if self._state.ledger is not None:
-                self._state.ledger.scheme.cut()
+        with self._gate.lock:
+            self._ledger.cut()

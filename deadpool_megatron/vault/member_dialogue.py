@@ -22,11 +22,11 @@ from typing import Any
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
 from deadpool_megatron.vault import room
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import MALFORMED, Code, Refusal, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.pace import Pace
 from deadpool_megatron.vault.shm.segment import own_name
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.transport import begin_thread
 from deadpool_megatron.vault.worker import RoleWorker
 from deadpool_megatron.wire import framing
@@ -41,15 +41,16 @@ _BACKLOG = 512
 class MemberDialogues:
     """All members that are connected, by role. Thread-safe."""
 
-    def __init__(self, state: VaultState) -> None:
-        self._state = state
+    def __init__(self, store: SlotStore) -> None:
+        self._store = store
+        self._ledger = store.ledger
         self._lock = threading.Lock()
         self._dialogues: dict[int, MemberDialogue] = {}
         self.workers: Mapping[int, RoleWorker] = {}
         # By role: found while its member was away. Whether it still counts, the epoch in it says.
         self._found_bad: dict[int, dict[str, Any]] = {}
-        state.on_committed = self._committed
-        state.on_bad = self._bad
+        self._ledger.on_committed = self._committed
+        store.on_bad = self._bad
 
     def set_workers(self, workers: Mapping[int, RoleWorker]) -> None:
         """The workers of a newly opened epoch; waiting members are handed to them."""
@@ -93,9 +94,11 @@ class MemberDialogue:
     """One connection of one member, from its ``member`` message on."""
 
     def __init__(
-        self, state: VaultState, members: MemberDialogues, link: LocalLink, hello: Mapping[str, Any]
+        self, store: SlotStore, members: MemberDialogues, link: LocalLink, hello: Mapping[str, Any]
     ) -> None:
-        self._state = state
+        self._store = store
+        self._gate = store.gate
+        self._ledger = store.ledger
         self._members = members
         self.link = link
         self.layout = RoleLayout.from_dict(hello["layout"])
@@ -125,16 +128,16 @@ class MemberDialogue:
 
     def push_committed(self, generation: Generation, boundary: str) -> None:
         """Tell the member how far its newest generation is committed."""
-        about = {"epoch": self._state.open_epoch, "generation": generation.to_list()}
+        about = {"epoch": self._gate.open_epoch, "generation": generation.to_list()}
         self.link.send({"t": "committed", **about, "boundary": boundary})
 
     def _attach(self) -> bool:
         """Have the member's segment: the one that it uses already, else made if need be."""
         try:
             if self._has_slots:
-                self._state.attach(own_name(self.role, self._seat))
+                self._store.attach(own_name(self.role, self._seat))
             else:
-                room.ensure_own(self._state, self.layout, self._seat)
+                room.ensure_own(self._store, self.layout, self._seat)
         except (VaultError, OSError) as error:
             text = f"segment of role {self.role}: {error}"
             code = error.code if isinstance(error, VaultError) else Code.FAILED
@@ -144,11 +147,10 @@ class MemberDialogue:
 
     def _registered(self) -> None:
         self.link.send({"t": "registered"})
-        state = self._state
-        with state.lock:
-            if state.own_roles().get(self.role) != self._seat or not state.open_epoch:
+        with self._gate.lock:
+            if self._gate.own_roles().get(self.role) != self._seat or not self._gate.open_epoch:
                 return
-            if (committed := state.committed.get(self.role)) is not None:
+            if (committed := self._ledger.committed.get(self.role)) is not None:
                 self.push_committed(*committed)
         worker = self._members.workers.get(self.role)
         if worker is not None:
@@ -156,8 +158,8 @@ class MemberDialogue:
 
     def _trust(self, matched: bool) -> None:
         """A replay by this very process has given the bytes of its own update, or others."""
-        with self._state.lock:
-            rehearsed = self._state.rehearsed
+        with self._gate.lock:
+            rehearsed = self._ledger.rehearsed
             (rehearsed.add if matched else rehearsed.discard)(self.role)
 
     def _handle(self, message: Mapping[str, Any]) -> None:
@@ -170,14 +172,14 @@ class MemberDialogue:
             self._wish = message
             self.resume()
         elif kind == "waiting":
-            if self._state.is_open(int(message["epoch"])):
+            if self._gate.is_open(int(message["epoch"])):
                 awaited = Generation.from_list(message["generation"])
-                self._state.link.note(Pace.waits, self.role, awaited)
+                self._store.nic.note(Pace.waits, self.role, awaited)
         elif kind == "ended":
-            with self._state.changed:
-                if self._state.is_open(int(message["epoch"])):
-                    self._state.ended.add(self.role)
-                    self._state.changed.notify_all()
+            with self._gate.changed:
+                if self._gate.is_open(int(message["epoch"])):
+                    self._ledger.ended.add(self.role)
+                    self._gate.changed.notify_all()
         elif kind == "release":
             self._unpin()
         elif kind == "rehearsed":
@@ -195,7 +197,7 @@ class MemberDialogue:
             if wish is None:
                 return
             epoch = int(wish["epoch"])
-            refusal = self._state.judge(epoch)
+            refusal = self._gate.judge(epoch)
             ready = worker is not None and worker.epoch == epoch
             if refusal is Refusal.EARLY or (refusal is None and not ready):
                 return
@@ -203,7 +205,7 @@ class MemberDialogue:
         if refusal is Refusal.STALE or worker is None:
             self._answer(epoch, VaultError(f"epoch {epoch} is over"))
         else:
-            record = self._state.record
+            record = self._gate.record
             asked = Generation.from_list(wish["generation"]), wish["boundary"]
             if record is None or asked != (record.restore.generation, record.restore.boundary):
                 self._answer(epoch, VaultError(f"epoch {epoch} does not start from {asked}"))
@@ -225,9 +227,9 @@ class MemberDialogue:
         elif isinstance(outcome, VaultError):
             self.link.send(about | {"t": "failed", "text": str(outcome)})
         else:
-            with self._state.lock:
+            with self._gate.lock:
                 for place in outcome.values():
-                    self._state.table.pin(place)
+                    self._store.table.pin(place)
             with self._lock:
                 self._pinned += outcome.values()
                 over = self._over
@@ -252,9 +254,9 @@ class MemberDialogue:
     def _unpin(self) -> None:
         with self._lock:
             pinned, self._pinned = self._pinned, []
-        with self._state.lock:
+        with self._gate.lock:
             for place in pinned:
-                self._state.table.unpin(place)
+                self._store.table.unpin(place)
 
 
 class LocalLink:

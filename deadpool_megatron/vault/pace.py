@@ -172,7 +172,7 @@ class Pace:
         return awaited or (self._newest is not None and generation < self._newest)
 
 
-class SharedLink:
+class SharedNic:
     """The link by which all copies of a node leave: the interface ``name`` (empty: not known), its
     speed, who uses it, and the hard limit. Thread-safe; its lock is a leaf: nothing else is locked
     while it is held. The files are other ones in tests."""
@@ -334,7 +334,7 @@ class Share(AbstractContextManager["Share"]):
 
     def __init__(
         self,
-        link: SharedLink,
+        link: SharedNic,
         role: int,
         generation: Generation,
         nbytes: int,

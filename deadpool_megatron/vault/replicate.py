@@ -20,12 +20,12 @@ from typing import Any
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault import room
-from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.copies import Scheme, Target
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
 from deadpool_megatron.vault.pace import Share
-from deadpool_megatron.vault.schemes.scheme import Scheme, Target
 from deadpool_megatron.vault.shm.segment import Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.transport import UNREACHABLE, Channel
 from deadpool_megatron.wire.framing import WireError
 
@@ -48,10 +48,12 @@ class Sender(threading.Thread, ABC):
     verb = "ship"
 
     def __init__(
-        self, state: VaultState, layout: RoleLayout, target: Target, scheme: Scheme
+        self, store: SlotStore, layout: RoleLayout, target: Target, scheme: Scheme
     ) -> None:
         super().__init__(name=f"{self.verb}-{layout.role}-to-{target.node}", daemon=True)
-        self._state = state
+        self._store = store
+        self._gate = store.gate
+        self._ledger = store.ledger
         self._layout = layout
         self._target = target
         self._node = target.node
@@ -62,10 +64,10 @@ class Sender(threading.Thread, ABC):
     def _next(self) -> Work | None:
         """Return what is to be brought there; None, after a wait for news, when there is
         nothing."""
-        with self._state.changed:
-            work = self._state.shipment(self._layout, self._target, self._epoch)
+        with self._gate.changed:
+            work = self._ledger.shipment(self._layout, self._target, self._epoch)
             if work is None and self._going():
-                self._state.changed.wait(_LOOK_SECONDS)
+                self._gate.changed.wait(_LOOK_SECONDS)
             return work
 
     def _offered(self, work: Work, **more: object) -> dict[str, Any]:
@@ -75,7 +77,7 @@ class Sender(threading.Thread, ABC):
             "t": "put",
             "block": self._target.block,
             "epoch": self._epoch,
-            "node": self._state.node,
+            "node": self._gate.node,
             "role": self._layout.role,
             "generation": generation.to_list(),
             "layout_hash": self._layout.layout_hash,
@@ -106,7 +108,7 @@ class Sender(threading.Thread, ABC):
             if done:
                 pause = _FIRST_PAUSE_SECONDS
             else:
-                self._state.pause(self._epoch, pause)
+                self._gate.pause(self._epoch, pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         self._disconnect()
 
@@ -117,14 +119,14 @@ class Sender(threading.Thread, ABC):
             channel.shutdown()
 
     def _going(self) -> bool:
-        return self._state.is_open(self._epoch)
+        return self._gate.is_open(self._epoch)
 
     def _connect(self) -> Channel:
         if self._channel is None:
-            self._channel = channel = self._state.dial(self._node)
+            self._channel = channel = self._gate.dial(self._node)
             if not self._going():
                 raise WireError("the epoch was closed while connecting")
-            channel.give_way(self._state.settings.dscp)
+            channel.give_way(self._store.settings.dscp)
             channel.send({"t": "offer", "layout": self._layout.to_dict()})
         return self._channel
 
@@ -147,7 +149,7 @@ class Sender(threading.Thread, ABC):
                 part=place.name,
             )
             channel.send_bulk(piece)
-            self._state.reports.counters["bytes shipped"] += len(piece)
+            self._store.reports.counters["bytes shipped"] += len(piece)
             sent += len(piece)
         if sent < len(view):
             raise WireError("the epoch was closed")
@@ -156,7 +158,13 @@ class Sender(threading.Thread, ABC):
         """The other end found other bytes than were announced: was it the wire or our memory?"""
         found = checksum(place.view)
         if found != place.checksum:
-            self._state.mark_bad(place, found)
+            self._store.mark_bad(place, found)
+
+
+def sender_to(target: Target, store: SlotStore, layout: RoleLayout, scheme: Scheme) -> Sender:
+    """Return the thread that brings a role's parts to a target, which is not started yet."""
+    kind = LocalCopier if target.node == store.gate.node else Replicator
+    return kind(store, layout, target, scheme)
 
 
 class Replicator(Sender):
@@ -169,17 +177,17 @@ class Replicator(Sender):
             "vault.ship", role=self._layout.role, iteration=generation.iteration, to=self._node
         )
         channel = self._connect()
-        with self._state.lock:
+        with self._gate.lock:
             base = self._scheme.follows(self._layout.role, generation)
         follows = None if base is None else base.to_list()
-        elsewhere = self._state.elsewhere(self._layout, generation)
+        elsewhere = self._ledger.elsewhere(self._layout, generation)
         channel.send(self._offered(work, follows=follows, elsewhere=elsewhere))
         answer = channel.receive()
         if refused := Refused.in_answer(answer):
             return self._refused(refused, generation, places)
         wanted = set(answer["parts"])
         nbytes = sum(place.nbytes for place in places if place.name in wanted)
-        link, role = self._state.link, self._layout.role
+        link, role = self._store.nic, self._layout.role
         with Share(link, role, generation, nbytes, self._epoch, channel.sent) as flow:
             for place in places:
                 if place.name in wanted:
@@ -191,9 +199,9 @@ class Replicator(Sender):
                 flow.end()
         kept = {place.name for place in places} - wanted | {*answer["parts"]}
         names = [place.name for place in places if place.name in kept]
-        self._state.shipped(self._layout.role, nbytes, self._epoch)
+        self._ledger.shipped(self._layout.role, nbytes, self._epoch)
         if answer["t"] == "sealed":
-            self._state.acknowledge(self._layout, generation, self._node, names, self._epoch)
+            self._ledger.acknowledge(self._layout, generation, self._node, names, self._epoch)
         damaged = [place for place in places if place.name not in kept]
         for place in damaged:
             self._examine(place)
@@ -202,17 +210,17 @@ class Replicator(Sender):
     def _refused(self, refused: Refused, generation: Generation, places: list[Place]) -> bool:
         if refused.why is Refusal.SUPERSEDED:
             names = [place.name for place in places]
-            self._state.acknowledge(self._layout, generation, self._node, names, self._epoch)
+            self._ledger.acknowledge(self._layout, generation, self._node, names, self._epoch)
             return True
         if refused.why is Refusal.NO_BASE:
-            with self._state.changed:  # it travels whole
+            with self._gate.changed:  # it travels whole
                 self._scheme.make_whole(self._layout.role, generation)
-                self._state.changed.notify_all()
+                self._gate.changed.notify_all()
             return True
         if refused.why is Refusal.WAITED:
             return True  # there is no need for a pause: the holder makes one, and ends it in time
         if refused.why is not Refusal.EARLY:
-            self._state.reports.refuse(f"put: {refused}", role=self._layout.role, by=self._node)
+            self._store.reports.refuse(f"put: {refused}", role=self._layout.role, by=self._node)
         return False
 
 
@@ -227,11 +235,11 @@ class LocalCopier(Sender):
         generation, places = work
         role = self._layout.role
         failpoints.hit("vault.double", role=role, iteration=generation.iteration)
-        with self._state.lock:  # what is there already, be it as the only place of it
+        with self._gate.lock:  # what is there already, be it as the only place of it
             kept = {
                 (place.name, place.checksum)
                 for name in (place.name for place in places)
-                for place in self._state.table.find(role, generation, name)
+                for place in self._store.table.find(role, generation, name)
                 if place.segment.seat is None
             }
         lacking = [place for place in places if (place.name, place.checksum) not in kept]
@@ -241,32 +249,32 @@ class LocalCopier(Sender):
                 doubled += self._double(generation, lacking)
         except VaultError as error:
             if self._going():
-                self._state.reports.refuse(f"second copy: {error}", role=role)
-        self._state.acknowledge(self._layout, generation, self._node, doubled, self._epoch)
+                self._store.reports.refuse(f"second copy: {error}", role=role)
+        self._ledger.acknowledge(self._layout, generation, self._node, doubled, self._epoch)
         return len(doubled) == len(places)
 
     def _double(self, generation: Generation, places: list[Place]) -> list[str]:
         """Copy the parts; returns the names of those sealed, none while no slot is free. Raises
         VaultError where there is no room, or at a close."""
-        state = self._state
+        store = self._store
         names = [place.name for place in places]
-        segment = room.ensure_copy(state, self._layout, generation, names)
+        segment = room.ensure_copy(store, self._layout, generation, names)
         room.require_fit(segment, {place.name: place.nbytes for place in places})
-        slot = state.claim(segment, generation, self._epoch)
+        slot = store.claim(segment, generation, self._epoch)
         if slot is None:
             return []
         try:
-            room.reserve(state, segment, names, slot, generation)
+            room.reserve(store, segment, names, slot, generation)
             return [place.name for place in places if self._copy(place, segment, slot)]
         finally:
-            state.release(segment, slot)
+            store.release(segment, slot)
 
     def _copy(self, place: Place, segment: Segment, slot: int) -> bool:
         """Copy and seal a part; False when its source turns out to be damaged."""
-        state = self._state
-        if not isinstance(state.copy_part(place, segment, slot, self._epoch), Place):
+        store = self._store
+        if not isinstance(store.copy_part(place, segment, slot, self._epoch), Place):
             self._examine(place)
             return False
-        state.reports.counters["bytes doubled"] += place.nbytes
-        state.fail_point_corrupt("vault.doubled", place.segment, place.slot, [place.name])
+        store.reports.counters["bytes doubled"] += place.nbytes
+        store.fail_point_corrupt("vault.doubled", place.segment, place.slot, [place.name])
         return True

@@ -34,10 +34,10 @@ from deadpool_megatron.layout.replaying import key
 from deadpool_megatron.vault import room, transport
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.sources import dumped_shelf, node_of, slots_of
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError, is_shortage
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.slot_store import SlotStore
 
 if TYPE_CHECKING:
     from deadpool_megatron.vault.schemes.parity_decode import Decoder
@@ -67,8 +67,9 @@ class _Wanted(NamedTuple):
 class Restorer:
     """Gets the parts of one role for one epoch. One thread."""
 
-    def __init__(self, state: VaultState, record: EpochRecord, role: int) -> None:
-        self._state = state
+    def __init__(self, store: SlotStore, record: EpochRecord, role: int) -> None:
+        self._store = store
+        self._gate = store.gate
         self._record = record
         self._role = role
         self._seat = record.seats[role]
@@ -88,7 +89,7 @@ class Restorer:
             for parts in self._recipe.replay.sources.values():
                 found += parts.values()
         nodes = {s.node for listed in found for s in listed if s.role == self._role}
-        for node in sorted(nodes - {self._state.node}):
+        for node in sorted(nodes - {self._gate.node}):
             try:
                 channel = self._channel(node)
                 channel.send({"t": "describe", "role": self._role})
@@ -107,7 +108,7 @@ class Restorer:
         :func:`replaying.key`. Raises RestoreUnavailable, or VaultError when there is no room or the
         epoch was closed.
         """
-        deadline = time.monotonic() + self._state.settings.restore_seconds
+        deadline = time.monotonic() + self._store.settings.restore_seconds
         with contextlib.closing(self):
             while True:
                 try:
@@ -118,10 +119,10 @@ class Restorer:
                 except OSError as error:  # the directory of a dump cannot be read
                     if not is_shortage(error) or time.monotonic() > deadline:
                         why = f"{self._record.restore.path}: {error.strerror or error}"
-                        here = (self._state.node, self._role, why)
+                        here = (self._gate.node, self._role, why)
                         raise RestoreUnavailable(self._extras, (here,)) from error
-                self._state.pause(self._record.epoch, _PAUSE_SECONDS)
-                self._state.require_open(self._record.epoch)
+                self._gate.pause(self._record.epoch, _PAUSE_SECONDS)
+                self._gate.require_open(self._record.epoch)
 
     def _wanted(self, layout: RoleLayout) -> dict[str, _Wanted]:
         restore = self._record.restore
@@ -159,12 +160,12 @@ class Restorer:
         self, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
     ) -> Place:
         tried: list[tuple[int, int, str]] = []
-        here = Source(self._state.node, self._role)
+        here = Source(self._gate.node, self._role)
         sources = [here, *(source for source in wanted.sources if source != here)]
         while sources:
             # A node that has kept us waiting for one part is asked last for the next.
             for source in sorted(sources, key=lambda source: source.node in self._silent):
-                self._state.require_open(self._record.epoch)
+                self._gate.require_open(self._record.epoch)
                 try:
                     return self._fetch(layout, wanted, source)
                 except _Hopeless as error:
@@ -177,7 +178,7 @@ class Restorer:
                     if time.monotonic() > deadline:
                         sources.remove(source)
                         tried.append((source.node, source.role, f"unreachable: {error}"))
-            self._state.pause(self._record.epoch, _PAUSE_SECONDS)
+            self._gate.pause(self._record.epoch, _PAUSE_SECONDS)
         if self._shelf is not None:
             return self._load(self._shelf, layout, wanted, deadline, text)
         decoding = None if self._recipe is None else self._recipe.decodings.get(text)
@@ -197,14 +198,14 @@ class Restorer:
         from deadpool_megatron.vault.schemes.parity_decode import Decoder
 
         if self._decoder is None:
-            self._decoder = Decoder(self._state, self._record, self._role, self._target)
+            self._decoder = Decoder(self._store, self._record, self._role, self._target)
         return self._decoder.obtain(layout, part, decoding, tried, deadline)
 
     def _find(self, layout: RoleLayout, wanted: _Wanted) -> Place:
         """Checked bytes that this node holds for the role itself, laid out as it wants them."""
-        with self._state.lock:
-            places = self._state.table.find(self._role, wanted.generation, wanted.name)
-            vouched = self._state.table.elsewhere(self._role, wanted.generation)
+        with self._gate.lock:
+            places = self._store.table.find(self._role, wanted.generation, wanted.name)
+            vouched = self._store.table.elsewhere(self._role, wanted.generation)
             self._vouched[wanted.generation] |= vouched
         for place in places:
             if place.segment.layout.layout_hash != layout.layout_hash:
@@ -217,7 +218,7 @@ class Restorer:
                 return copied
             else:
                 found = copied
-            self._state.mark_bad(place, found)
+            self._store.mark_bad(place, found)
         raise _Hopeless("not held intact here")
 
     def _copy(self, layout: RoleLayout, wanted: _Wanted, place: Place) -> Place | int:
@@ -225,12 +226,12 @@ class Restorer:
         played it here. Returns the wrong checksum of damaged bytes."""
         with self._target(layout, wanted) as (segment, slot):
             room.require_fit(segment, {wanted.name: place.nbytes})
-            return self._state.copy_part(place, segment, slot, self._record.epoch)
+            return self._store.copy_part(place, segment, slot, self._record.epoch)
 
     def _fetch(self, layout: RoleLayout, wanted: _Wanted, source: Source) -> Place:
-        if source == Source(self._state.node, self._role):
+        if source == Source(self._gate.node, self._role):
             return self._find(layout, wanted)
-        state, epoch = self._state, self._record.epoch
+        store, epoch = self._store, self._record.epoch
         generation, name = wanted.generation, wanted.name
         channel = self._channel(source.node)
         if name == self._extras:
@@ -248,15 +249,15 @@ class Restorer:
             if (nbytes, expected) != vouched:
                 self._forget(source.node)
                 where = f"role {source.role} on node {source.node}"
-                state.reports.corruption(self._role, generation, name, where, vouched[1], expected)
+                store.reports.corruption(self._role, generation, name, where, vouched[1], expected)
                 raise _Hopeless("not the bytes that the role had")
-            state.open_part(segment, slot, name, epoch)
+            store.open_part(segment, slot, name, epoch)
             found = transport.receive_part(channel, segment, slot, name, nbytes)
             if found != expected:
                 where = f"from node {source.node}"
-                state.reports.corruption(self._role, generation, name, where, expected, found)
+                store.reports.corruption(self._role, generation, name, where, expected, found)
                 raise _Hopeless("checksum does not match")
-            return state.seal_copy(segment, slot, name, nbytes, expected, epoch)
+            return store.seal_copy(segment, slot, name, nbytes, expected, epoch)
 
     def _load(
         self, shelf: Shelf, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
@@ -313,17 +314,17 @@ class Restorer:
             try:
                 with self._target(layout, wanted) as (segment, slot):
                     room.require_fit(segment, {name: entry.nbytes})
-                    found = self._state.copy_part(place, segment, slot, self._record.epoch)
+                    found = self._store.copy_part(place, segment, slot, self._record.epoch)
                 if isinstance(found, Place):
                     return found
                 about = (self._role, dumped.generation(source), name, str(dumped.path))
-                self._state.reports.corruption(*about, place.checksum, found)
+                self._store.reports.corruption(*about, place.checksum, found)
                 return None
             except _NoSlotYet:
                 if time.monotonic() > deadline:
                     raise
-            self._state.pause(self._record.epoch, _PAUSE_SECONDS)
-            self._state.require_open(self._record.epoch)
+            self._gate.pause(self._record.epoch, _PAUSE_SECONDS)
+            self._gate.require_open(self._record.epoch)
 
     @contextlib.contextmanager
     def _target(
@@ -331,30 +332,30 @@ class Restorer:
     ) -> Iterator[tuple[Segment, int]]:
         """The slot for the generation, held while bytes arrive only: a thread of a closed epoch
         that still waits for some connection must not keep it."""
-        state, epoch = self._state, self._record.epoch
+        store, epoch = self._store, self._record.epoch
         generation = wanted.generation if wanted is not None else self._record.restore.generation
         lead = wanted.name if wanted is not None and wanted.leads else None
         if lead is not None:
-            segment = room.ensure_copy(state, layout, generation, (lead,))
+            segment = room.ensure_copy(store, layout, generation, (lead,))
         else:
-            segment = room.ensure_own(state, layout, self._seat, epoch=epoch)
-        slot = state.claim(segment, generation, epoch)
+            segment = room.ensure_own(store, layout, self._seat, epoch=epoch)
+        slot = store.claim(segment, generation, epoch)
         if slot is None:
             raise _NoSlotYet("no slot is free yet")
         try:
             if lead is not None:
-                room.reserve(state, segment, (lead,), slot, generation)
+                room.reserve(store, segment, (lead,), slot, generation)
             yield segment, slot
         finally:
-            self._state.release(segment, slot)
+            self._store.release(segment, slot)
 
     def _channel(self, node: int) -> transport.Channel:
         if node not in self._channels:
             try:
-                self._channels[node] = self._state.dial(node)
+                self._channels[node] = self._gate.dial(node)
             except VaultError as error:
                 raise _Hopeless(str(error)) from error
-            if not self._state.is_open(self._record.epoch):
+            if not self._gate.is_open(self._record.epoch):
                 raise ConnectionError("the epoch was closed while connecting")
         return self._channels[node]
 

@@ -46,13 +46,13 @@ from deadpool_megatron.vault.shm.segment import (
 )
 
 if TYPE_CHECKING:
-    from deadpool_megatron.vault.epoch_gate import VaultState
+    from deadpool_megatron.vault.slot_store import SlotStore
 
 T = TypeVar("T")
 
 
 def ensure_own(
-    state: VaultState,
+    store: SlotStore,
     layout: RoleLayout,
     seat: Seat,
     *,
@@ -64,18 +64,18 @@ def ensure_own(
     ``epoch``: the one it is made for. Raises NoRoom, VaultError when the layouts differ or
     that epoch is over.
     """
-    path = state.table.directory / own_name(layout.role, seat)
-    with state.makes(layout.role):
-        with state.lock:
-            is_new = path.name not in state.table.segments and not path.exists()
+    path = store.table.directory / own_name(layout.role, seat)
+    with store.creation_lock(layout.role):
+        with store.gate.lock:
+            is_new = path.name not in store.table.segments and not path.exists()
         if is_new:
-            _with_room(state, None, lambda: make_own(path, layout, seat, state.table.budget))
-        with state.lock:
-            is_over = epoch is not None and not state.is_open(epoch)
-            if is_over and is_new and state.own_roles().get(layout.role) != seat:
+            _with_room(store, None, lambda: make_own(path, layout, seat, store.table.budget))
+        with store.gate.lock:
+            is_over = epoch is not None and not store.gate.is_open(epoch)
+            if is_over and is_new and store.gate.own_roles().get(layout.role) != seat:
                 path.unlink()  # the adoption that would have taken it away is past
             else:
-                segment = state.attach(path.name)
+                segment = store.attach(path.name)
             if is_over:
                 raise VaultError(f"epoch {epoch} is over")
     if segment.layout.layout_hash != layout.layout_hash:
@@ -87,75 +87,76 @@ def ensure_own(
 
 
 def ensure_copy(
-    state: VaultState, layout: RoleLayout, generation: Generation, names: Collection[str] = ()
+    store: SlotStore, layout: RoleLayout, generation: Generation, names: Collection[str] = ()
 ) -> Segment:
     """The segment for parts of a role that is seated elsewhere, of ``generation``, which is offered
     here; steps have one of their own. Raises VaultError when there is no room or layouts differ."""
     name, slots = copy_name(layout.role), layout.slots
-    if _belong_to_step(state, layout, generation, names):
-        name, slots = steps_name(layout.role), generations_kept(layout, state.settings.full_every)
-    return _with_room(state, generation, lambda: _ensure(state, layout, name, slots))
+    if _belong_to_step(store, layout, generation, names):
+        name, slots = steps_name(layout.role), generations_kept(layout, store.settings.full_every)
+    return _with_room(store, generation, lambda: _ensure(store, layout, name, slots))
 
 
-def _with_room(state: VaultState, offered: Generation | None, make: Callable[[], T]) -> T:
+def _with_room(store: SlotStore, offered: Generation | None, make: Callable[[], T]) -> T:
     """Make something; where there is no room for it, once more after what may go was given back:
     by ``offered``, or what the epoch began with."""
     try:
         return make()
     except NoRoom:
-        if offered is None and state.record is not None:
-            offered = state.record.restore.generation
-        if offered is None or not give_back(state, offered):
+        if offered is None and store.gate.record is not None:
+            offered = store.gate.record.restore.generation
+        if offered is None or not give_back(store, offered):
             raise
     return make()
 
 
-def _ensure(state: VaultState, layout: RoleLayout, name: str, slots: int) -> Segment:
+def _ensure(store: SlotStore, layout: RoleLayout, name: str, slots: int) -> Segment:
     """Slots get their memory when they are first used."""
-    with state.makes(layout.role):
-        with state.lock:
-            held = state.table.segments.get(name)
+    node = store.gate.node
+    with store.creation_lock(layout.role):
+        with store.gate.lock:
+            held = store.table.segments.get(name)
         if held is None:
-            path = state.table.directory / name
-            made = Segment.create(path, layout, None, (), slots, state.table.budget)
-            with state.lock:
-                state.table.segments[name] = made
+            path = store.table.directory / name
+            made = Segment.create(path, layout, None, (), slots, store.table.budget)
+            with store.gate.lock:
+                store.table.segments[name] = made
             return made
     if held.layout.layout_hash != layout.layout_hash:
         raise VaultError(
             f"layout {layout.layout_hash} of role {layout.role} is not the"
-            f" {held.layout.layout_hash} that node {state.node} holds"
+            f" {held.layout.layout_hash} that node {node} holds"
         )
     if keeps_steps(layout) and held.slots != slots:
         raise VaultError(
-            f"{name} on node {state.node} has {held.slots} slots, not {slots}: continue with the"
+            f"{name} on node {node} has {held.slots} slots, not {slots}: continue with the"
             " --deadpool-max-lag and --deadpool-set full-every that the run began with"
         )
     return held
 
 
 def _belong_to_step(
-    state: VaultState, layout: RoleLayout, generation: Generation, names: Collection[str]
+    store: SlotStore, layout: RoleLayout, generation: Generation, names: Collection[str]
 ) -> bool:
     if any(kind_of(name) is PartKind.STEP for name in names):
         return True
     if any(name in layout.shard_parts for name in names):
         return False
     # Extras alone, of a later boundary: a slot of their own would be that of a whole copy.
-    with state.lock:
-        segment = state.table.segments.get(steps_name(layout.role))
-        return segment is not None and generation in state.table.holds(segment)
+    with store.gate.lock:
+        segment = store.table.segments.get(steps_name(layout.role))
+        return segment is not None and generation in store.table.holds(segment)
 
 
 def reserve(
-    state: VaultState,
+    store: SlotStore,
     segment: Segment,
     names: Collection[str],
     slot: int,
     generation: Generation,
 ) -> None:
     """Have memory behind parts of a claimed slot, for ``generation``. Raises NoRoom."""
-    _with_room(state, generation, lambda: segment.reserve(names, [slot]))
+    _with_room(store, generation, lambda: segment.reserve(names, [slot]))
 
 
 def require_fit(segment: Segment, sizes: Mapping[str, int]) -> None:
@@ -169,33 +170,34 @@ def require_fit(segment: Segment, sizes: Mapping[str, int]) -> None:
             )
 
 
-def own_come_first(state: VaultState) -> bool:
+def own_come_first(store: SlotStore) -> bool:
     """True when memory is limited, and a member has yet to get its slots: it ends if there is no
     room for them, while a copy that comes too early comes again."""
-    with state.lock:
-        return bool(state.settings.memory_bytes) and any(
-            state.table.own(role, seat) is None for role, seat in state.own_roles().items()
+    with store.gate.lock:
+        return bool(store.settings.memory_bytes) and any(
+            store.table.own(role, seat) is None for role, seat in store.gate.own_roles().items()
         )
 
 
-def give_back(state: VaultState, offered: Generation) -> bool:
+def give_back(store: SlotStore, offered: Generation) -> bool:
     """Give memory back that is not needed once ``offered`` is offered; False when there is none."""
-    table, chosen = state.table, list[tuple[Segment, int, list[str]]]()
-    with state.lock:
-        if state.record is None or state.ledger is None or not state.open_epoch:
+    table, gate, chosen = store.table, store.gate, list[tuple[Segment, int, list[str]]]()
+    with gate.lock:
+        record, scheme = gate.record, store.ledger.scheme
+        if record is None or scheme is None or not gate.open_epoch:
             return False
-        restored = state.record.restore.generation
-        later = successors_by(state.record, offered)(restored)
+        restored = record.restore.generation
+        later = successors_by(record, offered)(restored)
         for segment in table.segments.values():
             if segment.seat is not None or keeps_steps(segment.layout):
                 continue
-            owed = state.ledger.scheme.keeps(segment.layout, state.node)
+            owed = scheme.keeps(segment.layout, gate.node)
             for slot in range(segment.slots):
                 key = segment.path.name, slot
                 if key in table.writers or table.pins[key]:
                     continue
                 found = segment.generation(slot)
-                enough = 1 if segment.layout.slots <= 2 + state.settings.max_lag else 2
+                enough = 1 if segment.layout.slots <= 2 + store.settings.max_lag else 2
                 has_passed = found == restored and later >= enough
                 is_old = found < restored or has_passed
                 if names := _unneeded(segment, slot, owed, is_old=is_old):
@@ -204,22 +206,23 @@ def give_back(state: VaultState, offered: Generation) -> bool:
     # Gigabytes take a while, and a close does not wait for them: nobody takes the slots meanwhile.
     given = [segment.give_back(names, slot) for segment, slot, names in chosen]
     for segment, slot, _ in chosen:
-        state.release(segment, slot)
+        store.release(segment, slot)
     return any(given)
 
 
-def remove_unneeded(state: VaultState) -> None:
+def remove_unneeded(store: SlotStore) -> None:
     """Take segments away that nothing is written into any more, and of which nothing can be asked
     for since something newer was sealed here (:meth:`Table.unneeded`). Called now and then."""
-    table = state.table
-    with state.lock:
-        unused = [one for one in table.segments.values() if not state.is_used(one)]
-        if not unused or state.record is None or not state.open_epoch:
+    table = store.table
+    with store.gate.lock:
+        record = store.gate.record
+        unused = [one for one in table.segments.values() if not store.is_used(one)]
+        if not unused or record is None or not store.gate.open_epoch:
             return
         newest = max((slot.generation for slot in table.sealed() if slot.parts), default=None)
-        later = successors_by(state.record, newest or state.record.restore.generation)
+        later = successors_by(record, newest or record.restore.generation)
         for segment in unused:
-            kept = generations_kept(segment.layout, state.settings.full_every)
+            kept = generations_kept(segment.layout, store.settings.full_every)
             if table.unneeded(segment, later, kept):
                 table.remove(segment)
 

@@ -20,11 +20,11 @@ import xxhash
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault import room
-from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.copies import Offer
 from deadpool_megatron.vault.errors import MALFORMED, NO_OFFENCE, Refusal, Refused, VaultError
-from deadpool_megatron.vault.schemes.scheme import Offer
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.transport import (
     HANDSHAKE_SECONDS,
     Channel,
@@ -46,8 +46,8 @@ _PAUSE_SECONDS = 0.02
 class Server:
     """Takes connections of other vaults."""
 
-    def __init__(self, state: VaultState, transport: Transport) -> None:
-        self._state = state
+    def __init__(self, store: SlotStore, transport: Transport) -> None:
+        self._store = store
         self._transport = transport
         self._stopping = threading.Event()
         self._numbers = itertools.count()
@@ -107,21 +107,21 @@ class Server:
             try:
                 channel.authenticate()
             except (OSError, WireError) as error:
-                self._state.reports.refuse("connection", why_exactly=error)
+                self._store.reports.refuse("connection", why_exactly=error)
                 return
             finally:
                 with self._lock:
                     self._unauthenticated.pop(channel, None)
-            connection = _Connection(self._state, channel)
+            connection = _Connection(self._store, channel)
             while not self._stopping.is_set():
                 if channel.readable(1.0):
                     connection.handle(channel.receive())
         except ConnectionClosed:
             pass
         except WireError as error:
-            self._state.reports.refuse("connection", why_exactly=error)
+            self._store.reports.refuse("connection", why_exactly=error)
         except MALFORMED as error:
-            self._state.reports.refuse("malformed message", why_exactly=repr(error))
+            self._store.reports.refuse("malformed message", why_exactly=repr(error))
         except (OSError, VaultError) as error:
             log.info("%s: %s", threading.current_thread().name, error)
         finally:
@@ -133,8 +133,10 @@ class Server:
 class _Connection:
     """The dialogue with one authenticated vault."""
 
-    def __init__(self, state: VaultState, channel: Channel) -> None:
-        self._state = state
+    def __init__(self, store: SlotStore, channel: Channel) -> None:
+        self._store = store
+        self._gate = store.gate
+        self._ledger = store.ledger
         self._channel = channel
         self._layout: RoleLayout | None = None
 
@@ -145,18 +147,18 @@ class _Connection:
         except Refused as refused:
             if refused.why not in NO_OFFENCE:
                 about = {key: message[key] for key in ("node", "role", "epoch") if key in message}
-                self._state.reports.refuse(str(refused), **about)
+                self._store.reports.refuse(str(refused), **about)
             self._channel.send({"t": "refused", "why": str(refused.why), "about": refused.about})
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         kind = message.get("t")
         if kind == "offer":
-            self._channel.give_way(self._state.settings.dscp)
+            self._channel.give_way(self._store.settings.dscp)
             self._layout = RoleLayout.from_dict(message["layout"])
         elif kind == "put" and message.get("block") is not None:
             offer = self._offer(message)
-            scheme, block = self._state.scheme(offer.epoch), int(message["block"])
-            scheme.combine(self._state, self._channel, block, offer)
+            scheme, block = self._ledger.require_scheme(offer.epoch), int(message["block"])
+            scheme.combine(self._channel, block, offer)
         elif kind == "put":
             self._put(message)
         elif kind == "fetch":
@@ -169,17 +171,17 @@ class _Connection:
     # Keeping a copy.
 
     def _put(self, message: Mapping[str, Any]) -> None:
-        offer, state = self._offer(message), self._state
-        with state.lock:
-            held, follows = state.table.held(offer.role), message.get("follows")
-            if state.scheme(offer.epoch).lacks_base(held, follows, offer.names):
+        offer, store = self._offer(message), self._store
+        with self._gate.lock:
+            held, follows = store.table.held(offer.role), message.get("follows")
+            if self._ledger.require_scheme(offer.epoch).lacks_base(held, follows, offer.names):
                 raise Refused(Refusal.NO_BASE)
             needed = [
                 (name, size, digest)
                 for name, (size, digest) in offer.parts.items()
                 if not any(
                     (place.nbytes, place.checksum) == (size, digest)
-                    for place in state.table.find(offer.role, offer.generation, name)
+                    for place in store.table.find(offer.role, offer.generation, name)
                 )
             ]
         wanted = [name for name, _, _ in needed]
@@ -188,7 +190,7 @@ class _Connection:
             have += self._take(offer, needed, wanted)
         else:
             self._channel.send({"t": "need", "parts": []})
-        if not state.is_open(offer.epoch):
+        if not self._gate.is_open(offer.epoch):
             raise Refused(Refusal.STALE)
         self._channel.send({"t": "sealed", "parts": have})
 
@@ -196,45 +198,45 @@ class _Connection:
         self, offer: Offer, needed: list[tuple[str, int, int]], wanted: list[str]
     ) -> list[str]:
         """Ask for the parts that are not here, and take them; returns those that are sealed."""
-        state, generation = self._state, offer.generation
-        if room.own_come_first(state):
+        store, generation = self._store, offer.generation
+        if room.own_come_first(store):
             raise Refused(Refusal.EARLY)
         try:
-            segment = room.ensure_copy(state, offer.layout, generation, wanted)
+            segment = room.ensure_copy(store, offer.layout, generation, wanted)
             room.require_fit(segment, {name: size for name, size, _ in needed})
         except VaultError as error:
             raise Refused(Refusal.NO_SHARED_MEMORY, str(error)) from error
-        slot = state.claim(segment, generation, offer.epoch)
+        slot = store.claim(segment, generation, offer.epoch)
         if slot is None:
-            with state.lock:
-                is_old = state.table.superseded(segment, generation)
+            with self._gate.lock:
+                is_old = store.table.superseded(segment, generation)
             raise Refused(Refusal.SUPERSEDED if is_old else Refusal.EARLY)
         try:
             try:
-                room.reserve(state, segment, wanted, slot, generation)
+                room.reserve(store, segment, wanted, slot, generation)
             except VaultError as error:
                 raise Refused(Refusal.NO_SHARED_MEMORY, str(error)) from error
             # Before the extras are sealed: with them there is what the shards have to be like.
-            state.note_elsewhere(segment, slot, offer.elsewhere, offer.epoch)
+            store.note_elsewhere(segment, slot, offer.elsewhere, offer.epoch)
             self._channel.send({"t": "need", "parts": wanted})
             return [one[0] for one in needed if self._keep(segment, slot, *one, offer.epoch)]
         finally:
-            state.release(segment, slot)
+            store.release(segment, slot)
 
     def _keep(
         self, segment: Segment, slot: int, name: str, nbytes: int, digest: int, epoch: int
     ) -> bool:
         """Take and seal a part; False when its bytes are damaged. Raises VaultError at a close."""
-        state, role = self._state, segment.layout.role
-        state.open_part(segment, slot, name, epoch)
+        store, role = self._store, segment.layout.role
+        store.open_part(segment, slot, name, epoch)
         found = receive_part(self._channel, segment, slot, name, nbytes)
         if found != digest:
             generation = segment.generation(slot)
-            state.reports.corruption(role, generation, name, "wire", digest, found)
+            store.reports.corruption(role, generation, name, "wire", digest, found)
             return False
-        state.reports.counters["bytes received"] += nbytes
-        state.seal_copy(segment, slot, name, nbytes, digest, epoch)
-        state.fail_point_corrupt("vault.received", segment, slot, [name])
+        store.reports.counters["bytes received"] += nbytes
+        store.seal_copy(segment, slot, name, nbytes, digest, epoch)
+        store.fail_point_corrupt("vault.received", segment, slot, [name])
         return True
 
     def _offer(self, message: Mapping[str, Any]) -> Offer:
@@ -243,9 +245,9 @@ class _Connection:
         epoch, role = int(message["epoch"]), int(message["role"])
         generation = Generation.from_list(message["generation"])
         parts = {str(name): (int(size), int(digest)) for name, size, digest in message["parts"]}
-        with self._state.lock:
+        with self._gate.lock:
             self._require_open(epoch)
-            record, layout = self._state.record, self._layout
+            record, layout = self._gate.record, self._layout
         if record is None or record.epoch != epoch:
             raise Refused(Refusal.EARLY)
         seat = record.seats.get(role)
@@ -269,7 +271,7 @@ class _Connection:
         return Offer(epoch, generation, layout, parts, elsewhere)
 
     def _require_open(self, epoch: int) -> None:
-        if why := self._state.judge(epoch):
+        if why := self._gate.judge(epoch):
             raise Refused(why)
 
     # Handing out.
@@ -279,12 +281,12 @@ class _Connection:
         peers hold for it. ``again``: a node that has lost what it was sent of that generation."""
         role, asked, again = int(message["role"]), message.get("generation"), message.get("again")
         elsewhere = dict[str, tuple[int, int]]()
-        with self._state.lock:
-            layout = self._state.table.layout(role)
+        with self._gate.lock:
+            layout = self._store.table.layout(role)
             if asked is not None:
-                elsewhere = self._state.table.elsewhere(role, Generation.from_list(asked))
+                elsewhere = self._store.table.elsewhere(role, Generation.from_list(asked))
         if asked is not None and again is not None:
-            self._state.forget(role, Generation.from_list(asked), int(again))
+            self._ledger.forget(role, Generation.from_list(asked), int(again))
         described = layout.to_dict() if layout else None
         others = [[name, *vouched] for name, vouched in elsewhere.items()]
         self._channel.send({"t": "layout", "layout": described, "elsewhere": others})
@@ -294,8 +296,8 @@ class _Connection:
         generation = Generation.from_list(message["generation"])
         self._require_open(epoch)
         failpoints.hit("vault.fetch", role=role, iteration=generation.iteration, part=name)
-        table = self._state.table
-        with self._state.lock:
+        table = self._store.table
+        with self._gate.lock:
             places = table.find(role, generation, name)
             if not places:
                 raise Refused(Refusal.NOT_HELD)
@@ -303,12 +305,12 @@ class _Connection:
         try:
             self._send(places[0], generation)
         finally:
-            with self._state.lock:
+            with self._gate.lock:
                 table.unpin(places[0])
 
     def _send(self, place: Place, generation: Generation) -> None:
         """Send a part and check it on the way, so that a damaged slot is found at its home."""
-        state, view, size = self._state, place.view, self._state.settings.chunk_bytes
+        store, view, size = self._store, place.view, self._store.settings.chunk_bytes
         about = {"role": place.segment.layout.role, "iteration": generation.iteration}
         self._channel.send({"t": "part", "nbytes": place.nbytes, "checksum": place.checksum})
         digest = xxhash.xxh3_64()
@@ -317,6 +319,6 @@ class _Connection:
             digest.update(piece)
             piece = failpoints.maybe_damaged(piece, "vault.chunk", part=place.name, **about)
             self._channel.send_bulk(piece)
-            state.reports.counters["bytes fetched from here"] += len(piece)
+            store.reports.counters["bytes fetched from here"] += len(piece)
         if digest.intdigest() != place.checksum:
-            state.mark_bad(place, digest.intdigest())
+            store.mark_bad(place, digest.intdigest())

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import SUMS_PART, EpochRecord, Generation, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import key
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Refused, VaultError
-from deadpool_megatron.vault.replicate import Sender
+from deadpool_megatron.vault.replicate import Sender, sender_to
 from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.slot_store import SlotStore
 
 log = logging.getLogger(__name__)
 # Answers a member that waits for its state: the places, or why there are none.
@@ -29,9 +29,11 @@ RestoreAnswer = Callable[[dict[str, Place] | VaultError], None]
 class RoleWorker(threading.Thread):
     """Thread of one role and epoch; ends when the epoch is closed."""
 
-    def __init__(self, state: VaultState, record: EpochRecord, role: int, seat: Seat) -> None:
+    def __init__(self, store: SlotStore, record: EpochRecord, role: int, seat: Seat) -> None:
         super().__init__(name=f"role-{role}", daemon=True)
-        self._state = state
+        self._store = store
+        self._gate = store.gate
+        self._ledger = store.ledger
         self._record = record
         self.epoch = record.epoch
         self._restored = record.restore.generation
@@ -45,7 +47,7 @@ class RoleWorker(threading.Thread):
         self._outcome: dict[str, Place] | VaultError | None = None
         self._replicators: list[Sender] = []
         self._refused: set[tuple[int, Generation]] = set()
-        self._restorer = Restorer(state, record, role)
+        self._restorer = Restorer(store, record, role)
 
     def poke(self) -> None:
         """Look at the slots again; from any thread."""
@@ -67,7 +69,7 @@ class RoleWorker(threading.Thread):
 
     def run(self) -> None:
         """Until the epoch is closed."""
-        while self._state.is_open(self.epoch):
+        while self._gate.is_open(self.epoch):
             self._wake.clear()
             layout = self._known_layout()
             if layout is not None:
@@ -82,9 +84,9 @@ class RoleWorker(threading.Thread):
 
     def _known_layout(self) -> RoleLayout | None:
         """As the member has said, or as what is restored of the role is laid out."""
-        is_in_memory, table = self._record.restore.kind == "memory", self._state.table
+        is_in_memory, table = self._record.restore.kind == "memory", self._store.table
         if self._layout is None:
-            with self._state.lock:
+            with self._gate.lock:
                 own = table.own(self._role, self._seat)
                 if own is not None:
                     self._layout = own.layout
@@ -95,13 +97,13 @@ class RoleWorker(threading.Thread):
         return self._layout
 
     def _start_replicators(self, layout: RoleLayout) -> None:
-        state = self._state
+        store = self._store
         try:
             if not self._replicators:
-                with state.lock:
-                    scheme = state.scheme(self.epoch)
+                with self._gate.lock:
+                    scheme = self._ledger.require_scheme(self.epoch)
                     targets = scheme.owed(layout, self._restored).names
-                self._replicators = [scheme.sender(state, layout, target) for target in targets]
+                self._replicators = [sender_to(t, store, layout, scheme) for t in targets]
                 for replicator in self._replicators:
                     replicator.start()
         except Refused:
@@ -129,14 +131,14 @@ class RoleWorker(threading.Thread):
                 self._outcome = error
                 if rotten:  # nobody asks for it, but the gate waits: another epoch is needed
                     restored = self._restored
-                    self._state.on_bad(self.epoch, self._role, restored, rotten)
+                    self._store.on_bad(self.epoch, self._role, restored, rotten)
         self._answer(self._outcome)
 
     def _is_over(self) -> bool:
         """Return whether something newer than what was restored is committed: nobody asks for it
         again."""
-        with self._state.lock:
-            committed = self._state.committed.get(self._role)
+        with self._gate.lock:
+            committed = self._ledger.committed.get(self._role)
         return committed is not None and committed[0] > self._restored
 
     def _rotten(self) -> str:
@@ -159,8 +161,8 @@ class RoleWorker(threading.Thread):
         anything brought that it has left behind in this epoch, when the vault was restarted.
         """
         restored = self._restored
-        with self._state.lock:
-            segment = self._state.table.own(self._role, self._seat)
+        with self._gate.lock:
+            segment = self._store.table.own(self._role, self._seat)
             if segment is None:
                 return True
             slots = range(segment.slots)
@@ -181,22 +183,22 @@ class RoleWorker(threading.Thread):
 
     def seal(self) -> None:
         """Seal what the member has finished; from any thread."""
-        with self._state.lock:
-            segment = self._state.table.own(self._role, self._seat)
+        with self._gate.lock:
+            segment = self._store.table.own(self._role, self._seat)
         if segment is not None:
             with self._sealing:
                 self._seal(segment)
 
     def _seal(self, segment: Segment) -> None:
-        state, role, epoch = self._state, self._role, self.epoch
+        store, role, epoch = self._store, self._role, self.epoch
         for filled in segment.filled(epoch):
             slot, generation = filled.slot, filled.generation
             if filled.is_foreign and (slot, generation) not in self._refused:
                 self._refused.add((slot, generation))
-                state.reports.refuse("slot of another epoch", role=role, generation=generation)
+                store.reports.refuse("slot of another epoch", role=role, generation=generation)
             for name in filled.damaged:
-                state.on_bad(epoch, role, generation, name)
-            if not filled.parts or state.open_epoch != epoch:
+                store.on_bad(epoch, role, generation, name)
+            if not filled.parts or self._gate.open_epoch != epoch:
                 continue
             if failpoints.ACTIVE:
                 failpoints.hit("vault.seal", role=role, iteration=generation.iteration)
@@ -208,9 +210,9 @@ class RoleWorker(threading.Thread):
                 if entry.state is PartState.SEALED and entry.checksum != found:
                     del digests[name]
                     place = Place(segment, slot, name, entry.nbytes, entry.checksum, entry.epoch)
-                    state.mark_bad(place, found)
+                    store.mark_bad(place, found)
             if generation != self._restored or self._is_replayed_well(segment, slot, digests):
-                state.seal_own(segment, filled, digests, epoch)
+                store.seal_own(segment, filled, digests, epoch)
 
     def _is_replayed_well(self, segment: Segment, slot: int, digests: dict[str, int]) -> bool:
         """False when the member has recomputed something else than the owner had, or when what it
@@ -227,10 +229,10 @@ class RoleWorker(threading.Thread):
         # Whatever the plan is now: the recipe may be of an epoch before.
         from deadpool_megatron.vault.schemes.gradients import replayed_otherwise
 
-        with self._state.lock:  # not after a close: the slot may be that of the next epoch by then
-            is_open = self._state.is_open(self.epoch)
+        with self._gate.lock:  # not after a close: the slot may be that of the next epoch by then
+            is_open = self._gate.is_open(self.epoch)
             wrong = replayed_otherwise(segment, slot, digests, place) if is_open else []
         if wrong:
-            self._state.reports.refuse("a replay with other bytes", role=self._role, part=wrong[0])
-            self._state.on_bad(self.epoch, self._role, self._restored, wrong[0])
+            self._store.reports.refuse("a replay with other bytes", role=self._role, part=wrong[0])
+            self._store.on_bad(self.epoch, self._role, self._restored, wrong[0])
         return not wrong

@@ -28,10 +28,11 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import room
 from deadpool_megatron.vault.disk import sources
 from deadpool_megatron.vault.disk.sources import last_boundary
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.restore import Restorer
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, dump_name, own_name
+from deadpool_megatron.vault.slot_store import SlotStore
 from tests.cluster.machine.rig import Rig
 from tests.trainer.layouts import BF16, MODEL, MOE, PP2, TP2, make_loop
 
@@ -149,10 +150,10 @@ def passes(call: Callable[..., object], *arguments: object) -> bool:
     return True
 
 
-def vault(folder: Path, name: str, kept: RoleLayout) -> VaultState:
+def vault(folder: Path, name: str, kept: RoleLayout) -> SlotStore:
     """One that has this file."""
     Segment.create(folder / name, kept, None, ())
-    state = VaultState(0, folder, Settings(), print)
+    state = SlotStore(scheme_of, 0, folder, Settings(), print)
     state.attach(name)
     return state
 

@@ -19,8 +19,9 @@ from deadpool_megatron.layout.records import Generation, PartInfo, Restore, Role
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import frozen_file
 from deadpool_megatron.vault.disk.dump import dump_held
-from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
+from deadpool_megatron.vault.slot_store import SlotStore
 from tests.persist.harness.exported import exported, saved_at
 
 
@@ -151,7 +152,7 @@ def test_a_dump_and_frozen_weights_have_their_names_on_the_disk(
     segment = Segment.create(node / copy_name(0), layout, None, ("shard",))
     segment.open_slot(0, Generation(1, 4), 1)
     segment.seal_part(0, "shard", 8, checksum(segment.data(0, "shard", 8)), 1)
-    state = VaultState(0, node, Settings(), lambda _: None)
+    state = SlotStore(scheme_of, 0, node, Settings(), lambda _: None)
     state.table.scan()
     (written,) = dump_held(state, tmp_path / "dump", [Generation(1, 4)])
     assert {Path(written).parent, tmp_path / "dump"} <= set(synced)

@@ -7,7 +7,7 @@ from typing import Any
 from deadpool_megatron.events import Event
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import (
     PartState,
     Segment,
@@ -17,6 +17,7 @@ from deadpool_megatron.vault.shm.segment import (
     parse_name,
 )
 from deadpool_megatron.vault.shm.table import Table
+from deadpool_megatron.vault.slot_store import SlotStore
 from tests.vault.harness import content, make_layout, record_of
 
 G, SEAT = Generation, Seat(0, 0, 0)
@@ -83,7 +84,7 @@ def show(*segments: Segment) -> None:
             print(f"  {slot} {one.state(slot).name.lower()} {about}: {', '.join(parts)}")
 
 
-def vault(directory: Path, record: Any = None, **settings: Any) -> VaultState:
+def vault(directory: Path, record: Any = None, **settings: Any) -> SlotStore:
     """The state of node 0 in epoch 1 without its threads, with generations 4 and 5 of role 0, whose
     buddy is node 1. It says what agents and members are told."""
 
@@ -91,9 +92,9 @@ def vault(directory: Path, record: Any = None, **settings: Any) -> VaultState:
         facts = {k: v for k, v in event.data.items() if "seconds" not in k}
         print("told:", event.kind, event.role, event.iteration, facts)
 
-    state = VaultState(0, directory, Settings(**settings), told)
+    state = SlotStore(scheme_of, 0, directory, Settings(**settings), told)
     state.on_bad = lambda *about: print("bad:", *about)
-    state.on_committed = lambda *about: print("committed:", *about)
+    state.ledger.on_committed = lambda *about: print("committed:", *about)
     state.adopt(record or record_of())
     own = made(directory, own_name(0, SEAT))
     state.table.segments[own.path.name] = own

@@ -16,12 +16,15 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, Restore, Seat, Source
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import room
-from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.commit_ledger import CommitLedger
+from deadpool_megatron.vault.copies import Target
+from deadpool_megatron.vault.epoch_gate import EpochGate
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
 from deadpool_megatron.vault.member_dialogue import LocalLink, MemberDialogue, MemberDialogues
-from deadpool_megatron.vault.schemes.scheme import Target
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Filled, Segment, SlotState, checksum, own_name
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.transport import ask_part
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed
@@ -47,14 +50,16 @@ class Node:
         self.network = FakeNetwork()
         self.transport = self.network.transport("fake", 0, 5.0)
         settings = Settings(restore_seconds=5.0)
-        self.state = VaultState(0, directory, settings, self.events.append, self.transport)
-        note, self.notes = self.state.link.note, set[tuple[str, Generation]]()
+        self.state = SlotStore(
+            scheme_of, 0, directory, settings, self.events.append, self.transport
+        )
+        note, self.notes = self.state.nic.note, set[tuple[str, Generation]]()
 
         def noted(what: Any, role: int, generation: Generation) -> dict[str, float | None]:
             self.notes.add((what.__name__, generation))
             return note(what, role, generation)
 
-        self.state.link.note = noted  # type: ignore[method-assign]
+        self.state.nic.note = noted  # type: ignore[method-assign]
         self.members = MemberDialogues(self.state)
         self.state.on_bad = lambda epoch, role, generation, part: self.bad.append(generation)
         self.state.adopt(self.record(LATE))
@@ -101,15 +106,20 @@ class Node:
             for part in NAMES
             if (entry := segment.entry(slot, part))
         ]
-        epochs = state.open_epoch, state.closed_epoch
-        owed = state.shipment(OWN, Target(1), state.open_epoch)
-        said = {*state.ended}, dict(state.committed), set(state.table.writers), [*self.bad]
+        epochs = state.gate.open_epoch, state.gate.closed_epoch
+        owed = state.ledger.shipment(OWN, Target(1), state.gate.open_epoch)
+        said = (
+            {*state.ledger.ended},
+            dict(state.ledger.committed),
+            set(state.table.writers),
+            [*self.bad],
+        )
         commits = [event.data for event in self.events if event.kind is Kind.COMMITTED]
         return [slots, epochs, owed and owed[0], said, commits, {*self.notes}]
 
     def goes_on(self) -> list[object]:
         """What it does when all copies are there after all."""
-        self.state.acknowledge(OWN, RESTORED, 1, NAMES, self.state.open_epoch)
+        self.state.ledger.acknowledge(OWN, RESTORED, 1, NAMES, self.state.gate.open_epoch)
         return self.seen()
 
 
@@ -125,7 +135,7 @@ def copy_part(node: Node, epoch: int) -> None:
 
 # The methods of a vault that are given an epoch, or a record, and may change something.
 CHANGES: Mapping[str, Callable[[Node, int], object]] = {
-    "acknowledge": lambda n, e: n.state.acknowledge(OWN, RESTORED, 1, NAMES, e),
+    "acknowledge": lambda n, e: n.state.ledger.acknowledge(OWN, RESTORED, 1, NAMES, e),
     "claim": lambda n, e: n.state.claim(n.copy, NEXT, e),
     "close": lambda n, e: n.state.close(e),
     "copy_part": copy_part,
@@ -135,9 +145,9 @@ CHANGES: Mapping[str, Callable[[Node, int], object]] = {
     "open_part": lambda n, e: n.state.open_part(n.copy, n.slot, "tail", e),
     "seal_copy": lambda n, e: n.state.seal_copy(n.copy, n.slot, "shard", NBYTES, 12, e),
     "seal_own": seal_own,
-    "shipped": lambda n, e: n.state.shipped(0, 1000, e),
+    "shipped": lambda n, e: n.state.ledger.shipped(0, 1000, e),
 }
-ASKS = {"judge", "scheme", "is_open", "require_open", "pause", "shipment"}
+ASKS = {"judge", "require_scheme", "is_open", "require_open", "pause", "shipment"}
 # A record opens its epoch, and what is closed is closed for good, whatever came before.
 ADVANCE = {"close", "adopt"}
 # Each delivery is of other bytes.
@@ -168,11 +178,12 @@ def deliver(node: Node, what: str, epoch: int) -> None:
 def test_each_method_that_is_given_an_epoch_has_its_row() -> None:
     found = {
         name
-        for name, method in inspect.getmembers(VaultState, inspect.isfunction)
+        for part in (SlotStore, EpochGate, CommitLedger)
+        for name, method in inspect.getmembers(part, inspect.isfunction)
         if not name.startswith("_")
         and {"epoch", "record"} & {*inspect.signature(method).parameters}
     }
-    assert found == CHANGES.keys() | ASKS | {"adopt"}
+    assert found == CHANGES.keys() | ASKS | {"adopt", "open"}
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -181,7 +192,7 @@ def test_what_is_of_another_epoch_changes_nothing(tmp_path: Path, what: str, epo
     node, other = opened(tmp_path)
     deliver(node, what, epoch)
     if epoch == EARLY and what in ADVANCE:
-        assert node.state.open_epoch == 0
+        assert node.state.gate.open_epoch == 0
         return
     assert node.seen() == other.seen()
     assert node.goes_on() == other.goes_on()
@@ -237,7 +248,7 @@ def test_nothing_that_was_said_in_an_epoch_counts_in_the_next(tmp_path: Path, wh
     node, other = two(tmp_path)
     if what == "ended":
         converse(node, {"t": "ended", "epoch": LATE})
-        assert node.state.ended
+        assert node.state.ledger.ended
     else:
         CHANGES[what](node, LATE)
     assert node.open().seen() == other.open().seen()
@@ -341,9 +352,9 @@ def test_who_waits_in_a_vault_learns_of_the_close_at_once(tmp_path: Path) -> Non
     state, stands = Node(tmp_path).open().state, threading.Event()
 
     def wait() -> None:
-        with state.lock:  # taken again by the wait, which alone lets go of it
+        with state.gate.lock:  # taken again by the wait, which alone lets go of it
             stands.set()
-            state.pause(OPEN, PATIENCE_SECONDS)
+            state.gate.pause(OPEN, PATIENCE_SECONDS)
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()

@@ -14,10 +14,11 @@ import pytest
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import member_dialogue
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Frozen, VaultError
 from deadpool_megatron.vault.member import SlotWriter, VaultClient, free_slot
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
+from deadpool_megatron.vault.slot_store import SlotStore
 from tests.common.waiting import wait_for
 from tests.vault.fake_network import QuickListener
 from tests.vault.harness import make_layout, record_of
@@ -124,7 +125,7 @@ class Vault:
 
     def start(self) -> None:
         """The first one, or the next one after :meth:`stop`."""
-        self.state = VaultState(0, self.directory, Settings(), lambda _: None)
+        self.state = SlotStore(scheme_of, 0, self.directory, Settings(), lambda _: None)
         self.members = member_dialogue.MemberDialogues(self.state)
         seats = {role: Seat(0, 0, 0) for role in range(2)}
         self.state.adopt(record_of(1, seats=seats))
@@ -191,9 +192,9 @@ def test_a_replay_of_one_role_says_nothing_about_another(vault: Vault) -> None:
     client = vault.client()
     client.rehearsed(True)
     client.register(make_layout(0, nbytes=100), 1)  # again, after a close
-    assert vault.state.rehearsed == {0}
+    assert vault.state.ledger.rehearsed == {0}
     client.register(make_layout(1, nbytes=100), 1)
-    assert vault.state.rehearsed == {0}
+    assert vault.state.ledger.rehearsed == {0}
 
 
 class StillWaiting(Exception):

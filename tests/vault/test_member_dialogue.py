@@ -13,7 +13,6 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation, Restore, RoleLayout, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member import VaultClient
 from deadpool_megatron.vault.member_dialogue import (
@@ -23,7 +22,9 @@ from deadpool_megatron.vault.member_dialogue import (
     MemberDialogues,
     listening_at,
 )
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed
 from tests.vault.harness import make_layout, record_of
@@ -32,7 +33,7 @@ LAYOUT = make_layout(3, nbytes=100)
 
 
 def greeted(
-    state: VaultState, members: MemberDialogues, seat: Seat, *, has_slots: bool = False
+    state: SlotStore, members: MemberDialogues, seat: Seat, *, has_slots: bool = False
 ) -> tuple[MemberDialogue, socket.socket]:
     """A member has said who it is; also its end of the connection."""
     ours, theirs = socket.socketpair()
@@ -45,7 +46,7 @@ def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched
     tmp_path: Path,
 ) -> None:
     """A slot that is pinned for ever is missing when the node is to be the role's buddy."""
-    state = VaultState(0, tmp_path, Settings(), lambda _: None)
+    state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
     segment = Segment.create(tmp_path / copy_name(3), LAYOUT, None, ["shard"])
     state.table.segments[segment.path.name] = segment
     slot = state.table.claim(segment, Generation(1, 4), 1)
@@ -67,7 +68,7 @@ def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched
 
 def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path: Path) -> None:
     """It would come into the slots of its successor, which has not asked and may be writing."""
-    state = VaultState(0, tmp_path, Settings(), lambda _: None)
+    state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
     restored = Generation(1, 4)
     restore = Restore("memory", restored)
     state.adopt(record_of(2, count=1, seats={3: Seat(0, 0, 1)}, restore=restore))
@@ -134,7 +135,7 @@ def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(
 ) -> None:
     """A vault that was restarted finds it before the member connects again. Nothing else would ever
     end its wait for a commit of that part."""
-    state = VaultState(0, tmp_path, Settings(), lambda _: None)
+    state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
     members = MemberDialogues(state)
     state.on_bad(1, 3, Generation(1, 4), "shard")
     dialogue, theirs = greeted(state, members, Seat(0, 0, 0))

@@ -20,7 +20,7 @@ from deadpool_megatron.vault.pace import (
     SPAN_SECONDS,
     Pace,
     Share,
-    SharedLink,
+    SharedNic,
 )
 from tests.vault.harness import wait_until
 
@@ -35,12 +35,12 @@ def run(pace: Pace, gaps: list[float], first: int = 0, now: float = 100.0) -> fl
     return now
 
 
-def link_of(**settings: Any) -> SharedLink:
-    return SharedLink(Settings(**{"link_gaps": "off", "chunk_bytes": 4 << 20, **settings}))
+def link_of(**settings: Any) -> SharedNic:
+    return SharedNic(Settings(**{"link_gaps": "off", "chunk_bytes": 4 << 20, **settings}))
 
 
 def shipment(
-    link: SharedLink, nbytes: int, generation: Generation = NEWEST, speed: float | None = None
+    link: SharedNic, nbytes: int, generation: Generation = NEWEST, speed: float | None = None
 ) -> Share:
     """Of role 0, sealed at 100 s; its members have ``speed`` of the link."""
     if speed is not None:
@@ -153,7 +153,7 @@ def test_pieces_are_the_bytes_and_who_waits_is_let_go(limit_gbps: float) -> None
 # Gaps.
 
 
-class MadeLink(SharedLink):
+class MadeLink(SharedNic):
     """Half of a link of 1 GB/s is taken by others until ``idle`` is set; ``error``: nobody counts.
     What the vault sends is not on it. Role 0 has an hour's window.
     """
@@ -182,7 +182,7 @@ _HELD_BYTES = 64 << 20
 
 
 @contextlib.contextmanager
-def held_shipment(link: SharedLink) -> Iterator[tuple[threading.Thread, list[int]]]:
+def held_shipment(link: SharedNic) -> Iterator[tuple[threading.Thread, list[int]]]:
     """A shipment whose last piece is due in a minute at the share it has; also the sizes of the
     pieces that have gone."""
     link.note(Pace.sealed, 0, Generation(1, 6))

@@ -16,11 +16,12 @@ from deadpool_megatron.layout.replaying import key, step_parts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import restore as restoring, room
 from deadpool_megatron.vault.disk.dump import dump
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.restore import Restorer
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.transport import Channel
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import content, make_layout, record_of
@@ -48,13 +49,15 @@ class House:
 
     def __init__(self, directory: Path) -> None:
         self.network = FakeNetwork()
-        self.states, self.servers = list[VaultState](), list[Server]()
+        self.states, self.servers = list[SlotStore](), list[Server]()
         for node in range(3):
             folder = directory / f"node{node}"
             folder.mkdir()
             settings = Settings(restore_seconds=5.0, chunk_bytes=4096)
             transport = self.network.transport("fake", node, 5.0)
-            self.states.append(VaultState(node, folder, settings, lambda _: None, transport))
+            self.states.append(
+                SlotStore(scheme_of, node, folder, settings, lambda _: None, transport)
+            )
             self.servers.append(Server(self.states[node], transport))
             self.servers[node].start()
 
@@ -74,13 +77,13 @@ class House:
             state.adopt(record)
         obtainer = Restorer(self.states[0], record, 0)
         if late:
-            pause = self.states[0].pause
+            pause = self.states[0].gate.pause
 
             def adopt_and_pause(epoch: int, seconds: float) -> None:
                 self.states[1].adopt(record)
                 pause(epoch, seconds)
 
-            self.states[0].pause = adopt_and_pause  # type: ignore[method-assign]
+            self.states[0].gate.pause = adopt_and_pause  # type: ignore[method-assign]
         return obtainer
 
     def obtain(self, restore: records.Restore | None = None, late: bool = False) -> None:
@@ -247,7 +250,7 @@ def test_a_node_that_does_not_answer_is_waited_for_once(
     """Not once for each part: a restore has many of them. Time passes only where it waits."""
     waits = list[float]()
     house.keep(2, [*EXTRAS, *SHARDS])
-    transport = house.states[0].transport
+    transport = house.states[0].gate.transport
     assert transport is not None
     connect: Callable[[int, str, int], Channel] = transport.connect
 

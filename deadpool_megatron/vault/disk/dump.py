@@ -31,11 +31,12 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.replaying import predecessor
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError, is_shortage
 from deadpool_megatron.vault.memory import free_bytes
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm import segment as segments
 from deadpool_megatron.vault.shm.table import Place, Table
+from deadpool_megatron.vault.slot_store import SlotStore
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def dump_files(directory: Path, role: int | None = None) -> Iterator[segments.Se
 
 
 def dump(
-    state: VaultState, directory: Path, generation: Generation, boundary: str | None
+    store: SlotStore, directory: Path, generation: Generation, boundary: str | None
 ) -> list[str]:
     """Write what this node holds of a generation, one file for each role; answers the paths.
     ``boundary``: the one whose extras are written, None for all of them.
@@ -70,11 +71,11 @@ def dump(
     """
     directory.mkdir(parents=True, exist_ok=True)
     sync(directory.parent)
-    with state.lock:
-        held = {h.role for h in state.table.holdings() if h.generation == generation}
+    with store.gate.lock:
+        held = {h.role for h in store.table.holdings() if h.generation == generation}
     written = []
     for role in sorted(held):
-        path = _dump_role(state, directory, role, generation, boundary)
+        path = _dump_role(store, directory, role, generation, boundary)
         if path is not None:
             written.append(str(path))
     return written
@@ -85,26 +86,26 @@ def generation_name(generation: Generation) -> str:
     return f"{generation.lineage}-{generation.iteration}"
 
 
-def dump_held(state: VaultState, base: Path, generations: Iterable[Generation]) -> list[str]:
+def dump_held(store: SlotStore, base: Path, generations: Iterable[Generation]) -> list[str]:
     """Write everything this node holds of these generations, the newest first, to directories
     below ``base``; answers the paths. Raises VaultError, having written what had room.
     """
     written: list[str] = []
     for generation in sorted(generations, reverse=True):
         try:
-            written += dump(state, base / generation_name(generation), generation, None)
+            written += dump(store, base / generation_name(generation), generation, None)
         except (VaultError, OSError) as error:
             raise VaultError(f"{error}; {len(written)} files were written before") from error
     return written
 
 
-def damaged(state: VaultState) -> list[BadPart]:
+def damaged(store: SlotStore) -> list[BadPart]:
     """Return what a dump could not give of what this node was counted on for: parts that turned out
     to be damaged, in this dump or before, and of which no other bytes are here."""
-    with state.lock:
-        table = state.table
+    with store.gate.lock:
+        table = store.table
         found = {
-            BadPart(state.node, slot.segment.layout.role, slot.generation, part.name)
+            BadPart(store.gate.node, slot.segment.layout.role, slot.generation, part.name)
             for slot in table.sealed()
             for part in slot.segment.layout.parts
             if slot.segment.entry(slot.slot, part.name).state is segments.PartState.BAD
@@ -158,48 +159,48 @@ def dump_kept(
     Raises VaultError when it cannot be written; SegmentError, after all else has been written, when
     there are slots that are not understood.
     """
-    state = VaultState(node, directory, settings, lambda _: None)
-    state.table.scan()
-    held = {holding.generation for holding in state.table.holdings()}
-    written = dump_held(state, base, [one for one in held if is_kept(kept, one)])
-    state.table.require_read()
+    store = SlotStore(scheme_of, node, directory, settings, lambda _: None)
+    store.table.scan()
+    held = {holding.generation for holding in store.table.holdings()}
+    written = dump_held(store, base, [one for one in held if is_kept(kept, one)])
+    store.table.require_read()
     return written
 
 
 def _dump_role(
-    state: VaultState, directory: Path, role: int, generation: Generation, boundary: str | None
+    store: SlotStore, directory: Path, role: int, generation: Generation, boundary: str | None
 ) -> Path | None:
-    with state.lock:
-        layout = state.table.layout(role)
+    with store.gate.lock:
+        layout = store.table.layout(role)
     if layout is None:
         return None
-    path = directory / segments.dump_name(role, state.node)
+    path = directory / segments.dump_name(role, store.gate.node)
     found: dict[_What, list[Place]] = {}
     kept: dict[_What, Place] = {}
     try:
         # Where a shard part turns out to be damaged, what leads to it is wanted in its place.
-        while wanted := _pin_wanted(state, layout, generation, boundary, found):
+        while wanted := _pin_wanted(store, layout, generation, boundary, found):
             for what, places in wanted.items():
                 for place in places:
                     if (digest := segments.checksum(place.view)) == place.checksum:
                         kept[what] = place
                         break
-                    state.mark_bad(place, digest)
+                    store.mark_bad(place, digest)
         for what, place in _written_before(path, layout, generation).items():
-            if what not in kept and _is_intact(place, state.settings.chunk_bytes):
+            if what not in kept and _is_intact(place, store.settings.chunk_bytes):
                 kept[what] = place
         is_whole = any(g == generation for g, _ in kept)
         if is_whole:
-            _write_dump(path, layout, generation, kept, state.settings.chunk_bytes)
+            _write_dump(path, layout, generation, kept, store.settings.chunk_bytes)
     finally:
-        with state.lock:
+        with store.gate.lock:
             for place in (place for places in found.values() for place in places):
-                state.table.unpin(place)
+                store.table.unpin(place)
     return path if is_whole else None
 
 
 def _pin_wanted(
-    state: VaultState,
+    store: SlotStore,
     layout: RoleLayout,
     generation: Generation,
     boundary: str | None,
@@ -210,16 +211,16 @@ def _pin_wanted(
     names = tuple(part.name for part in layout.parts)
     if boundary is not None:
         names = (*layout.shard_parts, extras_part(boundary))
-    with state.lock:
+    with store.gate.lock:
         wanted = [(generation, name) for name in names]
-        wanted += _led_from(state.table, layout, generation)
+        wanted += _led_from(store.table, layout, generation)
         new = {
-            what: state.table.find(layout.role, *what)
+            what: store.table.find(layout.role, *what)
             for what in dict.fromkeys(wanted)
             if what not in found
         }
         for place in (place for places in new.values() for place in places):
-            state.table.pin(place)
+            store.table.pin(place)
     found |= new
     return new
 

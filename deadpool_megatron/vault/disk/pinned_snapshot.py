@@ -20,10 +20,10 @@ from pathlib import Path
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, extras_part
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom, TooLate, VaultError
 from deadpool_megatron.vault.shm.segment import checksum
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.wire.forms import Coded
 
 _PREFIX = "taken-"
@@ -60,7 +60,7 @@ def snapshot_bytes(directory: Path) -> dict[str, int]:
     return found
 
 
-def take(state: VaultState, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
+def take(store: SlotStore, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
     """Copy the generation of ``iteration``, computed in the open epoch, for all roles seated here.
 
     Returns once it is committed for each of them and the next one is sealed, or none will come, so
@@ -69,11 +69,11 @@ def take(state: VaultState, name: str, iteration: int, deadline_seconds: float) 
     Blocks; threads of their own only.
     """
     limit = time.monotonic() + deadline_seconds
-    with state.lock:
-        epoch, roles = state.open_epoch, sorted(state.own_roles())
+    with store.gate.lock:
+        epoch, roles = store.gate.open_epoch, sorted(store.gate.own_roles())
     if not epoch:
         raise VaultError("no epoch is open")
-    takers = [_Taker(state, name, Generation(epoch, iteration), role) for role in roles]
+    takers = [_Taker(store, name, Generation(epoch, iteration), role) for role in roles]
     try:
         for taker in takers:
             taker.reserve(limit)
@@ -92,21 +92,23 @@ def take(state: VaultState, name: str, iteration: int, deadline_seconds: float) 
 class _Taker:
     """The work for one role."""
 
-    def __init__(self, state: VaultState, name: str, generation: Generation, role: int) -> None:
-        self._state = state
+    def __init__(self, store: SlotStore, name: str, generation: Generation, role: int) -> None:
+        self._store = store
+        self._gate = store.gate
+        self._ledger = store.ledger
         self._generation = generation
         self._role = role
         self._layout: RoleLayout | None = None
         self._file = -1
         self._parts: dict[str, tuple[int, int, int]] = {}
         self._end = 0
-        self.path = state.table.directory / f"{_PREFIX}{name}-{role}"
+        self.path = store.table.directory / f"{_PREFIX}{name}-{role}"
 
     def reserve(self, limit: float) -> None:
         """Have memory for the shard parts and one extras part, as soon as the member has made its
         segment. Raises VaultError without room."""
-        with self._state.changed:
-            while (layout := self._state.table.layout(self._role)) is None:
+        with self._gate.changed:
+            while (layout := self._store.table.layout(self._role)) is None:
                 self._wait(limit, "the layout")
         self._layout = layout
         names = (*layout.shard_parts, extras_part("step"))
@@ -118,7 +120,7 @@ class _Taker:
             os.ftruncate(self._file, max(1, needed))
             if failpoints.ACTIVE and failpoints.hit("persist.reserve", role=self._role):
                 raise NoRoom(f"{needed} bytes needed on {self.path.parent}, as a test wants it")
-            self._state.table.budget.allocate(self._file, self.path, [(0, max(1, needed))])
+            self._store.table.budget.allocate(self._file, self.path, [(0, max(1, needed))])
         except NoRoom as error:
             text = f"no room to pin the state of role {self._role}: {error}"
             raise VaultError(text) from error
@@ -131,19 +133,19 @@ class _Taker:
 
     def finish(self, limit: float) -> Snapshot:
         """Copy the last extras of the generation; wait until it is committed."""
-        state, wanted = self._state, self._generation
+        store, wanted = self._store, self._generation
         assert self._layout is not None
-        with state.changed:
-            while not self._newer() and self._role not in state.ended:
+        with self._gate.changed:
+            while not self._newer() and self._role not in self._ledger.ended:
                 self._wait(limit, f"iteration {wanted.iteration + 1}")
-            held = state.table.held(self._role).get(wanted, ())
+            held = store.table.held(self._role).get(wanted, ())
         reached = [boundary for boundary in BOUNDARIES if extras_part(boundary) in held]
         if not reached:
             raise self._too_late()
         boundary = reached[-1]
         self._copy(self._sealed(extras_part(boundary), limit))
-        with state.changed:
-            while state.committed.get(self._role, (Generation(0, 0), ""))[0] < wanted:
+        with self._gate.changed:
+            while self._ledger.committed.get(self._role, (Generation(0, 0), ""))[0] < wanted:
                 self._wait(limit, f"the commit of iteration {wanted.iteration}")
         os.ftruncate(self._file, max(1, self._end))
         return Snapshot(
@@ -163,14 +165,14 @@ class _Taker:
 
     def _newer(self) -> bool:
         """Return whether something newer is sealed; the lock is held."""
-        return any(held > self._generation for held in self._state.table.held(self._role))
+        return any(held > self._generation for held in self._store.table.held(self._role))
 
     def _sealed(self, name: str, limit: float) -> Place:
         """The place of a part, as soon as there is one; nothing keeps it from being overwritten."""
-        state, wanted = self._state, self._generation
-        with state.changed:
+        store, wanted = self._store, self._generation
+        with self._gate.changed:
             while True:
-                found = state.table.find(self._role, wanted, name)
+                found = store.table.find(self._role, wanted, name)
                 if found:
                     return found[0]
                 if self._newer():
@@ -199,11 +201,11 @@ class _Taker:
 
     def _wait(self, limit: float, what: str) -> None:
         """Wait for a change; the lock is held. Raises VaultError at a close, or in the end."""
-        if not self._state.is_open(self._generation.lineage):
+        if not self._gate.is_open(self._generation.lineage):
             raise VaultError(f"epoch {self._generation.lineage} was closed")
         if self._file >= 0 and not self.path.exists():
             raise VaultError("it was dropped")
         left = limit - time.monotonic()
         if left <= 0:
             raise VaultError(f"role {self._role}: waited too long for {what}")
-        self._state.changed.wait(min(left, 1.0))
+        self._gate.changed.wait(min(left, 1.0))

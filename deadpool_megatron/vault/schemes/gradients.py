@@ -23,7 +23,7 @@ from deadpool_megatron.layout.records import (
     shard_of,
 )
 from deadpool_megatron.layout.replaying import chain, pack_sums, unpack_sums
-from deadpool_megatron.vault.schemes.scheme import Copies, Owed
+from deadpool_megatron.vault.copies import Copies, Owed
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
 

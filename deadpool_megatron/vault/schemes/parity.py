@@ -33,11 +33,11 @@ import xxhash
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout import parity_groups, records
 from deadpool_megatron.vault import room
-from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.copies import Copies, Offer, Parts, Target
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
 from deadpool_megatron.vault.schemes.parity_decode import load_code
-from deadpool_megatron.vault.schemes.scheme import Copies, Offer, Parts, Target
 from deadpool_megatron.vault.shm.segment import Segment, checksum
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.transport import UNREACHABLE, Channel, begin_thread
 from deadpool_megatron.wire.framing import ConnectionClosed
 
@@ -54,8 +54,9 @@ _MOST_PIECE_BYTES = 1 << 20
 class Parity(Copies):
     """Blocks are computed of shard parts only (layout.parity_groups)."""
 
-    def __init__(self, record: records.EpochRecord) -> None:
+    def __init__(self, record: records.EpochRecord, store: SlotStore) -> None:
         super().__init__(record)
+        self._store = store
         self.placement = parity_groups.ParityPlacement.of_record(record)
         self._blocks: dict[int, ParityBlock] = {}
         begin_thread("load-code", partial(load_code, record.replicas))
@@ -89,23 +90,24 @@ class Parity(Copies):
             return ()
         return [part.name for part in layout.parts]
 
-    def combine(self, state: VaultState, channel: Channel, block: int, offer: Offer) -> None:
-        self.block(state, block, offer.role).put(channel, offer)
+    def combine(self, channel: Channel, block: int, offer: Offer) -> None:
+        self.block(block, offer.role).put(channel, offer)
 
-    def block(self, state: VaultState, number: int, role: int) -> ParityBlock:
+    def block(self, number: int, role: int) -> ParityBlock:
         """A block that ``role`` is part of. Raises Refused when nobody makes it, here and in this
         epoch."""
-        with state.lock:
-            if not state.is_open(self.record.epoch):
+        gate = self._store.gate
+        with gate.lock:
+            if not gate.is_open(self.record.epoch):
                 raise Refused(Refusal.STALE)
             found = self.placement.block(number)
             if found is None or role not in found[0].roles:
                 raise Refused(Refusal.WRONG_BLOCK)
-            if found[0].holders[found[1]] != state.node:
+            if found[0].holders[found[1]] != gate.node:
                 raise Refused(Refusal.WRONG_HOLDER)
             block = self._blocks.get(number)
             if block is None:
-                block = self._blocks[number] = ParityBlock(state, self, number, found)
+                block = self._blocks[number] = ParityBlock(self._store, self, number, found)
             return block
 
     def cut(self) -> None:
@@ -156,19 +158,20 @@ class ParityBlock:
 
     def __init__(
         self,
-        state: VaultState,
+        store: SlotStore,
         scheme: Parity,
         number: int,
         place: tuple[parity_groups.ParityGroup, int],
     ) -> None:
-        self._state = state
+        self._store = store
+        self._gate = store.gate
         self._scheme = scheme
         self._epoch = scheme.record.epoch
         self._number = number
         self._group, self._index = place
-        self._piece_bytes = min(state.settings.chunk_bytes, _MOST_PIECE_BYTES)
-        self._wait_seconds = min(_WAIT_SECONDS, state.settings.connect_seconds / 4)
-        known = {role: state.table.layout(role) for role in self._group.roles}
+        self._piece_bytes = min(store.settings.chunk_bytes, _MOST_PIECE_BYTES)
+        self._wait_seconds = min(_WAIT_SECONDS, store.settings.connect_seconds / 4)
+        known = {role: store.table.layout(role) for role in self._group.roles}
         self._layouts = {role: one for role, one in known.items() if one is not None}
         self._told: set[int] = set()  # whose layout is that of this epoch
         self._makings: dict[records.Generation, _Making] = {}
@@ -177,19 +180,19 @@ class ParityBlock:
 
     def cut(self) -> None:
         """Give up what is unfinished: the epoch is over."""
-        with self._state.lock:
+        with self._gate.lock:
             self._is_over = True
             for generation in list(self._makings):
                 self._give_up(generation)
 
     def _going(self) -> bool:
-        return not self._is_over and self._state.is_open(self._epoch)
+        return not self._is_over and self._gate.is_open(self._epoch)
 
     def _give_up(self, generation: records.Generation) -> None:
         making = self._makings.pop(generation)
         for name in making.sums:
             making.give_up(name)
-        self._state.release(making.segment, making.slot)
+        self._store.release(making.segment, making.slot)
 
     # What an owner puts.
 
@@ -197,11 +200,10 @@ class ParityBlock:
         """The dialogue about a role's parts of a generation: ``need`` and their bytes, answered by
         ``taken``; or, where none are needed, ``sealed`` as soon as the block is. Raises Refused,
         with WAITED when that takes too long."""
-        state = self._state
-        with state.changed:
+        with self._gate.changed:
             self._layouts[offer.role] = offer.layout
             self._told.add(offer.role)
-            state.changed.notify_all()
+            self._gate.changed.notify_all()
             if not {*offer.parts} <= {*self._scheme.coded(offer.layout)}:
                 raise Refused(Refusal.WRONG_BLOCK_PART)
         making = self._making(offer)
@@ -218,9 +220,9 @@ class ParityBlock:
 
     def _making(self, offer: Offer) -> _Making | None:
         """The making of a generation; None when its block is sealed with these very bytes."""
-        state, generation = self._state, offer.generation
-        with state.changed:
-            if not state.changed.wait_for(
+        store, generation = self._store, offer.generation
+        with self._gate.changed:
+            if not self._gate.changed.wait_for(
                 lambda: not self._going() or not self._untold(), self._wait_seconds
             ):
                 self._ask_absent(generation, self._untold())
@@ -232,14 +234,14 @@ class ParityBlock:
             if any(sealed[offer.role][name] != part for name, part in offer.parts.items()):
                 raise Refused(Refusal.OTHER_BYTES)
             return None
-        with state.lock:
+        with self._gate.lock:
             # Owners put in order: who comes with an old one has only forgotten that it is done.
             # A slot for it there may be none until he comes with the newest one.
-            slots = state.table.sealed(self._number)
+            slots = store.table.sealed(self._number)
             if any(slot.generation > generation for slot in slots if slot.parts):
                 raise Refused(Refusal.SUPERSEDED)
         with self._beginning:
-            with state.lock:
+            with self._gate.lock:
                 making = self._makings.get(generation)
             return making or self._begin(generation)
 
@@ -260,17 +262,17 @@ class ParityBlock:
 
     def _sealed(self, generation: records.Generation) -> Mapping[int, Parts] | None:
         """Return what the sealed block is made of, if it has all that it has to have."""
-        state = self._state
-        with state.lock:
-            places = state.table.find(self._number, generation, parity_groups.MEMBERS)
-            sealed = state.table.held(self._number).get(generation, set())
+        store = self._store
+        with self._gate.lock:
+            places = store.table.find(self._number, generation, parity_groups.MEMBERS)
+            sealed = store.table.held(self._number).get(generation, set())
             expected = {role: {*self._coded(role)} for role in self._group.roles}
         if not places:
             return None
         members = memoryview(bytes(places[0].view))  # a newer block may take the slot meanwhile
         found = checksum(members)
         if found != places[0].checksum:
-            state.mark_bad(places[0], found)
+            store.mark_bad(places[0], found)
             return None
         contributions = parity_groups.BlockMembers.decode(members).contributions
         whole = all(
@@ -281,25 +283,25 @@ class ParityBlock:
 
     def _begin(self, generation: records.Generation) -> _Making:
         """Take a slot for a generation. Raises Refused."""
-        state, roles = self._state, self._group.roles
-        if room.own_come_first(state):
+        store, roles = self._store, self._group.roles
+        if room.own_come_first(store):
             raise Refused(Refusal.EARLY)
         try:
             # Not at the top: most vaults keep no parity and can do without numpy and its threads.
             from deadpool_megatron.vault.schemes.parity_code import Coder
 
             coder = Coder(len(roles), self._scheme.placement.parities)
-            with state.lock:
+            with self._gate.lock:
                 layout = self._scheme.placement.layout(self._number, self._layouts)
                 names = {name for role in roles for name in self._coded(role)}
-            segment = room.ensure_copy(state, layout, generation)
+            segment = room.ensure_copy(store, layout, generation)
             slot = self._claim(segment, generation)
             try:
-                room.reserve(state, segment, [parity_groups.MEMBERS, *names], slot, generation)
-                with state.lock:
+                room.reserve(store, segment, [parity_groups.MEMBERS, *names], slot, generation)
+                with self._gate.lock:
                     self._require_going()
                     for name in (parity_groups.MEMBERS, *names):
-                        state.open_part(segment, slot, name, self._epoch)
+                        store.open_part(segment, slot, name, self._epoch)
 
                     def begin(name: str) -> Combination:
                         view = segment.data(slot, name)
@@ -307,7 +309,7 @@ class ParityBlock:
 
                     making = self._makings[generation] = _Making(begin, segment, slot)
             except BaseException:
-                state.release(segment, slot)
+                store.release(segment, slot)
                 raise
         except Refused:
             raise
@@ -318,9 +320,9 @@ class ParityBlock:
     def _claim(self, segment: Segment, generation: records.Generation) -> int:
         # Of the generation that the epoch began with there may be a block that others rely on,
         # though parts are missing which peers held before: it stays until the new one is sealed.
-        anew = generation == self._scheme.record.restore.generation
-        with self._state.lock:
-            slot = self._state.claim(segment, generation, self._epoch, anew=anew)
+        fresh = generation == self._scheme.record.restore.generation
+        with self._gate.lock:
+            slot = self._store.claim(segment, generation, self._epoch, fresh=fresh)
             # Whoever puts this one puts what follows it when it is done, not before.
             for newer in [one for one in self._makings if one > generation and slot is None]:
                 self._give_up(newer)
@@ -330,7 +332,7 @@ class ParityBlock:
 
     def _needed(self, making: _Making, offer: Offer) -> list[str]:
         """Parts that a role has yet to send."""
-        with self._state.lock:
+        with self._gate.lock:
             return [
                 name
                 for name, part in offer.parts.items()
@@ -340,10 +342,10 @@ class ParityBlock:
     def _take(self, channel: Channel, making: _Making, name: str, offer: Offer) -> bool:
         """Add the bytes of a part as they come; False when they are damaged. Raises
         ConnectionClosed when the part has been begun again meanwhile."""
-        state, role, (nbytes, expected) = self._state, offer.role, offer.parts[name]
+        store, role, (nbytes, expected) = self._store, offer.role, offer.parts[name]
         number, digest = self._group.roles.index(role), xxhash.xxh3_64()
         buffer = memoryview(bytearray(min(nbytes, self._piece_bytes)))
-        with state.lock:
+        with self._gate.lock:
             if self._makings.get(offer.generation) is not making:
                 raise ConnectionClosed("the block is begun again")
             found = making.sums.get(name)
@@ -357,23 +359,23 @@ class ParityBlock:
                 channel.receive_bulk(piece, digest.update)
                 if not found.combination.add(number, start, piece):
                     raise ConnectionClosed("the part is begun again")
-                state.reports.counters["bytes combined"] += len(piece)
+                store.reports.counters["bytes combined"] += len(piece)
                 about = {"role": role, "iteration": offer.generation.iteration, "part": name}
                 failpoints.hit("vault.combine", **about)
             is_whole = digest.intdigest() == expected
         finally:
-            with state.changed:
+            with self._gate.changed:
                 is_current = self._makings.get(offer.generation) is making
                 if is_current and making.sums[name] is found:
                     if is_whole:
                         found.given[role] = nbytes, expected
                     else:
                         making.begin(name)
-                    state.changed.notify_all()
+                    self._gate.changed.notify_all()
         if not is_whole:
             where = f"from node {self._scheme.record.seats[role].node}"
             found_digest = digest.intdigest()
-            state.reports.corruption(role, offer.generation, name, where, expected, found_digest)
+            store.reports.corruption(role, offer.generation, name, where, expected, found_digest)
         return is_whole
 
     # Sealing.
@@ -384,8 +386,8 @@ class ParityBlock:
 
     def _seal(self, generation: records.Generation, making: _Making) -> None:
         """Seal the block of a generation if all is in it."""
-        state = self._state
-        with state.lock:
+        store = self._store
+        with self._gate.lock:
             if making.is_sealed or making.is_being_sealed or self._absent(making):
                 return
             making.is_being_sealed = True
@@ -408,31 +410,31 @@ class ParityBlock:
 
         def seal() -> None:
             for name, (nbytes, digest) in parts.items():
-                state.seal_copy(segment, slot, name, nbytes, digest, self._epoch)
+                store.seal_copy(segment, slot, name, nbytes, digest, self._epoch)
 
-        with state.changed:
+        with self._gate.changed:
             making.is_being_sealed = False
             is_mine = self._makings.get(generation) is making and making.sums == sums
             if not is_mine or not self._going():
                 return
-            state.table.replace(segment, slot, seal)
+            store.table.replace(segment, slot, seal)
             making.is_sealed = True
             self._give_up(generation)
-            state.changed.notify_all()
+            self._gate.changed.notify_all()
         shards = [name for name in parts if name != parity_groups.MEMBERS]
-        state.fail_point_corrupt("vault.received", segment, slot, shards)
+        store.fail_point_corrupt("vault.received", segment, slot, shards)
 
     def _await(self, making: _Making, offer: Offer) -> None:
         """Wait until the block is sealed. Raises Refused."""
-        state, generation = self._state, offer.generation
+        generation = offer.generation
 
         def has_news() -> bool:
             is_current = self._makings.get(generation) is making
             is_lost = not is_current or bool(making.lacks(offer.role, offer.parts))
             return making.is_sealed or is_lost or not self._going()
 
-        with state.changed:
-            came = state.changed.wait_for(has_news, self._wait_seconds)
+        with self._gate.changed:
+            came = self._gate.changed.wait_for(has_news, self._wait_seconds)
             if making.is_sealed:
                 return
             self._require_going()
@@ -451,18 +453,18 @@ class ParityBlock:
         for role in roles:
             try:
                 node = self._scheme.record.seats[role].node
-                with contextlib.closing(self._state.dial(node)) as channel:
+                with contextlib.closing(self._gate.dial(node)) as channel:
                     about = {"role": role, "generation": generation.to_list()}
-                    channel.send({"t": "describe", "again": self._state.node, **about})
+                    channel.send({"t": "describe", "again": self._gate.node, **about})
                     found = channel.receive()["layout"]
                 layout = records.RoleLayout.from_dict(found) if found else None
             except (VaultError, *UNREACHABLE) as error:
                 log.info("block %d: role %d: %s", self._number, role, error)
                 continue
-            with self._state.changed:
+            with self._gate.changed:
                 if layout is not None and layout.role == role and role not in self._told:
                     self._layouts[role] = layout
                     self._told.add(role)
-                    self._state.changed.notify_all()
-        with self._state.lock:
+                    self._gate.changed.notify_all()
+        with self._gate.lock:
             self._is_asking = False

@@ -36,7 +36,6 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Source,
 )
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import (
     MALFORMED,
     RestoreUnavailable,
@@ -44,6 +43,7 @@ from deadpool_megatron.vault.errors import (
 )
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, dump_name
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.transport import UNREACHABLE, Channel, ask_part, begin_thread
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class BlockSource(ABC):
 
     def __init__(
         self,
-        state: VaultState,
+        store: SlotStore,
         generation: Generation,
         number: int,
         source: Source,
@@ -104,7 +104,7 @@ class BlockSource(ABC):
         wanted: tuple[int, int] | None = None,
     ) -> None:
         self.name = f"block-{source.role}-from-{source.node}"
-        self._state = state
+        self._store = store
         self._generation = generation
         self._number = number
         self._source = source
@@ -117,7 +117,7 @@ class BlockSource(ABC):
         with self._asked() as (nbytes, expected, read):
             if self._wanted not in (None, (nbytes, expected)):
                 raise VaultError("holds other bytes than the parity was computed from")
-            size = self._state.settings.chunk_bytes
+            size = self._store.settings.chunk_bytes
             room, digest = memoryview(bytearray(min(nbytes, size))), xxhash.xxh3_64()
             for start in range(0, nbytes, size):
                 about = {"role": self._source.role, "part": self._part}
@@ -164,7 +164,7 @@ class BlockSource(ABC):
 
     def _check(self, found: int, expected: int) -> None:
         if found != expected:
-            reports = self._state.reports
+            reports = self._store.reports
             about = (self._source.role, self._generation, self._part, self.where)
             reports.corruption(*about, expected, found)
             raise self.error("checksum does not match", damaged=True)
@@ -183,9 +183,9 @@ class VaultBlock(BlockSource):
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Asked]:
-        with contextlib.closing(self._state.dial(self._source.node)) as channel:
+        with contextlib.closing(self._store.gate.dial(self._source.node)) as channel:
             self._channel = channel
-            if self._over or not self._state.is_open(self._epoch):
+            if self._over or not self._store.gate.is_open(self._epoch):
                 raise ConnectionError("the epoch was closed while connecting")
             found = ask_part(channel, self._epoch, self._source, self._generation, self._part)
             yield *found, lambda _, target: channel.receive_bulk(target)
@@ -281,8 +281,9 @@ class Decoder:
     ``target``: the claimed slot for the role.
     """
 
-    def __init__(self, state: VaultState, record: EpochRecord, role: int, target: Target) -> None:
-        self._state = state
+    def __init__(self, store: SlotStore, record: EpochRecord, role: int, target: Target) -> None:
+        self._store = store
+        self._gate = store.gate
         self._record = record
         self._role = role
         self._generation = record.restore.generation
@@ -315,20 +316,20 @@ class Decoder:
         try:
             coder = Coder(len(decoding.group), decoding.parities)
         except ModuleNotFoundError as error:
-            here = (self._state.node, self._role, f"cannot decode: {error}")
+            here = (self._gate.node, self._role, f"cannot decode: {error}")
             raise RestoreUnavailable(name, (*tried, here)) from error
         candidates = _Candidates(decoding, self._silent)
         while (choice := candidates.choose()) is not None:
-            self._state.require_open(self._record.epoch)
+            self._gate.require_open(self._record.epoch)
             late = time.monotonic() > deadline
             try:
                 return self._attempt(layout, name, decoding, coder, choice)
             except _WrongResultError as error:
                 candidates.drop_together(choice)
-                state, blocks = self._state, [one for one in choice.values() if one is not None]
+                store, blocks = self._store, [one for one in choice.values() if one is not None]
                 where = ", ".join(f"role {one.role} on node {one.node}" for one in blocks)
                 about = (self._role, self._generation, name, f"decoded from {where}")
-                state.reports.corruption(*about, *error.args)
+                store.reports.corruption(*about, *error.args)
                 why = f"block of {sorted(choice)}, which give other bytes than the role had"
                 tried += [(one.node, one.role, why) for one in blocks]
                 if late:
@@ -341,13 +342,13 @@ class Decoder:
             except ConnectionError as error:  # no slot is free yet
                 if late:
                     raise VaultError(f"part {name} of role {self._role}: {error}") from error
-            self._state.pause(self._record.epoch, _PAUSE_SECONDS)
+            self._gate.pause(self._record.epoch, _PAUSE_SECONDS)
         raise RestoreUnavailable(name, tuple(tried))
 
     def _attempt(
         self, layout: RoleLayout, name: str, decoding: Decoding, coder: Coder, choice: Choice
     ) -> Place:
-        started, state, epoch = time.monotonic(), self._state, self._record.epoch
+        started, store, epoch = time.monotonic(), self._store, self._record.epoch
         members = self._members_of(name, decoding, choice)
         nbytes, expected = members.contributions[self._role][name]
         blocks = self._blocks = self._needed(members, name, choice)
@@ -357,13 +358,13 @@ class Decoder:
                     number = max(choice)
                     why = f"names a part of {nbytes} bytes, which does not fit"
                     raise BlockError(number, choice[number], why, final=True)
-                state.open_part(segment, slot, name, epoch)
+                store.open_part(segment, slot, name, epoch)
                 view, wanted = segment.data(slot, name, nbytes), decoding.group.index(self._role)
                 self._add_up(blocks, coder.begin(choice, wanted, view))
                 found = checksum(view)
                 if found != expected:
                     raise _WrongResultError(expected, found)
-                place = state.seal_copy(segment, slot, name, nbytes, expected, epoch)
+                place = store.seal_copy(segment, slot, name, nbytes, expected, epoch)
         finally:
             for block in blocks:
                 block.cut()
@@ -374,7 +375,7 @@ class Decoder:
     def _add_up(self, blocks: list[BlockSource], combination: Combination) -> None:
         """Have all blocks added, each by a thread of its own; raises the first BlockError."""
         ended: queue.SimpleQueue[tuple[BlockSource, BlockError | None]] = queue.SimpleQueue()
-        limit = 3 * self._state.settings.connect_seconds  # connect, prove, answer
+        limit = 3 * self._store.settings.connect_seconds  # connect, prove, answer
 
         def fetch_one(block: BlockSource) -> None:
             try:
@@ -418,7 +419,7 @@ class Decoder:
     def _block(
         self, number: int, source: Source, part: str, wanted: tuple[int, int] | None
     ) -> BlockSource:
-        about = (self._state, self._generation, number, source, part, wanted)
+        about = (self._store, self._generation, number, source, part, wanted)
         if self._record.restore.kind == "dump":
             return DumpedBlock(Path(self._record.restore.path), *about)
         return VaultBlock(self._record.epoch, *about)
@@ -458,7 +459,7 @@ class Decoder:
         return members
 
     def _report(self, name: str, choice: Choice, nbytes: int, seconds: float) -> None:
-        reports = self._state.reports
+        reports = self._store.reports
         reports.counters["parts decoded"] += 1
         reports.counters["bytes decoded"] += nbytes
         blocks = {str(n): one.to_list() for n, one in choice.items() if one}

@@ -289,7 +289,7 @@ class Table:
     # Slots of copies.
 
     def claim(
-        self, segment: Segment, generation: Generation, epoch: int, *, anew: bool = False
+        self, segment: Segment, generation: Generation, epoch: int, *, fresh: bool = False
     ) -> int | None:
         """A slot of a copy for one writer at a time, or None while there is no free one.
 
@@ -301,7 +301,7 @@ class Table:
         one stay: what may still be asked for is one of them, or computed from one. Of steps there
         are as many slots as can be between that and the newest one (layout.replaying).
 
-        ``anew``: not the slot in which parts of the generation are sealed, which stays as it is
+        ``fresh``: not the slot in which parts of the generation are sealed, which stays as it is
         until :meth:`replace`.
         """
         name = segment.path.name
@@ -312,7 +312,7 @@ class Table:
             state, found = segment.state(slot), segment.generation(slot)
             taken = (name, slot) in self.writers
             if state is SlotState.SEALED and found == generation:
-                if anew and slot in held:
+                if fresh and slot in held:
                     continue
                 if taken:
                     return None

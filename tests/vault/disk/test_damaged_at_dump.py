@@ -11,8 +11,9 @@ from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.dump import damaged, dump, generation_name
 from deadpool_megatron.vault.disk.sources import newest_whole
-from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
+from deadpool_megatron.vault.slot_store import SlotStore
 from tests.vault.harness import Cluster, cluster, make_layout
 from tests.vault.protected import begin
 
@@ -42,10 +43,10 @@ def strike(segment: Segment, generation: records.Generation, name: str) -> None:
     segment.data(slot, name)[5] ^= 1
 
 
-def vault(directory: Path, slots: dict[int, tuple[str, ...]]) -> VaultState:
+def vault(directory: Path, slots: dict[int, tuple[str, ...]]) -> SlotStore:
     """Of a closed epoch; a copy of role 0 with these parts of these iterations."""
     directory.mkdir()
-    state = VaultState(3, directory, Settings(), lambda _: None)
+    state = SlotStore(scheme_of, 3, directory, Settings(), lambda _: None)
     names = sorted({name for parts in slots.values() for name in parts})
     segment = Segment.create(directory / copy_name(0), LAYOUT, None, names, len(slots))
     for slot, (iteration, parts) in enumerate(slots.items()):
@@ -91,7 +92,7 @@ def test_damage_of_which_there_are_other_bytes_here_is_no_loss(tmp_path: Path) -
     twin.open_slot(0, G(1, 4), 1)
     twin.data(0, "shard")[:] = segment.data(0, "shard")
     twin.seal_part(0, "shard", 64, checksum(twin.data(0, "shard")), 1)
-    state = VaultState(3, tmp_path / "node", Settings(), lambda _: None)
+    state = SlotStore(scheme_of, 3, tmp_path / "node", Settings(), lambda _: None)
     state.table.scan()
     state.table.segments["twin"] = twin
     strike(segment, G(1, 4), "shard")

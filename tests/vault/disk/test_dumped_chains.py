@@ -13,11 +13,12 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, S
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.dump import dump, dump_files, generation_name
 from deadpool_megatron.vault.disk.sources import newest_whole, slots_of, snapshot_of_dump
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.restore import Restorer
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, dump_name, own_name
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.slot_store import SlotStore
 from tests.vault.harness import make_layout, record_of
 
 G = records.Generation
@@ -122,15 +123,15 @@ GENERATION = Generation(1, 4)
 SEAT = Seat(0, 0, 0)
 
 
-def _vault(directory: Path, record: EpochRecord) -> VaultState:
+def _vault(directory: Path, record: EpochRecord) -> SlotStore:
     directory.mkdir()
-    state = VaultState(0, directory, Settings(), lambda _: None)
+    state = SlotStore(scheme_of, 0, directory, Settings(), lambda _: None)
     state.adopt(record)
     return state
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> VaultState:
+def writer(tmp_path: Path) -> SlotStore:
     """A vault of a closed epoch that holds the generation."""
     state = _vault(tmp_path / "before", record_of())
     path = tmp_path / "before" / own_name(0, SEAT)
@@ -144,12 +145,12 @@ def writer(tmp_path: Path) -> VaultState:
     return state
 
 
-def _from_dump(writer: VaultState, tmp_path: Path) -> Restore:
+def _from_dump(writer: SlotStore, tmp_path: Path) -> Restore:
     dump(writer, tmp_path / "dump", GENERATION, "step")
     return Restore("dump", GENERATION, path=str(tmp_path / "dump"))
 
 
-def test_a_part_is_read_when_a_slot_is_free(writer: VaultState, tmp_path: Path) -> None:
+def test_a_part_is_read_when_a_slot_is_free(writer: SlotStore, tmp_path: Path) -> None:
     """A thread of the epoch before stands in a read of a slow disk, and has the slot."""
     restore = _from_dump(writer, tmp_path)
     record = record_of(2, restore=restore)
@@ -170,7 +171,7 @@ def test_a_part_is_read_when_a_slot_is_free(writer: VaultState, tmp_path: Path) 
 
 
 def test_a_file_that_was_not_written_is_not_named(
-    writer: VaultState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writer: SlotStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of the generation is intact, but something that leads to it."""
     (segment,) = writer.table.segments.values()

@@ -13,9 +13,10 @@ from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.dump import dump_held, generation_name
 from deadpool_megatron.vault.disk.sources import newest_whole
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, dump_name
+from deadpool_megatron.vault.slot_store import SlotStore
 
 G = Generation
 ROLES = 2
@@ -85,10 +86,10 @@ def test_the_newest_whole_generation_of_the_kept_line(
         assert len(why_not) == len(newer)
 
 
-def vault(directory: Path) -> VaultState:
+def vault(directory: Path) -> SlotStore:
     """With two generations of role 7 in a copy."""
     directory.mkdir()
-    state = VaultState(5, directory, Settings(), lambda _: None)
+    state = SlotStore(scheme_of, 5, directory, Settings(), lambda _: None)
     parts = tuple(PartInfo(n, 1 << 18, (7,)) for n in ("shard", "extras@step"))
     segment = Segment.create(
         directory / copy_name(7), RoleLayout(7, parts, (7,), 2, "h"), None, ("shard",)

@@ -12,10 +12,11 @@ from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk import pinned_snapshot as taking
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot, drop_snapshots
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import TooLate, VaultError
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.slot_store import SlotStore
 from tests.vault import harness
 
 
@@ -131,7 +132,7 @@ def test_it_ends_with_its_deadline(tmp_path: Path) -> None:
 def test_what_was_written_is_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what was read before: the bytes go from the slot to the file, and are hashed there."""
     layout = harness.make_layout(0, nbytes=100_000)
-    state = VaultState(0, tmp_path, Settings(), lambda _: None)
+    state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
     segment = Segment.create(tmp_path / copy_name(0), layout, None, ("shard",))
     segment.open_slot(0, Generation(1, 1), 1)
     segment.data(0, "shard")[:] = harness.content(0, Generation(1, 1), "shard", 100_000)

@@ -8,10 +8,11 @@ from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.restore import Restorer
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import copy_name, own_name
+from deadpool_megatron.vault.slot_store import SlotStore
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import record_of
 from tests.vault.schemes.coded import EXTRAS, GENERATION, CodedGroup, seal
@@ -33,7 +34,7 @@ class Vaults:
             path.mkdir()
         coded.write(self.directories, lost)
         self.events: list[Event] = []
-        self.states: dict[int, VaultState] = {}
+        self.states: dict[int, SlotStore] = {}
         self.servers: list[Server] = []
 
     def own(self, role: int) -> Path:
@@ -48,7 +49,9 @@ class Vaults:
         """Start all vaults and have them close epoch 1."""
         for node in self.nodes:
             transport = self.network.transport("fake", node, chosen.connect_seconds)
-            state = VaultState(node, self.directories[node], chosen, self.events.append, transport)
+            state = SlotStore(
+                scheme_of, node, self.directories[node], chosen, self.events.append, transport
+            )
             state.table.scan()
             state.close(1)
             self.states[node] = state
@@ -101,8 +104,8 @@ class Vaults:
         for server in self.servers:
             server.stop()
         for state in self.states.values():
-            assert state.transport is not None
-            state.transport.close()
+            assert state.gate.transport is not None
+            state.gate.transport.close()
 
 
 def seats_of(coded: CodedGroup, lost: set[int], spare: int) -> dict[int, Seat]:

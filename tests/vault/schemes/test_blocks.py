@@ -26,12 +26,13 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import room
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom
-from deadpool_megatron.vault.replicate import Sender
+from deadpool_megatron.vault.replicate import Sender, sender_to
 from deadpool_megatron.vault.schemes.parity import Parity, ParityBlock
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, copy_name, own_name
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.wire.framing import WireError
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout, record_of, wait_until
@@ -68,17 +69,17 @@ class Making:
         self.adopt(self.record)
 
     @property
-    def state(self) -> VaultState:
+    def state(self) -> SlotStore:
         return self.states[self.holder]
 
-    def begin(self, node: int) -> VaultState:
+    def begin(self, node: int) -> SlotStore:
         directory = self.directory / f"node{node}"
         directory.mkdir(exist_ok=True)
         if node in self.held:
             seat = Seat(node, 0, 0)
             seal(directory / own_name(node, seat), self.layouts[node], seat, self.held[node])
         transport = self.transports[node]
-        state = VaultState(node, directory, SETTINGS, self.events.append, transport)
+        state = SlotStore(scheme_of, node, directory, SETTINGS, self.events.append, transport)
         state.table.scan()
         return state
 
@@ -103,9 +104,9 @@ class Making:
 
     def tell(self) -> None:
         """All owners have said what they consist of."""
-        scheme = self.state.scheme(self.record.epoch)
+        scheme = self.state.ledger.require_scheme(self.record.epoch)
         assert isinstance(scheme, Parity)
-        block = scheme.block(self.state, self.block, 0)
+        block = scheme.block(self.block, 0)
         block._layouts |= self.layouts
         block._told |= {*self.layouts}
 
@@ -113,17 +114,16 @@ class Making:
         """Have vaults of owners bring what they owe to the holder."""
         for role in roles:
             state, layout = self.states[role], self.layouts[role]
-            scheme = state.scheme(self.record.epoch)
+            scheme = state.ledger.require_scheme(self.record.epoch)
             targets = scheme.owed(layout, GENERATION).names
             (target,) = (one for one in targets if one.block == self.block)
-            sender = scheme.sender(state, layout, target)
+            sender = sender_to(target, state, layout, scheme)
             self.senders.append(sender)
             sender.start()
 
     def acknowledged(self, role: int) -> bool:
         ledger = self.states[role].ledger
-        assert ledger is not None
-        return {*NAMES} <= ledger._acknowledged.get((role, GENERATION, self.holder), set())
+        return {*NAMES} <= ledger._acknowledged._names.get((role, GENERATION, self.holder), set())
 
     def made_of(self) -> BlockMembers:
         """What the sealed block says of itself."""
@@ -360,7 +360,7 @@ def test_who_believes_a_lost_block_to_be_sealed_is_asked(begin: Begin) -> None:
     making.start(0, 1)
     wait_until(lambda: making.acknowledged(0) and making.acknowledged(1), "it is sealed")
     making.state.table.find(making.block, GENERATION, MEMBERS)[0].view[5] ^= 0x10
-    making.states[0].forget(0, GENERATION, making.holder)
+    making.states[0].ledger.forget(0, GENERATION, making.holder)
     wait_until(lambda: making.acknowledged(0) and making.acknowledged(1), "it was made again")
     assert making.corruptions() == [f"slot copy-{making.block}.seg"]
     assert making.is_right()

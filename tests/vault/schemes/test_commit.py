@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
-from deadpool_megatron.vault.epoch_gate import Ledger
-from deadpool_megatron.vault.schemes.scheme import Target, scheme_of
+from deadpool_megatron.vault.commit_ledger import Acknowledgements
+from deadpool_megatron.vault.copies import Target
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from tests.vault.harness import make_layout, record_of
 
 G = Generation(1, 4)
@@ -18,24 +19,24 @@ def record(
     return record_of(1, range(roles), nodes, replicas=replicas, fewer_copies=fewer)
 
 
-def ledger_of(record: EpochRecord) -> Ledger:
-    return Ledger(scheme_of(record, ()))
+def ledger_of(record: EpochRecord) -> Acknowledgements:
+    return Acknowledgements(scheme_of(record, None))
 
 
-def targets(ledger: Ledger, layout: RoleLayout) -> tuple[list[Target], list[Target]]:
+def targets(ledger: Acknowledgements, layout: RoleLayout) -> tuple[list[Target], list[Target]]:
     """Buddies, and holders of parity blocks."""
     found = [*ledger.scheme.owed(layout, G).names]
     buddies = [one for one in found if one.block is None]
     return buddies, [one for one in found if one not in buddies]
 
 
-def is_exposed(ledger: Ledger, layout: RoleLayout) -> bool:
+def is_exposed(ledger: Acknowledgements, layout: RoleLayout) -> bool:
     return ledger.scheme.owed(layout, G).is_short
 
 
-def acknowledge(ledger: Ledger, layout: RoleLayout, names: list[str]) -> None:
+def acknowledge(ledger: Acknowledgements, layout: RoleLayout, names: list[str]) -> None:
     for target in targets(ledger, layout)[0]:
-        ledger.acknowledge(layout.role, G, target.node, names)
+        ledger.add(layout.role, G, target.node, names)
 
 
 def test_committed_when_sealed_here_and_at_the_buddy() -> None:
@@ -66,9 +67,9 @@ def test_boundaries_commit_in_order() -> None:
 def test_every_replica_is_owed() -> None:
     ledger, layout = ledger_of(record(3, 3, replicas=2)), make_layout(0)
     assert set(targets(ledger, layout)[0]) == {Target(1), Target(2)}
-    ledger.acknowledge(0, G, 1, SHARD)
+    ledger.add(0, G, 1, SHARD)
     assert ledger.boundary(layout, G, SHARD) is None
-    ledger.acknowledge(0, G, 2, SHARD)
+    ledger.add(0, G, 2, SHARD)
     assert ledger.boundary(layout, G, SHARD) == "step"
 
 

@@ -21,7 +21,8 @@ import deadpool_megatron.vault.memory
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import plan_of_kind
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.schemes.registry import scheme_of
+from deadpool_megatron.vault.slot_store import SlotStore
 
 seats = {role: Seat(role, 0, 0) for role in range(3)}
 nodes = {node: NodeAddress("host", node, f"rack{node}") for node in range(3)}
@@ -29,7 +30,7 @@ restore = Restore("initial", Generation(1, 0))
 for kind in sys.argv[2:]:
     if os.fork() == 0:
         plan = plan_of_kind(kind, Settings(), 1, 2)
-        state = VaultState(0, Path(sys.argv[1], kind), Settings(), lambda _: None)
+        state = SlotStore(scheme_of, 0, Path(sys.argv[1], kind), Settings(), lambda _: None)
         state.adopt(EpochRecord(1, seats, nodes, restore, protection=plan))
         print(*(name for name in sys.modules if name.startswith("deadpool_megatron.")), flush=True)
         os._exit(0)

@@ -25,9 +25,10 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import room, worker as workers
-from deadpool_megatron.vault.epoch_gate import Ledger, VaultState
+from deadpool_megatron.vault.commit_ledger import Acknowledgements
+from deadpool_megatron.vault.copies import Target
 from deadpool_megatron.vault.schemes.gradients import Recompute, replayed_otherwise
-from deadpool_megatron.vault.schemes.scheme import Target, scheme_of
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import (
     PartState,
     Segment,
@@ -36,6 +37,7 @@ from deadpool_megatron.vault.shm.segment import (
     copy_name,
     own_name,
 )
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.worker import RoleWorker
 from tests.vault.harness import record_of
 
@@ -108,14 +110,14 @@ def test_a_gap_a_missing_step_and_a_buddy_that_lost_its_base_make_a_whole_one() 
 
 def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole() -> None:
     chains, layout, buddy = begun(), make_layout(), Target(1)
-    ledger = Ledger(chains)
+    ledger = Acknowledgements(chains)
     chains.decide(layout, g(0), has_step=True)
     chains.decide(layout, g(1), has_step=True)
     assert ledger.missing(layout, g(0), ALL, buddy) == WHOLE
     assert ledger.missing(layout, g(1), ALL, buddy) == STEP
-    ledger.acknowledge(0, g(1), 1, STEP[:-2])
+    ledger.add(0, g(1), 1, STEP[:-2])
     assert ledger.boundary(layout, g(1), ALL) is None
-    ledger.acknowledge(0, g(1), 1, STEP)
+    ledger.add(0, g(1), 1, STEP)
     assert ledger.boundary(layout, g(1), ALL) == "step"
     assert ledger.boundary(layout, g(1), STEP) is None, "the own slot lacks the shard"
     assert ledger.boundary(layout, g(1), [*WHOLE, UPDATE_PART]) is None
@@ -126,7 +128,7 @@ def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole() -> None
 
 def test_what_peers_hold_anyway_needs_no_gradients() -> None:
     chains, layout, buddy = begun(), make_layout(covered=True), Target(1)
-    ledger = Ledger(chains)
+    ledger = Acknowledgements(chains)
     for iteration in (0, 1):
         chains.decide(layout, g(iteration), has_step=True)
     assert ledger.missing(layout, g(1), ALL, buddy) == [UPDATE_PART, SUMS_PART, EXTRAS]
@@ -135,7 +137,10 @@ def test_what_peers_hold_anyway_needs_no_gradients() -> None:
 def test_steps_never_go_into_parity_blocks() -> None:
     """Slots have room for steps whatever the plan is now."""
     plan, layout = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=2)), make_layout()
-    scheme = scheme_of(record_of(1, range(2), 3, protection=plan), (0,))
+    scheme = scheme_of(
+        record_of(1, range(2), 3, protection=plan),
+        SimpleNamespace(ledger=SimpleNamespace(rehearsed={0})),
+    )
     owed = scheme.owed(layout, g(1)).names
     assert {target.block is None: set(names) for target, names in owed.items()} == {
         False: {"shard0"},
@@ -153,7 +158,7 @@ def test_sums_are_not_written_after_a_close(
 ) -> None:
     """Checksums take time; when they are there the slot may be the next epoch's."""
     state, layout, seat = (
-        VaultState(0, tmp_path, Settings(), lambda _: None),
+        SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None),
         make_layout(),
         Seat(0, 0, 0),
     )
@@ -163,10 +168,10 @@ def test_sums_are_not_written_after_a_close(
     segment.mark_writing(0)
     segment.begin(0, g(1), 1)
     segment.fill(0, {"shard0": 9, UPDATE_PART: 9, EXTRAS: 9}, 1)
-    worker = RoleWorker(state, state.record or record(), 0, seat)
+    worker = RoleWorker(state, state.gate.record or record(), 0, seat)
 
     def slow(view: memoryview) -> int:
-        if state.is_open(1):
+        if state.gate.is_open(1):
             state.close(1)
             segment.mark_writing(0)
             segment.begin(0, Generation(2, 1), 2)
@@ -178,14 +183,14 @@ def test_sums_are_not_written_after_a_close(
     assert segment.entry(0, SUMS_PART).state is PartState.ABSENT
 
 
-def opened(directory: Path, every: int = EVERY) -> VaultState:
+def opened(directory: Path, every: int = EVERY) -> SlotStore:
     """The vault of node 1, which keeps copies of role 0."""
-    state = VaultState(1, directory, Settings(full_every=every), lambda _: None)
+    state = SlotStore(scheme_of, 1, directory, Settings(full_every=every), lambda _: None)
     state.adopt(record(every))
     return state
 
 
-def put(state: VaultState, layout: RoleLayout, generation: Generation, names: list[str]) -> Segment:
+def put(state: SlotStore, layout: RoleLayout, generation: Generation, names: list[str]) -> Segment:
     """What serving a put does."""
     segment = room.ensure_copy(state, layout, generation, names)
     slot = state.claim(segment, generation, 1)
@@ -199,7 +204,7 @@ def put(state: VaultState, layout: RoleLayout, generation: Generation, names: li
     return segment
 
 
-def held_by(state: VaultState) -> dict[Generation, set[str]]:
+def held_by(state: SlotStore) -> dict[Generation, set[str]]:
     found: dict[Generation, set[str]] = {}
     for slot in state.table.sealed(0):
         found.setdefault(slot.generation, set()).update(slot.parts)
@@ -234,7 +239,13 @@ def test_extras_of_a_later_boundary_come_to_the_step_that_they_belong_to(tmp_pat
     """They would take the place of a whole copy else."""
     late = extras_part("evaluation")
     plain = make_layout()
-    layout = replace(plain, parts=(*plain.parts, PartInfo(late, 64, (0,))))
+    layout = replace(
+        plain,
+        parts=(
+            *plain.parts,
+            PartInfo(late, 64, (0,)),
+        ),
+    )
     state = opened(tmp_path)
     for iteration in range(2 * EVERY):
         put(state, layout, g(iteration), STEP if iteration % EVERY else WHOLE)
@@ -310,7 +321,13 @@ def test_what_was_recomputed_is_sealed_only_on_the_checksum_that_the_owner_had(
     tmp_path: Path, known: str, wrong: list[str]
 ) -> None:
     """Of a part that no checksum is known of nobody can say that it is right."""
-    layout = RoleLayout(0, (PartInfo("shard0", 8, (0,)),), (0, 1), 2, "hash")
+    layout = RoleLayout(
+        0,
+        (PartInfo("shard0", 8, (0,)),),
+        (0, 1),
+        2,
+        "hash",
+    )
     segment = Segment.create(tmp_path / copy_name(0), layout, None, ["shard0"])
     segment.open_slot(0, g(5), 1)
     segment.seal_part(0, "shard0", 8, 17, 1)

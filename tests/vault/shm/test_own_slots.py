@@ -11,11 +11,12 @@ import pytest
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.memory import allocated_bytes
+from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, copy_name, own_name
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.worker import RoleWorker
 from tests.vault.harness import (
     Cluster,
@@ -225,7 +226,7 @@ def test_the_own_slots_are_all_that_a_restore_needs(
 
 def test_what_was_restored_is_let_go_when_there_is_something_newer(tmp_path: Path) -> None:
     """A chain of steps lies in other files; while anybody holds it, its memory is not free."""
-    state = VaultState(0, tmp_path, Settings(), lambda _: None)
+    state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
     seat = Seat(0, 0, 0)
     record = record_of(2, restore=Restore("memory", FIRST))
     state.adopt(record)
@@ -235,10 +236,10 @@ def test_what_was_restored_is_let_go_when_there_is_something_newer(tmp_path: Pat
     worker._outcome = {"a step": Place(segment, 0, "shard", 1, 0, 2)}
     held = weakref.ref(segment)
     del segment
-    state.committed[0] = FIRST, "step"
+    state.ledger.committed[0] = FIRST, "step"
     worker._restore(layout)
     assert held() is not None, "it may have to be sent once more"
-    state.committed[0] = Generation(2, FIRST.iteration + 1), "step"
+    state.ledger.committed[0] = Generation(2, FIRST.iteration + 1), "step"
     worker._restore(layout)
     gc.collect()
     assert held() is None

@@ -15,18 +15,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.records import EpochRecord, Generation, PartKind, RoleLayout, kind_of
-from deadpool_megatron.layout.schemes import SchemeKind
 from deadpool_megatron.vault.errors import Refusal, Refused
 from deadpool_megatron.vault.shm.segment import Segment
-
-if TYPE_CHECKING:
-    from deadpool_megatron.vault.epoch_gate import VaultState
-    from deadpool_megatron.vault.replicate import Sender
-    from deadpool_megatron.vault.transport import Channel
+from deadpool_megatron.vault.transport import Channel
 
 # Name -> (bytes, checksum).
 Parts = Mapping[str, tuple[int, int]]
@@ -112,13 +107,6 @@ class Scheme(ABC):
     ) -> None:
         """Own parts with these checksums are about to be sealed; others may be added to them."""
 
-    def sender(self, state: VaultState, layout: RoleLayout, target: Target) -> Sender:
-        """The thread that brings a target what it is owed."""
-        # Not before: it asks the state, which asks us.
-        from deadpool_megatron.vault.replicate import Replicator
-
-        return Replicator(state, layout, target, self)
-
     def follows(self, role: int, generation: Generation) -> Generation | None:
         """The generation that a step leads from; None for one that travels whole."""
         return None
@@ -133,7 +121,7 @@ class Scheme(ABC):
         what is said of that."""
         return False
 
-    def combine(self, state: VaultState, channel: Channel, block: int, offer: Offer) -> None:
+    def combine(self, channel: Channel, block: int, offer: Offer) -> None:
         """Answer a role that puts parts into a block that is kept here. Raises Refused. The vault's
         lock is not held."""
         raise Refused(Refusal.WRONG_BLOCK)
@@ -200,27 +188,3 @@ class LocalTwice(Scheme):
     ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
         names = [one.name for one in layout.parts if kind_of(one.name) in (kind, PartKind.EXTRAS)]
         return [([Target(self._seats[layout.role])], names)]
-
-    def sender(self, state: VaultState, layout: RoleLayout, target: Target) -> Sender:
-        from deadpool_megatron.vault.replicate import LocalCopier
-
-        return LocalCopier(state, layout, target, self)
-
-
-def scheme_of(record: EpochRecord, rehearsed: Collection[int]) -> Scheme:
-    """The scheme that a record asks for. ``rehearsed``: roles whose members have shown that a
-    replay gives the very bytes of an update, now and whenever it is looked at."""
-    match record.protection.kind:
-        case SchemeKind.PARITY:
-            from deadpool_megatron.vault.schemes.parity import Parity
-
-            return Parity(record)
-        case SchemeKind.RECOMPUTE:
-            from deadpool_megatron.vault.schemes.gradients import Recompute
-
-            return Recompute(record, rehearsed)
-        case SchemeKind.LOCAL:
-            return Local(record)
-        case SchemeKind.LOCAL_TWICE:
-            return LocalTwice(record)
-    return Copies(record)
