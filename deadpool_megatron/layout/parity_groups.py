@@ -19,19 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from deadpool_megatron.layout.records import (
-    PARITY_BASE,
-    BadPart,
-    Decoding,
-    EpochRecord,
-    Generation,
-    Inventory,
-    PartInfo,
-    RoleLayout,
-    Source,
-    is_parity_role,
-    nodes_of,
-)
+from deadpool_megatron.layout import records
+from deadpool_megatron.layout.records import PARITY_BASE, BadPart, Generation, RoleLayout, Source
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind
 from deadpool_megatron.wire.forms import Coded
 
@@ -116,9 +105,9 @@ class ParityPlacement:
         }
 
     @staticmethod
-    def of_record(record: EpochRecord) -> ParityPlacement:
+    def of_record(record: records.EpochRecord) -> ParityPlacement:
         """The placement that a record means."""
-        placed = nodes_of(record.seats, record.nodes)
+        placed = records.nodes_of(record.seats, record.nodes)
         return ParityPlacement(*placed, record.protection, record.replicas)
 
     def group_of(self, role: int) -> ParityGroup | None:
@@ -138,7 +127,7 @@ class ParityPlacement:
         return parity_layout(layouts, group, block, self.parities)
 
 
-def parity_groups(record: EpochRecord) -> tuple[ParityGroup, ...]:
+def parity_groups(record: records.EpochRecord) -> tuple[ParityGroup, ...]:
     """All groups of an epoch; none where its plan knows no parity."""
     if record.protection.kind is not SchemeKind.PARITY:
         return ()
@@ -169,8 +158,8 @@ def parity_layout(
     return RoleLayout(
         role=role_number,
         parts=(
-            *(PartInfo(name, nbytes, own) for name, nbytes in sizes.items()),
-            PartInfo(MEMBERS, entries_bytes, own),
+            *(records.PartInfo(name, nbytes, own) for name, nbytes in sizes.items()),
+            records.PartInfo(MEMBERS, entries_bytes, own),
         ),
         peers=group.roles,
         slots=max(layouts[role].slots for role in group.roles),
@@ -233,7 +222,7 @@ class CodedShelf:
 
     def __init__(
         self,
-        inventories: Iterable[Inventory],
+        inventories: Iterable[records.Inventory],
         layouts: Mapping[int, RoleLayout],
         bad_parts: frozenset[BadPart],
         copies: WholeCopies,
@@ -245,7 +234,7 @@ class CodedShelf:
         self._of_role: dict[int, list[_Composition]] | None = None
         self._held: dict[tuple[int, Generation], list[tuple[int, frozenset[str]]]] = {}
 
-    def decodings(self, role: int, part: str, generation: Generation) -> list[Decoding]:
+    def decodings(self, role: int, part: str, generation: Generation) -> list[records.Decoding]:
         """All blocks that are left of each group of ``role`` that has enough of them.
 
         Groups of several epochs may be held. The one with the most blocks is the first, since each
@@ -254,7 +243,7 @@ class CodedShelf:
         if self._of_role is None:
             self._of_role = self._index()
         found = [
-            Decoding(one.group, one.parities, blocks)
+            records.Decoding(one.group, one.parities, blocks)
             for one in self._of_role.get(role, ())
             if len(blocks := self._blocks(one, role, part, generation)) >= len(one.group)
         ]
@@ -265,7 +254,7 @@ class CodedShelf:
         hashes: dict[int, str] = {}
         for inventory in self._inventories:
             for layout in inventory.layouts:
-                if not is_parity_role(layout.role) or layout.role in hashes:
+                if not records.is_parity_role(layout.role) or layout.role in hashes:
                     continue
                 if not combines(layout, self._layouts):
                     continue

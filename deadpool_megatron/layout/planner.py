@@ -13,26 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.records import (
-    BOUNDARIES,
-    SUMS_PART,
-    UPDATE_PART,
-    BadPart,
-    Decoding,
-    Generation,
-    Inventory,
-    PartInfo,
-    Recipe,
-    Replay,
-    Restore,
-    RoleLayout,
-    Seat,
-    Source,
-    extras_part,
-    gradients_part,
-    is_parity_role,
-)
+from deadpool_megatron.layout.records import Generation, Recipe, Restore, RoleLayout, Seat, Source
 from deadpool_megatron.layout.replaying import chain, keeps_steps
 
 if TYPE_CHECKING:
@@ -60,12 +43,12 @@ class RestoreQuery:
 
     epoch: int
     roles: Collection[int]
-    inventories: Mapping[int, Inventory]
+    inventories: Mapping[int, records.Inventory]
     seats: Mapping[int, Seat]
     owners: Mapping[int, Seat]
     kept: Mapping[int, int]
     layouts: Mapping[int, RoleLayout] = field(default_factory=dict)
-    bad_parts: frozenset[BadPart] = frozenset()
+    bad_parts: frozenset[records.BadPart] = frozenset()
     bad_generations: frozenset[Generation] = frozenset()
     durable: Restore | None = None
     start: Restore | None = None
@@ -253,7 +236,7 @@ class Shelf:
         found = self._recipe(layout, lacking, generation)
         return found if isinstance(found, Recipe) else None
 
-    def decodings(self, role: int, part: str, generation: Generation) -> list[Decoding]:
+    def decodings(self, role: int, part: str, generation: Generation) -> list[records.Decoding]:
         """Return the ways to compute a part from parity blocks, the one with the most first."""
         return [] if self._coded is None else self._coded.decodings(role, part, generation)
 
@@ -261,7 +244,7 @@ class Shelf:
         self, layout: RoleLayout, lacking: list[str], generation: Generation
     ) -> Recipe | str:
         """Return how a role gets parts that nobody holds whole, or what is missing for it."""
-        decodings, role = dict[str, Decoding](), layout.role
+        decodings, role = dict[str, records.Decoding](), layout.role
         for name in lacking:
             if ways := self.decodings(role, name, generation):
                 decodings[name] = ways[0]
@@ -277,7 +260,9 @@ class Shelf:
         nobody holds any, nothing of that scheme is loaded.
         """
         held = self._query.inventories.values()
-        if not any(is_parity_role(one.role) for inventory in held for one in inventory.layouts):
+        if not any(
+            records.is_parity_role(one.role) for inventory in held for one in inventory.layouts
+        ):
             return None
         from deadpool_megatron.layout.parity_groups import CodedShelf
 
@@ -290,8 +275,8 @@ class Shelf:
         recipes: Mapping[int, Recipe],
     ) -> Restore | str:
         lacking = ""
-        for boundary in reversed(BOUNDARIES):
-            part = PartInfo(extras_part(boundary), 0, ())
+        for boundary in reversed(records.BOUNDARIES):
+            part = records.PartInfo(records.extras_part(boundary), 0, ())
             sources: dict[int, dict[str, tuple[Source, ...]]] = {}
             for role, found in shards.items():
                 extras = self._sources(role, part, generation)
@@ -310,7 +295,9 @@ class Shelf:
         part = next((part for part in parts if part.name == name), None)
         return () if part is None else self._sources(role, part, generation)
 
-    def _sources(self, role: int, part: PartInfo, generation: Generation) -> tuple[Source, ...]:
+    def _sources(
+        self, role: int, part: records.PartInfo, generation: Generation
+    ) -> tuple[Source, ...]:
         """New seat's node, previous owner's node, buddies, then the same of each replica role."""
         holders = self._holders.get(generation, {}).get(part.name, {})
         found = [Source(node, role) for node in self._nearest(role, holders.get(role, []))]
@@ -333,7 +320,7 @@ class Shelf:
 
         return sorted(nodes, key=rank)
 
-    def _add(self, node: int, inventory: Inventory) -> None:
+    def _add(self, node: int, inventory: records.Inventory) -> None:
         """Holdings on the kept line, of the right layout, without parts that are known bad."""
         hashes = {layout.role: layout.layout_hash for layout in inventory.layouts}
         query = self._query
@@ -346,7 +333,8 @@ class Shelf:
                 continue
             holders = self._holders.setdefault(generation, {})
             for part in holding.parts:
-                if query.bad_parts and BadPart(node, role, generation, part) in query.bad_parts:
+                bad = query.bad_parts and records.BadPart(node, role, generation, part)
+                if bad and bad in query.bad_parts:
                     continue
                 nodes = holders.setdefault(part, {}).setdefault(role, [])
                 if node not in nodes:
@@ -359,7 +347,7 @@ def _replay(
     generation: Generation,
     generations: Iterable[Generation],
     places: Places,
-) -> Replay | None:
+) -> records.Replay | None:
     """The way in which the role of ``layout`` recomputes parts ``shards`` of ``generation``
     together: from a whole copy of an earlier one and all steps since.
 
@@ -371,7 +359,7 @@ def _replay(
     if not wanted or not keeps_steps(layout):
         return None
     role = layout.role
-    names = [*wanted, *map(gradients_part, wanted), UPDATE_PART, SUMS_PART]
+    names = [*wanted, *map(records.gradients_part, wanted), records.UPDATE_PART, records.SUMS_PART]
     earlier = [one for one in generations if one <= generation]
     held: dict[Generation, Mapping[str, tuple[Source, ...]]] = {
         one: {name: found for name in names if (found := places(role, name, one))}
@@ -383,14 +371,16 @@ def _replay(
     base, *steps = only
     needed = {base: wanted, **dict.fromkeys(steps, names[len(wanted) :])}
     sources = {one: {name: held[one][name] for name in parts} for one, parts in needed.items()}
-    return Replay(base, tuple(steps), sources)
+    return records.Replay(base, tuple(steps), sources)
 
 
 def _is_on(seat: Seat | None, node: int) -> bool:
     return seat is not None and seat.node == node
 
 
-def usual_layouts(roles: set[int], inventories: Iterable[Inventory]) -> dict[int, RoleLayout]:
+def usual_layouts(
+    roles: set[int], inventories: Iterable[records.Inventory]
+) -> dict[int, RoleLayout]:
     """The layout of each role that most nodes name; layouts of copies travel with the copies."""
     found: dict[int, list[RoleLayout]] = {}
     if roles:

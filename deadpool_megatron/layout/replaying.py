@@ -16,34 +16,23 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from deadpool_megatron.layout.records import (
-    SUMS_PART,
-    UPDATE_PART,
-    BadPart,
-    Generation,
-    PartInfo,
-    PartKind,
-    Recipe,
-    RoleLayout,
-    Source,
-    gradients_part,
-    kind_of,
-)
+from deadpool_megatron.layout import records
+from deadpool_megatron.layout.records import SUMS_PART, UPDATE_PART, BadPart, Generation, PartInfo
 
 SUMS_BYTES = 4096
 #: What a member names when all bytes were intact and the replay gave other ones than the owner had.
 REPLAY = "replay"
 
 
-def keeps_steps(layout: RoleLayout) -> bool:
+def keeps_steps(layout: records.RoleLayout) -> bool:
     """Return whether slots of this layout have room for steps."""
-    return any(kind_of(part.name) is PartKind.STEP for part in layout.parts)
+    return any(records.kind_of(part.name) is records.PartKind.STEP for part in layout.parts)
 
 
 def step_parts(gradients: Mapping[str, PartInfo], update_bytes: int, role: int) -> list[PartInfo]:
     """The parts of a step: shard part -> its gradients (any name), and room for the values."""
     found = [
-        PartInfo(gradients_part(shard), info.nbytes, info.replicas)
+        PartInfo(records.gradients_part(shard), info.nbytes, info.replicas)
         for shard, info in gradients.items()
     ]
     own = (role,)
@@ -61,7 +50,7 @@ def unpack_sums(payload: bytes | memoryview) -> dict[str, tuple[int, int]]:
     return {str(name): (int(nbytes), int(digest)) for name, (nbytes, digest) in values.items()}
 
 
-def generations_kept(layout: RoleLayout, full_every: int) -> int:
+def generations_kept(layout: records.RoleLayout, full_every: int) -> int:
     """So many generations later nobody can ask for a generation any more, nor for what is computed
     from it; as many steps are kept.
 
@@ -78,7 +67,7 @@ def chain(
 
     ``held``: generation -> parts. Empty when there is no unbroken chain.
     """
-    gradients, found, wanted = gradients_part(shard), [last], last
+    gradients, found, wanted = records.gradients_part(shard), [last], last
     while shard not in held.get(wanted, ()):
         if not {gradients, UPDATE_PART, SUMS_PART} <= set(held.get(wanted, ())):
             return []
@@ -108,7 +97,7 @@ def from_key(text: str) -> tuple[Generation, str] | None:
     return match and (Generation(int(match[1]), int(match[2])), match[3])
 
 
-def suspects(recipe: Recipe, restored: Generation, part: str) -> Iterator[BadPart]:
+def suspects(recipe: records.Recipe, restored: Generation, part: str) -> Iterator[BadPart]:
     """Yield the sealed bytes that are not to be used again after a replay failed for lack of
     ``part``.
 
@@ -120,6 +109,6 @@ def suspects(recipe: Recipe, restored: Generation, part: str) -> Iterator[BadPar
         return
     place = (restored, SUMS_PART) if part == REPLAY else from_key(part)
     if place is not None:
-        found: tuple[Source, ...] = replay.sources.get(place[0], {}).get(place[1], ())
+        found: tuple[records.Source, ...] = replay.sources.get(place[0], {}).get(place[1], ())
         for source in found:
             yield BadPart(source.node, source.role, *place)

@@ -16,16 +16,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 
+from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.records import PartInfo, RoleLayout, gradients_part
 from deadpool_megatron.layout.replaying import generations_kept
-from deadpool_megatron.layout.schemes import (
-    MOST_BLOCKS,
-    ProtectionPlan,
-    SchemeKind,
-    losses_survived,
-    scheme_in_words,
-)
+from deadpool_megatron.layout.schemes import MOST_BLOCKS, SchemeKind, scheme_in_words
 from deadpool_megatron.settings import LONGEST_CADENCE, Settings
 
 # Of the host; 64 KB on many of aarch64.
@@ -57,7 +52,7 @@ class Lack:
         )
 
 
-def lacking(plan: ProtectionPlan, scene: Scene, budgets: Mapping[int, int]) -> Lack | None:
+def lacking(plan: schemes.ProtectionPlan, scene: Scene, budgets: Mapping[int, int]) -> Lack | None:
     """Return the node that lacks most memory for ``plan``; None where all have enough."""
     if not budgets:
         return None
@@ -72,10 +67,10 @@ def sized(nbytes: int) -> str:
 
 
 def refusal(
-    plan: ProtectionPlan,
+    plan: schemes.ProtectionPlan,
     live_nodes: int,
     settings: Settings,
-    present: ProtectionPlan | None = None,
+    present: schemes.ProtectionPlan | None = None,
 ) -> str:
     """Return why the run cannot be protected by ``plan``, and what to do; empty when it can.
 
@@ -93,7 +88,7 @@ def refusal(
         )
     if kind is SchemeKind.RECOMPUTE and plan.every > 1:
         return "recompute needs the gradients of every iteration: choose a cadence of 1"
-    blocks = losses_survived(settings, plan)
+    blocks = schemes.losses_survived(settings, plan)
     if kind is SchemeKind.PARITY and blocks > 1 and find_spec("zfec") is None:
         return (
             f"parity with {blocks} blocks for each group needs the package zfec on all nodes:"
@@ -129,7 +124,7 @@ class Scene:
     survived: int
 
 
-def memory_by_use(plan: ProtectionPlan, scene: Scene) -> dict[int, tuple[int, int]]:
+def memory_by_use(plan: schemes.ProtectionPlan, scene: Scene) -> dict[int, tuple[int, int]]:
     """Returns what each node has its memory for, while nobody takes over from another one: bytes of
     the own slots of the roles that train there, and of what it keeps beside them (second copies,
     copies for others, parity blocks)."""
@@ -138,7 +133,7 @@ def memory_by_use(plan: ProtectionPlan, scene: Scene) -> dict[int, tuple[int, in
     return {node: (own[node], all - own[node]) for node, all in sizing.memory.items()}
 
 
-def memory_needs(plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
+def memory_needs(plan: schemes.ProtectionPlan, scene: Scene) -> dict[int, int]:
     """Returns node -> bytes of all slots: own, copies, parity blocks."""
     return dict(_Sizing(plan, scene).memory)
 
@@ -204,7 +199,7 @@ def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> N
 
 
 class _Sizing:
-    def __init__(self, plan: ProtectionPlan, scene: Scene) -> None:
+    def __init__(self, plan: schemes.ProtectionPlan, scene: Scene) -> None:
         self._plan = plan
         self._scene = scene
         self._survived = 0 if plan.kind.is_local else scene.survived

@@ -21,15 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.planner import Shelf
-from deadpool_megatron.layout.records import (
-    Decoding,
-    EpochRecord,
-    Generation,
-    RoleLayout,
-    Source,
-    extras_part,
-)
+from deadpool_megatron.layout.records import Decoding, EpochRecord, Generation, RoleLayout, Source
 from deadpool_megatron.layout.replaying import key
 from deadpool_megatron.vault import room, transport
 from deadpool_megatron.vault.disk.dump import dump_files
@@ -78,7 +72,7 @@ class Restorer:
         # By generation: bytes and checksum, as the role had them, of parts that its peers hold.
         self._vouched = defaultdict[Generation, dict[str, tuple[int, int]]](dict)
         self._decoder: Decoder | None = None
-        self._extras = extras_part(record.restore.boundary)
+        self._extras = records.extras_part(record.restore.boundary)
         self._recipe = record.restore.recipes.get(role)
         self._shelf: Shelf | None = None
 

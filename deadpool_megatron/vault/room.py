@@ -25,25 +25,13 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from deadpool_megatron.layout.records import (
-    Generation,
-    PartKind,
-    RoleLayout,
-    Seat,
-    kind_of,
-    successors_by,
-)
+from deadpool_megatron.layout import records
+from deadpool_megatron.layout.records import Generation, PartKind, RoleLayout, Seat, successors_by
 from deadpool_megatron.layout.replaying import generations_kept, keeps_steps
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError
 from deadpool_megatron.vault.memory import Budget
-from deadpool_megatron.vault.shm.segment import (
-    PartState,
-    Segment,
-    SlotState,
-    copy_name,
-    own_name,
-    steps_name,
-)
+from deadpool_megatron.vault.shm import segment as segments
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name, steps_name
 
 if TYPE_CHECKING:
     from deadpool_megatron.vault.slot_store import SlotStore
@@ -64,7 +52,7 @@ def ensure_own(
     ``epoch``: the one it is made for. Raises NoRoom, VaultError when the layouts differ or
     that epoch is over.
     """
-    path = store.table.directory / own_name(layout.role, seat)
+    path = store.table.directory / segments.own_name(layout.role, seat)
     with store.creation_lock(layout.role):
         with store.gate.lock:
             is_new = path.name not in store.table.segments and not path.exists()
@@ -138,7 +126,7 @@ def _ensure(store: SlotStore, layout: RoleLayout, name: str, slots: int) -> Segm
 def _belong_to_step(
     store: SlotStore, layout: RoleLayout, generation: Generation, names: Collection[str]
 ) -> bool:
-    if any(kind_of(name) is PartKind.STEP for name in names):
+    if any(records.kind_of(name) is PartKind.STEP for name in names):
         return True
     if any(name in layout.shard_parts for name in names):
         return False

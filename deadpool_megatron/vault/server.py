@@ -19,19 +19,13 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
-from deadpool_megatron.vault import room
+from deadpool_megatron.vault import room, transport as transports
 from deadpool_megatron.vault.copies import Offer
 from deadpool_megatron.vault.errors import MALFORMED, NO_OFFENCE, Refusal, Refused, VaultError
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
-from deadpool_megatron.vault.transport import (
-    HANDSHAKE_SECONDS,
-    Channel,
-    Transport,
-    begin_thread,
-    receive_part,
-)
+from deadpool_megatron.vault.transport import HANDSHAKE_SECONDS, Channel, Transport, begin_thread
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 log = logging.getLogger(__name__)
@@ -229,7 +223,7 @@ class _Connection:
         """Take and seal a part; False when its bytes are damaged. Raises VaultError at a close."""
         store, role = self._store, segment.layout.role
         store.open_part(segment, slot, name, epoch)
-        found = receive_part(self._channel, segment, slot, name, nbytes)
+        found = transports.receive_part(self._channel, segment, slot, name, nbytes)
         if found != digest:
             generation = segment.generation(slot)
             store.reports.corruption(role, generation, name, "wire", digest, found)

@@ -18,17 +18,9 @@ from pathlib import Path
 import xxhash
 
 from deadpool_megatron.file_systems import sync
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.planner import is_kept
-from deadpool_megatron.layout.records import (
-    SUMS_PART,
-    UPDATE_PART,
-    BadPart,
-    Generation,
-    Inventory,
-    RoleLayout,
-    extras_part,
-    gradients_part,
-)
+from deadpool_megatron.layout.records import SUMS_PART, BadPart, Generation, Inventory, RoleLayout
 from deadpool_megatron.layout.replaying import predecessor
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError, is_shortage
@@ -210,7 +202,7 @@ def _pin_wanted(
     pinned."""
     names = tuple(part.name for part in layout.parts)
     if boundary is not None:
-        names = (*layout.shard_parts, extras_part(boundary))
+        names = (*layout.shard_parts, records.extras_part(boundary))
     with store.gate.lock:
         wanted = [(generation, name) for name in names]
         wanted += _led_from(store.table, layout, generation)
@@ -233,7 +225,7 @@ def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[
     for shard in layout.shard_parts:
         at: Generation | None = generation
         while at is not None and shard not in held.get(at, ()):
-            steps = (gradients_part(shard), UPDATE_PART, SUMS_PART)
+            steps = (records.gradients_part(shard), records.UPDATE_PART, SUMS_PART)
             found += [(at, name) for name in steps if name in held.get(at, ())]
             at = predecessor(held, at)
         if at is not None and at != generation:

@@ -11,16 +11,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.planner import RestoreQuery, Shelf, is_kept
-from deadpool_megatron.layout.records import (
-    Generation,
-    Holding,
-    Inventory,
-    Restore,
-    RoleLayout,
-    extras_part,
-)
+from deadpool_megatron.layout.records import Generation, Holding, Inventory, Restore, RoleLayout
 from deadpool_megatron.layout.words import difference
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
@@ -75,7 +69,7 @@ def snapshot_of_dump(directory: Path, role: int, generation: Generation, boundar
     infos = {part.name: part for part in layout.parts}
     parts: dict[str, tuple[int, int, int]] = {}
     elsewhere: dict[str, str] = {}
-    for name in (*layout.shard_parts, extras_part(boundary)):
+    for name in (*layout.shard_parts, records.extras_part(boundary)):
         found = [one for one in files if one.layout.layout_hash == layout.layout_hash]
         for other in sorted(set(infos[name].replicas) - {role}):
             others = dump_files(directory, other)

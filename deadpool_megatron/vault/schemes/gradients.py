@@ -13,15 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deadpool_megatron.layout.records import (
-    SUMS_PART,
-    UPDATE_PART,
-    EpochRecord,
-    Generation,
-    PartKind,
-    RoleLayout,
-    shard_of,
-)
+from deadpool_megatron.layout import records
+from deadpool_megatron.layout.records import SUMS_PART, UPDATE_PART, Generation, PartKind, shard_of
 from deadpool_megatron.layout.replaying import chain, pack_sums, unpack_sums
 from deadpool_megatron.vault.copies import Copies, Owed
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
@@ -41,7 +34,7 @@ class Recompute(Copies):
     """Steps between whole copies. What an epoch restores from memory is the base of every role's
     chain."""
 
-    def __init__(self, record: EpochRecord, rehearsed: Collection[int]) -> None:
+    def __init__(self, record: records.EpochRecord, rehearsed: Collection[int]) -> None:
         super().__init__(record)
         self._rehearsed = rehearsed
         self._chains: dict[int, _Way] = {}
@@ -49,7 +42,7 @@ class Recompute(Copies):
             restored = record.restore.generation
             self._chains = {role: _Way(restored, restored) for role in record.seats}
 
-    def owed(self, layout: RoleLayout, generation: Generation) -> Owed:
+    def owed(self, layout: records.RoleLayout, generation: Generation) -> Owed:
         is_step = self.follows(layout.role, generation) is not None
         return self._sized(layout, PartKind.STEP if is_step else PartKind.SHARD)
 
@@ -77,7 +70,7 @@ class Recompute(Copies):
         before = Generation.from_list(follows)
         return not all(chain(held, before, shard) for shard in shards)
 
-    def decide(self, layout: RoleLayout, generation: Generation, has_step: bool) -> None:
+    def decide(self, layout: records.RoleLayout, generation: Generation, has_step: bool) -> None:
         """Decide how a new generation travels; ``has_step``: the member has kept what led to it."""
         way = self._chains.get(layout.role)
         if way is None:

@@ -29,13 +29,7 @@ import xxhash
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers
-from deadpool_megatron.layout.records import (
-    Decoding,
-    EpochRecord,
-    Generation,
-    RoleLayout,
-    Source,
-)
+from deadpool_megatron.layout.records import Decoding, EpochRecord, Generation, RoleLayout, Source
 from deadpool_megatron.vault.errors import (
     MALFORMED,
     RestoreUnavailable,

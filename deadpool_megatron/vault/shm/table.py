@@ -16,26 +16,13 @@ from pathlib import Path
 
 import xxhash
 
-from deadpool_megatron.layout.records import (
-    BOUNDARIES,
-    Generation,
-    Holding,
-    RoleLayout,
-    Seat,
-    extras_part,
-)
+from deadpool_megatron.layout import records
+from deadpool_megatron.layout.records import BOUNDARIES, Generation, Holding, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.errors import DamagedSegment, SegmentError
 from deadpool_megatron.vault.memory import Budget
-from deadpool_megatron.vault.shm.segment import (
-    PartEntry,
-    PartState,
-    Segment,
-    SlotState,
-    fence,
-    own_name,
-    parse_name,
-)
+from deadpool_megatron.vault.shm import segment as segments
+from deadpool_megatron.vault.shm.segment import PartEntry, PartState, Segment, SlotState, fence
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +105,10 @@ class Table:
                 try:
                     self.attach(path.name)
                 except SegmentError as error:
-                    if isinstance(error, DamagedSegment) and parse_name(path.name)[1] is None:
+                    if (
+                        isinstance(error, DamagedSegment)
+                        and segments.parse_name(path.name)[1] is None
+                    ):
                         log.error("%s: this copy goes", error)
                         self.dropped[path.name] = error
                         path.unlink()
@@ -149,7 +139,7 @@ class Table:
 
     def own(self, role: int, seat: Seat) -> Segment | None:
         """The segment that the member on ``seat`` writes for ``role``, when it exists."""
-        return self.segments.get(own_name(role, seat))
+        return self.segments.get(segments.own_name(role, seat))
 
     def layout(self, role: int) -> RoleLayout | None:
         """The layout of a role as a segment here describes it, one that holds something if any:
@@ -268,7 +258,7 @@ class Table:
     def _drop_after(self, generation: Generation, boundary: str, epoch: int) -> None:
         """Forget everything newer than ``generation`` which was not computed in ``epoch`` itself,
         its extras captured after ``boundary`` and not in ``epoch``, and what was never sealed."""
-        late = [extras_part(b) for b in BOUNDARIES[BOUNDARIES.index(boundary) + 1 :]]
+        late = [records.extras_part(b) for b in BOUNDARIES[BOUNDARIES.index(boundary) + 1 :]]
         for segment in self.segments.values():
             for slot in range(segment.slots):
                 state, found = segment.state(slot), segment.generation(slot)
