@@ -8,14 +8,8 @@ from deadpool_megatron.events import Event
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.schemes.registry import scheme_of
-from deadpool_megatron.vault.shm.segment import (
-    PartState,
-    Segment,
-    SlotState,
-    checksum,
-    own_name,
-    parse_name,
-)
+from deadpool_megatron.vault.shm import segment
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum, own_name
 from deadpool_megatron.vault.shm.table import Table
 from deadpool_megatron.vault.slot_store import SlotStore
 from tests.vault.harness import content, make_layout, record_of
@@ -26,7 +20,7 @@ NAMES = ("shard", "tail", "extras@step")
 
 def made(directory: Path, name: str, slots: int = 2, nbytes: int = 100) -> Segment:
     """A segment of that name with empty slots."""
-    role, seat = parse_name(name)
+    role, seat = segment.parse_name(name)
     layout = make_layout(role, nbytes, slots)
     return Segment.create(directory / name, layout, seat, NAMES)
 

@@ -50,9 +50,8 @@ class Node:
         self.network = FakeNetwork()
         self.transport = self.network.transport("fake", 0, 5.0)
         settings = Settings(restore_seconds=5.0)
-        self.state = SlotStore(
-            scheme_of, 0, directory, settings, self.events.append, self.transport
-        )
+        about = directory, settings, self.events.append, self.transport
+        self.state = SlotStore(scheme_of, 0, *about)
         note, self.notes = self.state.nic.note, set[tuple[str, Generation]]()
 
         def noted(what: Any, role: int, generation: Generation) -> dict[str, float | None]:
@@ -108,12 +107,8 @@ class Node:
         ]
         epochs = state.gate.open_epoch, state.gate.closed_epoch
         owed = state.ledger.shipment(OWN, Target(1), state.gate.open_epoch)
-        said = (
-            {*state.ledger.ended},
-            dict(state.ledger.committed),
-            set(state.table.writers),
-            [*self.bad],
-        )
+        ledger = state.ledger
+        said = {*ledger.ended}, dict(ledger.committed), set(state.table.writers), [*self.bad]
         commits = [event.data for event in self.events if event.kind is Kind.COMMITTED]
         return [slots, epochs, owed and owed[0], said, commits, {*self.notes}]
 

@@ -8,16 +8,8 @@ import pytest
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore, Seat, Source
 from deadpool_megatron.vault.errors import Frozen, RestoreUnavailable, VaultError
-from tests.vault.harness import (
-    Member,
-    cluster,
-    content,
-    make_layout,
-    memory,
-    sources_from,
-    train,
-    wait_until,
-)
+from tests.vault import harness
+from tests.vault.harness import Member, cluster, content, make_layout, memory, train, wait_until
 from tests.vault.protected import begin, swap
 
 SHARD = {"shard", "tail", "extras@step"}
@@ -194,7 +186,7 @@ def test_covered_parts_stay_at_home_and_come_from_a_peer(tmp_path: Path, apart: 
         assert running.nodes[0].count("bytes shipped") == 777
         running.nodes[1].die()
         inventories = running.close(1, gone={1})
-        found = sources_from(inventories, kept, {0: layouts[0]})
+        found = harness.sources_from(inventories, kept, {0: layouts[0]})
         found[1] = {
             "shard": (Source(0, 0),),
             "tail": (Source(0, 0),),

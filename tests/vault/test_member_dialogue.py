@@ -13,15 +13,10 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation, Restore, RoleLayout, Seat
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault import member_dialogue
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member import VaultClient
-from deadpool_megatron.vault.member_dialogue import (
-    LocalLink,
-    LocalServer,
-    MemberDialogue,
-    MemberDialogues,
-    listening_at,
-)
+from deadpool_megatron.vault.member_dialogue import LocalLink, MemberDialogue, MemberDialogues
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from deadpool_megatron.vault.slot_store import SlotStore
@@ -166,8 +161,8 @@ def test_a_moment_without_descriptors_does_not_end_the_vault(
         return dup(connection)
 
     monkeypatch.setattr(socket.socket, "dup", dup_or_not)
-    path, listener = tmp_path / "s", listening_at(tmp_path / "s")
-    server = LocalServer(listener, lambda _link, _stopping: served.set())
+    path, listener = tmp_path / "s", member_dialogue.listening_at(tmp_path / "s")
+    server = member_dialogue.LocalServer(listener, lambda _link, _stopping: served.set())
     server.start()
     with listener, socket.socket(socket.AF_UNIX) as refused, socket.socket(socket.AF_UNIX) as taken:
         refused.settimeout(10.0)

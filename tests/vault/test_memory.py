@@ -18,14 +18,7 @@ from deadpool_megatron.layout.sizing import PAGE_BYTES, Scene, memory_needs, nod
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.errors import NoRoom
-from deadpool_megatron.vault.memory import (
-    Budget,
-    Room,
-    allocated_bytes,
-    objection,
-    usable_bytes,
-    warnings,
-)
+from deadpool_megatron.vault.memory import Budget, Room, allocated_bytes, objection, usable_bytes
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, own_name
 from tests.vault.harness import make_layout, segment_bytes
 
@@ -204,7 +197,7 @@ def test_needs_and_objection_agree(
         assert str(needs.total) in text
         assert str(room) in text
         assert "enlarge it" in text
-    found = warnings(needs, [Room("it", room, "enlarge it")], 1, pinned=True)
+    found = memory.warnings(needs, [Room("it", room, "enlarge it")], 1, pinned=True)
     assert any("lock" in line for line in found)
     assert any("tight" in line for line in found) == (needs.total <= room < needs.peak)
 

@@ -55,9 +55,8 @@ class House:
             folder.mkdir()
             settings = Settings(restore_seconds=5.0, chunk_bytes=4096)
             transport = self.network.transport("fake", node, 5.0)
-            self.states.append(
-                SlotStore(scheme_of, node, folder, settings, lambda _: None, transport)
-            )
+            about = folder, settings, lambda _: None, transport
+            self.states.append(SlotStore(scheme_of, node, *about))
             self.servers.append(Server(self.states[node], transport))
             self.servers[node].start()
 
@@ -251,7 +250,6 @@ def test_a_node_that_does_not_answer_is_waited_for_once(
     waits = list[float]()
     house.keep(2, [*EXTRAS, *SHARDS])
     transport = house.states[0].gate.transport
-    assert transport is not None
     connect: Callable[[int, str, int], Channel] = transport.connect
 
     def connect_or_wait(node: int, host: str, port: int) -> Channel:

@@ -49,9 +49,8 @@ class Vaults:
         """Start all vaults and have them close epoch 1."""
         for node in self.nodes:
             transport = self.network.transport("fake", node, chosen.connect_seconds)
-            state = SlotStore(
-                scheme_of, node, self.directories[node], chosen, self.events.append, transport
-            )
+            about = self.directories[node], chosen, self.events.append, transport
+            state = SlotStore(scheme_of, node, *about)
             state.table.scan()
             state.close(1)
             self.states[node] = state

@@ -13,16 +13,9 @@ from hypothesis import given, settings, strategies as st
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout import records, schemes
 from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, ParityPlacement
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    NodeAddress,
-    Restore,
-    RoleLayout,
-    Seat,
-)
+from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import room
@@ -48,7 +41,11 @@ class Making:
     """Owners of roles 0 .. k-1 on the nodes of their numbers, and one holder. All vaults answer."""
 
     def __init__(
-        self, directory: Path, held: dict[int, Parts], layouts: dict[int, RoleLayout], **more: int
+        self,
+        directory: Path,
+        held: dict[int, Parts],
+        layouts: dict[int, records.RoleLayout],
+        **more: int,
     ) -> None:
         self.directory, self.held, self.layouts = directory, held, layouts
         self.parities = more.get("parities", 1)

@@ -16,21 +16,11 @@ from pathlib import Path
 import pytest
 from hypothesis import event, given, settings, strategies as st
 
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
-from deadpool_megatron.layout.records import (
-    UPDATE_PART,
-    EpochRecord,
-    Generation,
-    Inventory,
-    NodeAddress,
-    Replay,
-    Restore,
-    RoleLayout,
-    Seat,
-    gradients_part,
-)
+from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, Restore, Seat
 from deadpool_megatron.layout.replaying import key, step_parts
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.settings import Settings
@@ -84,7 +74,7 @@ def seals(node: LocalNode) -> list[tuple[Segment, int, str]]:
 class RoleMember(Member):
     """A member on any node, of any scheme."""
 
-    def __init__(self, node: LocalNode, layout: RoleLayout, seat: Seat, epoch: int) -> None:
+    def __init__(self, node: LocalNode, layout: records.RoleLayout, seat: Seat, epoch: int) -> None:
         super().__init__(node, layout, epoch, slot=seat.slot)
         if self._step_names:
             self.client.rehearsed(True)
@@ -96,7 +86,7 @@ class RoleMember(Member):
     def write(self, generation: Generation, extras: bool = True) -> None:
         names = [*SHARDS, *self._step_names, "extras@step"]
         if self._step_names:
-            names.append(UPDATE_PART)
+            names.append(records.UPDATE_PART)
         self.fill(generation, generation.lineage, names)
 
     def bytes_of(self, generation: Generation, name: str, nbytes: int) -> bytes:
@@ -120,11 +110,13 @@ class RoleMember(Member):
         if missing:
             self.fill(generation, record.epoch, missing)
 
-    def _chain(self, replay: Replay, missing: list[str]) -> dict[str, tuple[Generation, str]]:
+    def _chain(
+        self, replay: records.Replay, missing: list[str]
+    ) -> dict[str, tuple[Generation, str]]:
         """What the parts that nobody has whole are computed from."""
         wanted = {key(replay.base, name): (replay.base, name) for name in missing}
         for step in replay.steps:
-            for name in (*map(gradients_part, missing), UPDATE_PART):
+            for name in (*map(records.gradients_part, missing), records.UPDATE_PART):
                 wanted[key(step, name)] = (step, name)
         return wanted
 
@@ -195,7 +187,7 @@ class Nodes:
         self.kept = {1: NO_LIMIT}
         self.members: dict[int, RoleMember] = {}
 
-    def _layout(self, role: int, nbytes: int, roles: tuple[int, ...]) -> RoleLayout:
+    def _layout(self, role: int, nbytes: int, roles: tuple[int, ...]) -> records.RoleLayout:
         """Data-parallel groups of every other role, or of all where they are few."""
         peers = roles[role % 2 :: 2] if len(roles) >= 6 else roles
         plain = make_layout(role, nbytes, slots=2, peers=peers)
@@ -203,7 +195,7 @@ class Nodes:
             return plain
         shards = {one.name: one for one in plain.parts if one.name in SHARDS}
         steps = step_parts({n: replace(one, nbytes=nbytes) for n, one in shards.items()}, 64, role)
-        assert gradients_part("shard") in {one.name for one in steps}
+        assert records.gradients_part("shard") in {one.name for one in steps}
         parts = (*plain.parts[:2], *steps, *plain.parts[2:])
         return replace(plain, parts=parts, layout_hash=f"steps-{nbytes}")
 
@@ -214,7 +206,7 @@ class Nodes:
         return record_of(
             epoch,
             seats=self.seats,
-            nodes={n: NodeAddress("fake", n, domains[n], n not in used) for n in self.live},
+            nodes={n: records.NodeAddress("fake", n, domains[n], n not in used) for n in self.live},
             restore=restore,
             replicas=self.replicas,
             fewer_copies=missing_copies(at, domains, set(self.live) - used, self.replicas),

@@ -9,19 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from deadpool_megatron.layout import replaying
-from deadpool_megatron.layout.records import (
-    SUMS_PART,
-    UPDATE_PART,
-    EpochRecord,
-    Generation,
-    PartInfo,
-    Restore,
-    RoleLayout,
-    Seat,
-    extras_part,
-    gradients_part,
-)
+from deadpool_megatron.layout import records, replaying
+from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout, Seat, gradients_part
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import room, worker as workers
@@ -29,22 +18,16 @@ from deadpool_megatron.vault.commit_ledger import Acknowledgements
 from deadpool_megatron.vault.copies import Target
 from deadpool_megatron.vault.schemes.gradients import Recompute, replayed_otherwise
 from deadpool_megatron.vault.schemes.registry import scheme_of
-from deadpool_megatron.vault.shm.segment import (
-    PartState,
-    Segment,
-    SlotState,
-    checksum,
-    copy_name,
-    own_name,
-)
+from deadpool_megatron.vault.shm import segment as segments
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name, own_name
 from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.worker import RoleWorker
 from tests.vault.harness import record_of
 
 EVERY = 4
-EXTRAS = extras_part("step")
+EXTRAS = records.extras_part("step")
 WHOLE = ["shard0", EXTRAS]
-STEP = [gradients_part("shard0"), UPDATE_PART, SUMS_PART, EXTRAS]
+STEP = [gradients_part("shard0"), records.UPDATE_PART, records.SUMS_PART, EXTRAS]
 ALL = sorted({*WHOLE, *STEP})
 
 
@@ -62,7 +45,7 @@ def make_layout(slots: int = 2, nbytes: int = 64, covered: bool = False) -> Role
     return RoleLayout(0, parts, (0, 1), slots, "hash")
 
 
-def record(every: int = EVERY, **more: Any) -> EpochRecord:
+def record(every: int = EVERY, **more: Any) -> records.EpochRecord:
     plan = ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=every))
     return record_of(1, range(2), protection=plan, **more)
 
@@ -85,9 +68,9 @@ def test_a_whole_one_and_then_steps() -> None:
     assert ways(chains, layout, 7) == [whole, step, step, step, whole, step, step]
     assert ways(chains, layout, 90, first=7)[-1] is whole
     assert len(chains._chains[0].steps) <= layout.slots, "how long it runs costs no memory"
-    restored = Restore("memory", g(3))
+    restored = records.Restore("memory", g(3))
     assert ways(begun(restore=restored), layout, 5, first=4) == [step, step, step, whole, step]
-    anew = begun(restore=Restore("durable", g(2)))
+    anew = begun(restore=records.Restore("durable", g(2)))
     assert ways(anew, layout, 2, first=3) == [whole, step], "no step leads from what is not held"
     assert ways(begun(trusted=()), layout, 3) == [whole] * 3
 
@@ -120,7 +103,7 @@ def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole() -> None
     ledger.add(0, g(1), 1, STEP)
     assert ledger.boundary(layout, g(1), ALL) == "step"
     assert ledger.boundary(layout, g(1), STEP) is None, "the own slot lacks the shard"
-    assert ledger.boundary(layout, g(1), [*WHOLE, UPDATE_PART]) is None
+    assert ledger.boundary(layout, g(1), [*WHOLE, records.UPDATE_PART]) is None
     chains.make_whole(0, g(1))
     assert ledger.missing(layout, g(1), ALL, buddy) == ["shard0"]
     assert ledger.boundary(layout, g(1), ALL) is None
@@ -131,16 +114,13 @@ def test_what_peers_hold_anyway_needs_no_gradients() -> None:
     ledger = Acknowledgements(chains)
     for iteration in (0, 1):
         chains.decide(layout, g(iteration), has_step=True)
-    assert ledger.missing(layout, g(1), ALL, buddy) == [UPDATE_PART, SUMS_PART, EXTRAS]
+    assert ledger.missing(layout, g(1), ALL, buddy) == STEP[1:]
 
 
 def test_steps_never_go_into_parity_blocks() -> None:
     """Slots have room for steps whatever the plan is now."""
     plan, layout = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=2)), make_layout()
-    scheme = scheme_of(
-        record_of(1, range(2), 3, protection=plan),
-        SimpleNamespace(ledger=SimpleNamespace(rehearsed={0})),
-    )
+    scheme = scheme_of(record_of(1, range(2), 3, protection=plan), None)
     owed = scheme.owed(layout, g(1)).names
     assert {target.block is None: set(names) for target, names in owed.items()} == {
         False: {"shard0"},
@@ -167,7 +147,7 @@ def test_sums_are_not_written_after_a_close(
     segment = state.table.segments[path.name] = Segment.create(path, layout, seat, ALL)
     segment.mark_writing(0)
     segment.begin(0, g(1), 1)
-    segment.fill(0, {"shard0": 9, UPDATE_PART: 9, EXTRAS: 9}, 1)
+    segment.fill(0, {"shard0": 9, records.UPDATE_PART: 9, EXTRAS: 9}, 1)
     worker = RoleWorker(state, state.gate.record or record(), 0, seat)
 
     def slow(view: memoryview) -> int:
@@ -175,12 +155,12 @@ def test_sums_are_not_written_after_a_close(
             state.close(1)
             segment.mark_writing(0)
             segment.begin(0, Generation(2, 1), 2)
-        return checksum(view)
+        return segments.checksum(view)
 
     monkeypatch.setattr(workers, "checksum", slow)
     worker.seal()
     assert segment.state(0) is SlotState.WRITING
-    assert segment.entry(0, SUMS_PART).state is PartState.ABSENT
+    assert segment.entry(0, records.SUMS_PART).state is PartState.ABSENT
 
 
 def opened(directory: Path, every: int = EVERY) -> SlotStore:
@@ -237,15 +217,9 @@ def test_a_buddy_keeps_chains_in_memory_that_stays_the_same(tmp_path: Path) -> N
 
 def test_extras_of_a_later_boundary_come_to_the_step_that_they_belong_to(tmp_path: Path) -> None:
     """They would take the place of a whole copy else."""
-    late = extras_part("evaluation")
+    late = records.extras_part("evaluation")
     plain = make_layout()
-    layout = replace(
-        plain,
-        parts=(
-            *plain.parts,
-            PartInfo(late, 64, (0,)),
-        ),
-    )
+    layout = replace(plain, parts=(*plain.parts, PartInfo(late, 64, (0,))))
     state = opened(tmp_path)
     for iteration in range(2 * EVERY):
         put(state, layout, g(iteration), STEP if iteration % EVERY else WHOLE)
@@ -321,13 +295,7 @@ def test_what_was_recomputed_is_sealed_only_on_the_checksum_that_the_owner_had(
     tmp_path: Path, known: str, wrong: list[str]
 ) -> None:
     """Of a part that no checksum is known of nobody can say that it is right."""
-    layout = RoleLayout(
-        0,
-        (PartInfo("shard0", 8, (0,)),),
-        (0, 1),
-        2,
-        "hash",
-    )
+    layout = RoleLayout(0, (PartInfo("shard0", 8, (0,)),), (0, 1), 2, "hash")
     segment = Segment.create(tmp_path / copy_name(0), layout, None, ["shard0"])
     segment.open_slot(0, g(5), 1)
     segment.seal_part(0, "shard0", 8, 17, 1)

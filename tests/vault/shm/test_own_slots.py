@@ -18,18 +18,8 @@ from deadpool_megatron.vault.shm.segment import Segment, SlotState, copy_name, o
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.worker import RoleWorker
-from tests.vault.harness import (
-    Cluster,
-    Member,
-    Node,
-    cluster,
-    make_layout,
-    memory,
-    record_of,
-    segment_bytes,
-    train,
-    wait_until,
-)
+from tests.vault import harness
+from tests.vault.harness import Cluster, Member, Node, cluster, make_layout, memory, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin, flip, swap
 
 PARTS = {"shard", "tail", "extras@step"}
@@ -207,7 +197,7 @@ def test_the_own_slots_are_all_that_a_restore_needs(
 ) -> None:
     """One generation more was asked for when it came into a file of its own."""
     layouts = {role: make_layout(role, 1 << 20) for role in range(2)}
-    limit = share * segment_bytes(layouts[1])
+    limit = share * harness.segment_bytes(layouts[1])
     with cluster(tmp_path, 3, roles=2) as running:
         spare = running.nodes[2]
         spare.kill()
@@ -228,7 +218,7 @@ def test_what_was_restored_is_let_go_when_there_is_something_newer(tmp_path: Pat
     """A chain of steps lies in other files; while anybody holds it, its memory is not free."""
     state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
     seat = Seat(0, 0, 0)
-    record = record_of(2, restore=Restore("memory", FIRST))
+    record = harness.record_of(2, restore=Restore("memory", FIRST))
     state.adopt(record)
     layout = LAYOUTS[0]
     segment = Segment.create(tmp_path / copy_name(0), layout, None, ("shard",))
@@ -266,7 +256,7 @@ def test_the_slots_of_a_role_are_those_that_were_made_before_it_was_given(tmp_pa
         other = Member(running.nodes[1], make_layout(1, nbytes=NBYTES, peers=(0, 1)), 1)
         assert (spare.directory / own_name(0, member.seat)).stat().st_ino == known.st_ino
         assert _parked(spare.directory) == []
-        train([member, other], Generation(1, 0))
+        harness.train([member, other], Generation(1, 0))
         found = Segment.open(spare.directory / own_name(0, member.seat), writable=False)
         assert found.layout == member.layout
 

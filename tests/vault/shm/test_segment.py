@@ -11,15 +11,8 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.agent_orders import Vault
-from deadpool_megatron.vault.shm.segment import (
-    PartState,
-    Segment,
-    SlotState,
-    checksum,
-    copy_name,
-    own_name,
-    parse_name,
-)
+from deadpool_megatron.vault.shm import segment as segments
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum, copy_name
 from deadpool_megatron.vault.shm.table import Table
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import content, make_layout
@@ -128,7 +121,7 @@ def examine(directory: Path) -> set[tuple[Generation, str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "life"), [(own_name(3, SEAT), own_life), (copy_name(3), copy_life)]
+    ("name", "life"), [(segments.own_name(3, SEAT), own_life), (copy_name(3), copy_life)]
 )
 @settings(max_examples=120)
 @given(lives=st.integers(0, _MOST_LIVES))
@@ -140,7 +133,7 @@ def test_killed_at_any_store(
     lives: int,
 ) -> None:
     directory = tmp_path_factory.mktemp("segments")
-    seat = parse_name(name)[1]
+    seat = segments.parse_name(name)[1]
     mortal = MortalSegment(Segment.create(directory / name, LAYOUT, seat, NAMES), lives)
     whole = False
     try:
