@@ -30,7 +30,7 @@ ALLOW = "--deadpool-allow"
 ALLOW_UNREVIEWED = "--deadpool-allow-unreviewed"
 #: names the script to processes that import everything before they know their command
 SCRIPT_VARIABLE = "DEADPOOL_SCRIPT"
-_HANDLERS_MODULE = "deadpool_megatron.megatron.pretraining.attach"
+_HANDLERS_MODULE = "deadpool_megatron.megatron.pretraining.pretrain_program"
 _MARK = "__deadpool_hookpoint__"
 
 

@@ -12,4 +12,4 @@ if _script is not None:
         import_megatron(_script)
     except (ValueError, RuntimeError) as error:
         raise ImportError(str(error)) from error
-    importlib.import_module("deadpool_megatron.megatron.pretraining.attach")
+    importlib.import_module("deadpool_megatron.megatron.pretraining.pretrain_program")

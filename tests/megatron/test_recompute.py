@@ -221,7 +221,7 @@ def test_no_other_scheme_loads_it() -> None:
         "import sys\n"
         "from deadpool_megatron.megatron import stand_ins\n"
         "stand_ins.install()\n"
-        "import deadpool_megatron.megatron.pretraining.attach\n"
+        "import deadpool_megatron.megatron.pretraining.pretrain_program\n"
         "print(*(name for name in sys.modules if 'deadpool' in name))"
     )
     names = said("-c", program).split()

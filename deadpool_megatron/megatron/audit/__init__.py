@@ -1,7 +1,7 @@
 """The audit of silent corruption: do nodes compute, and hold, the same numbers?
 
-audit     weights, and one role's update, around each inner update
-passes    one micro-batch, forward and backward, before the passes of an iteration
-shipping  what peers need to compute an update as well
-verdict   which of several peers is wrong, and what a role does with that
+audit            weights, and one role's update, around each inner update
+pass_audit       one micro-batch, forward and backward, before the passes of an iteration
+update_transfer  the data with which peers compute an update as well
+comparison       which peers differ from the others, and what a role does about it
 """

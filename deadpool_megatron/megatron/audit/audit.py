@@ -30,8 +30,8 @@ from torch import Tensor
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, is_due
 from deadpool_megatron.megatron import update_replay
-from deadpool_megatron.megatron.audit import shipping, verdict as verdicts
-from deadpool_megatron.megatron.audit.passes import PassAudit, why_not_compared
+from deadpool_megatron.megatron.audit import comparison, update_transfer
+from deadpool_megatron.megatron.audit.pass_audit import PassAudit, incomparable_reason
 from deadpool_megatron.megatron.dimensions import plain_parameters
 from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.megatron.optimizer import (
@@ -51,7 +51,7 @@ _SUMS = 2  # of a fingerprint
 SealedPart = Callable[[Generation, str], memoryview | None]
 
 
-def _refuse_what_cannot_be_audited(optimizer: Any) -> None:
+def _refuse_unauditable(optimizer: Any) -> None:
     why, inner_ones = update_replay.why_not_replayed(optimizer), inner_optimizers(optimizer)
     for inner in inner_ones:
         if not is_distributed(inner):
@@ -76,7 +76,7 @@ def audit_number(iteration: int, interval: int, every: int) -> int:
     return iteration // max(interval, every)
 
 
-class Audit(verdicts.Auditor, UpdateAudit):
+class Audit(comparison.Auditor, UpdateAudit):
     """Of one role in one process.
 
     ``shards``: the part of each inner optimizer. Raises UnsupportedState where no peer can
@@ -92,14 +92,14 @@ class Audit(verdicts.Auditor, UpdateAudit):
         settle: Callable[[], None],
         reports: RoleReports,
     ) -> None:
-        _refuse_what_cannot_be_audited(loop.optimizer)
+        _refuse_unauditable(loop.optimizer)
         super().__init__(loop, settle, reports)
         self._inner = inner_optimizers(loop.optimizer)
         self._shards = shards
         self._sealed_part = sealed_part
         self._interval = interval
         self._passes = None
-        if why := why_not_compared(loop):
+        if why := incomparable_reason(loop):
             print(f"audits do not compare passes: {why}", flush=True)
         else:
             self._passes = PassAudit(loop, settle, reports)
@@ -174,9 +174,9 @@ class Audit(verdicts.Auditor, UpdateAudit):
             held = plain_parameters(self._loop, expert=is_expert)
             self._damage("audit.weight", held)
             found = gathered(fingerprint(held, current_device()), peers)
-            what = "expert weights" if is_expert else "weights"
+            subject = "expert weights" if is_expert else "weights"
             self._stop_if_wrong(
-                verdicts.judge_equals({r: _sums(one) for r, one in found.items()}, what)
+                comparison.compare_held({r: _sums(one) for r, one in found.items()}, subject)
             )
 
     def _compute_alike(self, index: int, audited: int, peers: dist.ProcessGroup) -> Tensor:
@@ -184,16 +184,16 @@ class Audit(verdicts.Auditor, UpdateAudit):
         who does not come to the same is: a fault that comes and goes shows so."""
         sums = self._compute(index, audited, peers)
         known, first = self._gather_computed(sums, peers)
-        what = f"the update of role {audited}"
-        verdict = verdicts.judge_computed(first, known, what)
-        if verdict is not None and not verdict.is_certain:
+        subject = f"the update of role {audited}"
+        mismatch = comparison.compare_computed(first, known, subject)
+        if mismatch is not None and not mismatch.is_certain:
             _, second = self._gather_computed(self._compute(index, audited, peers), peers)
-            self._stop_if_wrong(verdicts.judge_repeated(first, second, what))
+            self._stop_if_wrong(comparison.compare_repeated(first, second, subject))
         return sums
 
     def _gather_computed(
         self, sums: Tensor, peers: dist.ProcessGroup
-    ) -> tuple[dict[int, int], dict[int, verdicts.Sums]]:
+    ) -> tuple[dict[int, int], dict[int, comparison.Sums]]:
         """By role: its hardware, and its sums."""
         own = torch.tensor([self._hardware], dtype=torch.int64, device=sums.device)
         found = gathered(torch.cat([own, sums.flatten()]), peers)
@@ -203,16 +203,20 @@ class Audit(verdicts.Auditor, UpdateAudit):
     def _compute(self, index: int, audited: int, peers: dist.ProcessGroup) -> Tensor:
         """The update of ``audited`` on copies; sums of each chunk, of shape (chunks, 2)."""
         inner, device, is_own = self._inner[index], current_device(), audited == dist.get_rank()
-        payload = shipping.describe(inner) if is_own else b""
-        description = shipping.described(shipping.broadcast_bytes(payload, audited, peers, device))
+        payload = update_transfer.describe(inner) if is_own else b""
+        description = update_transfer.described(
+            update_transfer.broadcast_bytes(payload, audited, peers, device)
+        )
         sums = []
         for chunk in description.chunks:
             if is_own:
-                flat = shipping.pack(inner, chunk, self._state_before(index), device)
+                flat = update_transfer.pack(inner, chunk, self._state_before(index), device)
             else:
-                flat = torch.empty(shipping.chunk_bytes(chunk), dtype=torch.uint8, device=device)
+                flat = torch.empty(
+                    update_transfer.chunk_bytes(chunk), dtype=torch.uint8, device=device
+                )
             dist.broadcast(flat, src=audited, group=peers)
-            copies = shipping.unpack(chunk, flat)
+            copies = update_transfer.unpack(chunk, flat)
             self._bytes += flat.numel()
             del flat
             update_replay.update_copies(inner, description.groups, copies)
@@ -242,12 +246,12 @@ class Audit(verdicts.Auditor, UpdateAudit):
                 used[number] = fingerprint(made, sums.device)
         known, found = self._gather_computed(torch.cat([sums, used]), peers)
         again = {role: both[: used.numel()] for role, both in found.items()}
-        what = f"the update of role {audited}"
+        subject = f"the update of role {audited}"
         if len(set(known.values())) > 1:
-            self._say_who_is_alone(verdicts.alone(known), "updates", min(found))
+            self._report_incomparable(comparison.incomparable(known), "updates", min(found))
         used_sums = found[audited][used.numel() :]
-        self._stop_if_wrong(verdicts.judge_update(audited, used_sums, again, known, what))
+        self._stop_if_wrong(comparison.compare_update(audited, used_sums, again, known, subject))
 
 
-def _sums(values: Tensor) -> verdicts.Sums:
+def _sums(values: Tensor) -> comparison.Sums:
     return tuple(int(value) for value in values.reshape(-1))

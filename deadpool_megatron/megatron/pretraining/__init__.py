@@ -1,14 +1,14 @@
 """Megatron-LM's own training scripts under protection: ``--deadpool`` on their command line.
 
-attach                what ``--deadpool`` adds and refuses; pretrain() as a program, in passes
-families              what differs between its versions (:mod:`deadpool_megatron.support`)
-scene                 what its functions do at this moment
-build                 one pass up to train(): what it built, of which arguments
+pretrain_program      the flags of ``--deadpool``, its refusals; pretrain() as a program, in passes
+families              the differences between its versions (:mod:`deadpool_megatron.support`)
+dispatch              which handler a call of its functions reaches at this moment
+build                 one pass up to train(): the objects that it made, and their arguments
 stages                which roles can use each other's model objects
 training_loop         train() and what follows it, as a loop that a session protects
 user_buffers          those of Transformer Engine, made in each epoch
-entered               what train() starts at each entry, and does so once
-iteration             the newest one, as far as train() has to know it
+per_entry_state       profile, straggler detector and token sums, at each entry into train()
+newest_iteration      the newest iteration, as far as train() has to know it
 logbook               TensorBoard, W&B, the lines of training_log(): each step once
-megatron_checkpoints  Megatron-LM's own: when one counts, what costs one, what one would hold
+megatron_checkpoints  Megatron-LM's own: which count, which are owed, and their content
 """

@@ -26,8 +26,8 @@ from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.megatron.exact_load import load_exactly
 from deadpool_megatron.megatron.pretraining import index_files, stages
+from deadpool_megatron.megatron.pretraining.dispatch import replaced, use_handlers
 from deadpool_megatron.megatron.pretraining.families import family
-from deadpool_megatron.megatron.pretraining.scene import acting, replaced
 from deadpool_megatron.megatron.pretraining.user_buffers import UserBuffers
 from deadpool_megatron.megatron.stand_ins import drawing_apart
 
@@ -133,7 +133,7 @@ class Build:
         made = []
         for source in self._sources:
             known = {"build_train_valid_test_datasets": _keep(source.datasets)}
-            with acting(known), _loaders_draw_apart(), _loaders_may_be_empty():
+            with use_handlers(known), _loaders_with_own_generators(), _loaders_may_be_empty():
                 made.append(source.make_iterators(source.provider))
         self.iterators = made
         train, valid, _ = self.iterator_arguments()
@@ -160,7 +160,7 @@ class Build:
         # schedule would be that of a run that is told by iterations, without a warm-up.
         get_args().train_iters = self._train_iters
         made_up = {"load_checkpoint": lambda *_args, **_kwargs: (0, 0)}
-        with acting(made_up), self.kinds_told():
+        with use_handlers(made_up), self.kinds_exchanged():
             self.objects = family().set_up_around(self._setup_call, model)
         _, optimizer, scheduler = self.objects
         self.train_arguments.update(optimizer=optimizer, opt_param_scheduler=scheduler)
@@ -188,7 +188,7 @@ class Build:
         self.detached = is_detached(dist.group.WORLD)
 
     @contextlib.contextmanager
-    def progress_kept(self) -> Iterator[None]:
+    def progress_log_kept(self) -> Iterator[None]:
         """While the block runs, Megatron's log of progress is left alone by a spare that is built
         for role 0: it does not start the job."""
         from megatron.training import training
@@ -203,7 +203,7 @@ class Build:
             yield
 
     @contextlib.contextmanager
-    def kinds_told(self) -> Iterator[None]:
+    def kinds_exchanged(self) -> Iterator[None]:
         """While the block runs, :attr:`kinds` becomes what ranks tell each other of their
         parameters, so that each has a group of each kind (megatron/core/optimizer/__init__.py,
         _get_param_groups); without peers they are heard from it.
@@ -253,7 +253,7 @@ class Build:
         self._sources.append(_Source(original, provider))
         if self.detached:
             _assume_data(True)
-        with _loaders_draw_apart():
+        with _loaders_with_own_generators():
             made = original(provider)
         self.iterators.append(made)
         return made
@@ -292,7 +292,7 @@ def _keep_whole_mask(dataset: Any) -> None:
 
 
 @contextlib.contextmanager
-def _loaders_draw_apart() -> Iterator[None]:
+def _loaders_with_own_generators() -> Iterator[None]:
     from megatron.training import training
 
     name = "build_pretraining_data_loader"

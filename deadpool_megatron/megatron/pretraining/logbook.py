@@ -31,8 +31,8 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from deadpool_megatron.cluster.run_directory.directory import write_json
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.megatron.pretraining.iteration import GRAD_NORM, LOSSES, SKIPPED
-from deadpool_megatron.megatron.pretraining.scene import replaced
+from deadpool_megatron.megatron.pretraining.dispatch import replaced
+from deadpool_megatron.megatron.pretraining.newest_iteration import GRAD_NORM, LOSSES, SKIPPED
 from deadpool_megatron.member.loop import Emit
 
 # In the run directory.
@@ -246,7 +246,7 @@ class Reporter:
         """An iteration was trained; ``answer`` is what train_step() answered."""
         from megatron.training import get_args
 
-        if not _speaks() or not answer[LOSSES]:
+        if not _is_reporting_role() or not answer[LOSSES]:
             return
         args = get_args()
         if args.train_iters and not self._has_begun:
@@ -269,7 +269,7 @@ class Reporter:
 
     def evaluation(self, iteration: int, losses: Mapping[str, Any] | None) -> None:
         """An evaluation between iterations gave these mean losses."""
-        if losses and _speaks():
+        if losses and _is_reporting_role():
             self._emit("evaluation", {"iteration": iteration, "loss": _loss(losses)})
 
     def lost_checkpoint(self, directory: Path, why: str) -> None:
@@ -279,7 +279,7 @@ class Reporter:
         print(f"deadpool: {text}", flush=True)
 
 
-def _speaks() -> bool:
+def _is_reporting_role() -> bool:
     return bool(
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -38,8 +38,8 @@ from megatron.core import parallel_state
 from torch.distributed.checkpoint.api import CheckpointException
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.megatron.pretraining.dispatch import replaced
 from deadpool_megatron.megatron.pretraining.families import family, place
-from deadpool_megatron.megatron.pretraining.scene import replaced
 from deadpool_megatron.member.peer_comparison import current_device
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.state.template import (
@@ -202,7 +202,7 @@ class Saves(StorageFaults):
     """
 
     def __init__(
-        self, announce: Callable[[Path, int, bytes], None], tell_lost: Callable[[Path, str], None]
+        self, announce: Callable[[Path, int, bytes], None], report_lost: Callable[[Path, str], None]
     ) -> None:
         super().__init__()
         self.unfinished = 0
@@ -212,8 +212,8 @@ class Saves(StorageFaults):
         #: iteration -> the checkpoint and why it could not be written, as role 0 knows
         self.lost: dict[int, str] = {}
         self._announce = announce
-        self._tell_lost = tell_lost
-        self._is_told = False
+        self._report_lost = report_lost
+        self._has_reported_lost = False
 
     def write(
         self,
@@ -237,7 +237,7 @@ class Saves(StorageFaults):
         if self.owed:
             self._owe(0)
         self.tolerated = may_be_lost
-        if may_be_lost and self._queue_is_empty():
+        if may_be_lost and self._is_queue_empty():
             self.begin(directory)
             if self._is_lost(directory, iteration):
                 self._owe(iteration if is_last else 0)
@@ -259,7 +259,7 @@ class Saves(StorageFaults):
 
     def look(self) -> None:
         """Notice that an asynchronous save is finalised. All roles see it at the same moment."""
-        if self.unfinished and not self.owed and self._queue_is_empty():
+        if self.unfinished and not self.owed and self._is_queue_empty():
             directory = checkpoint_directory(self.unfinished, lasting=True)
             if not self._is_lost(directory, self.unfinished):
                 self._count(directory, self.unfinished)
@@ -284,11 +284,11 @@ class Saves(StorageFaults):
         why = lacking(get_args())
         if not why:
             self._announce(directory, iteration, self._extras)
-        elif dist.get_rank() == 0 and not self._is_told:
-            self._is_told = True
-            self._tell_lost(directory, f"{why}; exports do (--deadpool-persist-interval)")
+        elif dist.get_rank() == 0 and not self._has_reported_lost:
+            self._has_reported_lost = True
+            self._report_lost(directory, f"{why}; exports do (--deadpool-persist-interval)")
 
-    def _queue_is_empty(self) -> bool:
+    def _is_queue_empty(self) -> bool:
         from megatron.training import async_utils
 
         return bool(async_utils.is_empty_async_queue())
@@ -300,7 +300,7 @@ class Saves(StorageFaults):
         why = self.forget()
         self.lost = {iteration: f"{directory}: {why}"}
         if dist.get_rank() == 0:
-            self._tell_lost(directory, f"it was not written: {why}")
+            self._report_lost(directory, f"it was not written: {why}")
         return True
 
 

@@ -30,12 +30,16 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.megatron import identity as hashing
 from deadpool_megatron.megatron.exact_load import load_exactly
 from deadpool_megatron.megatron.loop import MegatronLoop
-from deadpool_megatron.megatron.pretraining import entered, stages
+from deadpool_megatron.megatron.pretraining import per_entry_state, stages
 from deadpool_megatron.megatron.pretraining.build import Build
-from deadpool_megatron.megatron.pretraining.iteration import POSITIONS, SHOULD_EXIT, Newest
+from deadpool_megatron.megatron.pretraining.dispatch import replaced, use_handlers
 from deadpool_megatron.megatron.pretraining.logbook import Logbook, Reporter
 from deadpool_megatron.megatron.pretraining.megatron_checkpoints import Saves, saved_state
-from deadpool_megatron.megatron.pretraining.scene import acting, replaced
+from deadpool_megatron.megatron.pretraining.newest_iteration import (
+    POSITIONS,
+    SHOULD_EXIT,
+    NewestIteration,
+)
 from deadpool_megatron.member.loop import Emit, StepRunner
 from deadpool_megatron.member.peer_comparison import current_device
 
@@ -81,7 +85,7 @@ class PretrainLoop(MegatronLoop):
         self._logbook = Logbook(run_directory)
         self._restored = False
         self._entered = False
-        self._newest = Newest(self._args.num_floating_point_operations_so_far)
+        self._newest = NewestIteration(self._args.num_floating_point_operations_so_far)
         self._operations = self._newest.operations
         # Sums of the log, as train() holds them once it has been entered and logged.
         self._sums: dict[str, Any] | None = None
@@ -107,7 +111,7 @@ class PretrainLoop(MegatronLoop):
             self._logbook.mute()
         self._entered = True
         self._go_to_start()
-        scene: dict[str, Callable[..., Any]] = {
+        handlers: dict[str, Callable[..., Any]] = {
             "train_step": self._train_step,
             "training_log": self._log,
             "evaluate": self._evaluate_once,
@@ -117,10 +121,12 @@ class PretrainLoop(MegatronLoop):
         }
         done = self.counters["iteration"] if self._newest.known else None
         # What train() starts at each entry continues where it was.
-        entering = entered.to_train(lambda: self._newest.lengths, done, self._first_iteration - 1)
+        entering = per_entry_state.for_training(
+            lambda: self._newest.lengths, done, self._first_iteration - 1
+        )
         try:
             with self._saves.watched():
-                with acting(scene), entering as take_lengths:
+                with use_handlers(handlers), entering as take_lengths:
                     self._take_lengths = take_lengths
                     result = self.build.train(**self.build.train_arguments)
                 self._follow_up(result)
@@ -143,7 +149,11 @@ class PretrainLoop(MegatronLoop):
             original(*args, **kwargs)
             raise _Warm
 
-        with acting({"train_step": step}), entered.to_warm_up(), contextlib.suppress(_Warm):
+        with (
+            use_handlers({"train_step": step}),
+            per_entry_state.for_warm_up(),
+            contextlib.suppress(_Warm),
+        ):
             self.build.train(**self.build.train_arguments)
 
     def reset_after_interrupt(self) -> None:
@@ -197,7 +207,7 @@ class PretrainLoop(MegatronLoop):
         # The load sets the parameter groups before it takes over the checkpoint's weight decay.
         self.scheduler.step(increment=0)
         self.counters.update(iteration=iteration, **self._places())
-        self._newest, self._operations = Newest(operations), operations
+        self._newest, self._operations = NewestIteration(operations), operations
         self._saves.restore(0)
         self._passed = self._just_loaded = iteration
 
@@ -286,7 +296,7 @@ class PretrainLoop(MegatronLoop):
             muted.close()
             return result
 
-        scene = {
+        handlers = {
             "initialize_megatron": _nothing,
             "set_jit_fusion_options": _nothing,
             "setup_model_and_optimizer": lambda *args, **kwargs: self.build.objects,
@@ -295,7 +305,7 @@ class PretrainLoop(MegatronLoop):
             "evaluate_and_print_results": self._evaluate_at_the_end,
             "save_checkpoint": self._save,
         }
-        with acting(scene), muted:
+        with use_handlers(handlers), muted:
             muted.enter_context(contextlib.redirect_stdout(io.StringIO()))
             muted.enter_context(replaced(training, "append_to_progress_log", _nothing))
             self._pretrain()
@@ -348,7 +358,9 @@ class PretrainLoop(MegatronLoop):
             skipped_train_samples=self._args.skipped_train_samples + skipped,
         )
         self._operations = self._newest.operations + training.num_floating_point_operations(
-            self._args, batch, **dict(zip(entered.LENGTHS, self._newest.lengths, strict=False))
+            self._args,
+            batch,
+            **dict(zip(per_entry_state.LENGTHS, self._newest.lengths, strict=False)),
         )
         self._reporter.step(iteration, answer, self.optimizer, self.counters)
         failpoints.hit("step.end")
@@ -361,7 +373,7 @@ class PretrainLoop(MegatronLoop):
         if self._sums is not sums:
             # train() was entered anew, with empty ones.
             sums.update(self._newest.sums(current_device()))
-            self._newest.put_back_loss_sums()
+            self._newest.restore_loss_sums_before()
             self._sums = sums
         if "is_first_iteration" in given:
             # Of the run, not of this entry into train(): the first line leaves the sums alone.

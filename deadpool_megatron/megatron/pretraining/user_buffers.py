@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from deadpool_megatron.failures import ExitStatus
-from deadpool_megatron.megatron.pretraining.scene import replaced
+from deadpool_megatron.megatron.pretraining.dispatch import replaced
 
 _MAKER = "_initialize_tp_communicators"
 # What sys.getrefcount() counts of an object in a list that is gone through.
@@ -34,7 +34,7 @@ class UserBuffers:
 
     def __init__(self) -> None:
         self._make: Callable[[], None] | None = None
-        self._everyone: Any = None
+        self._world: Any = None
         self._peers: Any = None
         self._domains: list[list[int]] = []
 
@@ -50,7 +50,7 @@ class UserBuffers:
             self._domains = [list(range(at, at + size)) for at in range(0, world, size)]
             # Handles of memory are exchanged in them, which lie on the host; whatever backend is
             # asked for, C++ finds one of no known kind and sends from there.
-            self._everyone = dist.new_group(backend="gloo")
+            self._world = dist.new_group(backend="gloo")
             divide: Any = dist.new_subgroups_by_enumeration
             self._peers, _ = divide(self._domains, backend="gloo")
             self._make = make
@@ -80,7 +80,7 @@ class UserBuffers:
             del old
         _begun.append(_MAKER)
         with (
-            replaced(dist, "new_group", lambda *, backend: self._everyone),
+            replaced(dist, "new_group", lambda *, backend: self._world),
             replaced(dist, "new_subgroups_by_enumeration", self._known),
         ):
             self._make()

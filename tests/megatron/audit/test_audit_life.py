@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.megatron import optimizer as optimizers
-from deadpool_megatron.megatron.audit import verdict
+from deadpool_megatron.megatron.audit import comparison
 from deadpool_megatron.megatron.audit.audit import Audit
 from deadpool_megatron.megatron.dimensions import rebuild_from_peers
 from deadpool_megatron.megatron.initial_state import complete_state
@@ -58,7 +58,7 @@ def live_on_rank(script: Sequence[str], options: dict[str, Any]) -> list[list[st
     complete_state(loop.optimizer)
     shard, slots = optimizers.ShardState(loop.optimizer), dict[Any, memoryview]()
     if rank in options.get("other_hardware", ()):
-        verdict.hardware = lambda device: 77
+        comparison.hardware = lambda device: 77
     model_config(loop).num_moe_experts = options.get("experts")
 
     def keep(generation: Generation) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.megatron.pretraining import attach
+from deadpool_megatron.megatron.pretraining import pretrain_program
 from deadpool_megatron.support.findings import judge, refusal
 from deadpool_megatron.support.flags import REVIEWED, ROWS, UNREVIEWED, FlagRow, Level
 from tests.megatron_lm.harness.arguments import small
@@ -26,7 +26,7 @@ BY_HAND, HARMLESS, _PARSED_ONLY = (_TABLES[n] for n in ("by_hand", "harmless", "
 
 
 def refused(**given: object) -> str:
-    return attach.refusal(argparse.Namespace(deadpool=True, **given), [])
+    return pretrain_program.refusal(argparse.Namespace(deadpool=True, **given), [])
 
 
 def unread(argv: list[str]) -> str:

@@ -25,7 +25,7 @@ def stage(*parts: str) -> torch.nn.ModuleDict:
 
 def groups(build: Build, model: torch.nn.Module, overrides: Any = OVERRIDES) -> list[Any]:
     """Of every group what tells it from others, and how many parameters it has."""
-    with build.kinds_told():
+    with build.kinds_exchanged():
         made = optimizer._get_param_groups([model], OptimizerConfig(lr=1.0), overrides)  # type: ignore
     return [one | {"params": len(one["params"])} for one in made]
 

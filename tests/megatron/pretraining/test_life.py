@@ -19,9 +19,9 @@ from megatron.core import parallel_state
 
 from deadpool_megatron.comms import Communicators, EpochClosed
 from deadpool_megatron.layout.records import BOUNDARIES
-from deadpool_megatron.megatron.pretraining import attach, logbook
-from deadpool_megatron.megatron.pretraining.attach import PretrainProgram
+from deadpool_megatron.megatron.pretraining import logbook, pretrain_program
 from deadpool_megatron.megatron.pretraining.build import CommandLine
+from deadpool_megatron.megatron.pretraining.pretrain_program import PretrainProgram
 from deadpool_megatron.state import extras as codec
 from tests.common import lives
 from tests.megatron.pretraining.small_training import Chunk, SmallTraining, samples
@@ -306,7 +306,7 @@ def make(
 
     def made(small: SmallTraining | None = None, **given: Any) -> Life:
         if small is not None:
-            attach.forget_globals()
+            pretrain_program.forget_globals()
         small = small or SmallTraining(monkeypatch, tmp_path, **given)
         return Life(small, capsys, tmp_path)
 

@@ -80,18 +80,18 @@ def _parsing() -> list[str]:
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     from megatron.training import arguments
 
-    from deadpool_megatron.megatron.pretraining import attach
+    from deadpool_megatron.megatron.pretraining import pretrain_program
 
     sys.argv = ["pretrain_gpt.py", *question["arguments"]]
     try:
         with _as_asked(question):
-            args = arguments.parse_args(attach.add_flags)
-            attach.set_for_the_user(args)
+            args = arguments.parse_args(pretrain_program.add_flags)
+            pretrain_program.set_implied(args)
             if question["validate"]:
                 arguments.validate_args(args)
     except (Exception, SystemExit) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    if line := attach.refusal(args, sys.argv):
+    if line := pretrain_program.refusal(args, sys.argv):
         return {"refused": line}
     return {"shown": {name: repr(getattr(args, name)) for name in question["show"]}}
 

@@ -5,21 +5,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deadpool_megatron.megatron.pretraining import scene
-from deadpool_megatron.megatron.pretraining.iteration import SKIPPED, Newest
+from deadpool_megatron.megatron.pretraining import dispatch
+from deadpool_megatron.megatron.pretraining.newest_iteration import SKIPPED, NewestIteration
 from deadpool_megatron.state.extras import ExtrasError, decode, encode
 
 CPU = torch.device("cpu")
 
 
-def trained(skipped: int, gathers_ahead: bool) -> Newest:
+def trained(skipped: int, gathers_ahead: bool) -> NewestIteration:
     """An iteration that was trained, as another process gets it."""
-    newest = Newest(10.0)
+    newest = NewestIteration(10.0)
     newest.begin(SimpleNamespace(consumed_train_samples=16, skipped_train_samples=1), gathers_ahead)
     losses = {"lm loss": torch.tensor(0.1) / 3}
     newest.finish((losses, skipped, False, False, 0, 0.7, None, 0), {"lm loss": torch.ones(1)})
     newest.operations = 25.0
-    other = Newest(0.0)
+    other = NewestIteration(0.0)
     other.restore(decode(encode(newest.to_dict())))
     return other
 
@@ -46,7 +46,7 @@ def test_a_scene_ends_by_an_exception_as_well() -> None:
     def leave(_original: object) -> None:
         raise ValueError("left")
 
-    call = scene.through_scene("train")
-    with pytest.raises(ValueError, match="left"), scene.acting({"train": leave}):
+    call = dispatch.route("train")
+    with pytest.raises(ValueError, match="left"), dispatch.use_handlers({"train": leave}):
         call(str)
     assert call(str) == ""

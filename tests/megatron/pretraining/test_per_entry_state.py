@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.utils import StragglerDetector
 
-from deadpool_megatron.megatron.pretraining import entered
+from deadpool_megatron.megatron.pretraining import per_entry_state
 from deadpool_megatron.megatron.pretraining.build import Build, CommandLine
 from deadpool_megatron.megatron.pretraining.training_loop import PretrainLoop
 
@@ -48,7 +48,7 @@ def test_a_profile_that_has_begun_is_not_begun_again(
 ) -> None:
     training.args.profile = True
     training.args.iteration = max((done or 0) - 1, 0)
-    with entered.to_train(list, done, 0):
+    with per_entry_state.for_training(list, done, 0):
         assert (training.args.profile, training.args.profile_step_start) == (is_made, begins)
     assert training.args.profile
 
@@ -59,7 +59,7 @@ def test_a_profile_of_torch_counts_from_the_start_of_the_run(
     training.args.profile = training.args.use_pytorch_profiler = True
     training.args.iteration = 106
     training.args.profile_step_start = 110
-    with entered.to_train(list, 107, 100):
+    with per_entry_state.for_training(list, 107, 100):
         assert training.args.profile_step_start == 104
     assert training.args.profile_step_start == 110
 
@@ -68,13 +68,13 @@ def test_what_is_left_of_an_interrupted_profile_is_ended(training: types.SimpleN
     training.args.profile, training.args.iteration = True, 11
     torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).start()
     assert torch.autograd._profiler_enabled()
-    with entered.to_train(list, 12, 0):
+    with per_entry_state.for_training(list, 12, 0):
         assert not torch.autograd._profiler_enabled()
 
 
 def test_a_warm_up_starts_none_of_them(training: types.SimpleNamespace) -> None:
     training.args.profile = training.args.log_straggler = True
-    with entered.to_warm_up():
+    with per_entry_state.for_warm_up():
         assert not training.args.profile
         assert not training.args.log_straggler
     assert training.args.profile
@@ -104,14 +104,14 @@ def test_sums_of_an_interrupted_step_are_not_those_of_the_next(
 ) -> None:
     """Those of the newest iteration are told again as it was told first."""
     lengths: list[float | None] = []
-    with entered.to_train(lambda: lengths, 4, 0) as take:
+    with per_entry_state.for_training(lambda: lengths, 4, 0) as take:
         assert training.training._seqlen_stats_in_iteration is None
         assert not training.training._seqlen_stats_active
         assert training.training.consume_seqlen_stats_in_iteration() == ()
         lengths = list(take())
         assert training.training.consume_seqlen_stats_in_iteration() == (6.0, 14.0)
     del training.training.consume_seqlen_stats_in_iteration
-    with entered.to_train(list, 4, 0) as take:
+    with per_entry_state.for_training(list, 4, 0) as take:
         assert list(take()) == []
 
 
@@ -127,14 +127,14 @@ def test_the_detector_is_configured_for_the_rank_that_the_process_has(
         free.bind(("", 0))
         port = free.getsockname()[1]
     for rank in (3, 0, 0):
-        with entered.to_train(list, 4, 0):
+        with per_entry_state.for_training(list, 4, 0):
             detector.configure(8, rank, port=port, prefill=1, enabled=True)
         assert (detector.rank, detector.enabled, detector.start_gemm_tm) == (rank, True, [])
         detector._off, detector.start_gemm_tm = True, [7]
     with socket.create_connection(("localhost", port), timeout=10) as caller:
         caller.send(b"x")
         assert caller.recv(1024).startswith(b"HTTP/1.0 200 OK")
-    entered._forget_detector(detector)
+    per_entry_state._forget_detector(detector)
     assert detector.ctrlr is not None
     detector.ctrlr.join(timeout=10)
     assert not detector.ctrlr.is_alive()

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state, rerun_state_machine
 from torch import Tensor, nn
 
-from deadpool_megatron.megatron.audit import passes
-from deadpool_megatron.megatron.audit.passes import PassAudit
-from deadpool_megatron.megatron.audit.verdict import _PASS, Accusation
+from deadpool_megatron.megatron.audit import pass_audit
+from deadpool_megatron.megatron.audit.comparison import _PASS, Mismatch
+from deadpool_megatron.megatron.audit.pass_audit import PassAudit
 
 
 class Chunk(nn.Module):
@@ -81,8 +81,8 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     for name in ("get_data_parallel_rank", "get_pipeline_model_parallel_rank"):
         monkeypatch.setattr(parallel_state, name, lambda: 0)
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda: dist.group.WORLD)
-    config = SimpleNamespace(**dict.fromkeys(passes._SYNCHRONISING))
-    monkeypatch.setattr(passes, "model_config", lambda _loop: config)
+    config = SimpleNamespace(**dict.fromkeys(pass_audit._SYNCHRONISING))
+    monkeypatch.setattr(pass_audit, "model_config", lambda _loop: config)
     monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
     mode = rerun_state_machine.RerunMode.VALIDATE_RESULTS
     rerun_state_machine.initialize_rerun_state_machine(mode=mode)
@@ -130,8 +130,8 @@ def test_the_generation_before_is_committed_by_all_before_anybody_is_accused(
 
 
 @pytest.fixture
-def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Accusation | None]:
-    found: list[Accusation | None] = []
+def mismatches(monkeypatch: pytest.MonkeyPatch) -> list[Mismatch | None]:
+    found: list[Mismatch | None] = []
     monkeypatch.setattr(PassAudit, "_stop_if_wrong", lambda _, one: found.append(one))
     return found
 
@@ -141,7 +141,7 @@ HARDWARE, OUTPUT = 4, 5  # where they stand in the row of a role
 
 @pytest.mark.parametrize("other", [False, True])
 def test_other_bytes_of_other_hardware_accuse_nobody(
-    other: bool, rig: Rig, verdicts: list[Accusation | None], monkeypatch: pytest.MonkeyPatch
+    other: bool, rig: Rig, mismatches: list[Mismatch | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three replicas of one role, the last of which gives another output."""
 
@@ -156,15 +156,15 @@ def test_other_bytes_of_other_hardware_accuse_nobody(
     monkeypatch.setattr(dist, "all_gather", gather)
     for number in (1, 2):
         rig.iteration(number)
-    named = None if other else Accusation((2,), True, "a forward and backward pass")
-    assert verdicts == [named, named]
+    named = None if other else Mismatch((2,), True, "a forward and backward pass")
+    assert mismatches == [named, named]
     said = "audits cannot judge the passes of roles [2]: no data-parallel peer has"
     assert [text.startswith(said) for text in rig.told] == [True] * other, "once"
 
 
 @pytest.mark.parametrize("is_repeated", [False, True])
 def test_of_two_replicas_the_one_that_does_not_repeat_itself_is_wrong(
-    is_repeated: bool, rig: Rig, verdicts: list[Accusation | None], monkeypatch: pytest.MonkeyPatch
+    is_repeated: bool, rig: Rig, mismatches: list[Mismatch | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the second audit, for the first one tries whether passes repeat. The second replica gives
     another output, once or each time."""
@@ -184,12 +184,12 @@ def test_of_two_replicas_the_one_that_does_not_repeat_itself_is_wrong(
         rig.iteration(number)
     assert rig.done.count("pass") == 4
     assert rig.chunk.buffers[0].grad_data.sum() == 0
-    named = Accusation((0, 1), False, _PASS) if is_repeated else Accusation((1,), True, _PASS)
-    assert verdicts == [None, named]
+    named = Mismatch((0, 1), False, _PASS) if is_repeated else Mismatch((1,), True, _PASS)
+    assert mismatches == [None, named]
 
 
 def test_each_chunk_of_an_interleaved_pipeline_is_a_stage(
-    rig: Rig, verdicts: list[Accusation | None], monkeypatch: pytest.MonkeyPatch
+    rig: Rig, mismatches: list[Mismatch | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three replicas of two ranks with two chunks each; in the second replica the first chunk of
     its second rank is wrong, and with it all that comes later, the chunks of its first rank
@@ -206,11 +206,11 @@ def test_each_chunk_of_an_interleaved_pipeline_is_a_stage(
 
     rig.chunks.append(Chunk())
     config = SimpleNamespace(microbatch_group_size_per_vp_stage=2)
-    vars(config).update(dict.fromkeys(passes._SYNCHRONISING))
-    monkeypatch.setattr(passes, "model_config", lambda _loop: config)
+    vars(config).update(dict.fromkeys(pass_audit._SYNCHRONISING))
+    monkeypatch.setattr(pass_audit, "model_config", lambda _loop: config)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 6)
     monkeypatch.setattr(dist, "all_gather", gather)
     rig.iteration(1)
     assert rig.done.count("pass") == 2 * 4, "twice, each with the least that the pipeline takes"
-    assert verdicts == [Accusation((3,), True, _PASS)]
+    assert mismatches == [Mismatch((3,), True, _PASS)]
     assert all(chunk.buffers[0].grad_data.sum() == 0 for chunk in rig.chunks)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.megatron.pretraining.scene import replaced
+from deadpool_megatron.megatron.pretraining.dispatch import replaced
 
 #: arguments of num_floating_point_operations(), as consume_seqlen_stats_in_iteration() answers them
 LENGTHS = ("total_real_tokens_in_batch", "seqlen_squared_sum_in_batch")
@@ -19,7 +19,7 @@ _CONSUME = "consume_seqlen_stats_in_iteration"
 
 
 @contextlib.contextmanager
-def to_train(
+def for_training(
     lengths: Callable[[], list[float | None]], done: int | None, first: int
 ) -> Iterator[Callable[[], Iterable[float | None]]]:
     """train() is entered while the block runs, to continue after iteration ``done`` (None: nothing
@@ -45,7 +45,7 @@ def to_train(
 
 
 @contextlib.contextmanager
-def to_warm_up() -> Iterator[None]:
+def for_warm_up() -> Iterator[None]:
     """train() is entered for a step that belongs to no run: neither is started."""
     from megatron.training import get_args
 

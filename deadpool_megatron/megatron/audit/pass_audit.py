@@ -31,8 +31,8 @@ from megatron.core import parallel_state, rerun_state_machine
 from torch import Tensor
 
 from deadpool_megatron.megatron import loop_extras as extras
-from deadpool_megatron.megatron.audit import verdict as verdicts
-from deadpool_megatron.megatron.audit.shipping import broadcast_bytes
+from deadpool_megatron.megatron.audit import comparison
+from deadpool_megatron.megatron.audit.update_transfer import broadcast_bytes
 from deadpool_megatron.megatron.loop import (
     ForwardBackward,
     MegatronLoop,
@@ -55,7 +55,7 @@ _SYNCHRONISING = (
 )
 
 
-def why_not_compared(loop: MegatronLoop) -> str:
+def incomparable_reason(loop: MegatronLoop) -> str:
     """Return why passes of this model are not compared, in words; empty where they are."""
     config = model_config(loop)
     if getattr(config, "num_moe_experts", None):
@@ -67,7 +67,7 @@ def why_not_compared(loop: MegatronLoop) -> str:
     return ""
 
 
-class PassAudit(verdicts.Auditor):
+class PassAudit(comparison.Auditor):
     """Of one role in one process."""
 
     #: spent on the audit of this iteration
@@ -113,20 +113,20 @@ class PassAudit(verdicts.Auditor):
         shared = self._share(batches, source, group)
         kept = codec.encode(extras.capture_passing(self._loop))
         try:
-            again = dict(arguments, num_microbatches=self._least_micro_batches())
+            again = dict(arguments, num_microbatches=self._min_micro_batches())
             run = functools.partial(self._run, forward_backward, again, shared, reads_data)
             once = run()
             repeated = agreed != _REHEARSED or torch.equal(once, run())
             # Of all roles, before the first of them can accuse one: that ends the epoch.
             self._settle()
             once_more = run if agreed == _RELIED_ON else None
-            verdict = self._judge(*self._gather(once, repeated=repeated), once_more)
+            mismatch = self._judge(*self._gather(once, repeated=repeated), once_more)
         finally:
             extras.restore_passing(self._loop, codec.decode(kept))
-        self._stop_if_wrong(verdict)
+        self._stop_if_wrong(mismatch)
         return given
 
-    def _least_micro_batches(self) -> int:
+    def _min_micro_batches(self) -> int:
         """Return how many a pipeline takes at least:
         megatron/core/pipeline_parallel/schedules.py."""
         if len(self._loop.model_chunks) == 1:
@@ -191,7 +191,7 @@ class PassAudit(verdicts.Auditor):
                 hook = chunk.register_forward_hook(functools.partial(passed_on, own))
                 stack.callback(hook.remove)
             stack.enter_context(self._without_synchronising())
-            stack.enter_context(_not_looking())
+            stack.enter_context(_rerun_machine_idle())
             forward_backward(**{**arguments, "data_iterator": data if len(chunks) > 1 else data[0]})
         for chunk, own in zip(chunks, sums, strict=True):
             own[2] = fingerprint([buffer.grad_data for buffer in chunk.buffers], device)
@@ -214,7 +214,7 @@ class PassAudit(verdicts.Auditor):
 
     def _gather(
         self, sums: Tensor, *, repeated: bool
-    ) -> tuple[dict[int, verdicts.Pass], dict[int, bool]]:
+    ) -> tuple[dict[int, comparison.Pass], dict[int, bool]]:
         """The passes of all chunks of all roles (each a number, see :meth:`_roles`), and whether
         they were repeated to the same bytes."""
         own = [
@@ -229,11 +229,11 @@ class PassAudit(verdicts.Auditor):
         dist.all_gather(rows, row)
         found = torch.stack(rows).cpu().tolist()
         chunks, ranks = len(sums), 1 + max(one[1] for one in found)
-        passes: dict[int, verdicts.Pass] = {}
+        passes: dict[int, comparison.Pass] = {}
         for role, (replica, rank, peer, _, kind, *values) in enumerate(found):
             for chunk in range(chunks):
                 at = 6 * chunk
-                passes[role * chunks + chunk] = verdicts.Pass(
+                passes[role * chunks + chunk] = comparison.Pass(
                     replica,
                     chunk * ranks + rank,
                     peer * chunks + chunk,
@@ -250,15 +250,15 @@ class PassAudit(verdicts.Auditor):
 
     def _judge(
         self,
-        passes: Mapping[int, verdicts.Pass],
+        passes: Mapping[int, comparison.Pass],
         repeated: Mapping[int, bool],
         once_more: Callable[[], Tensor] | None,
-    ) -> verdicts.Accusation | None:
+    ) -> comparison.Mismatch | None:
         """Return where no majority tells who is wrong, all compute it ``once_more``, and who does
         not come to the same is: a fault that comes and goes shows so. It is None, for all roles
         alike, where that was done already."""
-        keys = verdicts.comparable(passes)
-        odd = verdicts.unrepeatable(
+        keys = comparison.comparable(passes)
+        odd = comparison.unrepeatable(
             {number: (keys[number], same) for number, same in repeated.items()}
         )
         if odd:
@@ -269,12 +269,12 @@ class PassAudit(verdicts.Auditor):
             return None
         self._is_repeatable = True
         if len({one.hardware for one in passes.values()}) > 1:
-            self._say_who_is_alone(self._roles(verdicts.alone(keys)), "the passes")
-        verdict = verdicts.judge_passes(passes)
-        if verdict is not None and not verdict.is_certain and once_more is not None:
+            self._report_incomparable(self._roles(comparison.incomparable(keys)), "the passes")
+        mismatch = comparison.compare_passes(passes)
+        if mismatch is not None and not mismatch.is_certain and once_more is not None:
             again, _ = self._gather(once_more(), repeated=True)
-            verdict = verdicts.judge_repeated_passes(passes, again) or verdict
-        return verdict and replace(verdict, roles=tuple(self._roles(verdict.roles)))
+            mismatch = comparison.compare_repeated_passes(passes, again) or mismatch
+        return mismatch and replace(mismatch, roles=tuple(self._roles(mismatch.roles)))
 
     def _give_up(self, why: str) -> None:
         self._is_repeatable = False
@@ -297,7 +297,7 @@ def _is_by_name(batch: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _not_looking() -> Iterator[None]:
+def _rerun_machine_idle() -> Iterator[None]:
     """Megatron's rerun machine looks at every result of a pass; a pass of an audit is none of them.
 
     Results are not judged (but for NaN, where the machine is off), and the machine has the same

@@ -20,7 +20,7 @@ _NOT_ITS_OWN = object()
 
 
 @contextmanager
-def acting(handlers: Mapping[str, Handler]) -> Iterator[None]:
+def use_handlers(handlers: Mapping[str, Handler]) -> Iterator[None]:
     """Send the functions named in ``handlers`` there while the block runs."""
     global _scene
     previous, _scene = _scene, handlers
@@ -30,7 +30,7 @@ def acting(handlers: Mapping[str, Handler]) -> Iterator[None]:
         _scene = previous
 
 
-def through_scene(name: str) -> Handler:
+def route(name: str) -> Handler:
     """The lasting handler of function ``name``: does what the scene says."""
     return functools.partial(_call, name)
 

@@ -1,5 +1,5 @@
 """Who is wrong, by the results of peers; when they are compared, and how those travel. More is in
-tests/megatron/calls/verdicts.txt."""
+tests/megatron/calls/comparison.txt."""
 
 from itertools import pairwise
 
@@ -9,8 +9,14 @@ from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout.records import is_due
 from deadpool_megatron.megatron.audit.audit import audit_number, is_audited
-from deadpool_megatron.megatron.audit.shipping import chunk_bytes, describe, described, pack, unpack
-from deadpool_megatron.megatron.audit.verdict import Pass, judge_equals, judge_repeated_passes
+from deadpool_megatron.megatron.audit.comparison import Pass, compare_held, compare_repeated_passes
+from deadpool_megatron.megatron.audit.update_transfer import (
+    chunk_bytes,
+    describe,
+    described,
+    pack,
+    unpack,
+)
 from deadpool_megatron.megatron.update_replay import update_copies
 from tests.megatron.test_update_replay import FLAGS, Rig
 
@@ -22,7 +28,7 @@ CPU = torch.device("cpu")
 def test_a_minority_is_named_and_nobody_else(peers: int, data: st.DataObject) -> None:
     wrong = data.draw(st.sets(st.integers(0, peers - 1), max_size=(peers - 1) // 2))
     held = {role: (5, role) if role in wrong else RIGHT for role in range(peers)}
-    found = judge_equals(held, "weights")
+    found = compare_held(held, "weights")
     assert (found is None) == (not wrong)
     if found is not None:
         assert found.is_certain
@@ -43,7 +49,7 @@ def passes(wrong: dict[int, str]) -> dict[int, Pass]:
 def test_a_flip_in_one_of_two_replicas_never_names_the_other(data: st.DataObject) -> None:
     kinds = st.sampled_from(["o", "r", "g", "og", "rg", "org"])
     wrong = data.draw(st.dictionaries(st.integers(4, 7), kinds, min_size=1))
-    found = judge_repeated_passes(passes(wrong), passes({}))
+    found = compare_repeated_passes(passes(wrong), passes({}))
     assert found is not None
     assert found.is_certain
     assert set(found.roles) <= {4, 5, 6, 7}

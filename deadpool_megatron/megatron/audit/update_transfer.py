@@ -29,7 +29,7 @@ _GRADIENT = "gradient"
 
 
 @dataclass(frozen=True)
-class Looks(Listed):
+class TensorMeta(Listed):
     """One tensor without its values: its type by name, and where its optimizer keeps it."""
 
     dtype: str
@@ -42,9 +42,11 @@ class Looks(Listed):
         return dtype_of(self.dtype).itemsize * math.prod(self.shape)
 
     @staticmethod
-    def of(tensor: Tensor) -> Looks:
+    def of(tensor: Tensor) -> TensorMeta:
         """Returns how a tensor looks."""
-        return Looks(dtype_name(tensor.dtype), tuple(tensor.shape), tensor.device.type == "cpu")
+        return TensorMeta(
+            dtype_name(tensor.dtype), tuple(tensor.shape), tensor.device.type == "cpu"
+        )
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Parameter(Listed):
 
     number: int
     group: int
-    tensors: Mapping[str, Looks]
+    tensors: Mapping[str, TensorMeta]
     values: Mapping[str, Any]
 
 
@@ -76,7 +78,7 @@ def describe(inner: Any) -> bytes:
             tensors = dict(update_replay.all_tensors(inner, parameter))
             if parameter.grad is not None:
                 tensors[_GRADIENT] = parameter.grad
-            looks = {name: Looks.of(tensor) for name, tensor in tensors.items()}
+            looks = {name: TensorMeta.of(tensor) for name, tensor in tensors.items()}
             number, values = next(parameters), plain_values(inner, parameter)
             found[-1].append(Parameter(number, groups[number], looks, values))
     whole = Description(update_replay.used_values(inner), tuple(map(tuple, found)))

@@ -1,4 +1,4 @@
-"""The verdict of an audit: which of several peers is wrong, by what each of them has computed.
+"""The mismatch of an audit: which of several peers is wrong, by what each of them has computed.
 
 Pure but for the two ends: the number that says what a role computes on, and what it does when
 somebody is wrong. Only where that number is equal are equal bytes to be expected: another model of
@@ -34,13 +34,13 @@ _GPU_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
-class Accusation:
+class Mismatch:
     """``roles``: all of them are wrong, or share the work that is; if not ``is_certain``, their
-    peers may be wrong in their stead. ``what`` differs, in words."""
+    peers may be wrong in their stead. ``subject`` differs, in words."""
 
     roles: tuple[int, ...]
     is_certain: bool
-    what: str
+    subject: str
 
 
 def hardware(device: torch.device) -> int:
@@ -61,7 +61,7 @@ def hardware(device: torch.device) -> int:
     return int.from_bytes(digest, "big")
 
 
-def judge_equals(held: Mapping[int, Sums], what: str) -> Accusation | None:
+def compare_held(held: Mapping[int, Sums], subject: str) -> Mismatch | None:
     """Judge peers that must hold the same: whoever differs from more than half of them is wrong.
 
     ``held``: role -> sums. Returns None where all are equal.
@@ -71,15 +71,15 @@ def judge_equals(held: Mapping[int, Sums], what: str) -> Accusation | None:
         return None
     common, count = counts.most_common(1)[0]
     if 2 * count > len(held):
-        return Accusation(
-            tuple(sorted(r for r, sums in held.items() if sums != common)), True, what
+        return Mismatch(
+            tuple(sorted(r for r, sums in held.items() if sums != common)), True, subject
         )
-    return Accusation(tuple(sorted(held)), False, what)
+    return Mismatch(tuple(sorted(held)), False, subject)
 
 
-def judge_computed(
-    computed: Mapping[int, Sums], hardware: Mapping[int, int], what: str
-) -> Accusation | None:
+def compare_computed(
+    computed: Mapping[int, Sums], hardware: Mapping[int, int], subject: str
+) -> Mismatch | None:
     """Judge peers that have computed the same: each by those with the same hardware, for others may
     come to other bytes and be as right.
 
@@ -87,42 +87,42 @@ def judge_computed(
     where all that can be compared are equal.
     """
     odd = _odd({role: (hardware[role], sums) for role, sums in computed.items()})
-    return Accusation(tuple(sorted(odd.roles)), odd.is_certain, what) if odd.roles else None
+    return Mismatch(tuple(sorted(odd.roles)), odd.is_certain, subject) if odd.roles else None
 
 
-def alone(keys: Mapping[int, Hashable]) -> list[int]:
+def incomparable(keys: Mapping[int, Hashable]) -> list[int]:
     """Returns roles that nobody can be compared with. ``keys``: role -> equal for those who can."""
     counts = Counter(keys.values())
     return sorted(role for role, key in keys.items() if counts[key] < 2)
 
 
-def judge_update(
+def compare_update(
     audited: int,
     used: Sums,
     again: Mapping[int, Sums],
     hardware: Mapping[int, int],
-    what: str,
-) -> Accusation | None:
+    subject: str,
+) -> Mismatch | None:
     """Judge an update of role ``audited``, whose result has the sums ``used``.
 
     ``again``: role -> sums of what it has computed from the state before and the gradients; the
     audited role is one of them, so that it is wrong by its own word if it does not get twice the
-    same. ``hardware``: see :func:`judge_computed`. Returns None where all are equal.
+    same. ``hardware``: see :func:`compare_computed`. Returns None where all are equal.
     """
-    others = judge_computed(again, hardware, what)
+    others = compare_computed(again, hardware, subject)
     if used == again[audited]:
         return others
     wrong = set(others.roles) if others is not None and others.is_certain else set()
-    return Accusation(tuple(sorted(wrong | {audited})), True, what)
+    return Mismatch(tuple(sorted(wrong | {audited})), True, subject)
 
 
-def judge_repeated(
-    first: Mapping[int, Sums], second: Mapping[int, Sums], what: str
-) -> Accusation | None:
+def compare_repeated(
+    first: Mapping[int, Sums], second: Mapping[int, Sums], subject: str
+) -> Mismatch | None:
     """Judge peers that have no majority by what they have computed once more: whoever came to
     something else than before is wrong. Returns None where all or none did."""
     changed = [role for role in sorted(first) if first[role] != second[role]]
-    return Accusation(tuple(changed), True, what) if 0 < len(changed) < len(first) else None
+    return Mismatch(tuple(changed), True, subject) if 0 < len(changed) < len(first) else None
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def unrepeatable(repeats: Mapping[int, tuple[Hashable, bool]]) -> list[int]:
     return sorted(odd)
 
 
-def judge_passes(passes: Mapping[int, Pass]) -> Accusation | None:
+def compare_passes(passes: Mapping[int, Pass]) -> Mismatch | None:
     """Judge roles by the pass of one micro-batch; in each replica, the first that is wrong.
 
     ``passes``: role -> sums. What is wrong spreads: forward to later stages, backward to earlier
@@ -178,12 +178,12 @@ def judge_passes(passes: Mapping[int, Pass]) -> Accusation | None:
         for name in _RESULTS
     ]
     wrong = _origins(passes, [set(one.roles) for one in odd])
-    return Accusation(wrong, all(one.is_certain for one in odd), _PASS) if wrong else None
+    return Mismatch(wrong, all(one.is_certain for one in odd), _PASS) if wrong else None
 
 
-def judge_repeated_passes(
+def compare_repeated_passes(
     first: Mapping[int, Pass], second: Mapping[int, Pass]
-) -> Accusation | None:
+) -> Mismatch | None:
     """Judge replicas that have no majority by the same micro-batch once more: what came to
     something else than before was computed wrong in one of the two. Returns None where that
     happened in all replicas or in none."""
@@ -193,7 +193,7 @@ def judge_repeated_passes(
     ]
     replicas = {first[role].replica for some in changed for role in some}
     is_told = 0 < len(replicas) < len({one.replica for one in first.values()})
-    return Accusation(_origins(first, changed), True, _PASS) if is_told else None
+    return Mismatch(_origins(first, changed), True, _PASS) if is_told else None
 
 
 class Auditor:
@@ -212,25 +212,25 @@ class Auditor:
         self._iteration = 0
         # Of this iteration's audit; None: it is not audited.
         self._number: int | None = None
-        self._has_said_who_is_alone = False
+        self._has_reported_incomparable = False
 
-    def _stop_if_wrong(self, verdict: Accusation | None) -> None:
+    def _stop_if_wrong(self, mismatch: Mismatch | None) -> None:
         """Tell the coordinator, and go no further: this iteration has no generation. Then it ends
-        by what ends the epoch; without a verdict it returns."""
-        if verdict is None:
+        by what ends the epoch; without a mismatch it returns."""
+        if mismatch is None:
             return
-        roles, what, certain = list(verdict.roles), verdict.what, verdict.is_certain
-        facts = {"iteration": self._iteration, "roles": roles, "certain": certain, "what": what}
+        roles, subject, certain = list(mismatch.roles), mismatch.subject, mismatch.is_certain
+        facts = {"iteration": self._iteration, "roles": roles, "certain": certain, "what": subject}
         self._reports.say("audit-failed", **facts)
-        self._reports.stand_still(f"{what} in iteration {self._iteration} differ, roles {roles}")
+        self._reports.stand_still(f"{subject} in iteration {self._iteration} differ, roles {roles}")
 
-    def _say_who_is_alone(self, roles: list[int], what: str, reporter: int = 0) -> None:
-        """Once: nobody can judge ``what`` these roles compute."""
-        if roles and not self._has_said_who_is_alone:
-            self._has_said_who_is_alone = True
+    def _report_incomparable(self, roles: list[int], subject: str, reporter: int = 0) -> None:
+        """Once: nobody can judge ``subject`` these roles compute."""
+        if roles and not self._has_reported_incomparable:
+            self._has_reported_incomparable = True
             self._warn(
-                f"audits cannot judge {what} of roles {roles}: no data-parallel peer has the same"
-                " hardware, driver and libraries",
+                f"audits cannot judge {subject} of roles {roles}: no data-parallel peer has the"
+                " same hardware, driver and libraries",
                 reporter,
             )
 
@@ -248,17 +248,17 @@ class Auditor:
         value[-2] ^= 0x40  # the highest bit of its mantissa
 
 
-def _odd(held: Mapping[int, tuple[Hashable, Sums]]) -> Accusation:
+def _odd(held: Mapping[int, tuple[Hashable, Sums]]) -> Mismatch:
     """Return who differs from its peers, by place; not certain where any of them have no
     majority."""
     roles: list[int] = []
     is_certain = True
     for place in {place for place, _ in held.values()}:
         peers = {role: sums for role, (where, sums) in held.items() if where == place}
-        if (found := judge_equals(peers, "")) is not None:
+        if (found := compare_held(peers, "")) is not None:
             roles += found.roles
             is_certain = is_certain and found.is_certain
-    return Accusation(tuple(roles), is_certain, "")
+    return Mismatch(tuple(roles), is_certain, "")
 
 
 def _origins(passes: Mapping[int, Pass], odd: Sequence[set[int]]) -> tuple[int, ...]:

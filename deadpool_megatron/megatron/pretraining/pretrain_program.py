@@ -41,7 +41,7 @@ from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.hookpoints import FLAG, POINTS, Handler
 from deadpool_megatron.megatron.framework import MegatronFramework
-from deadpool_megatron.megatron.pretraining import scene, stages
+from deadpool_megatron.megatron.pretraining import dispatch, stages
 from deadpool_megatron.megatron.pretraining.build import (
     Build,
     CommandLine,
@@ -50,9 +50,9 @@ from deadpool_megatron.megatron.pretraining.build import (
     forget_globals,
     no_writers,
 )
+from deadpool_megatron.megatron.pretraining.dispatch import replaced, use_handlers
 from deadpool_megatron.megatron.pretraining.families import family, place
 from deadpool_megatron.megatron.pretraining.megatron_checkpoints import lacking
-from deadpool_megatron.megatron.pretraining.scene import acting, replaced
 from deadpool_megatron.megatron.pretraining.training_loop import PretrainLoop
 from deadpool_megatron.member import Session
 from deadpool_megatron.member.loop import Emit, Program, ProtectedLoop
@@ -71,7 +71,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def set_for_the_user(args: argparse.Namespace) -> None:
+def set_implied(args: argparse.Namespace) -> None:
     """Set what a protected run sets in arguments that were parsed and not yet validated."""
     if getattr(args, "deadpool", False):
         for row in flags.SET:
@@ -125,7 +125,7 @@ def _add_arguments(
         found, others = parse(*args, **kwargs)
         own = [name for name in vars(found) if name.startswith("deadpool_")]
         LOADED.note_arguments(vars(found), [*own, "rank", "local_rank"])
-        set_for_the_user(found)
+        set_implied(found)
         return found, others
 
     filled.parse_known_args = parse_and_set  # type: ignore[method-assign]
@@ -228,10 +228,10 @@ class PretrainProgram(Program):
         build = Build(self._command_line, kinds)
         # The loop opens the writers: a spare must not, and an adopter continues in the same files.
         with (
-            acting(build.handlers()),
+            use_handlers(build.handlers()),
             no_writers(),
-            build.progress_kept(),
-            build.kinds_told(),
+            build.progress_log_kept(),
+            build.kinds_exchanged(),
             build.user_buffers.put_off(),
             contextlib.suppress(Reached),
         ):
@@ -306,7 +306,7 @@ class PretrainProgram(Program):
         forget_globals()
         # Tokenizer, writers and the rest are made by the next pass.
         with (
-            acting({"initialize_megatron": parse_first, "_initialize_distributed": then}),
+            use_handlers({"initialize_megatron": parse_first, "_initialize_distributed": then}),
             replaced(*place(family().globals_setter), global_vars.set_args),
             contextlib.redirect_stdout(io.StringIO()),
         ):
@@ -336,7 +336,7 @@ def _reached(*_args: Any, **_kwargs: Any) -> None:
 
 
 HANDLERS: dict[str, Handler] = {
-    **{point.function: scene.through_scene(point.function) for point in POINTS},
+    **{point.function: dispatch.route(point.function) for point in POINTS},
     "add_megatron_arguments": _add_arguments,
     "validate_args": _validate,
     "parse_and_validate_args": _parse_and_validate,

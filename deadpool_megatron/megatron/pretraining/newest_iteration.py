@@ -20,7 +20,7 @@ LOSSES, SKIPPED, SHOULD_EXIT, GRAD_NORM = 0, 1, 3, 5
 POSITIONS = ("consumed_train_samples", "skipped_train_samples")
 
 
-class Newest:
+class NewestIteration:
     """The answer of ``train_step()`` in the newest iteration, and what was there before it.
 
     Kept as bytes, exactly, because it travels with the generation. ``operations``: Megatron's count
@@ -84,7 +84,7 @@ class Newest:
         found: dict[str, Any] = codec.decode(self._kept, device)["sums"]
         return found
 
-    def put_back_loss_sums(self) -> None:
+    def restore_loss_sums_before(self) -> None:
         """Those of auxiliary losses, as training_log() has to find them: a generation of after an
         evaluation holds what it has left of them."""
         restore_loss_sums(codec.decode(self._kept)["loss_sums"])
