@@ -170,7 +170,7 @@ def _gauges(seen: View) -> Iterator[Metric]:
         ("exit_status", "Exit status of the run that has ended.", seen.final.get("exit_status")),
         ("iteration", "The newest finished iteration.", seen.iteration),
         ("exposed_roles", "Roles with fewer copies than wanted.", exposed),
-        ("rpo_iterations", rpo, seen.most_lost),
+        ("rpo_iterations", rpo, seen.max_lost),
         ("epoch", "The newest epoch.", story.epoch),
         (f"start{_AT}", "When the run was started, the last time.", since),
         (f"last_step{_AT}", "When the newest iteration was finished.", at),

@@ -36,7 +36,7 @@ def describe(directory: Path, seen: View) -> list[str]:
     """The whole report as lines."""
     story = seen.story
     first = f"{directory}: {seen.title}"
-    first += f" ({seen.why})" if seen.why else ""
+    first += f" ({seen.reason})" if seen.reason else ""
     lines = [first, *([f"  to do: {seen.to_do}"] if seen.to_do else [])]
     if story.started is not None:
         facts = story.started.data
@@ -232,7 +232,7 @@ def to_dict(directory: Path, seen: View) -> dict[str, Any]:
         "directory": str(directory),
         "state": seen.state,
         "title": seen.title,
-        "reason": seen.why,
+        "reason": seen.reason,
         "to_do": seen.to_do,
         "exit_status": seen.final.get("exit_status"),
         "started_at": None if story.started is None else date(story.started.wall_seconds),

@@ -160,7 +160,8 @@ def _seen(seen: View) -> dict[str, Any]:
     story, status, ago = seen.story, seen.status, seen.step_seconds_ago
     failures = [one for one in story.shown if not one.planned]
     banner = {
-        **{name: getattr(seen, name) for name in ("state", "look", "title", "why", "to_do")},
+        **{name: getattr(seen, name) for name in ("state", "look", "title", "to_do")},
+        "why": seen.reason,
         "spares": None,
         "last_step_at": None if ago is None else seen.now - ago,
         "failure": _failure(failures[-1], seen) if failures else None,

@@ -4,8 +4,8 @@ Pure: fed with the events of a run in their order, live or afterwards, with the 
 uses are those of Google's ml-goodput-measurement (start, wasted progress, recovery, checkpoints,
 other), with recovery by phase. The sum over all uses is the time for which nodes were there.
 
-Boundaries: what happens within a step (waits at the commit gate, a slow node) counts as training.
-The seconds of a node between its last event and a restart of the whole run are nobody's.
+Boundaries: time within a step (waits at the commit gate, a slow node) counts as training. The
+seconds of a node between its last event and a restart of the whole run belong to no use.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from deadpool_megatron.failures import FailureKind
 
 
 class Use(StrEnum):
-    """The use that a second of a node went into."""
+    """The use of a second of a node."""
 
     START = "start"
     TRAINING = "training"
     RECOMPUTED = "recomputed"  # steps that had to be computed again
-    # The part of a step that an interruption cut off, until it was noticed.
+    # The interrupted part of a step, until the interruption was noticed.
     INTERRUPTED = "interrupted"
     CLOSE = "recovery-close"
     DECIDE = "recovery-decide"
@@ -46,19 +46,18 @@ _OF_PHASE: Mapping[str, Use] = {
     phase: Use(f"recovery-{phase}")
     for phase in ("close", "decide", "adopt", "rebuild", "restore", "sync", "verify")
 }
-# What nodes did since the last step when an epoch was closed for such a reason.
+# The use of the time since the last step when an epoch was closed for such a reason.
 _BEFORE_CLOSE: Mapping[str, Use] = {
     FailureKind.HANG: Use.STANDING_STILL,
-    FailureKind.DRAINED: Use.TRAINING,  # it ends behind a step
+    FailureKind.DRAINED: Use.TRAINING,  # it ends after a step
     FailureKind.RESTART: Use.START,
 }
 
 
 @dataclass
 class _Stay:
-    """Seconds of one node that belong to no use yet; ``until`` once it has left. ``again``: when it
-    joined without having left, which it does with a new coordinator, and when a run that was away
-    as a whole is started again.
+    """Seconds of a node that belong to no use yet; ``until`` once it has left. ``again``: the time
+    at which it joined without having left, with a new coordinator or after a restart of the run.
     """
 
     since: float
@@ -75,32 +74,32 @@ class _Stay:
 
 @dataclass
 class Account:
-    """Seconds of nodes by use. Not thread-safe."""
+    """The seconds of nodes by use. Not thread-safe."""
 
     # The seconds whose use will not change any more: they never become fewer.
     seconds: dict[Use, float] = field(default_factory=lambda: dict.fromkeys(Use, 0.0))
     stays: dict[int, _Stay] = field(default_factory=dict)
     left: list[_Stay] = field(default_factory=list)
-    # What continues now: the use of a second that nothing later says more about.
+    # The use of the present seconds, unless a later event changes it.
     now: Use = Use.START
     newest: float = 0.0
     closed_at: float = 0.0
     has_waited: bool = False  # for a spare, since the close
     newest_step: int = 0
     is_replaying: bool = False
-    # Whether the first step since the opening was new; None before there was one.
+    # Whether the first step since the opening was new; None before that step.
     first_is_new: bool | None = None
-    # A coordinator that took over hears of known steps once more.
-    hears_again: bool = False
+    # Whether known steps arrive again, as at a coordinator that took over.
+    is_repeating: bool = False
 
     def take(self, event: Event) -> None:
-        """Take in one event. Raises LookupError, TypeError or ValueError for a damaged one."""
+        """Take in an event. Raises LookupError, TypeError or ValueError for a damaged event."""
         if self.now is Use.ENDING and event.kind is not Kind.NODE_JOINED:
             return
         at = event.wall_seconds
         match event.kind:
             case Kind.NODE_JOINED if event.node is not None:
-                if self.now is Use.ENDING:  # the run goes on from what it had saved
+                if self.now is Use.ENDING:  # the run continues from its saved state
                     self.now = Use.START
                 stay = self.stays.setdefault(event.node, _Stay(at, False))
                 stay.is_spare, stay.again = bool(event.data.get("spare")), at
@@ -109,11 +108,11 @@ class Account:
                 stay.until = at
                 self.left.append(stay)
             case Kind.COORDINATOR:
-                self.hears_again = int(event.data.get("term", 1)) > 1
+                self.is_repeating = int(event.data.get("term", 1)) > 1
             case Kind.STEP:
                 self._step(at, event.iteration or 0)
             case Kind.SEGMENT:
-                # What lies between the last step and this, but for some microseconds.
+                # The time between the last step and this event.
                 is_save = event.data.get("boundary") == "save"
                 self._settle(at, {Use.SAVING if is_save else Use.EVALUATION: 1.0})
             case Kind.EPOCH_CLOSED:
@@ -129,9 +128,9 @@ class Account:
             case Kind.EPOCH_OPENED:
                 self._open(at, event.data.get("phases", {}))
             case Kind.RECOVERED:
-                self._go_on(at, event)
+                self._continue(at, event)
             case Kind.WAITING_FOR_SPARE if self.closed_at:
-                before = self.now is Use.WAITING_FOR_SPARE  # told again by another coordinator
+                before = self.now is Use.WAITING_FOR_SPARE  # repeated by another coordinator
                 self._settle(at, {self.now if before else Use.CLOSE: 1.0})
                 self.now = Use.WAITING_FOR_SPARE
             case Kind.RUN_ENDED:
@@ -144,7 +143,7 @@ class Account:
 
     def uses(self, now: float | None = None) -> dict[Use, float]:
         """Return the seconds of all nodes by use, up to the newest event or ``now`` (wall clock);
-        what is not decided yet counts as what continues.
+        undecided seconds count as the present use.
         """
         found, until = dict(self.seconds), self.newest if now is None else now
         for stay in [*self.stays.values(), *self.left]:
@@ -152,8 +151,8 @@ class Account:
         return found
 
     def settled(self, until: float | None) -> dict[Use, float]:
-        """Return the seconds whose use does not change any more; a wait for a spare has those up to
-        ``until`` (wall clock; None: the newest time that was given). They never become fewer."""
+        """Return the seconds whose use does not change any more, with those of a wait for a spare
+        up to ``until`` (wall clock; None: the newest known time). They never become fewer."""
         self.newest = max(self.newest, until or 0.0)
         if self.now is not Use.WAITING_FOR_SPARE:
             return dict(self.seconds)
@@ -161,7 +160,7 @@ class Account:
         return {**self.seconds, self.now: waited}
 
     def goodput(self, now: float | None = None) -> float | None:
-        """Return the part of the time of nodes with roles in which they trained on; None before
+        """Return the part of the time of nodes with roles in which they made progress; None before
         there is any such time.
         """
         found = self.uses(now)
@@ -183,24 +182,24 @@ class Account:
     def _step(self, at: float, iteration: int) -> None:
         is_new = iteration > self.newest_step
         self.newest_step = max(self.newest_step, iteration)
-        self.hears_again &= not is_new
-        # A run that is resumed says where it begins: that was computed before.
-        if self.now is Use.START or self.hears_again:
+        self.is_repeating &= not is_new
+        # The first step of a resumed run was computed before.
+        if self.now is Use.START or self.is_repeating:
             return
         if self.is_replaying and self.first_is_new is None:
-            self.first_is_new = is_new  # the end of the recovery is told next
+            self.first_is_new = is_new  # the end of the recovery is reported next
             return
-        # Where it was not, its coordinator was lost, and nobody will tell it.
+        # No report means that its coordinator was lost, and none will come.
         self.is_replaying = False
         self._settle(at, {Use.TRAINING if is_new else Use.RECOMPUTED: 1.0})
 
     def _close(self, at: float, kind: str) -> None:
-        self.hears_again = False
+        self.is_repeating = False
         if self.closed_at:  # another failure before the last one was over
             self._settle(at, {self.now: 1.0})
             self.now = Use.OTHER_RECOVERY
             return
-        if kind == FailureKind.RESTART:  # the run was away; who did not come back was not there
+        if kind == FailureKind.RESTART:  # nodes that did not return after the restart were absent
             self.stays = {node: stay for node, stay in self.stays.items() if stay.is_back()}
             self.left = [stay for stay in self.left if stay.is_back()]
             for stay in [*self.stays.values(), *self.left]:
@@ -215,23 +214,23 @@ class Account:
             if self.now is Use.START:
                 self._settle(at, {Use.START: 1.0})
                 self.now = Use.TRAINING
-            return  # a coordinator that took over says again which epoch is open
+            return  # a coordinator that took over repeats the open epoch
         whole = max(at - self.closed_at, 1e-9)
         spent = dict(phases) | (dict.fromkeys(("close", "decide"), 0.0) if self.has_waited else {})
         shares = {
             use: max(0.0, float(spent.get(phase, 0.0))) / whole for phase, use in _OF_PHASE.items()
         }
         total = sum(shares.values())
-        if total > 1.0:  # phases of different roles overlap by a little
+        if total > 1.0:  # phases of different roles overlap a little
             shares = {use: share / total for use, share in shares.items()}
         shares[Use.OTHER_RECOVERY] = max(0.0, 1.0 - total)
         self._settle(at, shares)
         self.closed_at, self.now = 0.0, Use.TRAINING
         self.is_replaying, self.first_is_new = True, None
 
-    def _go_on(self, at: float, event: Event) -> None:
-        """Of the steps since the epoch opened, the last one is new; none is where steps come of so
-        long ago that their numbers are told once more.
+    def _continue(self, at: float, event: Event) -> None:
+        """Divide the time since the epoch opened: its last step is new, unless all its steps are
+        older than the newest reported step.
         """
         again = int(event.data.get("steps_recomputed") or 0)
         new = 0.0 if self.first_is_new is False else 1.0 / (again + 1)

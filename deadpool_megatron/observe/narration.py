@@ -1,5 +1,4 @@
-"""Words for each event and for each failure, the same ones live, on the page and in the report.
-Pure."""
+"""Texts for each event and each failure, the same live, on the page and in the report. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from deadpool_megatron.observe.story import Interruption, Story
 
 # A shorter time between the begin of a failure and its discovery is not shown.
 _NOTICED_SECONDS = 1.0
-# Enough to see which call it is, and who made it.
+# Enough to see the call and its caller.
 _SHOWN_FRAMES = 4
-# Kinds of event that always say the same: the text, of what an event has, and its style.
+# Kinds of event with a fixed text, with places for the values of an event, and its style.
 _PLAIN = {
     Kind.NODE_JOINED: ("node {node} joined", ""),
     Kind.VAULT_LOST: (
@@ -48,8 +47,8 @@ _ATTACHES = "--attach"
 
 @dataclass(frozen=True)
 class Line:
-    """``style``: words of bold, red, yellow, green; ``passes``: the next such line takes its
-    place."""
+    """A line for people. ``style``: words of bold, red, yellow, green; ``passes``: the next such
+    line replaces it."""
 
     text: str
     style: str = ""
@@ -57,26 +56,26 @@ class Line:
 
 
 class Narrator:
-    """Tells each event in turn. One failure is one block: a line when it is noticed, and when it is
-    over what it cost and what to do. What is planned is not red; the end of a run is one line.
+    """The lines of each event in turn. A failure is a block: a line when it is noticed, and at its
+    end its cost and the advice. Planned changes are not red; the end of a run is a single line.
 
-    ``story``: folded from the same events. Fed in the order of the files.
+    ``story``: folded from the same events, in the order of the files.
     """
 
     def __init__(self, story: Story) -> None:
         self.story = story
-        self._losses = list[Line]()  # perhaps of the failure that is told next
-        self._told: set[tuple[Kind, int]] = set()
-        self._code = ""  # the kind as which the last failure was told
-        self._restored = 0  # the iteration that is put back, not computed
+        self._losses = list[Line]()  # perhaps of the next reported failure
+        self._reported: set[tuple[Kind, int]] = set()
+        self._code = ""  # the kind with which the last failure was reported
+        self._restored = 0  # the restored iteration
 
     def take(self, event: Event) -> list[Line]:
-        """Fold one event; return what is to be read now. Raises one of :data:`events.DAMAGE` for a
+        """Fold an event; return the lines to read now. Raises one of :data:`events.DAMAGE` for a
         damaged event."""
         story, was_over, current = self.story, self.story.ended is not None, self.story.current
         if event.kind is Kind.EPOCH_DECIDED:
             self._restored = int(event.data.get("generation", (0, 0))[1])
-        # A coordinator that took over is told again what is known, and any of where it begins.
+        # Known events arrive again at a coordinator that took over, and any event of its start.
         known_until = max(story.last_iteration, self._restored)
         again = event.kind is Kind.STEP and (event.iteration or 0) <= known_until
         again |= event.kind is Kind.EPOCH_OPENED and self._is_known(event, event.epoch)
@@ -114,14 +113,14 @@ class Narrator:
             case Kind.REHEARSED if self._is_known(event, 0):
                 lines = []
             case _:
-                line = tell(event)
+                line = line_of(event)
                 lines = [] if line is None else [line]
         lines, self._losses = [*self._losses, *lines], []
         return lines
 
     def _lost(self, event: Event, *, is_recovering: bool) -> list[Line]:
         if "kind" not in event.data:
-            return []  # it was ended on purpose
+            return []  # ended on purpose
         line = Line(describe_loss(event), "red")
         if is_recovering:
             return [line]
@@ -142,15 +141,15 @@ class Narrator:
         return [Line(f"to do: {text}")] if text else []
 
     def _is_known(self, event: Event, number: int) -> bool:
-        """Return whether another one has said the same: a coordinator that took over says again
-        which epoch is open, and what one role finds out about its updates others do, too."""
-        known = (event.kind, number) in self._told
-        self._told.add((event.kind, number))
+        """Return whether the same was reported before: a coordinator that took over repeats the
+        open epoch, and several roles find the same about their updates."""
+        known = (event.kind, number) in self._reported
+        self._reported.add((event.kind, number))
         return known
 
 
-def tell(event: Event) -> Line | None:
-    """Return what one event says by itself; None for nothing.
+def line_of(event: Event) -> Line | None:
+    """Return the line of a single event; None for no line.
 
     Raises LookupError, TypeError, ValueError or AttributeError for data of another form.
     """
@@ -178,7 +177,7 @@ def tell(event: Event) -> Line | None:
             return Line(describe_slowness(event), "yellow")
         case Kind.DRAIN:
             return Line(str(data.get("text", f"drain of node {event.node}")))
-        case Kind.LOG if data.get("level") != "info":  # those are for the report of the run
+        case Kind.LOG if data.get("level") != "info":  # the others are for the report of the run
             return Line(str(data.get("text")))
         case Kind.PROTECTION:
             style = "" if data.get("why") == "start" else "yellow"
@@ -188,49 +187,49 @@ def tell(event: Event) -> Line | None:
             return Line(f"{waited} for {float(data['seconds']):.0f} s", "yellow")
         case Kind.REHEARSED if not data.get("matched"):
             found = f"an update of role {event.role}, computed again, gave other bytes"
-            why = f"({data.get('difference')}): whole copies instead of gradients"
-            return Line(f"{found} {why}", "bold red")
+            change = f"({data.get('difference')}): whole copies instead of gradients"
+            return Line(f"{found} {change}", "bold red")
         case _:
             return None
 
 
 def count(number: object, noun: str) -> str:
-    """``1 step``, ``2 steps``; a question mark for None."""
+    """Return ``1 step``, ``2 steps``; a question mark for None."""
     shown = "?" if number is None else number
     return f"{shown} {noun}" if number == 1 else f"{shown} {noun}s"
 
 
 def shown(text: str) -> str:
-    """Return what others have written, for a terminal: no character of it does anything there."""
+    """Return foreign text without characters that a terminal would interpret."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def describe_cause(data: Mapping[str, Any]) -> str:
-    """``a node was lost: node 1: connection closed``: the kind of a failure and its cause."""
+    """Return ``a node was lost: node 1: connection closed``: kind and cause of a failure."""
     kind, cause = describe_kind(str(data.get("kind", ""))), str(data.get("cause") or "")
     return ": ".join(filter(None, (kind, cause))) or "cause not recorded"
 
 
 def describe_loss(event: Event) -> str:
-    """``node 0: connection closed``, ``process 1 of node 2 ended: SIGKILL (role 3)``."""
-    data, what = event.data, f"node {event.node}"
+    """Return ``node 0: connection closed`` or ``process 1 of node 2 ended: SIGKILL (role 3)``."""
+    data, lost = event.data, f"node {event.node}"
     if event.kind is Kind.VAULT_LOST:
-        what = f"vault of {what}"
+        lost = f"vault of {lost}"
     elif event.kind is Kind.MEMBER_LOST:
-        what = process_name(event.node or 0, data.get("slot", 0), data.get("incarnation", 0))
+        lost = process_name(event.node or 0, data.get("slot", 0), data.get("incarnation", 0))
     cause = str(data.get("cause") or "lost")
     role = "" if event.role is None else f" (role {event.role})"
-    return (cause if what in cause else f"{what}: {cause}") + role
+    return (cause if lost in cause else f"{lost}: {cause}") + role
 
 
 def title(failure: Interruption, hosts: Mapping[int, str]) -> str:
-    """``failure 2 [node-lost] on b7: node 1: connection closed``."""
-    what = "planned change" if failure.planned else "failure"
-    return f"{what} {failure.number} {label(failure, hosts)}"
+    """Return ``failure 2 [node-lost] on b7: node 1: connection closed``."""
+    noun = "planned change" if failure.planned else "failure"
+    return f"{noun} {failure.number} {label(failure, hosts)}"
 
 
 def label(failure: Interruption, hosts: Mapping[int, str]) -> str:
-    """``[node-lost] on b7: node 1: connection closed``: code, host and likeliest cause."""
+    """Return ``[node-lost] on b7: node 1: connection closed``: code, host, likeliest cause."""
     best = failure.best
     cause = failure.cause if best.kind is Kind.EPOCH_CLOSED else describe_loss(best)
     host = "" if best.node is None or failure.planned else f" on {hosts.get(best.node, '?')}"
@@ -238,33 +237,31 @@ def label(failure: Interruption, hosts: Mapping[int, str]) -> str:
 
 
 def to_do(kind: str, text: str | None = None) -> str:
-    """Return the advice for a failure of this kind, or another one, with where more is said; empty
-    for none."""
+    """Return ``text``, or the advice for a failure of this kind, with the command that explains it;
+    empty for none."""
     known = MEANINGS[kind].to_do if text is None and kind in MEANINGS else text
     return f"{known} (deadpool explain {kind})" if known else ""
 
 
 def advice(failure: Interruption, story: Story) -> str:
-    """Return what to do about a failure, more where it has happened before; nothing is attached to
-    a run that is over."""
+    """Return the advice about a failure, extended if it has happened before; without advice to
+    attach a node to a run that is over."""
     known = MEANINGS[failure.kind].to_do if failure.kind in MEANINGS else ""
     node = failure.best.node
-    same = [one for one in story.failures if (one.kind, one.best.node) == (failure.kind, node)]
+    same = [f for f in story.failures if (f.kind, f.best.node) == (failure.kind, node)]
     time = same.index(failure) + 1 if failure in same else 1
     times = f"failure {time} of this kind on node {node}"
     if known.startswith(_AGAIN) and time > 1:
         known = f"{times}: {known.removeprefix(_AGAIN)}"
     until = failure.ended or story.last_wall
-    if any(
-        one.node == node and failure.began <= one.wall_seconds <= until
-        for one in story.kept[Kind.NODE_QUARANTINED]
-    ):
+    quarantines = (e for e in story.kept[Kind.NODE_QUARANTINED] if e.node == node)
+    if any(failure.began <= event.wall_seconds <= until for event in quarantines):
         seats = {int(seat[0]) for _, seat in failure.seats_changed.values()}  # type: ignore[index]
         moved = f", its roles are on node {in_short(sorted(seats))} now" if seats else ""
         test = "test its host (deadpool gpu-health, dmesg)"
         known = f"{times}, which is quarantined{moved}: {test}; start another node as a spare:"
         known += " 'deadpool agent --run-dir DIR --attach'"
-    parts = (one for one in known.split("; ") if story.ended is None or _ATTACHES not in one)
+    parts = (part for part in known.split("; ") if story.ended is None or _ATTACHES not in part)
     return to_do(failure.kind, "; ".join(parts))
 
 
@@ -278,26 +275,26 @@ def _ending(story: Story) -> Line:
     done = f"iteration {story.last_iteration}, {count(story.survived, 'failure')} survived"
     if story.ended is None or story.exit_status == 0:
         return Line(f"done: {done}", "bold green")
-    why = story.ended.data.get("reason") or "no reason known"
+    reason = story.ended.data.get("reason") or "no reason known"
     kind = f" [{story.ended.data['kind']}]" if story.ended.data.get("kind") else ""
-    return Line(f"ended with status {story.exit_status}{kind}: {done}: {why}", "bold red")
+    return Line(f"ended with status {story.exit_status}{kind}: {done}: {reason}", "bold red")
 
 
 def describe_stack(event: Event) -> str:
-    """``role 3 (process 0 of node 1): step (loop.py:12) < train (loop.py:80) ... in LOG``."""
-    who = f"process {event.data.get('slot', '?')} of node {event.node}"
-    who = who if event.role is None else f"role {event.role} ({who})"
+    """Return ``role 3 (process 0 of node 1): step (loop.py:12) < train (loop.py:80) ...``."""
+    process = f"process {event.data.get('slot', '?')} of node {event.node}"
+    process = process if event.role is None else f"role {event.role} ({process})"
     if event.data.get("missing"):
-        return f"{who}: none, {event.data['missing']}"
+        return f"{process}: none, {event.data['missing']}"
     frames = [str(frame) for frame in event.data.get("frames", ())]
     shown = " < ".join([*frames[:_SHOWN_FRAMES], *["..."] * (len(frames) > _SHOWN_FRAMES)])
-    return f"{who}: {shown} (all threads in logs/{event.data.get('log')})"
+    return f"{process}: {shown} (all threads in logs/{event.data.get('log')})"
 
 
 def describe_slowness(event: Event) -> str:
-    """``node 2 was slow: 0.310 s of its own per iteration, its peers 0.102 s (role 2)``."""
-    what = "is as fast as its peers again" if event.data.get("over") else "is slow"
-    return f"node {event.node} {what}: {_pace(event.data)} (role {event.role})"
+    """Return ``node 2 is slow: 0.310 s of its own per iteration, its peers 0.102 s (role 2)``."""
+    state = "is as fast as its peers again" if event.data.get("over") else "is slow"
+    return f"node {event.node} {state}: {_pace(event.data)} (role {event.role})"
 
 
 def _pace(slow: Mapping[str, Any]) -> str:
@@ -306,31 +303,31 @@ def _pace(slow: Mapping[str, Any]) -> str:
 
 
 def node_troubles(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return nodes, and for each what is wrong with it, by the status of a run."""
+    """Return nodes with their problems, by the status of a run."""
     found = list[tuple[str, str]]()
     for node, known in status["nodes"].items():
         found += [(node, known["use"])] if known["use"] == NodeUse.QUARANTINED else []
-        found += [(node, f"{known['standing']}: {why}") for why in known["reasons"]]
+        found += [(node, f"{known['standing']}: {reason}") for reason in known["reasons"]]
     return found + [(node, f"slow: {_pace(slow)}") for node, slow in status["slow"].items()]
 
 
 def describe_protection(event: Event) -> str:
-    """``buddy; every 3 iterations from epoch 2 on (why); RPO: at most 5 iterations``."""
+    """Return ``buddy; every 3 iterations from epoch 2 on (why); RPO: at most 5 iterations``."""
     data = event.data
-    why = f" ({data['why']})" if data.get("why") else ""
+    reason = f" ({data['why']})" if data.get("why") else ""
     rpo = f"RPO: at most {count(data.get('most_lost'), 'iteration')}"
-    return f"{data.get('new')} from epoch {event.epoch} on{why}; {rpo}"
+    return f"{data.get('new')} from epoch {event.epoch} on{reason}; {rpo}"
 
 
 def describe_when(failure: Interruption) -> str:
-    """Return when a failure began, and when it was noticed if that was later."""
+    """Return the time when a failure began, and when it was noticed if that was later."""
     late = failure.noticed - failure.began >= _NOTICED_SECONDS
     noticed = f", noticed {date(failure.noticed)[11:19]}" if late else ""
     return f"{date(failure.began)[:19].replace('T', ' ')}{noticed}"
 
 
 def describe_wait(event: Event) -> str:
-    """``roles [0] wait for a spare node to join; since 12:23:51 until 12:28:51, ...``."""
+    """Return ``roles [0] wait for a spare node to join; since 12:23:51 until 12:28:51, ...``."""
     until = event.wall_seconds + float(event.data["limit_seconds"])
     since, until_text = date(event.wall_seconds)[11:19], date(until)[11:19]
     then = "then the run saves what it holds and ends"
@@ -338,15 +335,15 @@ def describe_wait(event: Event) -> str:
 
 
 def describe_seats(changes: Mapping[int, tuple[object, object]]) -> str:
-    """``role 0: process 0 of node 0 -> process 0 of node 4; ...`` for ``seats_changed``."""
+    """Return ``role 0: process 0 of node 0 -> process 0 of node 4; ...`` for ``seats_changed``."""
     return "; ".join(
         f"role {role}: {_seat(old)} -> {_seat(new)}" for role, (old, new) in sorted(changes.items())
     )
 
 
 def describe_progress(story: Story, now: float | None) -> str:
-    """``of 100, 12.4 samples/s, 793 tokens/s, goodput 97.1 %, 4.2 min left``, as far as it is known
-    at this time (wall clock, seconds; None: that of the newest event)."""
+    """Return ``of 100, 12.4 samples/s, 793 tokens/s, goodput 97.1 %, 4.2 min left``, as far as
+    known at this time (wall clock, seconds; None: that of the newest event)."""
     found = story.progress()
     goodput = story.goodput(now)
     parts = {
@@ -371,7 +368,7 @@ def _short(number: float | None) -> str | None:
     if number is None:
         return None
     for unit in ("", "k", "M"):
-        if number < 999.5:  # what is more has four digits
+        if number < 999.5:  # a larger number has four digits
             return f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:.3g}G"
@@ -393,10 +390,9 @@ def _numbers(data: Mapping[str, Any]) -> str:
 
 
 def _phases(phases: Mapping[str, float]) -> str:
-    """The phases that took time, in order. Copies are made again beside the others."""
+    """Return the phases that took time, in order. Copies are made during the others."""
     spent = {name: f"{seconds:.2f}" for name, seconds in phases.items() if seconds >= 0.005}
     copies = spent.pop("reprotect", "")
-    told = ", ".join(f"{name} {seconds}" for name, seconds in spent.items())
-    return (f" ({told})" if told else "") + (
-        f"; copies complete after {copies} s" if copies else ""
-    )
+    text = ", ".join(f"{name} {seconds}" for name, seconds in spent.items())
+    after = f"; copies complete after {copies} s" if copies else ""
+    return (f" ({text})" if text else "") + after

@@ -1,8 +1,8 @@
-"""Tells people elsewhere what happens: a POST of JSON to a URL, and a command.
+"""Notices for people elsewhere: a POST of JSON to a URL, and a command.
 
-Nothing waits for any of them. Each has a thread and a short queue of its own; what comes while the
-queue is full takes the place of the oldest. When an outlet begins to fail there is one warning, and
-the next one not before it has worked again.
+Nothing waits for any of them. Each has a thread and a short queue of its own; a notice for a full
+queue replaces the oldest. When an outlet begins to fail there is a single warning, and no further
+warning before it has worked again.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from deadpool_megatron.failures import FailureKind, describe_kind
 from deadpool_megatron.observe.narration import count, describe_wait, shown
 from deadpool_megatron.preflight.health import run_in_shell
 
-_MOST_WAITING = 64
+_MAX_WAITING = 64
 _POST_SECONDS = 10.0
 _COMMAND_SECONDS = 60.0
-# What the command finds in its environment, beside the JSON on its standard input.
+# The variables of the command, which has the JSON on its standard input.
 KIND_VARIABLE, TEXT_VARIABLE = "DEADPOOL_EVENT_KIND", "DEADPOOL_EVENT_TEXT"
-# Not told: somebody has asked for these.
+# No notices: a user has asked for these.
 _PLANNED = (FailureKind.DRAINED, FailureKind.COORDINATOR)
 
 
 class Outlet:
-    """One place to tell notices to: ``deliver`` blocks, and raises OSError with a clear text."""
+    """A receiver of notices: ``deliver`` blocks, and raises OSError with a clear text."""
 
     def __init__(
         self, name: str, deliver: Callable[[Mapping[str, Any]], None], warn: Callable[[str], None]
@@ -44,17 +44,17 @@ class Outlet:
         """``warn`` takes a line for people, in any thread."""
         self._name, self._deliver, self._warn = name, deliver, warn
         self._changed = threading.Condition()
-        self._waiting: deque[Mapping[str, Any]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[Mapping[str, Any]] = deque(maxlen=_MAX_WAITING)
         threading.Thread(target=self._work, name="notices", daemon=True).start()
 
     def put(self, notice: Mapping[str, Any]) -> None:
-        """Have it told. Does not block."""
+        """Queue a notice. Does not block."""
         with self._changed:
             self._waiting.append(notice)
             self._changed.notify_all()
 
     def flush(self, until: float) -> None:
-        """Wait for what is left until then (monotonic seconds), then leave it."""
+        """Wait for the delivery of queued notices until then (monotonic seconds)."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, max(0.0, until - time.monotonic()))
 
@@ -63,52 +63,54 @@ class Outlet:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
-                notice, why = self._waiting[0], ""
+                notice, reason = self._waiting[0], ""
             try:
                 self._deliver(notice)
             except OSError as error:
-                why = str(error)
+                reason = str(error)
             except Exception as error:
-                # Of a library, or a mistake of ours: with this thread its outlet would be gone, and
-                # the end of the run wait for it. The text may have the URL, which may be a secret.
-                why = type(error).__name__
-            if why and not is_failing:
-                self._warn(f"{self._name} did not receive '{notice['text']}': {why}")
-            is_failing = bool(why)
+                # An error of a library or of ours must not end the thread, for which the end of the
+                # run would wait. Its text may have the URL, which may be a secret.
+                reason = type(error).__name__
+            if reason and not is_failing:
+                self._warn(f"{self._name} did not receive '{notice['text']}': {reason}")
+            is_failing = bool(reason)
             with self._changed:
-                if self._waiting[0] is notice:  # else newer ones have taken its place
+                if self._waiting[0] is notice:  # else newer notices have replaced it
                     self._waiting.popleft()
                 self._changed.notify_all()
 
 
 class Notices:
-    """Makes notices of events, for this URL and this command, each empty for none."""
+    """The notices of events, for this URL and this command, each empty for none."""
 
     def __init__(self, run_id: str, url: str, command: str, warn: Callable[[str], None]) -> None:
         self._run_id, self._outlets = run_id, list[Outlet]()
         if url:
             self._outlets.append(Outlet("--deadpool-notify", partial(post, url), warn))
         if command:
-            self._outlets.append(Outlet("--deadpool-on-event", partial(_tell, command), warn))
+            self._outlets.append(
+                Outlet("--deadpool-on-event", partial(_run_command, command), warn)
+            )
 
     def note(self, event: Event) -> None:
-        """Tell of an event that somebody elsewhere should hear of. Does not block."""
+        """Send a notice of an event if people elsewhere should know it. Does not block."""
         text = ""
-        with contextlib.suppress(LookupError, TypeError, ValueError):  # of a damaged event
+        with contextlib.suppress(LookupError, TypeError, ValueError):  # a damaged event
             text = shown(notice_text(event)) if self._outlets else ""
-        told: dict[str, Any] = {"text": f"{self._run_id}: {text}", "run": self._run_id}
-        told |= {"at": date(event.wall_seconds), "event": event.to_dict()}
+        notice: dict[str, Any] = {"text": f"{self._run_id}: {text}", "run": self._run_id}
+        notice |= {"at": date(event.wall_seconds), "event": event.to_dict()}
         for outlet in self._outlets if text else ():
-            outlet.put(told)
+            outlet.put(notice)
 
     def flush(self, until: float) -> None:
-        """Let the outlets tell what is left until then (monotonic seconds)."""
+        """Let the outlets deliver queued notices until then (monotonic seconds)."""
         for outlet in self._outlets:
             outlet.flush(until)
 
 
 def notice_text(event: Event) -> str:
-    """Return what to tell of an event; empty for nothing."""
+    """Return the text of a notice of an event; empty for no notice."""
     data = event.data
     match event.kind:
         case Kind.EPOCH_CLOSED if data.get("kind") not in _PLANNED:
@@ -122,16 +124,16 @@ def notice_text(event: Event) -> str:
         case Kind.WAITING_FOR_SPARE:
             return f"waits for a node (deadpool agent --attach): {describe_wait(event)}"
         case Kind.RUN_ENDED:
-            why = f": {data['reason']}" if data.get("reason") else ""
-            return f"ended with status {data.get('exit_status')}{why}"
+            reason = f": {data['reason']}" if data.get("reason") else ""
+            return f"ended with status {data.get('exit_status')}{reason}"
         case _:
             return ""
 
 
 def post(url: str, notice: Mapping[str, Any]) -> None:
-    """POST a notice to a URL, or to that in the file ``@FILE``. Raises OSError; the URL, which may
-    be a secret, is not in its text."""
-    kind, why = {"Content-Type": "application/json"}, ""
+    """POST a notice to a URL, or to the URL in the file ``@FILE``. Raises OSError without the URL
+    in its text, as that may be a secret."""
+    kind, reason = {"Content-Type": "application/json"}, ""
     if url.startswith("@"):
         url = Path(url[1:]).read_text().strip()
     try:
@@ -139,21 +141,21 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
         with urllib.request.urlopen(request, timeout=_POST_SECONDS):
             return
     except urllib.error.HTTPError as error:
-        why = f"the server answered {error.code}"
+        reason = f"the server answered {error.code}"
     except TimeoutError:
-        why = f"no answer within {_POST_SECONDS:g} s"
+        reason = f"no answer within {_POST_SECONDS:g} s"
     except urllib.error.URLError as error:
-        why = str(error.reason)
+        reason = str(error.reason)
     except (ValueError, http.client.HTTPException) as error:
-        why = type(error).__name__
-    raise OSError(why)
+        reason = type(error).__name__
+    raise OSError(reason)
 
 
-def _tell(command: str, notice: Mapping[str, Any]) -> None:
+def _run_command(command: str, notice: Mapping[str, Any]) -> None:
     """Run the command with a notice as its input. Raises OSError."""
-    told = {KIND_VARIABLE: str(notice["event"]["kind"]), TEXT_VARIABLE: str(notice["text"])}
+    facts = {KIND_VARIABLE: str(notice["event"]["kind"]), TEXT_VARIABLE: str(notice["text"])}
     body = json.dumps(notice).encode()
-    end = run_in_shell(command, _COMMAND_SECONDS, body, {**os.environ, **told})
+    end = run_in_shell(command, _COMMAND_SECONDS, body, {**os.environ, **facts})
     if end.status is None:
         raise OSError(f"it did not end within {_COMMAND_SECONDS:g} s")
     if end.status != 0:

@@ -13,8 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training iteration, and when it was heard of (wall clock, seconds). Numbers are exact, as
-    ``float.hex`` text; None where there is none: ``grad_norm`` of a skipped update.
+    """A training iteration, and the time of its report (wall clock, seconds). Numbers are exact, as
+    ``float.hex`` text; None if unknown: ``grad_norm`` of a skipped update.
     """
 
     iteration: int
@@ -27,15 +27,14 @@ class Step:
 
 
 class StepTable:
-    """Steps by ascending iteration; ``most``: no more than twice so many newest ones, None for
-    all."""
+    """Steps by ascending iteration: all, or at most the ``2 * kept`` newest steps."""
 
-    def __init__(self, most: int | None = None) -> None:
-        self._steps, self._most = list[Step](), most
+    def __init__(self, kept: int | None = None) -> None:
+        self._steps, self._kept = list[Step](), kept
 
     def add(self, iteration: int, values: Mapping[str, Any], wall_seconds: float) -> None:
-        """Take the data of a STEP event, unless that step is there. Raises ValueError, TypeError or
-        OverflowError for values that are not of a step, and takes none of them then.
+        """Add the data of a STEP event, unless that step is there. Raises ValueError, TypeError or
+        OverflowError for values that are not of a step, without any change.
         """
         at = self._place(iteration)
         if at < len(self) and self[at].iteration == iteration:
@@ -48,23 +47,23 @@ class StepTable:
         known = None if samples is None else int(samples)
         step = Step(iteration, wall_seconds, loss, norm, rate, bool(values.get("skipped")), known)
         self._steps.insert(at, step)
-        if self._most is not None and len(self) > 2 * self._most:
-            del self._steps[: -self._most]
+        if self._kept is not None and len(self) > 2 * self._kept:
+            del self._steps[: -self._kept]
 
     def forget_from(self, iteration: int) -> None:
-        """These steps were thrown away."""
+        """Drop the steps from this iteration on."""
         del self._steps[self._place(iteration) :]
 
     def after(self, iteration: int) -> Iterator[Step]:
-        """The steps behind an iteration, in order."""
+        """Return the steps after an iteration, in order."""
         return itertools.islice(self._steps, self._place(iteration + 1), None)
 
     def newest(self, count: int) -> list[Step]:
-        """So many newest ones, in order."""
+        """Return that many newest steps, in order."""
         return self._steps[-count:]
 
     def __deepcopy__(self, _: object) -> StepTable:
-        made = StepTable(self._most)
+        made = StepTable(self._kept)
         made._steps = self._steps.copy()
         return made
 
@@ -84,14 +83,14 @@ class StepTable:
 
 
 def decimal(text: str | None) -> float | None:
-    """The value of a hexadecimal float."""
+    """Return the value of a hexadecimal float."""
     return None if text is None else float.fromhex(text)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Untrimmed mean, p50, p95, p99, least and most of ``values``; only ``count`` for none.
+    """Return untrimmed mean, p50, p95, p99, min and max of ``values``; only ``count`` for none.
 
-    Percentiles are the nearest-rank ones: values that did occur.
+    Percentiles are values that did occur (nearest rank).
     """
     if not values:
         return {"count": 0}

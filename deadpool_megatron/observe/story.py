@@ -1,8 +1,8 @@
-"""The story of a run: its events folded into one state, of which all that shows a run is a view.
+"""The story of a run: its events folded into a state, of which every display is a view.
 
 Fed with :meth:`Story.take` in the order of the files, live or afterwards, with the same result.
-Pure. Numbers are exact, and each step is there once: a replayed step is the same step, and the
-first report of it stays, unless a number was not finite and the run threw it away.
+Pure. Numbers are exact, and each step is there once: a replayed step is the same step, and its
+first report stays, unless a number was not finite and the run dropped the step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from deadpool_megatron.failures import FailureKind, rank
 from deadpool_megatron.observe.account import Account
 from deadpool_megatron.observe.steps import StepTable
 
-# The phases of a recovery in the order in which they begin; ``reprotect`` runs beside the later
-# ones. The text says what happens in each, for people.
+# The phases of a recovery in the order in which they begin, with a text for people; ``reprotect``
+# overlaps the later phases.
 PHASES: Mapping[str, str] = {
     "detect": "the failure is noticed",
     "close": "all members leave the epoch, vaults freeze",
@@ -39,21 +39,21 @@ PHASES: Mapping[str, str] = {
     "abandoned": "a new epoch failed again before it was open",
 }
 _RARE = ("wait", "abandoned")
-# The pace of training is that of so many steps, none of them struck by a failure.
+# The pace of training is that of this many steps without a failure.
 RECENT_STEPS = 50
 # A loss belongs to the next closing of an epoch when it came at most this long before it; else it
 # was a loss that the run could ignore (a spare).
 _RELATED_SECONDS = 2.0
-# So many waits at the gate are kept where not all steps are wanted.
-_MOST_WAITS = 64
-# All of these are wanted at the end.
+# This many waits at the gate are kept where not all steps are kept.
+_MAX_WAITS = 64
+# All events of these kinds are kept.
 _KEPT = (Kind.NODE_QUARANTINED, Kind.SLOW_NODE, Kind.DURABLE, Kind.COORDINATOR)
 _COUNTED = (Kind.REFUSED, Kind.CORRUPTION, Kind.DECODED, Kind.REPLAYED, Kind.STALE_DIVERGENCE)
 
 
 @dataclass(frozen=True)
 class MemberPhase:
-    """One member's part of a recovery; wall clock, seconds."""
+    """A member's part of a recovery; wall clock, seconds."""
 
     phase: str
     role: int | None
@@ -64,17 +64,17 @@ class MemberPhase:
 
 @dataclass
 class Interruption:
-    """One interruption, from the first loss (or planned change) to the next finished step.
+    """An interruption, from the first loss (or planned change) to the next finished step.
 
-    ``earlier``: failures, and planned changes, before this one: each are numbered by themselves.
+    ``earlier``: the numbers of earlier failures and of earlier planned changes.
 
     ``closes`` counts how often an epoch was closed before the run continued: above 1 when something
     else failed meanwhile. ``generation``: (lineage, iteration) of the state the run continued from,
     once decided. ``exposed_seconds``: until every state had its copies again, as far as reported.
-    ``closed``: the event that told of it; its causes, as known by now, are those of :attr:`best`.
-    ``verdict``: the kind as which the run ended with it, such as ``bug``; empty for none.
-    Times are wall clock, seconds; what stands below ``is_over`` is known then. ``is_cut_short``:
-    the run ended before it was over. The loss of a coordinator that interrupts nothing is one, too.
+    ``closed``: the event that reported it; its causes, as known by now, are those of :attr:`best`.
+    ``verdict``: the kind with which the run ended at it, such as ``bug``; empty for none. Times are
+    wall clock, seconds; the fields below ``is_over`` are known then. ``is_cut_short``: the run
+    ended before it was over. The loss of a coordinator without an interruption counts as well.
     """
 
     earlier: tuple[int, int]
@@ -100,7 +100,7 @@ class Interruption:
 
     @property
     def best(self) -> Event:
-        """The event that tells the likeliest cause."""
+        """The event with the likeliest cause."""
         return best_cause([self.closed, *self.losses])
 
     @property
@@ -115,13 +115,13 @@ class Interruption:
 
     @property
     def noticed(self) -> float:
-        """The time at which the first event of it came."""
-        first = min(one.wall_seconds for one in (self.closed, *self.losses))
+        """The time of its first event."""
+        first = min(event.wall_seconds for event in (self.closed, *self.losses))
         return self.began if self.closed.kind is Kind.COORDINATOR else max(self.began, first)
 
     @property
     def planned(self) -> bool:
-        """Return whether it was asked for: nothing failed, and nothing is recovered from."""
+        """Return whether it was requested, without a failure and without a recovery."""
         return self.kind in (FailureKind.DRAINED, FailureKind.RESTART)
 
     @property
@@ -146,11 +146,11 @@ class Interruption:
 
 
 class Story:
-    """The one state; see the module text. ``most_steps``: of the steps no more than so many newest
-    ones are wanted, by a process that lives as long as the run. ``hashes``: state hashes are, too.
+    """The state of a run; see the module text. ``max_steps``: about that many newest steps are
+    kept, for a process that lives as long as the run. ``hashes``: state hashes are kept, too.
     """
 
-    def __init__(self, most_steps: int | None = None, *, hashes: bool = False) -> None:
+    def __init__(self, max_steps: int | None = None, *, hashes: bool = False) -> None:
         self.started: Event | None = None
         self.ended: Event | None = None
         self.exit_status: int | None = None
@@ -158,17 +158,17 @@ class Story:
         self.wanted = 0, 0  # nodes with roles, spares
         self.term = 1
         self.epoch = 0
-        self.last_iteration = 0  # the newest finished one
+        self.last_iteration = 0  # the newest finished iteration
         self.last_step_at: float | None = None
         self.last_wall = 0.0
         self._term_wall = 0.0  # the date of the newest event of the present coordinator
-        self.steps, self._most_steps = StepTable(most_steps), most_steps
+        self.steps, self._max_steps = StepTable(max_steps), max_steps
         self.evaluations: dict[int, str] = {}  # iteration -> loss
         self.hashes: dict[int, dict[int, str]] | None = {} if hashes else None  # role -> sha256
         self.account = Account()
         self.failures: list[Interruption] = []
-        # Waits at the gate: seconds over all roles, by epoch and iteration (of the newest ones if
-        # not all steps are wanted) and in all; and the longest of one role, its role and iteration.
+        # Waits at the gate: seconds over all roles, by epoch and iteration (only the newest if not
+        # all steps are kept) and in all; and the longest wait of a role, its role and iteration.
         self.gate_waits: dict[tuple[int, int | None], float] = {}
         self.gate_seconds = 0.0
         self.longest_wait: tuple[float, int | None, int | None] = (0.0, None, None)
@@ -176,7 +176,7 @@ class Story:
         self.counts: dict[Kind, int] = {}
         self.refusal: Event | None = None  # the newest
         self.late = 0  # messages of epochs that were closed already
-        self.audits: list[float] = []  # seconds of each that has found nothing
+        self.audits: list[float] = []  # seconds of each clean audit
         self.lost_nodes: dict[int, Event] = {}  # those that have not joined again
         self.drained: set[int] = set()
         self.kept: dict[Kind, list[Event]] = {kind: [] for kind in _KEPT}
@@ -187,58 +187,23 @@ class Story:
         self.hosts: dict[int, str] = {}  # by node
         self.iterations: int | None = None  # to train in all
         self.sequence_length: int | None = None
-        self._pace_after = 0  # steps behind this iteration tell the pace
+        self._pace_after = 0  # steps after this iteration determine the pace
         self._waits_over: dict[tuple[int, int | None], float] = {}
         self._losses: list[Event] = []
         self._stacks: list[Event] = []
         self._hangs: list[Event] = []
-        self.silence: Event | None = None  # of the coordinator before, until all agents are back
+        self.silence: Event | None = None  # loss of a coordinator, until all agents are back
 
     def take(self, event: Event) -> None:
-        """Take in one event; a damaged one raises one of :data:`events.DAMAGE`."""
-        data = event.data
+        """Take in an event; a damaged event raises one of :data:`events.DAMAGE`."""
         self.account.take(event)
-        heard, self.last_wall = self.last_wall, max(self.last_wall, event.wall_seconds)
+        last_seen, self.last_wall = self.last_wall, max(self.last_wall, event.wall_seconds)
         if event.kind is not Kind.LOG:  # which may have the date of another clock
             known = 0.0 if event.kind is Kind.COORDINATOR else self._term_wall
             self._term_wall = max(known, event.wall_seconds)
         self.epoch = max(self.epoch, event.epoch)
-        if event.kind is Kind.REFUSED and data.get("late"):
-            self.late += 1
-        elif event.kind in _COUNTED:
-            self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
-            self.refusal = event if event.kind is Kind.REFUSED else self.refusal
-        if event.node is not None and event.kind is Kind.NODE_JOINED:
-            self.lost_nodes.pop(event.node, None)
-            self.hosts[event.node] = str(data.get("hostname") or data.get("host", ""))
-        elif event.node is not None and event.kind is Kind.NODE_LOST and self.ended is None:
-            self.lost_nodes[event.node] = event
-        if "bytes" in data:
-            total = self.bytes_by_kind.get(event.kind, 0) + int(data["bytes"])
-            self.bytes_by_kind[event.kind] = total
+        self._count(event)
         match event.kind:
-            case Kind.RUN_STARTED:
-                self.wanted = int(data.get("nodes", 0)), int(data.get("spares", 0))
-                self.started = self.started or event
-                self.started_at = event.wall_seconds
-            case Kind.RUN_ENDED:
-                self.ended, self.exit_status = event, int(data.get("exit_status", 0))
-                self._cut_short(str(data.get("kind") or ""))
-            case Kind.NODE_JOINED if self.ended is not None:
-                # The run continues from what it had saved.
-                self.ended = self.exit_status = None
-                self.started_at = event.wall_seconds
-            case Kind.TRAINING:
-                length = data.get("sequence_length")
-                self.iterations = int(data["iterations"])
-                self.sequence_length = None if length is None else int(length)
-            case Kind.STEP if event.iteration is not None:
-                self._step(event, event.iteration)
-            case Kind.EVALUATION if event.iteration is not None:
-                self.evaluations.setdefault(event.iteration, str(data["loss"]))
-            case Kind.STATE_HASH if self.hashes is not None and event.role is not None:
-                found = self.hashes.setdefault(event.iteration or 0, {})
-                found.setdefault(event.role, str(data["sha256"]))
             case Kind.NODE_LOST | Kind.MEMBER_LOST | Kind.VAULT_LOST if self.ended is None:
                 self._of_failure("losses", self._losses).append(event)
             case Kind.STACK:
@@ -247,43 +212,22 @@ class Story:
                 self._of_failure("hangs", self._hangs).append(event)
             case Kind.EPOCH_CLOSED:
                 self._close(event)
-            case Kind.WAITING_FOR_SPARE:
-                float(data["limit_seconds"])  # raises here, and not where it is told
-                self.waiting = event
-            case Kind.EPOCH_DECIDED:
-                self.waiting = None
-                if "forgotten_from" in data:
-                    self._forget(int(data["forgotten_from"]))
             case Kind.EPOCH_OPENED if self.silence is not None:
-                self._stay_open(self.silence)
-            case Kind.GATE_WAIT:
-                self._wait(event)
-            case Kind.DRAIN if event.node is not None:
-                self.drained.add(event.node)
-            case Kind.AUDITED:
-                self.audits.append(float(data["seconds"]))
-            case Kind.SLOW_NODE:
-                for name in ("seconds", "peer_seconds"):
-                    float(data[name])  # raises here, and not where it is told
-            # A coordinator that took over cannot know whether the one before had told the plan.
-            case Kind.PROTECTION if [e.data.get("new") for e in self.protections[-1:]] != [
-                data.get("new")
-            ]:
-                self.protections.append(event)
+                self._end_silence(self.silence)
             case Kind.COORDINATOR:
-                self.term = int(data.get("term", 1))
+                self.term = int(event.data.get("term", 1))
                 if self.term > 1 and event.epoch and self.ended is None:
-                    self.silence = self.silence or self._silent(event, heard)
+                    self.silence = self.silence or self._lost_coordinator(event, last_seen)
             case _:
-                pass
+                self._fold(event, event.data)
         if event.kind in self.kept:
             self.kept[event.kind].append(event)
         if self.failures and self.failures[-1].closed.kind is Kind.EPOCH_CLOSED:
             self._recover(event, self.failures[-1])
 
     def ahead(self, unwritten: Iterable[Event]) -> Story:
-        """Return the story with events that the coordinator cannot write yet, in order. Some may be
-        written by now: dates do not step back within a term."""
+        """Return the story with events that the coordinator cannot write yet, in order. Events that
+        are written by now are left out: dates do not decrease within a term."""
         later = self
         for event in unwritten:
             is_term = event.kind is Kind.COORDINATOR and int(event.data["term"]) > later.term
@@ -300,7 +244,7 @@ class Story:
 
     @property
     def shown(self) -> list[Interruption]:
-        """All failures; while another coordinator takes over, the loss of the one before, too."""
+        """All failures, with the loss of a coordinator whose successor is taking over."""
         if self.silence is None or self.current is not None or self.ended is not None:
             return self.failures
         at = self.silence.wall_seconds
@@ -310,11 +254,11 @@ class Story:
     @property
     def survived(self) -> int:
         """The number of failures that are over."""
-        return sum(one.is_over and not one.planned for one in self.failures)
+        return sum(failure.is_over and not failure.planned for failure in self.failures)
 
     def has_left(self, loss: Event) -> bool:
         """Return whether a lost node was drained before, and none of its roles failed with it."""
-        failed = (one.losses for one in self.failures if not one.planned)
+        failed = (failure.losses for failure in self.failures if not failure.planned)
         return loss.node in self.drained and not any(loss in losses for losses in failed)
 
     @property
@@ -323,21 +267,21 @@ class Story:
         return [*self.ignored_losses, *self._losses]
 
     def step_seconds(self, newest: int | None = None) -> list[float]:
-        """Time of each step from the one before it, or of so many newest ones; steps struck by a
-        failure left out.
+        """Return the times between steps, of all or of that many newest steps, without those
+        interrupted by a failure.
         """
         timed = self.steps if newest is None else self.steps.newest(newest + 1)
         began = [failure.began for failure in self.failures]
         found = []
-        for one, next_one in itertools.pairwise(timed):
-            before, after = one.wall_seconds, next_one.wall_seconds
-            struck = bool(began) and bisect_left(began, before) < bisect_right(began, after)
-            if not struck and next_one.iteration == one.iteration + 1:
+        for earlier, later in itertools.pairwise(timed):
+            before, after = earlier.wall_seconds, later.wall_seconds
+            interrupted = bool(began) and bisect_left(began, before) < bisect_right(began, after)
+            if not interrupted and later.iteration == earlier.iteration + 1:
                 found.append(after - before)
         return found
 
     def goodput(self, now: float | None) -> float | None:
-        """Return :meth:`Account.goodput`, where a step is there."""
+        """Return :meth:`Account.goodput` once there is a step."""
         return self.account.goodput(now) if len(self.steps) else None
 
     def pace(self) -> float | None:
@@ -346,8 +290,8 @@ class Story:
         return statistics.median(recent) if recent else None
 
     def progress(self) -> dict[str, Any]:
-        """Keys: iterations (to train in all), samples_per_second, tokens_per_second, seconds_left;
-        None for what is not known.
+        """Return iterations (to train in all), samples_per_second, tokens_per_second and
+        seconds_left; None for unknown values.
         """
         recent = self.steps.newest(RECENT_STEPS + 1)
         recent = [step for step in recent if step.iteration > self._pace_after]
@@ -367,8 +311,73 @@ class Story:
             "seconds_left": left,
         }
 
+    def _count(self, event: Event) -> None:
+        """Count refusals and bytes, and follow the nodes."""
+        if event.kind is Kind.REFUSED and event.data.get("late"):
+            self.late += 1
+        elif event.kind in _COUNTED:
+            self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
+            self.refusal = event if event.kind is Kind.REFUSED else self.refusal
+        if event.node is not None and event.kind is Kind.NODE_JOINED:
+            self.lost_nodes.pop(event.node, None)
+            self.hosts[event.node] = str(event.data.get("hostname") or event.data.get("host", ""))
+        elif event.node is not None and event.kind is Kind.NODE_LOST and self.ended is None:
+            self.lost_nodes[event.node] = event
+        if "bytes" in event.data:
+            total = self.bytes_by_kind.get(event.kind, 0) + int(event.data["bytes"])
+            self.bytes_by_kind[event.kind] = total
+
+    def _fold(self, event: Event, data: Mapping[str, Any]) -> None:
+        """Take in an event that neither begins nor ends a failure."""
+        match event.kind:
+            case Kind.RUN_STARTED:
+                self.wanted = int(data.get("nodes", 0)), int(data.get("spares", 0))
+                self.started = self.started or event
+                self.started_at = event.wall_seconds
+            case Kind.RUN_ENDED:
+                self.ended, self.exit_status = event, int(data.get("exit_status", 0))
+                self._cut_short(str(data.get("kind") or ""))
+            case Kind.NODE_JOINED if self.ended is not None:
+                # The run continues from its saved state.
+                self.ended = self.exit_status = None
+                self.started_at = event.wall_seconds
+            case Kind.TRAINING:
+                length = data.get("sequence_length")
+                self.iterations = int(data["iterations"])
+                self.sequence_length = None if length is None else int(length)
+            case Kind.STEP if event.iteration is not None:
+                self._step(event, event.iteration)
+            case Kind.EVALUATION if event.iteration is not None:
+                self.evaluations.setdefault(event.iteration, str(data["loss"]))
+            case Kind.STATE_HASH if self.hashes is not None and event.role is not None:
+                found = self.hashes.setdefault(event.iteration or 0, {})
+                found.setdefault(event.role, str(data["sha256"]))
+            case Kind.WAITING_FOR_SPARE:
+                float(data["limit_seconds"])  # raises here, not in a view
+                self.waiting = event
+            case Kind.EPOCH_DECIDED:
+                self.waiting = None
+                if "forgotten_from" in data:
+                    self._forget(int(data["forgotten_from"]))
+            case Kind.GATE_WAIT:
+                self._wait(event)
+            case Kind.DRAIN if event.node is not None:
+                self.drained.add(event.node)
+            case Kind.AUDITED:
+                self.audits.append(float(data["seconds"]))
+            case Kind.SLOW_NODE:
+                for name in ("seconds", "peer_seconds"):
+                    float(data[name])  # raises here, not in a view
+            # A coordinator that took over cannot know whether the plan was reported before.
+            case Kind.PROTECTION if [e.data.get("new") for e in self.protections[-1:]] != [
+                data.get("new")
+            ]:
+                self.protections.append(event)
+            case _:
+                pass
+
     def _of_failure(self, name: str, before: list[Event]) -> list[Event]:
-        """Return the list of the failure that lasts, or of what belongs to the next one."""
+        """Return the list of the present failure, or ``before`` for the next failure."""
         found: list[Event] = before if self.current is None else getattr(self.current, name)
         return found
 
@@ -377,22 +386,22 @@ class Story:
         failure = self.current
         if failure is not None and failure.opened is not None and iteration > self.last_iteration:
             if failure.ended is None:
-                failure.ended = event.wall_seconds  # that it is over is told next
+                failure.ended = event.wall_seconds  # its end is reported next
             else:
-                _end_untold(failure, failure.opened, failure.ended)
+                _end_unreported(failure, failure.opened, failure.ended)
         if iteration > self.last_iteration:
             self.last_iteration, self.last_step_at = iteration, event.wall_seconds
 
     def _forget(self, iteration: int) -> None:
         self.steps.forget_from(iteration)
         self.last_iteration = min(self.last_iteration, iteration - 1)
-        self._pace_after = self.last_iteration  # some of it may have come in since the close
+        self._pace_after = self.last_iteration  # steps may have arrived since the close
         for known in (self.evaluations, self.hashes or {}):
-            for gone in [k for k in known if k >= iteration]:
-                del known[gone]
+            for dropped in [k for k in known if k >= iteration]:
+                del known[dropped]
 
     def _wait(self, event: Event) -> None:
-        """A wait is reported while it lasts and at its end, each time as a whole."""
+        """Take in a wait, which is reported as a whole while it lasts and at its end."""
         seconds = float(event.data.get("seconds", 0.0))
         longest = float(event.data.get("longest_seconds", seconds))
         self.longest_wait = max(
@@ -404,24 +413,22 @@ class Story:
         before = self.gate_waits.get(key, 0.0)
         self.gate_waits[key] = max(seconds, before)
         self.gate_seconds += max(0.0, seconds - before)
-        if self._most_steps is not None and len(self.gate_waits) > _MOST_WAITS:
+        if self._max_steps is not None and len(self.gate_waits) > _MAX_WAITS:
             oldest = next(iter(self.gate_waits))
             del self.gate_waits[oldest]
             self._waits_over.pop(oldest, None)
 
-    def _silent(self, event: Event, heard: float) -> Event:
-        """Return the loss of the coordinator before, as of when it was last heard of."""
+    def _lost_coordinator(self, event: Event, last_seen: float) -> Event:
+        """Return the loss of the previous coordinator, at the time of its last event."""
         before = self.kept[Kind.COORDINATOR][-1].node if self.kept[Kind.COORDINATOR] else None
         cause = f"the coordinator on node {'?' if before is None else before} was last heard of at"
-        cause += f" {date(heard)[11:19]}; node {event.node} took over at"
-        told = {
-            "kind": FailureKind.COORDINATOR,
-            "cause": f"{cause} {date(event.wall_seconds)[11:19]}",
-        }
-        return Event(Kind.COORDINATOR, event.epoch, before, data=told, wall_seconds=heard)
+        cause += f" {date(last_seen)[11:19]}; node {event.node} took over at"
+        cause += f" {date(event.wall_seconds)[11:19]}"
+        data = {"kind": FailureKind.COORDINATOR, "cause": cause}
+        return Event(Kind.COORDINATOR, event.epoch, before, data=data, wall_seconds=last_seen)
 
-    def _stay_open(self, silence: Event) -> None:
-        """All agents have come to the new coordinator, and the epoch was not closed."""
+    def _end_silence(self, silence: Event) -> None:
+        """Note that all agents have joined the new coordinator, with the epoch still open."""
         if self.current is None and self.ended is None:
             lost = self.shown[-1]
             cause = f"{lost.cause}; training was not interrupted"
@@ -431,8 +438,8 @@ class Story:
         self.silence = None
 
     def _counted(self) -> tuple[int, int]:
-        """The number of failures, and of planned changes."""
-        planned = sum(one.planned for one in self.failures)
+        """Return the numbers of failures and of planned changes."""
+        planned = sum(failure.planned for failure in self.failures)
         return len(self.failures) - planned, planned
 
     def _cut_short(self, verdict: str = "") -> None:
@@ -456,7 +463,7 @@ class Story:
         self.ignored_losses += [loss for loss in self._losses if loss.wall_seconds < oldest]
         related += [] if silence is None else [silence]
         if len(self.failures) > 1:
-            self.failures[-1].parts.clear()  # one for each role; the first failure is drawn
+            self.failures[-1].parts.clear()  # a part per role; only the first failure is drawn
         self.failures.append(
             Interruption(
                 earlier=self._counted(),
@@ -471,16 +478,16 @@ class Story:
         self._losses, self._stacks, self._hangs = [], [], []
 
     def _recover(self, event: Event, failure: Interruption) -> None:
-        """Events of a recovery; re-protection and its exposure may end after the run continued."""
+        """Take in an event of a recovery; re-protection may end after the run continued."""
         data = event.data
         match event.kind:
             case Kind.EPOCH_DECIDED:
                 failure.generation = _generation(data)
                 if any(loss.kind is Kind.NODE_LOST for loss in failure.losses):
-                    # Copies are made again from then on, also where no vault says how long it took.
+                    # Copies are made again from then on, even if no vault reports its time.
                     failure.exposed_seconds = event.wall_seconds - failure.began
             case Kind.EPOCH_OPENED:
-                failure.opened = failure.opened or event  # a coordinator that took over repeats it
+                failure.opened = failure.opened or event  # a new coordinator repeats it
             case Kind.PHASE:
                 phase, seconds = event.phase or str(data.get("phase", "")), data.get("seconds", 0.0)
                 began = event.wall_seconds - float(seconds)
@@ -496,8 +503,8 @@ class Story:
                 failure.end(data)
                 failure.ended = event.wall_seconds
                 if failure.seconds is not None:
-                    # The coordinator knows when it began; we only when it was heard of. One that
-                    # took over does not know of the time before.
+                    # The coordinator knows its begin, the story only its first event. A
+                    # coordinator that took over does not know the time before.
                     failure.began = min(failure.began, event.wall_seconds - failure.seconds)
                     if any(loss.kind is Kind.COORDINATOR for loss in failure.losses):
                         whole, phases = event.wall_seconds - failure.began, failure.phases
@@ -509,23 +516,19 @@ class Story:
 
 
 def best_cause(failures: Sequence[Event]) -> Event:
-    """The likeliest cause of an epoch's end. ``failures``: the event that closed the epoch, then
-    losses. What was ended on purpose, which has no kind, is no cause, nor is what came later, or
-    a process without a role.
+    """Return the likeliest cause of an epoch's end.
+
+    ``failures``: the event that closed the epoch, then losses. An end on purpose (without a kind),
+    a later failure, and the end of a process without a role are no causes.
     """
     closed = failures[0]
-    same = [
-        one
-        for one in failures
-        if one.epoch == closed.epoch
-        and "kind" in one.data
-        and (one.kind is not Kind.MEMBER_LOST or one.role is not None)
-    ]
-    return min(same, key=lambda one: rank(str(one.data["kind"])), default=closed)
+    same = (e for e in failures if e.epoch == closed.epoch and "kind" in e.data)
+    causes = (e for e in same if e.kind is not Kind.MEMBER_LOST or e.role is not None)
+    return min(causes, key=lambda event: rank(str(event.data["kind"])), default=closed)
 
 
-def _end_untold(failure: Interruption, opened: Event, ended: float) -> None:
-    """Nobody tells that it is over: its coordinator was lost behind the opening."""
+def _end_unreported(failure: Interruption, opened: Event, ended: float) -> None:
+    """End a failure without a report: its coordinator was lost after the epoch opened."""
     values = {"phases": opened.data.get("phases", {}), "seconds": ended - failure.began}
     if failure.generation is not None:
         values["steps_recomputed"] = max(0, failure.last_iteration - failure.generation[1])
@@ -538,9 +541,9 @@ def _generation(values: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def ordered_phases(phases: Mapping[str, Any]) -> dict[str, float]:
-    """The given phases with seconds, in the order of :data:`PHASES`; unknown ones at the end.
+    """Return phases with their seconds in the order of :data:`PHASES`, then unknown phases.
 
-    ``abandoned`` and ``wait`` are left out where no time was spent on them, as almost always.
+    ``abandoned`` and ``wait`` are left out where they took no time, as almost always.
     """
     names = [name for name in PHASES if name in phases]
     names += [name for name in phases if name not in PHASES]

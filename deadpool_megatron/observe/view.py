@@ -1,6 +1,6 @@
-"""The one view of a run: state, numbers and advice, from its events and its coordinator. Pure.
+"""The view of a run: state, numbers and advice, from its events and its coordinator. Pure.
 
-Status, page, `run`, `watch`, report and metrics show what stands here; states.toml has the words.
+Status, page, `run`, `watch`, report and metrics show this view; states.toml has its texts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import advice, count, describe_wait, to_do
 from deadpool_megatron.observe.story import Interruption, Story
 
-# A coordinator that does not answer for so long has no successor, and a step that takes longer than
-# this, and than so many others did, is worth a word.
+# A coordinator without an answer for this time has no successor; a step that takes longer than
+# this, and than that many usual steps, is reported.
 _SILENT_SECONDS = 30.0
 _LATE_STEPS = 10
-# A larger difference between two clocks is said.
+# A larger difference between two clocks is reported.
 _CLOCK_SECONDS = 5.0
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _TABLE = tomllib.loads(Path(__file__).with_name("states.toml").read_text())
@@ -36,7 +36,7 @@ _ENDS: Mapping[str, Mapping[str, str]] = _TABLE["ends"]
 
 
 class State(StrEnum):
-    """The state of a run, by the word that every view shows."""
+    """The state of a run, as every display calls it."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -52,13 +52,12 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class View:
-    """Facts of a run as people read them. ``story``: with the events that still wait in the
-    coordinator; ``status``: its answer, None without one; ``final``: the result, or what events say
-    of it.
+    """The facts of a run for people.
 
-    ``now``: wall clock of the coordinator, by which the dates of events are, seconds; without an
-    answer of whoever looks. ``skew``: seconds by which the latter is ahead. ``why``: of a run that
-    is over, its reason.
+    ``story``: with the events that the coordinator could not write yet; ``status``: the answer of
+    the coordinator, or None; ``final``: the result, or its event. ``now``: wall clock (seconds) of
+    the coordinator, which dates the events, or of the reader without an answer. ``skew``: seconds
+    by which the reader's clock is ahead. ``reason``: the reason of the end of a run.
     """
 
     state: State
@@ -71,10 +70,10 @@ class View:
     look: str = ""
     title: str = ""
     to_do: str = ""
-    why: str = ""
+    reason: str = ""
 
     def advice(self, failure: Interruption) -> str:
-        """Return what to do about a failure; empty for nothing."""
+        """Return the advice about a failure; empty for none."""
         return advice(failure, self.story).replace("--run-dir DIR", f"--run-dir {self.run}")
 
     @property
@@ -84,14 +83,14 @@ class View:
 
     @property
     def iteration(self) -> int:
-        """The newest finished one."""
+        """The newest finished iteration."""
         known = self.final if self.status is None else self.status
         newest = known.get("iterations" if self.status is None else "iteration", 0)
         return max(int(newest), self.story.last_iteration)
 
     @property
     def step_seconds_ago(self) -> float | None:
-        """Seconds since the newest step; None before there was any."""
+        """Seconds since the newest step; None before the first."""
         at = self.story.last_step_at
         if self.status is not None and self.status["step_seconds_ago"] is not None:
             return float(self.status["step_seconds_ago"])
@@ -99,15 +98,15 @@ class View:
 
     @property
     def exposed(self) -> list[int] | None:
-        """Roles with fewer copies than wanted; None where that is not known."""
+        """Roles with fewer copies than wanted; None if unknown."""
         if self.status is None or self.state in (State.STARTING, State.TAKEOVER, State.OVER):
             return None
         return list(self.status["fewer_copies"])
 
     @property
-    def most_lost(self) -> float | None:
-        """Iterations that the loss of a node costs at most, infinite where that may be all; None
-        where it is not known."""
+    def max_lost(self) -> float | None:
+        """The largest number of iterations that the loss of a node costs, perhaps infinite; None if
+        unknown."""
         if self.exposed is None or self.status is None:
             return None
         lost = self.status["rpo"]["most_lost"]
@@ -115,19 +114,20 @@ class View:
 
     @property
     def events_waiting(self) -> int:
-        """Events that cannot be written."""
+        """The number of events that cannot be written."""
         events = {} if self.status is None else self.status["events"]
         return int(events["waiting"]) if events.get("trouble") else 0
 
     @property
     def refusals(self) -> int:
-        """Messages and connections refused, but for late ones of closed epochs."""
+        """The number of refused messages and connections, without late messages of closed
+        epochs."""
         reported = 0 if self.status is None else int(self.status["refusals"])
         return max(self.story.counts.get(Kind.REFUSED, 0), reported)
 
     def at_risk(self) -> str:
-        """Return what the loss of a node costs."""
-        lost = self.most_lost
+        """Return the cost of the loss of a node."""
+        lost = self.max_lost
         if lost is None:
             return "not known before all agents have come to the coordinator"
         if lost < math.inf:
@@ -137,7 +137,7 @@ class View:
         return f"roles {in_short(self.exposed or [])} lack copies: perhaps all since {since}"
 
     def notes(self) -> list[tuple[str, str]]:
-        """Return names and texts of what is to be known of the view itself."""
+        """Return names and texts of notes about the view itself."""
         order = "later" if self.skew > 0 else "earlier"
         text = (
             f"this host is {abs(self.skew):.0f} s {order} than the coordinator, whose clock counts"
@@ -154,10 +154,11 @@ def view(
     left: str = "",
     final: Mapping[str, Any] | None = None,
 ) -> View:
-    """Return the view. ``status``: the coordinator's answer, None without one; ``run``: its
-    directory; ``now``: wall clock of whoever looks, seconds; ``left``: in memory, of a run without
-    a process; ``final``: the result. Raises one of :data:`events.DAMAGE` for the status of another
-    version.
+    """Return the view of a run.
+
+    ``status``: the coordinator's answer, or None; ``run``: the run's directory; ``now``: the
+    reader's wall clock, seconds; ``left``: a text about the memory of a run without a process;
+    ``final``: the result. Raises one of :data:`events.DAMAGE` for the status of another version.
     """
     if status is not None:
         story = story.ahead(map(Event.from_dict, status["events"]["unwritten"]))
@@ -168,23 +169,23 @@ def view(
     state = State.OVER if is_over else State.GONE if left else _state(story, status)
     seen = View(state, run, story, status, final, clock, now - clock)
     name = str(run).rpartition("/")[2]
-    words = {"run": run, "name": name, "left": left, **_words(seen)}
+    facts = {"run": run, "name": name, "left": left, **_facts(seen)}
     row, code = TABLE[state], str(final.get("exit_status", 0))
     troubles = [] if status is None or is_over else [TROUBLES[name] for name in _troubles(seen)]
     texts = [row["to_do"], *(trouble["to_do"] for trouble in troubles)]
-    why, orders = _reason(seen, left) if is_over else ("", [])
-    to_do = dict.fromkeys(filter(None, [*(text.format(**words) for text in texts), *orders]))
+    reason, orders = _reason(seen, left) if is_over else ("", [])
+    to_do = dict.fromkeys(filter(None, [*(text.format(**facts) for text in texts), *orders]))
     look = row["look"]
     if state is State.OVER and code in _ENDS:
         look = _ENDS[code]["look"]
-    elif state is State.UNANSWERED and words["silent"] > _SILENT_SECONDS:
+    elif state is State.UNANSWERED and facts["silent"] > _SILENT_SECONDS:
         look = "bad"
     return replace(
         seen,
         look="wait" if look == "good" and troubles else look,
-        title="".join(one["title"].format(**words) for one in (row, *troubles)),
+        title="".join(entry["title"].format(**facts) for entry in (row, *troubles)),
         to_do="; ".join(to_do),
-        why=why,
+        reason=reason,
     )
 
 
@@ -203,12 +204,12 @@ def _state(story: Story, status: Mapping[str, Any] | None) -> State:
     return State.PLANNED if failing["kind"] == FailureKind.DRAINED else State.RECOVERING
 
 
-def _words(seen: View) -> dict[str, Any]:
-    """Return what the texts of the tables name."""
+def _facts(seen: View) -> dict[str, Any]:
+    """Return the values for the texts of the tables."""
     story, status, final = seen.story, seen.status, seen.final
     code, waiting = str(final.get("exit_status", 0)), story.waiting
     how = describe_kind(str(final.get("kind") or "")) or "failed"
-    words: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "joined": len(story.hosts),
         "wanted": sum(story.wanted),
         "silent": max(0.0, seen.now - (story.last_wall or seen.now)),
@@ -218,14 +219,14 @@ def _words(seen: View) -> dict[str, Any]:
         "wait": "a role has no node" if waiting is None else describe_wait(waiting),
     }
     if status is None:
-        return words
+        return facts
     phase, waits, events = str(status["phase"]), status["waiting_for"], status["events"]
-    why = events["why"]
-    return words | {
+    reason = events["why"]
+    return facts | {
         "phase": "replay" if phase == "running" else phase,
         "waits": f", waits for {waits}" if waits else "",
         "node": status["coordinator"]["node"],
-        "full": "is full" if why in _FULL else f"cannot be written ({why})",
+        "full": "is full" if reason in _FULL else f"cannot be written ({reason})",
         "since": date(seen.now - events["seconds"])[11:19],
         "trains": ", training continues" if seen.state is State.RUNNING else "",
         "fewer": count(len(status["fewer_copies"]), "role"),
@@ -234,7 +235,7 @@ def _words(seen: View) -> dict[str, Any]:
 
 
 def _troubles(seen: View) -> Iterator[str]:
-    """Names of the troubles of a run whose coordinator answers."""
+    """Yield the names of the troubles of a run whose coordinator answers."""
     story, status, ago = seen.story, seen.status or {}, seen.step_seconds_ago
     if seen.events_waiting:
         yield "full"
@@ -249,12 +250,12 @@ def _troubles(seen: View) -> Iterator[str]:
 
 
 def _reason(seen: View, left: str) -> tuple[str, list[str]]:
-    """Return why a run is over, and what to do: the advice for what ended it, the commands among
-    the words of its reason, what is left in memory."""
+    """Return the reason of a run's end, and the orders for its user: the advice about the last
+    failure, the commands in the reason, and ``left``."""
     final, last = seen.final, seen.story.failures[-1:]
     unknown = "no reason known" if final.get("exit_status") else ""
     parts = str(final.get("reason") or unknown).split("; ")
     orders = [part for part in parts if "'deadpool run" in part]
-    why = "; ".join(part for part in parts if part not in orders)
-    known = [seen.advice(one) for one in last if one.is_cut_short]
-    return why, [*(known or [to_do(str(final.get("kind") or ""))]), *orders, left]
+    reason = "; ".join(part for part in parts if part not in orders)
+    known = [seen.advice(failure) for failure in last if failure.is_cut_short]
+    return reason, [*(known or [to_do(str(final.get("kind") or ""))]), *orders, left]

@@ -170,7 +170,7 @@ def shown(run: Synthetic, skew: float = 0.0) -> tuple[View, dict[str, dict[str, 
     facts = report.to_dict(RUN, seen)
     failures = [one for one in facts["failures"] if not one["planned"]]
     found["report"] = {
-        "title": lines[0].removeprefix(f"{RUN}: ").removesuffix(f" ({seen.why})"),
+        "title": lines[0].removeprefix(f"{RUN}: ").removesuffix(f" ({seen.reason})"),
         "to_do": (lines[1] if "to do: " in lines[1] else "to do: ").split("to do: ")[1],
         **{name: facts[name] for name in ("state", "goodput")},
         "iteration": facts["last_iteration"],
@@ -333,7 +333,7 @@ def test_a_bug_is_called_so_and_nothing_is_attached_to_a_run_that_is_over() -> N
     seen = hold(run)
     assert [one.kind for one in seen.story.failures] == ["process-crash", "node-lost", "bug"]
     assert seen.to_do.startswith("fix the program or the data first")
-    assert "; process 0" in seen.why, "all of the reason"
+    assert "; process 0" in seen.reason, "all of the reason"
     assert not any("--attach" in seen.advice(one) for one in seen.story.failures)
     lines = list[Line]()
     narrator = Narrator(Story())
