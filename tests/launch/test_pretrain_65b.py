@@ -96,8 +96,8 @@ def info(task: Task, monkeypatch: pytest.MonkeyPatch) -> RunInfo:
         raise CommandError("as far as the test goes")
 
     monkeypatch.setattr(preconditions, "check_shared_memory", stop)
-    monkeypatch.setattr(preconditions, "decided", lambda communicator, *_: communicator)
-    monkeypatch.setattr(preconditions, "check_agreed", lambda *_: None)
+    monkeypatch.setattr(preconditions, "choose_communicator", lambda communicator, *_: communicator)
+    monkeypatch.setattr(preconditions, "check_communicator", lambda *_: None)
     for name, value in task.environment.items():
         if name.startswith("SLURM_"):
             monkeypatch.setenv(name, value)

@@ -1,5 +1,5 @@
-"""The life of one agent process, as ``deadpool run`` and ``deadpool agent`` both start it; and
-``deadpool standby``, which an agent starts for itself: it may become the coordinator.
+"""An agent process, as ``deadpool run`` and ``deadpool agent`` start it; and ``deadpool standby``,
+the agent's own standby, which may become the coordinator.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _ATTACH_PAUSE_SECONDS = 1.0
 
 
 def serve(options: AgentOptions, standby_port: int | None, rejoins: int = 0) -> int:
-    """Serve as a node until the run is over; returns its exit status. An agent that was fenced
-    comes back as another node, up to ``rejoins`` times. Raises CommandError.
+    """Serve as a node until the run is over; return its exit status. A fenced agent rejoins as
+    another node, up to ``rejoins`` times. Raises CommandError.
 
-    ``options``: without a standby, and with the domain that its user has given. ``standby_port``:
-    where its standby listens once it coordinates, None for no standby.
+    ``options``: without a standby, and with the user's failure domain. ``standby_port``: on which
+    its standby listens once it coordinates; None for no standby.
     """
     run, info, node, host = options.run, options.info, options.node, options.host
-    # Once: when a node that was cut off comes back, file systems may be away yet.
+    # Read once: when a node rejoins after a cut, file systems may still be unavailable.
     table = {} if options.domain else read_domains(info.settings)
     for attempt in range(rejoins + 1):
         if node == NO_NUMBER:
@@ -57,9 +57,9 @@ def serve(options: AgentOptions, standby_port: int | None, rejoins: int = 0) -> 
             standby += ("--node-id", str(node), "--host", host, "--port", str(standby_port))
         domain = options.domain or domains.domain_of(table, node, socket.gethostname())
         keeps = attempt < rejoins
-        once = replace(options, node=node, domain=domain, standby=standby, keeps_slots=keeps)
+        complete = replace(options, node=node, domain=domain, standby=standby, keeps_slots=keeps)
         try:
-            status = run_agent(once)
+            status = run_agent(complete)
         except NodeTaken as error:
             raise CommandError(f"{error}: choose another --node-id") from error
         except SegmentError as error:
@@ -73,13 +73,13 @@ def serve(options: AgentOptions, standby_port: int | None, rejoins: int = 0) -> 
         ended = int(run.read_final()["exit_status"])
     except RunDirectoryError:
         return status
-    if ended == 0:  # else what agents that died have left may complete what was dumped
+    if ended == 0:  # otherwise the memory of dead agents may complete a dump
         remove_unclaimed(run, info.run_id)
     return ended
 
 
 def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> int:
-    """A node id that no node has had. Raises CommandError when no coordinator gives one in time."""
+    """Return an unused node id. Raises CommandError if no coordinator assigns one in time."""
     limit = time.monotonic() + info.settings.spare_timeout_seconds
     message = {"command": "attach", "hostname": socket.gethostname()}
     while True:
@@ -92,7 +92,7 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
         except RequestRefused:
             raise
         except TRANSIENT as error:
-            # A node that was cut off may be without the shared run directory for as long.
+            # After a cut the shared run directory may be unavailable, too.
             if run.has_final() or time.monotonic() > limit:
                 raise CommandError(f"cannot attach: {error}") from error
         time.sleep(_ATTACH_PAUSE_SECONDS)
@@ -108,8 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch, and coordinate when it has to; returns the exit status."""
-    # Warm: nothing is left to import in a takeover.
+    """Watch the coordinator, and take over if it fails; return the exit status."""
+    # Imported now, so that a takeover imports nothing.
     from deadpool_megatron.cluster.coordinator import service
     from deadpool_megatron.cluster.coordinator.standby import Standby, StandbyOptions
     from deadpool_megatron.cluster.coordinator.succession import CoordinatorOptions
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     term, listener = claimed
     newest = standby.recovered.record
     begins_anew = newest is not None and newest.epoch <= info.ended_epoch
-    # Where its agent never met the coordinator before it, that one has died with all the others.
+    # If its agent was never connected to the earlier coordinator, all processes had died.
     restarted = begins_anew or (term.number > 1 and not standby.was_in_touch)
     return service.run_coordinator(
         CoordinatorOptions(

@@ -1,8 +1,8 @@
-"""Everything about a run on this host that its user need not say: its size, and its directory.
+"""Defaults of a run on this host: its size, and its directory.
 
-Nodes of one host are sets of processes. Where GPUs are visible, the largest number of roles is
-chosen that leaves as many as a spare node needs, and that the script's parallel sizes and its batch
-allow, cut into the most nodes; without GPUs the smallest such number.
+Nodes of one host are sets of processes. With visible GPUs, the default is the largest number of
+roles that leaves GPUs for a spare node and fits the script's parallel sizes and batch, on as many
+nodes as possible; without GPUs the smallest such number.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Size:
 
     @property
     def roles(self) -> int:
-        """Return how many processes train."""
+        """Return the number of processes that train."""
         return self.nodes * self.processes
 
     def __str__(self) -> str:
@@ -53,13 +53,13 @@ def choose(
     spares: int | None = None,
     processes: int | None = None,
 ) -> Size | None:
-    """Return the size of a run on a host with so many GPUs, of which a part may be given; None
-    where there is none. Pure, but for files of arguments that the command names."""
-    found = flags.named_arguments(list(_words(command)))
+    """Return the size of a run on a host with ``gpus``, with parts of it given; None if none fits.
+    Pure, except that it reads argument files that the command names."""
+    found = flags.named_arguments(list(_tokens(command)))
 
-    def size(name: str, usual: int = 1) -> int:
-        value = getattr(found, name, usual)
-        return value if type(value) is int and value > 0 else usual
+    def size(name: str, default: int = 1) -> int:
+        value = getattr(found, name, default)
+        return value if type(value) is int and value > 0 else default
 
     tp, pp = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
     replica = tp * pp * size("context_parallel_size")
@@ -67,28 +67,25 @@ def choose(
     unit, batch = lcm(replica, experts), size("global_batch_size", 0) // size("micro_batch_size")
     spare = (1 if nodes is None else 0) if spares is None else spares
 
-    def fits(one: Size) -> bool:
-        return (
-            one.roles % unit == 0
-            and batch % max(1, one.roles // replica) == 0
-            and (not gpus or (one.nodes + spare) * one.processes <= gpus)
-        )
+    def fits(size: Size) -> bool:
+        is_divided = size.roles % unit == 0 and batch % max(1, size.roles // replica) == 0
+        return is_divided and (not gpus or (size.nodes + spare) * size.processes <= gpus)
 
-    some = range(1, gpus + 1) if gpus else range(2, max(2, unit) + 1)
+    counts = range(1, gpus + 1) if gpus else range(2, max(2, unit) + 1)
     sizes = [
-        one
-        for count in (some if nodes is None else (nodes,))
+        candidate
+        for count in (counts if nodes is None else (nodes,))
         for each in (range(1, (gpus or unit) + 1) if processes is None else (processes,))
-        if fits(one := Size(count, spare, each))
+        if fits(candidate := Size(count, spare, each))
     ]
     if gpus:
-        return max(sizes, key=lambda one: (one.roles, one.nodes), default=None)
-    return min(sizes, key=lambda one: (one.roles, -one.nodes), default=None)
+        return max(sizes, key=lambda size: (size.roles, size.nodes), default=None)
+    return min(sizes, key=lambda size: (size.roles, -size.nodes), default=None)
 
 
 def fill(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
-    """Fill in what ``args`` of ``deadpool run`` leave open; return it as a user would have given
-    it. ``command``: the user's own. Raises CommandError where no size fits."""
+    """Set the missing ``args`` of ``deadpool run``, and return them in the form of a command line.
+    ``command``: the user's own. Raises CommandError if no size fits."""
     if args.nodes is not None and args.nproc_per_node is not None:
         args.spares = args.spares or 0
     names = ("run_dir", "nodes", "spares", "nproc_per_node")
@@ -106,13 +103,13 @@ def fill(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
 
 
 def advice(gpus: int, command: Sequence[str]) -> str:
-    """Return the size that fits a host with so many GPUs, as it is given; empty without one."""
+    """Return the size that fits a host with ``gpus``, in the form of flags; empty without one."""
     found = choose(gpus, command) if gpus else None
     return "" if found is None else f"'{found}'"
 
 
 def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """As the run had that is started again or continued, else as fits."""
+    """Set the size: that of the run that is restarted or resumed, else one that fits."""
     given = args.nodes, args.spares, args.nproc_per_node
     gpus = 0
     if arguments.communicator_in(args) in ("auto", "nccl"):
@@ -127,9 +124,9 @@ def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
         other = choose(gpus, command, args.nodes, 0, args.nproc_per_node)
         flags = zip(("--nodes", "--spares", "--nproc-per-node"), given, strict=True)
         named = " ".join(f"{flag} {number}" for flag, number in flags if number is not None)
-        what = f"{named} does not fit" if named else "no number of nodes and processes fits"
+        problem = f"{named} does not fit" if named else "no number of nodes and processes fits"
         raise CommandError(
-            f"{what} {where}, the script's parallel sizes, its batch and the spares: "
+            f"{problem} {where}, the script's parallel sizes, its batch and the spares: "
             + (f"without one '{other}' does" if other else "choose other numbers")
         )
     chosen = found.nodes, found.spares, found.processes
@@ -139,14 +136,14 @@ def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 
 def outlives_hosts(command: Sequence[str], run: RunDirectory) -> bool:
-    """Return whether the run directory does, or the user has chosen a place for checkpoints."""
+    """Return whether the run directory is shared, or the user has a directory for checkpoints."""
     return "--save" in flags.tokens_of(command) or file_systems.is_shared(run.path)
 
 
-def settled(settings: Settings, plan: Path | None, *, lasts: bool) -> Settings:
-    """Return the settings with what is left to what is there: checkpoints in the background are off
-    unless what is written ``lasts``; ``plan`` says what memory a node needs for slots, and its part
-    of such a checkpoint. Raises PlanError."""
+def resolve(settings: Settings, plan: Path | None, *, lasts: bool) -> Settings:
+    """Return the settings with automatic values resolved: checkpoints in the background are off
+    unless files outlive the hosts (``lasts``); ``plan`` determines the memory of a node for slots
+    and for its part of such a checkpoint. Raises PlanError."""
     interval, shm_gb = settings.persist_interval, settings.shm_gb
     if interval == "auto" and not lasts:
         interval = "off"
@@ -157,7 +154,7 @@ def settled(settings: Settings, plan: Path | None, *, lasts: bool) -> Settings:
     return replace(settings, persist_interval=interval, shm_gb=shm_gb)
 
 
-def _words(command: Sequence[str]) -> Iterator[str]:
+def _tokens(command: Sequence[str]) -> Iterator[str]:
     for word in command:
         file = Path(word[1:])
         yield from (

@@ -1,10 +1,9 @@
-"""The launcher: starts the agents on this host, watches over them, cleans up behind.
+"""The launcher: starts the agents on this host, supervises them, and cleans up after them.
 
-It has one thread for its whole life, for agents are forked from it, and so is the process that
-imports torch and Megatron once and forks members for all of them. A pipe to each agent, of which
-only the launcher holds the other end, tells the agent of its death, even by SIGKILL; a byte in it
-appoints the agent, which then keeps a standby. Two agents are appointed at any time: one of their
-standbys coordinates.
+It stays single-threaded, because it forks the agents, and the process that imports torch and
+Megatron once and forks members for all of them. The launcher holds one end of a pipe to each agent:
+its end of file shows the launcher's death, even by SIGKILL; a byte appoints the agent, which then
+keeps a standby. Two agents are appointed at any time: one of their standbys coordinates.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ _FENCE_SECONDS = 5.0
 
 @dataclass(eq=False)
 class Launcher:
-    """One run on this host. Use :meth:`run` once; ``trouble`` is why it failed, if it was not for
-    a reason that the coordinator has written down.
+    """A run on this host. Call :meth:`run` once; ``failure``: the reason of a failure that the
+    coordinator has not recorded.
 
-    ``refills``: how many dead nodes are followed by a new spare node; ``say``: one line to the
-    user; ``look``: called several times a second, to show progress. ``numbers``: of the nodes to
-    start with. ``gpus``: what they share out; none leaves all of them with what this process sees.
+    ``refills``: the number of lost nodes that are replaced by new spares; ``say``: prints a line
+    for the user; ``look``: called regularly, to show progress. ``numbers``: of the first nodes.
+    ``gpus``: divided among the nodes; if empty, each node sees all GPUs of this process.
     """
 
     directory: run_files.RunDirectory
@@ -61,40 +60,40 @@ class Launcher:
     look: Callable[[], object]
     numbers: tuple[int, ...]
     gpus: tuple[str, ...] = ()
-    trouble: str = field(default="", init=False)
+    failure: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self.directory.run_id = self.info.run_id
         self._agents: dict[int, int] = {}  # node -> pid
-        self._lines: dict[int, int] = {}  # node -> our end of the pipe to its agent
+        self._pipes: dict[int, int] = {}  # node -> launcher's end of the pipe to its agent
         self._server: ForkServer | None = None
-        # node -> which share of the GPUs it has
+        # node -> number of its share of the GPUs
         self._shares = {node: share for share, node in enumerate(sorted(self.numbers))}
         self._appointed: set[int] = set()
         self._next_node = max(self.numbers) + 1
-        self._unfilled = 0  # dead nodes that no new one has followed yet
+        self._due_refills = 0  # lost nodes that are not yet replaced
         self._signals = 0
-        self._discards = False  # what is in memory, when stopped
+        self._discards = False  # whether a stop removes the state in memory
         self._stopped: set[int] = set()
         self._stop_deadline = 0.0
         self._address = ""
         self._held = -1
         self._ending = False
-        self._fallen: dict[int, float] = {}  # node -> when its agent had ended, not long ago
-        self._shortage = ""
-        self._replaced = ""  # why its directory is not that of the run any more
+        self._ended_at: dict[int, float] = {}  # node -> end of its agent, if recent
+        self._last_shortage = ""
+        self._directory_problem = ""  # why the directory is not the run's any more
         self._status: int = ExitStatus.FAILED
 
     def run(self) -> int:
-        """From the first process to the last; returns the exit status of the run.
+        """Run all processes to their end; return the exit status of the run.
 
-        Raises CommandError for what is wrong with the environment; nothing is left running then.
+        Raises CommandError for errors of the environment; no process is left then.
         """
         self._address = local_address(self.info.settings.interface)
         previous = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            # nohup has it ignored, and means it. A shell has its background ignore interrupts, too.
+            # nohup ignores SIGHUP on purpose; shells ignore SIGINT for jobs in the background, too.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
         }
         try:
@@ -132,17 +131,17 @@ class Launcher:
             if pid == 0:
                 kept = (theirs,) if server is None else (theirs, server.connection.fileno())
                 log = self.directory.log(f"node{node}-agent")
-                _become_agent(lambda: self._serve(node, theirs, server), kept, log)
+                _run_forked(lambda: self._serve(node, theirs, server), kept, log)
         finally:
             os.close(theirs)
             if server is not None:
                 server.connection.close()
         self._agents[node] = pid
-        self._lines[node] = ours
-        self._appoint()
+        self._pipes[node] = ours
+        self._appoint_agents()
 
     def _serve(self, node: int, line: int, server: ForkServer | None) -> int:
-        """In the forked child: be the agent of ``node``; returns its exit status."""
+        """Serve as the agent of ``node``, in the forked child; return its exit status."""
         if gpus := self.gpus:
             size = self.info.nproc_per_node
             os.environ[VISIBLE] = share_of(gpus, self._shares[node], size)
@@ -161,37 +160,37 @@ class Launcher:
         return serve(options, standby_port=0)
 
     def _free_share(self) -> int:
-        """Returns the first share of the GPUs that no live node has."""
+        """Return the first share of the GPUs that no live node has."""
         taken = {self._shares[node] for node in self._agents}
         return min(set(range(len(self._agents) + 1)) - taken)
 
-    def _appoint(self) -> None:
-        """The agents of the highest numbers get roles last, if at all."""
+    def _appoint_agents(self) -> None:
+        """Appoint the agents of the highest numbers: they get roles last, if at all."""
         self._appointed &= self._agents.keys()
         others = sorted(self._agents.keys() - self._appointed, reverse=True)
         for node in others[: _STANDBYS - len(self._appointed)]:
             self._appointed.add(node)
-            with contextlib.suppress(BrokenPipeError):  # it has ended, and is reaped next
-                os.write(self._lines[node], b"\0")
+            with contextlib.suppress(BrokenPipeError):  # the agent has ended, and is reaped next
+                os.write(self._pipes[node], b"\0")
 
     # Watching.
 
     def _supervise(self) -> None:
-        """Until the run is over and its coordinator has ended, or has had its time to."""
-        orphans, look_at = posix.Orphans() if os.getpid() == 1 else None, 0.0
+        """Supervise until the run and its coordinator have ended, or a stop has timed out."""
+        orphans, refresh_at = posix.Orphans() if os.getpid() == 1 else None, 0.0
         while True:
             self._reap_agents()
-            if self.trouble:
+            if self.failure:
                 return
-            if not self._agents and not self._unfilled:
-                self._note_trouble()
+            if not self._agents and not self._due_refills:
+                self._note_failure()
                 return
-            if self._signals or time.monotonic() >= look_at:
-                look_at = time.monotonic() + _REFRESH_SECONDS
+            if self._signals or time.monotonic() >= refresh_at:
+                refresh_at = time.monotonic() + _REFRESH_SECONDS
                 if orphans is not None:
                     orphans.reap()
                 self.look()
-                self._look_for_directory()
+                self._check_directory()
                 coordinators = cleanup.coordinator_processes(self.directory)
                 if not coordinators and self.directory.has_final():
                     return
@@ -203,23 +202,23 @@ class Launcher:
                 return
             self._wait()
 
-    def _look_for_directory(self) -> None:
-        """Say once that the directory is another run's. One that is removed is made again."""
+    def _check_directory(self) -> None:
+        """Report once that the directory is another run's. A removed directory is created again."""
         try:
             self.directory.check_own()
         except OSError as error:
-            if str(error) != self._replaced:
-                self._replaced = str(error)
+            if str(error) != self._directory_problem:
+                self._directory_problem = str(error)
                 self.say(
                     f"{error.filename}: {error.strerror}. The run trains, but nobody can steer it:"
                     " put its directory back; Ctrl-C ends it and keeps its state in memory"
                 )
 
     def _wait(self) -> None:
-        """A line whose other end is gone says so at once."""
+        """Wait a moment, or until an agent closes its end of a pipe."""
         poller = select.poll()
-        for line in self._lines.values():
-            poller.register(line, select.POLLERR)
+        for pipe in self._pipes.values():
+            poller.register(pipe, select.POLLERR)
         poller.poll(_POLL_SECONDS * 1000)
 
     def _reap_agents(self) -> None:
@@ -233,76 +232,76 @@ class Launcher:
             self.look()
         for node in ended:
             del self._agents[node]
-            self._hang_up(node)
+            self._close_pipe(node)
             self._clean(node, keep_slots=True)
-            self._fallen[node] = time.monotonic()
-        # What a node held is gone with it, as on a real machine. What the last ones held that were
-        # killed together is all that there is.
+            self._ended_at[node] = time.monotonic()
+        # The memory of a lost node is removed, as on a real machine. The memory of the last nodes,
+        # if they were killed together, is the only state left.
         until = time.monotonic() - _TOGETHER_SECONDS
-        for node in [n for n, at in self._fallen.items() if self._agents and at < until]:
-            del self._fallen[node]
+        for node in [n for n, at in self._ended_at.items() if self._agents and at < until]:
+            del self._ended_at[node]
             self._clean(node, keep_slots=run_files.slots_are_kept(self.directory))
-        if not (ended or self._unfilled) or self.directory.has_final() or self._stop_deadline:
+        if not (ended or self._due_refills) or self.directory.has_final() or self._stop_deadline:
             return
         codes = [os.waitstatus_to_exitcode(status) for status in ended.values()]
-        if ExitStatus.BAD_INPUT in codes and not self._has_begun():
-            self._status, self.trouble = ExitStatus.BAD_INPUT, self._words_of(max(ended))
+        if ExitStatus.BAD_INPUT in codes and not self._has_started():
+            self._status, self.failure = ExitStatus.BAD_INPUT, self._final_output(max(ended))
             return
         for node, status in ended.items():
             self.say(f"node {node}: agent {ProcessEnd.from_wait_status(status)}")
-        self._unfilled = min(self._unfilled + len(ended), self.refills)
-        if not self._fallen or not self._agents:  # a spare takes up what it finds on its host
+        self._due_refills = min(self._due_refills + len(ended), self.refills)
+        if not self._ended_at or not self._agents:  # a spare attaches to memory on its host
             self._refill()
-        self._appoint()
+        self._appoint_agents()
 
     def _clean(self, node: int, *, keep_slots: bool) -> None:
-        with self._saying_what_fails(f"what node {node} has left"):
+        with self._reporting_failures(f"what node {node} has left"):
             cleanup.clean_node(self.directory, self.info.run_id, node, keep_slots=keep_slots)
 
     def _refill(self) -> None:
-        """Start what is due. A host that is short of processes has its new spare later."""
-        while self._unfilled:
+        """Start the due spares; retry later if the host has no processes left."""
+        while self._due_refills:
             try:
                 self._start_agent(self._next_node)
             except OSError as error:
-                if self._shortage != str(error):
-                    self._shortage = str(error)
+                if self._last_shortage != str(error):
+                    self._last_shortage = str(error)
                     self.say(f"no new spare yet: {error}")
                 return
             self.say(f"node {self._next_node} starts as a new spare")
             self._next_node += 1
             self.refills -= 1
-            self._unfilled -= 1
+            self._due_refills -= 1
 
-    def _note_trouble(self) -> None:
-        """Note what no coordinator can notice: that no node came up, or that none is left."""
+    def _note_failure(self) -> None:
+        """Note a failure that no coordinator can see: no node came up, or none is left."""
         if self._stop_deadline or self.directory.has_final():
             return
         if self._newest_epoch() != 0:
-            self.trouble = "no node is left"
+            self.failure = "no node is left"
             with contextlib.suppress(OSError, ValueError):
                 for newest in filter(
                     run_files.is_there, run_files.read_valid(self.directory.latest)[:1]
                 ):
-                    self.trouble += f"; the newest checkpoint is {newest.path}"
+                    self.failure += f"; the newest checkpoint is {newest.path}"
             return
-        line = self._words_of(min(self.numbers))
-        self.trouble = f"no node came up: {line}" if line else "no node came up"
+        line = self._final_output(min(self.numbers))
+        self.failure = f"no node came up: {line}" if line else "no node came up"
 
-    def _words_of(self, node: int) -> str:
-        """Return in its own words why an agent waits, or has ended; else its log's last line."""
+    def _final_output(self, node: int) -> str:
+        """Return the agent's last report why it waits or has ended; else its log's last line."""
         log = self.directory.log(f"node{node}-agent")
-        said = [line for line in tail(log).splitlines() if line.startswith("agent of node ")]
-        return said[-1] if said else last_line(log)
+        reports = [line for line in tail(log).splitlines() if line.startswith("agent of node ")]
+        return reports[-1] if reports else last_line(log)
 
-    def _has_begun(self) -> bool:
-        """Return whether an epoch was decided; where the journal does not say, it may have been
-        once there was a coordinator."""
+    def _has_started(self) -> bool:
+        """Return whether an epoch was decided; without a readable journal, whether there was a
+        coordinator."""
         epoch = self._newest_epoch()
         return self.directory.coordinator.exists() if epoch is None else epoch > 0
 
     def _newest_epoch(self) -> int | None:
-        """0 where none was decided, None when the journal does not say."""
+        """Return the newest epoch, 0 if none was decided, None if the journal cannot be read."""
         try:
             journal = Journal(self.directory.journal, self.directory.check_own)
             return max(journal.numbers("epoch"), default=0)
@@ -310,7 +309,7 @@ class Launcher:
             return None
 
     def _exit_status(self) -> int:
-        if self.trouble:
+        if self.failure:
             return self._status
         try:
             final = self.directory.read_final()
@@ -319,11 +318,11 @@ class Launcher:
         self.look()
         return int(final["exit_status"])
 
-    # ProcessEnd.
+    # Ending.
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """The first signal ends the run in order, the second one at once. What it holds in memory
-        goes with a SIGTERM only; after a Ctrl-C, or without its terminal, it can be continued with.
+        """End the run in order at the first signal, at once at the second. Only a SIGTERM removes
+        the state in memory; after a Ctrl-C, or the loss of the terminal, it can be continued.
         """
         del frame
         self._signals += 1
@@ -332,18 +331,17 @@ class Launcher:
         now = time.monotonic()
         self._stop_deadline = now + 2 * settings.close_seconds if self._signals == 1 else now
         if self._signals > 1 and not self._agents and not self._ending:
-            raise KeyboardInterrupt  # something is imported, which takes its time
+            raise KeyboardInterrupt  # imports are running, which take long
 
     def _end_all(self) -> None:
-        """Nothing of the run is left on this host when this returns, but for slots that are to be
-        continued from."""
+        """Remove the run's processes and memory on this host, except slots to continue from."""
         self._ending = True
-        self._stop_deadline = time.monotonic()  # from here on nothing is started again
+        self._stop_deadline = time.monotonic()  # no more refills
         if self.directory.has_final() and self._signals < 2:
             self._wait_for_agents(_LEAVE_SECONDS)
-        for node in list(self._lines):
-            self._hang_up(node)
-        # They notice, and know best what they have started only an instant ago.
+        for node in list(self._pipes):
+            self._close_pipe(node)
+        # Agents notice the closed pipes, and end also the processes that they have just started.
         self._wait_for_agents(_FENCE_SECONDS)
         for pid in self._agents.values():
             posix.kill(pid)
@@ -352,33 +350,32 @@ class Launcher:
         if self._server is not None:
             self._server.end()
         run_id = self.info.run_id
-        kept = self._keeps_slots() and any(
-            any(node.glob("*.seg")) for node in cleanup.node_directories(run_id)
-        )
+        directories = cleanup.node_directories(run_id)
+        kept = self._keeps_slots() and any(any(node.glob("*.seg")) for node in directories)
         if self.directory.has_final() and self._signals < 2:
             self._wait_for_others(_FENCE_SECONDS)
-        with self._saying_what_fails("what the run has left"):
+        with self._reporting_failures("what the run has left"):
             cleanup.clean_run(self.directory, run_id, keep_slots=kept)
         if self._held >= 0:
             os.close(self._held)
 
     @contextlib.contextmanager
-    def _saying_what_fails(self, what: str) -> Iterator[None]:
-        """A run directory that is away ends no run, nor does it change how one has ended."""
+    def _reporting_failures(self, noun: str) -> Iterator[None]:
+        """Report errors of a removal only: they neither end a run nor change its result."""
         try:
             yield
         except OSError as error:
-            self.say(f"{what} was not removed as a whole: {error}")
+            self.say(f"{noun} was not removed as a whole: {error}")
 
-    def _hang_up(self, node: int) -> None:
-        """Close the line to an agent, which ends when it lives."""
-        if node in self._lines:
-            os.close(self._lines.pop(node))
+    def _close_pipe(self, node: int) -> None:
+        """Close the pipe to an agent, which ends a live agent."""
+        if node in self._pipes:
+            os.close(self._pipes.pop(node))
 
     def _keeps_slots(self) -> bool:
-        """Return whether they stay: the result says so, or there is none and nobody had it removed:
-        then only starting it has failed, perhaps not for the first time. Told to remove it before
-        it has decided anything, it leaves what was there before it."""
+        """Return whether slots stay: as the result has it; without one, unless the user had them
+        removed, as then only the start has failed. A SIGTERM before the first decision of this
+        start leaves the slots that were there before."""
         if self.directory.has_final():
             return run_files.slots_are_kept(self.directory)
         epoch = self._newest_epoch()
@@ -387,7 +384,7 @@ class Launcher:
         return epoch != 0
 
     def _wait_for_others(self, deadline_seconds: float) -> None:
-        """Agents that came to the run by a command of their own are told that it is over, too."""
+        """Wait for agents that joined by a command of their own: they learn of the end, too."""
         run, run_id = self.directory, self.info.run_id
         limit = time.monotonic() + deadline_seconds
         while time.monotonic() < limit and cleanup.working_processes(run, run_id):
@@ -400,8 +397,8 @@ class Launcher:
             self._reap_agents()
 
 
-def _become_agent(serve_node: Callable[[], int], kept: tuple[int, ...], log: Path) -> None:
-    """In the forked child: a session of its own, no other descriptors; ends here."""
+def _run_forked(serve_node: Callable[[], int], kept: tuple[int, ...], log: Path) -> None:
+    """Serve in the forked child, with its own session and without other descriptors; exits."""
     code: int = ExitStatus.FAILED
     try:
         os.setsid()

@@ -32,7 +32,7 @@ from deadpool_megatron.cli.prepare import check
 from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment, step_size
 from deadpool_megatron.cli.start import preconditions, resume, scripts
 from deadpool_megatron.cli.start.agent_process import serve
-from deadpool_megatron.cli.start.defaults import settled
+from deadpool_megatron.cli.start.defaults import resolve
 from deadpool_megatron.cli.start.restart import nodes_with_slots, slot_conflict
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD, preload_modules, waits_for_forks
 from deadpool_megatron.cluster.agent.options import NO_NUMBER, AgentOptions
@@ -54,81 +54,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "deadpool agent --run-dir DIR (--node-id I | --attach | --from-slurm) [options]"
         " [-- COMMAND]"
     )
-    parser.add_argument(
-        "--run-dir", type=Path, required=True, metavar="DIR", help="shared by all nodes"
+    add, count = parser.add_argument, common.number(int, 0)
+    add("--run-dir", type=Path, required=True, metavar="DIR", help="shared by all nodes")
+    number = parser.add_mutually_exclusive_group()
+    text = "0 to N + S - 1; for a node that joins later: a number not used before"
+    number.add_argument(
+        "--node-id", type=common.number(int, 0, MOST_NUMBER), metavar="I", help=text
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--node-id",
-        type=common.number(int, 0, MOST_NUMBER),
-        metavar="I",
-        help="0 to N + S - 1; for a node that joins later: a number not used before",
-    )
-    which.add_argument(
-        "--attach", action="store_true", help="join a running job as one more spare node"
-    )
-    parser.add_argument(
-        "--from-slurm",
-        action="store_true",
-        help="take node id (unless given), address and failure domain from Slurm",
-    )
+    text = "join a running job as one more spare node"
+    number.add_argument("--attach", action="store_true", help=text)
+    text = "take node id (unless given), address and failure domain from Slurm"
+    add("--from-slurm", action="store_true", help=text)
     common.add_size(parser, "with --from-slurm, those of this step but the spares")
-    parser.add_argument(
-        "--resume", type=Path, metavar="OLD", help="start a new run from the newest state of OLD"
-    )
+    text = "start a new run from the newest state of OLD"
+    add("--resume", type=Path, metavar="OLD", help=text)
     common.add_address(parser)
-    parser.add_argument("--domain", default="", help="failure domain (rack) of this node")
-    parser.add_argument(
-        "--rejoin",
-        type=common.number(int, 0),
-        default=3,
-        metavar="K",
-        help="after being cut off, join again as a new spare, up to K times (default: 3)",
-    )
-    parser.add_argument(
-        "--leave-seconds",
-        type=common.number(float, 0),
-        default=0.0,
-        metavar="S",
-        help="time for this node's roles to move to a spare after SIGTERM, as in an evicted pod"
-        " (default: 0, it ends at once)",
-    )
-    parser.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="address of the coordinator, for a host without the shared run directory",
-    )
-    parser.add_argument(
-        _PORT_FLAG,
-        type=common.number(int, 0, 65535),
-        default=0,
-        metavar="N",
-        help="port of the coordinator on this node (default: a free one)",
-    )
-    parser.add_argument(
-        "--no-standby", action="store_true", help="this node never takes over as coordinator"
-    )
-    parser.add_argument(
-        "--check-only",
-        action="store_true",
-        help="end the run as soon as its nodes are judged, and print which are fit to train",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="with --check-only: one JSON object, no table"
-    )
-    parser.add_argument("--run-id", metavar="ID", help="refuse to serve another run")
-    parser.add_argument(
-        "--preload",
-        metavar="MODULES",
-        help="modules imported once per node, in place of the default (see deadpool run)",
-    )
+    add("--domain", default="", help="failure domain (rack) of this node")
+    text = "after being cut off, join again as a new spare, up to K times (default: 3)"
+    add("--rejoin", type=count, default=3, metavar="K", help=text)
+    text = "time for this node's roles to move to a spare after SIGTERM, as in an evicted pod"
+    text += " (default: 0, it ends at once)"
+    add("--leave-seconds", type=common.number(float, 0), default=0.0, metavar="S", help=text)
+    text = "address of the coordinator, for a host without the shared run directory"
+    add("--coordinator", metavar="HOST:PORT", help=text)
+    text = "port of the coordinator on this node (default: a free one)"
+    add(_PORT_FLAG, type=common.number(int, 0, 65535), default=0, metavar="N", help=text)
+    text = "this node never takes over as coordinator"
+    add("--no-standby", action="store_true", help=text)
+    text = "end the run as soon as its nodes are judged, and print which are fit to train"
+    add("--check-only", action="store_true", help=text)
+    text = "with --check-only: one JSON object, no table"
+    add("--json", action="store_true", help=text)
+    add("--run-id", metavar="ID", help="refuse to serve another run")
+    text = "modules imported once per node, in place of the default (see deadpool run)"
+    add("--preload", metavar="MODULES", help=text)
     arguments.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until the run is over; returns its exit status."""
+    """Serve until the run is over; return its exit status."""
     common.ignore_notices()
-    options = _settle(args)
+    options = _prepare(args)
     run, info = options.run, options.info
     if not info.check_only:
         modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
@@ -139,24 +105,24 @@ def run(args: argparse.Namespace) -> int:
         held = claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
-    # Without the shared directory a standby would see another journal than all others.
-    alone = options.fixed_address is not None
+    # Without the shared directory a standby would not see the common journal.
+    is_alone = options.fixed_address is not None
     try:
-        port = None if alone or args.no_standby else args.coordinator_port
+        port = None if is_alone or args.no_standby else args.coordinator_port
         status = serve(options, port, args.rejoin)
     finally:
         os.close(held)
     if info.check_only and run.has_final():
         term = newest_term(Journal(run.journal))
-        if term is not None and options.node == term.node:  # it speaks for all
+        if term is not None and options.node == term.node:  # one report for all nodes
             _show_check(run, info, args)
     return status
 
 
 @common.refusing_system_errors()
-def _settle(args: argparse.Namespace) -> AgentOptions:
-    """Look at everything that is known before anything of the user's is imported, and make the run
-    if this agent is the first to come."""
+def _prepare(args: argparse.Namespace) -> AgentOptions:
+    """Check everything before modules of the user are imported, and create the run if this agent is
+    the first."""
     common.check_platform()
     run = RunDirectory(args.run_dir)
     ownership.check_directory(run.path)
@@ -172,7 +138,7 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
         args.host = common.interface_address(interface)
     if args.host is not None:
         preconditions.check_address(run, args.host)
-        _check_listening(run, args, args.host)  # before anything is made
+        _check_listening(run, args, args.host)  # before anything is created
     if not (run.path / "run.json").exists():
         if fixed is not None:
             _fetch_run(run, args, fixed)
@@ -182,16 +148,16 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
         resume.dump_remaining_memory(RunDirectory(args.resume))
     info = _run_of(run, args)
     run.run_id = info.run_id
-    if args.attach and info.directory:  # files of the command are named as seen from there
+    if args.attach and info.directory:  # the command's paths are relative to it
         try:
             os.chdir(info.directory)
         except OSError as error:
             text = f"{info.directory}, where the run was started, is not here ({error.strerror})"
             print(f"deadpool agent: {text}: programs begin in {Path.cwd()}", file=sys.stderr)
-    if not info.check_only:  # which says by itself what its nodes lack
-        preconditions.check_agreed(info, os.environ)
+    if not info.check_only:  # a check reports the GPUs of its nodes itself
+        preconditions.check_communicator(info, os.environ)
     secret = auth.load_secret(run.path)  # before anything that the directory names is imported
-    if not nodes_with_slots(info.run_id):  # what they take is not free, and is this node's again
+    if not nodes_with_slots(info.run_id):  # slots use memory that this node gets again
         preconditions.check_shared_memory(info, 1)
     if not args.domain:
         preconditions.read_domains(
@@ -202,7 +168,7 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
     _check_listening(run, args, host)
     common.warn_of_danger_above(run.path, info)
     if fixed is not None:
-        # Fails at once for a wrong address or secret, rather than after the whole patience.
+        # Fails at once for a wrong address or secret, not only after the time limit.
         common.ask_at(fixed, run, info.run_id, {"command": "info"})
     if not info.check_only and (script := scripts.script_of(info.command)) is not None:
         preconditions.check_command(
@@ -221,7 +187,7 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
 
 
 def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int:
-    """Settled before anything else."""
+    """Return the number of this node, or NO_NUMBER. Raises CommandError if none is given."""
     if args.attach:
         return NO_NUMBER
     if args.node_id is not None:
@@ -234,13 +200,13 @@ def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int:
 def _place(
     args: argparse.Namespace, slurm: SlurmNode | None, settings: Settings
 ) -> tuple[str, str]:
-    """Return the address and the failure domain of this node: flags go before what Slurm tells, a
+    """Return the address and the failure domain of this node: flags come before Slurm's values, a
     domains file before Slurm's topology."""
     host, domain = args.host, args.domain
     if slurm is not None and not settings.domains_file:
         domain = domain or slurm.domain
     if host is None:
-        # The name of an interface is an order, the address that every node would have is none.
+        # The name of an interface is binding; an address would be the same on every node.
         named = settings.interface in (name for _, name in socket.if_nameindex())
         if settings.interface == Settings.interface and (found := common.nccl_address(os.environ)):
             host = found
@@ -252,11 +218,11 @@ def _place(
 
 
 def _check_listening(run: RunDirectory, args: argparse.Namespace, host: str) -> None:
-    """This host has the address, and the port is free. Refused here, or it would be by the vault,
-    after all imports, or in a standby that wants to take over."""
+    """Check that this host has the address, and the port is free: otherwise the vault would fail
+    after all imports, or a standby in a takeover."""
     port = 0 if args.no_standby else args.coordinator_port
     if common.coordinator_address(run) == (host, port):
-        port = 0  # a coordinator of this run may still be there, as of the agent before this one
+        port = 0  # a coordinator of this run may still use it, as of the previous agent
     common.listen(host, port, flags=(_PORT_FLAG, "--host")).close()
 
 
@@ -272,7 +238,7 @@ def _show_check(run: RunDirectory, info: RunInfo, args: argparse.Namespace) -> N
 
 
 def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
-    """The first agent to come makes the run; every other one finds it made."""
+    """Create the run; only the first agent does."""
     if args.check_only:
         args.command = []
     if args.from_slurm:
@@ -287,19 +253,19 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         raise common.CommandError(f"--node-id must be between 0 and {size - 1}, got {args.node_id}")
     if not args.check_only:
         if waits_for_forks(args.deadpool_start_method):
-            keep_single_threaded()  # even looking for the user's module may import its packages
+            keep_single_threaded()  # the search for the user's module may import its packages
         preconditions.check_command(args.command)
         scripts.adopt(args)
     communicator, restore = arguments.communicator_in(args), None
     if not args.check_only:
-        communicator = preconditions.decided(communicator, 1, args.nproc_per_node, os.environ)
+        nproc = args.nproc_per_node
+        communicator = preconditions.choose_communicator(communicator, 1, nproc, os.environ)
     settings = arguments.settings_from(args, communicator=communicator)
-    settings = settled(settings, args.plan, lasts=True)  # all hosts share the directory
+    settings = resolve(settings, args.plan, lasts=True)  # all hosts share the directory
     if args.resume is not None:
-        # Spares, too: they have nothing to write and are the first that have looked.
-        agents = args.nodes + args.spares
-        others = resume.PeerAgents(run, agents, args.node_id, settings.connect_seconds)
-        restore = resume.resume_point(RunDirectory(args.resume), args, others)
+        agents = args.nodes + args.spares  # spares report, too
+        peers = resume.PeerAgents(run, agents, args.node_id, settings.connect_seconds)
+        restore = resume.resume_point(RunDirectory(args.resume), args, peers)
     info = replace(common.make_info(args, settings, restore), check_only=args.check_only)
     preconditions.check_sizes(info)
     preconditions.read_domains(settings)
@@ -325,8 +291,8 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
     if conflict := common.size_conflict(args, info, "nodes", "spares", "nproc_per_node"):
         flag, _, known = conflict
         raise common.CommandError(f"the run has {flag} {known}")
-    # All other settings are those of the run without a word. Who names one of these wants slots
-    # that can neither be had beside those of the other nodes, nor of what is left in memory.
+    # The run's settings apply silently, except these: all nodes, and slots left in memory, need the
+    # same slot layout.
     own, _ = arguments.given_in(args.options, script=False)
     if other := slot_conflict(info.settings, own):
         raise common.CommandError(
@@ -348,7 +314,7 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
 
 
 def _fetch_run(run: RunDirectory, args: argparse.Namespace, address: tuple[str, int]) -> None:
-    """Without a shared file system: the facts of the run come from the coordinator."""
+    """Fetch the facts of the run from the coordinator, without a shared file system."""
     if args.run_id is None or auth.ENVIRONMENT_NAME not in os.environ:
         raise common.CommandError(
             f"{run.path} is no run directory: share the coordinator's, or give --run-id and"

@@ -1,8 +1,8 @@
-"""Everything that can be wrong before a run starts, found before anything is started.
+"""Checks of all preconditions of a run, before anything is started.
 
-Each check raises CommandError with one line that says what is wrong and what to do. The GPUs of the
-host make of a run what it is, NCCL or gloo, once for all of its processes: who sees GPUs and cannot
-use them is sent away, and does not train on CPUs instead.
+Each check raises CommandError with a line that names the error and the remedy. The GPUs of the host
+determine the communicator of a run, NCCL or gloo, once for all of its processes: a host whose GPUs
+are unusable is refused, and does not train on CPUs instead.
 """
 
 from __future__ import annotations
@@ -20,16 +20,10 @@ from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.process.logs import last_words
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes
-from deadpool_megatron.cluster.run_directory.directory import (
-    SEGMENT_ROOT,
-    SUB_DIRECTORIES,
-    RunDirectory,
-    RunDirectoryError,
-    RunInfo,
-    slots_are_kept,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.placement import parse_domains
 from deadpool_megatron.layout.schemes import first_plan, losses_survived
 from deadpool_megatron.layout.sizing import refusal
@@ -38,9 +32,9 @@ from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.settings import Settings
 
 _MIB = 1 << 20
-# Header pages and the smallest useful slots of one role's generations, per copy.
+# Header pages and the smallest useful slots of a role's generations, per copy.
 COPY_BYTES = 1 * _MIB
-#: asks torch for its own words, which a process that is forked from must not
+#: runs torch in a process of its own: a process that forks others must not load CUDA
 _PROBE = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
 _PROBE_SECONDS = 120.0
 _ON_CPUS = {
@@ -50,7 +44,7 @@ _ON_CPUS = {
 
 
 def check_command(command: Sequence[str]) -> None:
-    """The user's command is ``-m MODULE ...`` or ``SCRIPT.py ...`` and is there."""
+    """Check that the user's command is ``-m MODULE ...`` or ``SCRIPT.py ...`` and exists."""
     if not command:
         raise CommandError(
             "no command: end with '-- -m MODULE ARGS' or '-- SCRIPT.py ARGS',"
@@ -70,8 +64,8 @@ def check_command(command: Sequence[str]) -> None:
         raise CommandError(f"script {command[0]!r} cannot be read")
 
 
-def check_host_is_not_bad(run: RunDirectory, info: RunInfo) -> None:
-    """All nodes of the run will be on this host: better said before they start than by each."""
+def check_host_not_quarantined(run: RunDirectory, info: RunInfo) -> None:
+    """Check that earlier runs have not quarantined this host, which has all nodes of the run."""
     if info.settings.check == "off":
         return
     if noted := noted_against(socket.gethostname(), run.path.parent, info.run_id):
@@ -79,45 +73,45 @@ def check_host_is_not_bad(run: RunDirectory, info: RunInfo) -> None:
 
 
 def check_sizes(info: RunInfo) -> None:
-    """There are enough nodes for the wanted copies."""
+    """Check that there are enough nodes for the planned copies."""
     nodes = info.nodes + info.spares
-    if why := refusal(first_plan(info.settings), nodes, info.settings):
+    if reason := refusal(first_plan(info.settings), nodes, info.settings):
         hint = "; without --nodes one host is cut into several" if nodes == 1 else ""
-        raise CommandError(f"--deadpool-protection {info.settings.protection}: {why}{hint}")
+        raise CommandError(f"--deadpool-protection {info.settings.protection}: {reason}{hint}")
 
 
 def read_domains(settings: Settings) -> dict[str, str]:
-    """Return what the domains file says; without one every node is a failure domain of its own."""
+    """Return the content of the domains file; without it each node is a failure domain."""
     if not settings.domains_file:
         return {}
     try:
         return parse_domains(Path(settings.domains_file).read_text("utf-8"))
-    except ValueError as error:  # of a line that says nothing, or of bytes that are no text
+    except ValueError as error:  # an invalid line, or bytes that are no text
         raise CommandError(f"--deadpool-domains {settings.domains_file}: {error}") from error
 
 
 def check_run_directory(run: RunDirectory) -> None:
-    """It does not exist, or is empty, and can be written. A start that has come to nothing makes
-    room for the next one."""
+    """Check that the directory is new or empty, and writable. The directory of a run that failed
+    before its first iteration is renamed."""
     path = run.path
     if path.exists() and not path.is_dir():
         raise CommandError(f"--run-dir {path} is not a directory")
-    if _came_to_nothing(run):
-        taken = sum(1 for _ in path.parent.glob(f"{path.name}.failed-*"))
-        path.rename(path.with_name(f"{path.name}.failed-{taken + 1}"))
-    if path.exists() and not all(_is_of_no_run(run, entry) for entry in path.iterdir()):
-        raise CommandError(_why_occupied(run))
+    if _has_failed_early(run):
+        count = sum(1 for _ in path.parent.glob(f"{path.name}.failed-*"))
+        path.rename(path.with_name(f"{path.name}.failed-{count + 1}"))
+    if path.exists() and not all(_belongs_to_no_run(run, entry) for entry in path.iterdir()):
+        raise CommandError(_occupied_reason(run))
 
 
 def check_address(run: RunDirectory, host: str) -> None:
-    """A node that others on other hosts cannot reach would only be found out by its silence."""
-    if host in ("", "0.0.0.0"):  # the first from a shell, of a command that has failed
+    """Check that nodes on other hosts can reach this address; otherwise only silence would show."""
+    if host in ("", "0.0.0.0"):  # empty: from a command in the shell that has failed
         raise CommandError(
             f"{host!r} is no address that other nodes reach: give --host ADDRESS or --interface"
             " NAME"
         )
-    here = socket.gethostname()
-    others = {str(one.get("hostname", here)) for one in run.node_listings().values()} - {here}
+    here, listings = socket.gethostname(), run.node_listings().values()
+    others = {str(listing.get("hostname", here)) for listing in listings} - {here}
     if host.startswith("127.") and others:
         raise CommandError(
             f"this node would listen on {host}, but the run has nodes on other hosts"
@@ -126,39 +120,40 @@ def check_address(run: RunDirectory, host: str) -> None:
 
 
 def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
-    """/dev/shm is there and has room for at least small slots.
+    """Check that /dev/shm exists and has space for small slots.
 
-    How much a model needs is known when it has been built: its processes look before they take any.
+    The needs of the model are known only once it is built; its processes check them then.
     """
-    if not SEGMENT_ROOT.is_dir() or not os.access(SEGMENT_ROOT, os.W_OK):
-        raise CommandError(f"{SEGMENT_ROOT} is missing or not writable: it holds the generations")
-    free = shutil.disk_usage(SEGMENT_ROOT).free
+    root = run_files.SEGMENT_ROOT
+    if not root.is_dir() or not os.access(root, os.W_OK):
+        raise CommandError(f"{root} is missing or not writable: it holds the generations")
+    free = shutil.disk_usage(root).free
     copies = 1 + losses_survived(info.settings)
     needed = info.nproc_per_node * nodes_here * copies * COPY_BYTES
     if free < needed:
         raise CommandError(
-            f"{SEGMENT_ROOT} has {free // _MIB} MiB free, even a tiny model needs"
+            f"{root} has {free // _MIB} MiB free, even a tiny model needs"
             f" {needed // _MIB} MiB: 'deadpool clean' removes the memory of dead runs, and lists"
             " those that can continue; in a container raise --shm-size"
         )
 
 
-def decided(
+def choose_communicator(
     communicator: str,
     nodes_here: int,
     nproc: int,
     environment: Mapping[str, str],
     advice: Callable[[int], str] = lambda _: "",
 ) -> str:
-    """Returns the communicator of a run, of which ``nodes_here`` nodes of ``nproc`` processes are
-    on this host: NCCL for "auto" where GPUs are visible. Raises CommandError where they are too
-    few, or torch cannot use them. ``advice``: the size that fits so many GPUs, in words.
+    """Return the communicator of a run with ``nodes_here`` nodes of ``nproc`` processes on this
+    host: NCCL for "auto" if GPUs are visible. Raises CommandError if they are too few, or torch
+    cannot use them. ``advice``: returns a size that fits a number of GPUs, as text.
     """
     if communicator not in ("nccl", "auto"):
         return communicator
     seen, needed = visible_gpus(environment), max(1, nodes_here * nproc)
     if communicator == "auto" and not seen:
-        return communicator  # that is gloo, and every node is asked whether it sees none
+        return communicator  # this means gloo; each node checks that it sees no GPU either
     on_cpus = _ON_CPUS[communicator]
     if len(seen) < needed:
         each = len(seen) // nodes_here
@@ -169,7 +164,7 @@ def decided(
             f" and {len(seen)} visible {'GPU' if len(seen) == 1 else 'GPUs'}: "
             + (f"{fits}; {on_cpus}" if fits else on_cpus)
         )
-    if problem := _problem_of_torch(seen[:needed], tuple(environment.items())):
+    if problem := _torch_problem(seen[:needed], tuple(environment.items())):
         raise CommandError(
             f"{len(seen)} GPUs are visible, and torch cannot use {needed} of them: {problem};"
             f" './scripts/setup.sh --gpu' installs a torch with CUDA; {on_cpus}"
@@ -177,12 +172,12 @@ def decided(
     return "nccl"
 
 
-def check_agreed(info: RunInfo, environment: Mapping[str, str]) -> None:
-    """Look at the GPUs of one node of a run. Raises CommandError where it can have no part in it:
-    see :func:`decided`; or one that sees GPUs, in a run that was made where none was seen.
+def check_communicator(info: RunInfo, environment: Mapping[str, str]) -> None:
+    """Check the GPUs of a node of a run. Raises CommandError as :func:`choose_communicator` does,
+    or if the node sees GPUs and the node that created the run saw none.
     """
     communicator = info.settings.communicator
-    if decided(communicator, 1, info.nproc_per_node, environment) != communicator:
+    if choose_communicator(communicator, 1, info.nproc_per_node, environment) != communicator:
         raise CommandError(
             f"the run trains on CPUs, as the node that made it saw no GPU, and this one sees"
             f" {len(visible_gpus(environment))}: look at nvidia-smi there; or start all with"
@@ -193,8 +188,8 @@ def check_agreed(info: RunInfo, environment: Mapping[str, str]) -> None:
 def gpus_to_share(
     info: RunInfo, nodes_here: int, environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Returns the GPUs that there are for ``nodes_here`` nodes; none where they do not suffice, as
-    processes may share them with gloo."""
+    """Return the GPUs for ``nodes_here`` nodes; none if there are too few, as processes may share
+    GPUs with gloo."""
     seen = visible_gpus(environment)
     return seen if len(seen) >= nodes_here * info.nproc_per_node else ()
 
@@ -210,34 +205,34 @@ def _check_main_module(name: str) -> None:
         raise CommandError(f"command not found: there is no module {name!r}")
 
 
-def _came_to_nothing(run: RunDirectory) -> bool:
-    """Return whether a run ended there before its first iteration, with nothing left of it."""
+def _has_failed_early(run: RunDirectory) -> bool:
+    """Return whether a run ended there before its first iteration and left no state."""
     try:
         end, info = run.read_final(), run.read_run()
-    except (RunDirectoryError, OSError):
+    except (run_files.RunDirectoryError, OSError):
         return False
     failed = end["exit_status"] != 0 and end["iterations"] == 0
-    return failed and not slots_are_kept(run) and not run_processes(run, info.run_id)
+    return failed and not run_files.slots_are_kept(run) and not run_processes(run, info.run_id)
 
 
-def _is_of_no_run(run: RunDirectory, entry: Path) -> bool:
-    """Return whether a launcher that was refused, or that found the disk full, has left it."""
-    if entry.name in SUB_DIRECTORIES:
+def _belongs_to_no_run(run: RunDirectory, entry: Path) -> bool:
+    """Return whether a launcher left the entry that was refused, or found the disk full."""
+    if entry.name in run_files.SUB_DIRECTORIES:
         return entry.is_dir() and not any(entry.iterdir())
     return entry in (run.launcher_lock, run.path / "secret")
 
 
-def _why_occupied(run: RunDirectory) -> str:
+def _occupied_reason(run: RunDirectory) -> str:
     try:
         info = run.read_run()
-    except RunDirectoryError:
+    except run_files.RunDirectoryError:
         return f"--run-dir {run.path} is not empty: choose another"
     if run_processes(run, info.run_id):
         return f"--run-dir {run.path} is in use by run {info.run_id}, which is alive"
-    with contextlib.suppress(RunDirectoryError):
+    with contextlib.suppress(run_files.RunDirectoryError):
         if (end := run.read_final())["exit_status"] == 0:
-            said = f"holds a run that is over, after {end['iterations']} iterations"
-            return f"--run-dir {run.path} {said}: choose another one"
+            text = f"holds a run that is over, after {end['iterations']} iterations"
+            return f"--run-dir {run.path} {text}: choose another one"
     return (
         f"--run-dir {run.path} holds an earlier run: choose another one"
         f" (to continue that run: --resume {run.path} --run-dir NEW)"
@@ -245,10 +240,10 @@ def _why_occupied(run: RunDirectory) -> str:
 
 
 @functools.cache
-def _problem_of_torch(gpus: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> str:
-    """Returns why torch cannot use all of these GPUs, in its own words; empty if it can."""
+def _torch_problem(gpus: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> str:
+    """Return torch's own message why it cannot use all of these GPUs; empty if it can."""
     try:
-        asked = subprocess.run(
+        probe = subprocess.run(
             interpreter("-c", _PROBE),
             env={**dict(environment), VISIBLE: ",".join(gpus)},
             capture_output=True,
@@ -257,9 +252,9 @@ def _problem_of_torch(gpus: tuple[str, ...], environment: tuple[tuple[str, str],
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return ""  # as from a cold file system; the members will say it
-    if asked.returncode:
-        return last_words(asked.stderr) or f"it ended with {asked.returncode}"
-    # Of MIG devices a process is shown one, whatever it asks for.
-    wanted, found = 1 if gpus[0].startswith("MIG") else len(gpus), int(asked.stdout.split()[-1])
+        return ""  # perhaps a cold file system; the members will report real problems
+    if probe.returncode:
+        return last_words(probe.stderr) or f"it ended with {probe.returncode}"
+    # A process sees only one MIG device, whatever it requests.
+    wanted, found = 1 if gpus[0].startswith("MIG") else len(gpus), int(probe.stdout.split()[-1])
     return "" if found >= wanted else f"it finds {found}"

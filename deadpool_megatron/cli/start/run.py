@@ -25,10 +25,9 @@ from pathlib import Path
 from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cli import common
 from deadpool_megatron.cli.display import Display
-from deadpool_megatron.cli.start import defaults, preconditions, scripts
+from deadpool_megatron.cli.start import defaults, preconditions, restart as restarts, scripts
 from deadpool_megatron.cli.start.launch import Launcher
-from deadpool_megatron.cli.start.preconditions import decided, gpus_to_share
-from deadpool_megatron.cli.start.restart import find_restart, lock_directory, prepare_directory
+from deadpool_megatron.cli.start.preconditions import choose_communicator, gpus_to_share
 from deadpool_megatron.cli.start.resume import copy_frozen_weights, copy_notes, resume_point
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
 from deadpool_megatron.cli.watch import Follower
@@ -46,47 +45,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_size(
         parser, "as many as the visible GPUs allow; without GPUs 2, or as the script needs"
     )
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        metavar="DIR",
-        help="new directory for this run (default: runs/DATE-NAME); or that of a run whose"
-        " processes have all died: it continues from what is in memory",
-    )
-    parser.add_argument(
-        "--refill",
-        type=common.number(int, 0),
-        default=0,
-        metavar="K",
-        help="start up to K new spares as nodes die",
-    )
-    parser.add_argument(
-        "--from-scratch",
-        action="store_true",
-        help="begin at iteration 0 if no state of the run in --run-dir is left"
-        " (else such a start is refused)",
-    )
-    parser.add_argument(
-        "--resume", type=Path, metavar="OLD", help="continue from the newest state of run OLD"
-    )
-    parser.add_argument("--quiet", action="store_true", help="print errors only")
-    parser.add_argument(
-        "--preload",
-        metavar="MODULES",
-        help="modules imported once for all processes, in place of the default"
-        f" ({DEFAULT_PRELOAD}; for a script with --deadpool {scripts.PRELOAD})",
-    )
+    add = parser.add_argument
+    text = "new directory for this run (default: runs/DATE-NAME); or that of a run whose"
+    text += " processes have all died: it continues from what is in memory"
+    add("--run-dir", type=Path, metavar="DIR", help=text)
+    text = "start up to K new spares as nodes die"
+    add("--refill", type=common.number(int, 0), default=0, metavar="K", help=text)
+    text = "begin at iteration 0 if no state of the run in --run-dir is left"
+    text += " (else such a start is refused)"
+    add("--from-scratch", action="store_true", help=text)
+    add("--resume", type=Path, metavar="OLD", help="continue from the newest state of run OLD")
+    add("--quiet", action="store_true", help="print errors only")
+    text = "modules imported once for all processes, in place of the default"
+    text += f" ({DEFAULT_PRELOAD}; for a script with --deadpool {scripts.PRELOAD})"
+    add("--preload", metavar="MODULES", help=text)
     arguments.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything, then run; returns the exit status of the run."""
+    """Check everything, then run; return the exit status of the run."""
     launcher, follower, lock = _prepare(args)
     directory = launcher.directory
     try:
         status = launcher.run()
         follower.close_with_report()  # the reason is the last line
-        _say_result(directory, status, launcher.trouble)
+        _print_result(directory, status, launcher.failure)
     finally:
         follower.close()
         os.close(lock)
@@ -97,15 +80,15 @@ def run(args: argparse.Namespace) -> int:
 
 @common.refusing_system_errors()
 def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
-    """Check everything; returns also a descriptor that holds the directory for this launcher."""
-    keep_single_threaded()  # even looking for the user's module may import its packages
+    """Check everything; return also a descriptor that reserves the directory for this launcher."""
+    keep_single_threaded()  # the search for the user's module may import its packages
     common.check_platform()
     preconditions.check_command(args.command)
     given, command = tuple(args.command), scripts.adopt(args)
     chosen = defaults.fill(args, command)
     directory = RunDirectory(args.run_dir)
     size = args.nodes + args.spares, args.nproc_per_node
-    communicator = decided(
+    communicator = choose_communicator(
         arguments.communicator_in(args),
         *size,
         os.environ,
@@ -113,8 +96,8 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     )
     settings = arguments.settings_from(args, communicator=communicator)
     lasts = defaults.outlives_hosts(command, directory)
-    settings = defaults.settled(settings, args.plan, lasts=lasts)
-    restart = find_restart(directory, args, settings)
+    settings = defaults.resolve(settings, args.plan, lasts=lasts)
+    restart = restarts.find_restart(directory, args, settings)
     if restart is not None:
         info = restart.info
     else:
@@ -122,20 +105,20 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         info = common.make_info(args, settings, restore)
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, args.command)
     preconditions.check_sizes(info)
-    preconditions.check_host_is_not_bad(directory, info)
+    preconditions.check_host_not_quarantined(directory, info)
     preconditions.read_domains(info.settings)
     if restart is None:
         preconditions.check_run_directory(directory)
         preconditions.check_shared_memory(info, info.nodes + info.spares)
-    # Refused here, or it would be in a standby.
+    # Refused here, not later by a standby.
     address = common.local_address(settings.interface)
     common.listen(address, 0).close()
-    failpoints.load()  # a plan that cannot be read is better found here than in each process
+    failpoints.load()  # report a bad plan here, not in each process
     common.warn_of_danger_above(directory.path, info)
     scripts.announce(args.command, os.environ)
     numbers = tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers
     gpus = gpus_to_share(info, len(numbers), os.environ)
-    lock = lock_directory(directory)
+    lock = restarts.lock_directory(directory)
     display = Display(quiet=args.quiet)
     follower = Follower(directory, display)
     if chosen or command != given:
@@ -148,7 +131,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         copy_frozen_weights(args.resume, directory, info.restore)
         copy_notes(args.resume, directory)
     else:
-        display.line(prepare_directory(directory, restart))
+        display.line(restarts.prepare_directory(directory, restart))
         follower.skip()
     launcher = Launcher(
         directory=directory,
@@ -163,7 +146,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     return launcher, follower, lock
 
 
-def _say_result(directory: RunDirectory, status: int, reason: str) -> None:
+def _print_result(directory: RunDirectory, status: int, reason: str) -> None:
     if not reason and directory.has_final():
         try:
             reason = str(directory.read_final()["reason"])

@@ -1,5 +1,5 @@
-"""The program of a run: a script of Megatron-LM with ``--deadpool`` on its command line becomes its
-command, and what all training processes need is imported once, in the process they are forked from.
+"""The program of a run: the command of its members, also for a script of Megatron-LM, and the
+modules that are imported once, in the process from which training processes are forked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deadpool_megatron.settings import Settings, flag_name
 from deadpool_megatron.support import environment as nccl_environment, findings, versions
 from deadpool_megatron.trainer.config import build_parser
 
-#: runs the script with the hooks in it
+#: runs the script with the hooks
 MODULE = "deadpool_megatron.megatron_lm"
 PRELOAD = f"{MODULE}.preload"
 EMBEDDED_TRAINER = ("-m", "deadpool_megatron.trainer")
@@ -44,9 +44,10 @@ DEFAULT_PRELOAD = ",".join(f"deadpool_megatron.{name}" for name in (*_FRAMEWORK,
 
 
 def member_command(command: Sequence[str]) -> tuple[str, ...]:
-    """Return what members run for the command that the user gave; any other is left as it is.
+    """Return the command of members: a script with ``--deadpool`` runs with the hooks, any other
+    command stays as given.
 
-    Raises CommandError for a module: what belongs to the script is found beside its file.
+    Raises CommandError for a module with the flag: Megatron-LM is found by the script's path.
     """
     if FLAG not in command[1:] or script_of(command) is not None:
         return tuple(command)
@@ -56,48 +57,48 @@ def member_command(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def script_of(command: Sequence[str]) -> str | None:
-    """The user's script in an answer of :func:`member_command`; None when there is none."""
+    """Return the user's script in a result of :func:`member_command`; None if there is none."""
     return command[2] if tuple(command[:2]) == ("-m", MODULE) and len(command) > 2 else None
 
 
 def adopt(args: argparse.Namespace) -> tuple[str, ...]:
-    """Have ``args.command`` be what members run, and the settings those that the script's command
-    line names. Return the user's command, with the switches that stood before it or go without
-    saying: a script of Megatron-LM, in its checkout, is protected.
+    """Set ``args.command`` to the members' command, and the settings to those on the script's
+    command line. Return the user's command with its switches; a script of Megatron-LM in its
+    checkout is protected by default.
 
-    Raises CommandError, also for what each process would refuse later.
+    Raises CommandError, also for errors that each process would report later.
     """
     switches = arguments.switches_in(args)
     if FLAG not in (*args.command, *switches) and _is_megatrons(args.command[0]):
         switches = [FLAG, *switches]
     args.command = [*args.command, *switches]
-    command, told = member_command(args.command), list[str]()
+    command, lines = member_command(args.command), list[str]()
     if script_of(command) is not None:
         version = versions.tree_version(versions.tree_of(Path(args.command[0])))
         found = findings.judge(args.command, version=version)
         if line := findings.refusal(found):
             raise CommandError(line)
-        told = findings.notes(found)
+        lines = findings.notes(found)
         arguments.put_into(args, _settings(args.command[1:], args.options))
     if nccl_environment.is_needed(getattr(args, "deadpool_communicator", "auto")):
-        told += [line for _, line in nccl_environment.overridden(os.environ)]
-    for line in told:
+        lines += [line for _, line in nccl_environment.overridden(os.environ)]
+    for line in lines:
         print(f"deadpool: {line}", file=sys.stderr)
     given, args.command = tuple(args.command), list(expanded(command))
     return given
 
 
 def expanded(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a command of the embedded trainer with what its argument files say now, any other as
-    it is: they may be edited while the run lasts."""
-    with contextlib.suppress(UnicodeDecodeError):  # it complains itself
+    """Return a command of the embedded trainer with its argument files expanded, as they may be
+    edited during the run; any other command as it is."""
+    with contextlib.suppress(UnicodeDecodeError):  # the trainer reports it
         if tuple(command[:2]) == EMBEDDED_TRAINER:
             return *command[:2], *build_parser()._read_args_from_files([*command[2:]])
     return tuple(command)
 
 
 def modules(given: str | None, default: str, command: Sequence[str]) -> tuple[str, ...]:
-    """Return what is imported ahead: as ``given``, else what fits the member's command."""
+    """Return the modules to preload: as ``given``, else those for the member's command."""
     if given is None:
         given = default if script_of(command) is None else PRELOAD
     return tuple(name for name in given.split(",") if name)
@@ -111,15 +112,15 @@ def announce(command: Sequence[str], environment: MutableMapping[str, str]) -> N
 
 
 def waits_for_forks(method: str) -> bool:
-    """Return whether members are to be forked by all means, or where no driver could be touched."""
+    """Return whether to wait for forked members: always, or on hosts without an NVIDIA driver."""
     return method == "fork" or (method == "auto" and not NVIDIA_CONTROL_DEVICE.exists())
 
 
 def preload_modules(settings: Settings, modules: Sequence[str]) -> ForkServer | None:
-    """Have what all members need imported once, by a server that forks them; None for ``exec``.
+    """Start a server that imports the modules once and forks members; None for ``exec``.
 
-    With a driver on this host it is most likely touched: then nobody waits, and members are parked
-    processes unless the server says that it forks. Raises CommandError when a module is broken.
+    On a host with a driver the imports probably use it: then do not wait, and members are parked
+    processes unless the server reports that it forks. Raises CommandError for a broken module.
     """
     method = settings.start_method
     if method == "exec":
@@ -128,18 +129,17 @@ def preload_modules(settings: Settings, modules: Sequence[str]) -> ForkServer | 
         server = ForkServer.begin(modules)
         return server.ready() if waits_for_forks(method) else server
     except StartError as error:
-        if method == "fork" or isinstance(error, BrokenImport):
-            advice = (
-                "" if isinstance(error, BrokenImport) else ": use --deadpool-set start-method=exec"
-            )
-            raise CommandError(f"{error}{advice}") from error
+        if isinstance(error, BrokenImport):
+            raise CommandError(str(error)) from error
+        if method == "fork":
+            raise CommandError(f"{error}: use --deadpool-set start-method=exec") from error
         return None
 
 
 def _is_megatrons(script: str) -> bool:
     path = Path(script)
-    is_beside = path.is_file() and (path.parent / "megatron" / "training").is_dir()
-    return is_beside and "pretrain(" in path.read_text(errors="replace")
+    is_in_checkout = path.is_file() and (path.parent / "megatron" / "training").is_dir()
+    return is_in_checkout and "pretrain(" in path.read_text(errors="replace")
 
 
 def _settings(script_arguments: Sequence[str], own_options: Sequence[str]) -> dict[str, Any]:

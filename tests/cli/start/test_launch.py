@@ -101,7 +101,7 @@ def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason
     with capfd.disabled():  # an agent keeps no descriptors but its own
         assert launcher.run() == 2
     why = f"{junk} does not belong into a journal"
-    assert launcher.trouble == f"agent of node 0 ends: no coordinator for 5 s: {why}"
+    assert launcher.failure == f"agent of node 0 ends: no coordinator for 5 s: {why}"
 
 
 def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(
