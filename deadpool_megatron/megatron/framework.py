@@ -24,7 +24,7 @@ from deadpool_megatron.member.framework import (
     StepCalls,
     UpdateAudit,
 )
-from deadpool_megatron.member.reports import RoleReports
+from deadpool_megatron.member.role_reports import RoleReports
 from deadpool_megatron.member.update_capture import UpdateCapture
 from deadpool_megatron.platform import Platform
 from deadpool_megatron.state.template import StateTemplate

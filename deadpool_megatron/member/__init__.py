@@ -4,12 +4,19 @@
 ``SteppedLoop``) are what it provides.
 
 loop               what a training program provides
+framework          the seam: what a member asks of the training framework
 session            one process: takes roles, trains, leaves closed epochs, takes roles again
-entry              entering an epoch: build, connect, restore, synchronise, verify one role
-epoch_runner       the way of one role through an open epoch: each iteration made safe
-protection         generations: start the copy, seal behind training's back, gate the update
-frozen_weights     large weights that no iteration changes are written once
-reports            messages of a member that holds a role: own time, and of a standstill, too
+member_device      the device of the process, and its kind of communicator
+entry              the entry into an epoch: build, connect, restore, synchronise, verify one role
+epoch_runner       the way of one role through an open epoch: each iteration is protected
+protection         generations: start the copy, seal it in a helper thread, gate the update
+update_capture     the seam for schemes that keep something of each update
+role_layout        the layout of a role's generations, from its parts
+frozen_weights     large weights that no iteration changes, written once
+peer_comparison    tensors that peers must hold equal
+role_reports       messages of a member that holds a role
+own_time           the time that a role needs for an iteration by itself
+hang_probe         the groups for which a stalled member waits
 """
 
 from deadpool_megatron.member.loop import Emit, Program, ProtectedLoop, SteppedLoop, StepRunner

@@ -28,8 +28,8 @@ from deadpool_megatron.member.framework import Framework, StepCalls, UpdateAudit
 from deadpool_megatron.member.frozen_weights import FrozenWeights
 from deadpool_megatron.member.loop import Program, ProtectedLoop
 from deadpool_megatron.member.protection import Protection
-from deadpool_megatron.member.reports import RoleReports
 from deadpool_megatron.member.role_layout import role_layout
+from deadpool_megatron.member.role_reports import RoleReports
 from deadpool_megatron.member.update_capture import ReplayRefused, UpdateCapture
 from deadpool_megatron.ownership import check_checkpoint
 from deadpool_megatron.platform import PinnedSlots, select_platform
@@ -51,7 +51,7 @@ from deadpool_megatron.vault.member import VaultClient
 from deadpool_megatron.wire.framing import readable
 
 # A device gets at least this long to show that it is idle, however late it is asked.
-_LEAST_SYNCHRONISE_SECONDS = 0.1
+_MIN_SYNCHRONISE_SECONDS = 0.1
 
 
 class RestoreFailed(RuntimeError):
@@ -154,7 +154,7 @@ class EpochEntry:
         """Make slots for a role that is not played yet, and page-lock what is copied into them;
         what the node may have to keep for others comes first."""
         try:
-            self._find_room(pinned=False)
+            self._check_memory(pinned=False)
             self._vault.park(self.protection.layout)
         except NoRoom as error:
             print(f"slots are made when there is a role for them: {error}", flush=True)
@@ -197,7 +197,7 @@ class EpochEntry:
         if restore.kind != "memory" and not self._vault.has_segment(self.role):
             # Before any is taken. A run that continues from memory has its slots, and lives with
             # fewer copies rather than end.
-            for text in self._find_room(pinned=self._platform.is_cuda):
+            for text in self._check_memory(pinned=self._platform.is_cuda):
                 self._warn(text)
         # First: whether the state in memory is of this model is for the coordinator to judge; the
         # vault may have made slots for that state already, and has none of another layout.
@@ -213,7 +213,7 @@ class EpochEntry:
             self._restore_from_vault(record)
             self.protection.owe(self.generation, self.boundary)
             return
-        self._late, self.reports.told = {}, []
+        self._late, self.reports.reported = {}, []
         if restore.kind == "durable":
             # First as after the build: a checkpoint does not hold all that an interrupted
             # iteration, or the warm-up of a spare, has changed (traps, A4).
@@ -228,7 +228,7 @@ class EpochEntry:
             framework.readopt()
             if kept:
                 framework.restore(kept)
-                self.reports.tell_again(kept["told"])
+                self.reports.resend(kept["told"])
             # By value: resetting the loop changes some of the tensors in place.
             self._late = kept or extras_codec.decode(self.capture_extras())
         elif loaded := self.loop.loaded:
@@ -263,7 +263,7 @@ class EpochEntry:
             k = self.generation.iteration
             if (path := self.program.loaded_checkpoint(k)) is not None:
                 where = {"temporary": str(path), "final": str(path), "loaded": True}
-                self.reports.say("durable-request", iteration=k, **where)
+                self.reports.send("durable-request", iteration=k, **where)
 
     # Parts of the stages.
 
@@ -276,13 +276,13 @@ class EpochEntry:
         return self.built.framework.entry_digests()
 
     def _capture(self, framework: Framework, frozen: FrozenWeights | None) -> bytes:
-        others = {"told": self.reports.told, "frozen": "" if frozen is None else frozen.name()}
+        others = {"told": self.reports.reported, "frozen": "" if frozen is None else frozen.name()}
         values = {**framework.capture(), **others, "identity": self._identity}
         return extras_codec.encode(values)
 
-    def judge_state(self) -> None:
+    def require_finite_state(self) -> None:
         """Before it is saved: what no norm tells of, or none was computed for, shows here."""
-        self.reports.judge(STATE, largest_value(self.built.framework.parts))
+        self.reports.require_finite(STATE, largest_value(self.built.framework.parts))
 
     def quiesce(self, deadline_seconds: float) -> bool:
         """After an interrupt: True when no copy reads the state and the device has nothing to do.
@@ -293,7 +293,7 @@ class EpochEntry:
         quiet = not self.is_built or self.protection.quiesce(deadline_seconds)
         try:
             left = limit - time.monotonic()
-            self._platform.synchronize(max(_LEAST_SYNCHRONISE_SECONDS, left))
+            self._platform.synchronize(max(_MIN_SYNCHRONISE_SECONDS, left))
         except (TimeoutError, RuntimeError) as error:
             print(f"this process has to be replaced: {error}", file=sys.stderr, flush=True)
             return False
@@ -386,7 +386,7 @@ class EpochEntry:
         self._compare_schedule(record, values)
         self.built.framework.restore(values)
         self._late = values
-        self.reports.tell_again(values["told"])
+        self.reports.resend(values["told"])
 
     def _waiting(self, epoch: int, operation: str) -> Wait:
         def wait(seconds: float) -> None:
@@ -395,7 +395,7 @@ class EpochEntry:
 
         return wait
 
-    def _find_room(self, *, pinned: bool) -> list[str]:
+    def _check_memory(self, *, pinned: bool) -> list[str]:
         """Look for memory before the first slot is made; returns warnings, one line each. Raises
         NoRoom with one line that names needs, limit and remedy."""
         needs = node_needs(self.protection.layout, _roles_per_node(), self.settings)
@@ -464,7 +464,7 @@ class EpochEntry:
             meaning,
             updates.layout_parts(self.role),
         )
-        leave_template(framework.template(layout), settings)
+        publish_template(framework.template(layout), settings)
         protection = Protection(
             vault=self._vault,
             platform=self._platform,
@@ -484,7 +484,7 @@ class EpochEntry:
             )
             before.append(audit.before_update)
             after.append(audit.after_update)
-        judge = functools.partial(self.reports.judge, GRADIENT_NORM)
+        judge = functools.partial(self.reports.require_finite, GRADIENT_NORM)
         framework.install(StepCalls(protection.gate, before, after, judge))
         self._built = BuiltRole(loop, framework, protection, frozen, audit)
 
@@ -502,7 +502,7 @@ class EpochEntry:
         gc.collect()
 
 
-def leave_template(template: StateTemplate, settings: Settings) -> None:
+def publish_template(template: StateTemplate, settings: Settings) -> None:
     """Give it to the exporters: of this node, and where the run's end may call for an export also
     of others, by way of the run directory. Nobody waits for that one: a thread writes it.
 

@@ -17,8 +17,8 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
 from deadpool_megatron.member.entry import EpochEntry
 from deadpool_megatron.member.loop import SteppedLoop, StepRunner
+from deadpool_megatron.member.own_time import OwnTimeMeter
 from deadpool_megatron.member.peer_comparison import current_device
-from deadpool_megatron.member.reports import OwnTimeMeter
 from deadpool_megatron.ownership import make_private
 from deadpool_megatron.vault.disk import extras_file
 
@@ -57,7 +57,7 @@ class EpochRunner(StepRunner):
 
     def step(self, iteration: int, run: Callable[[], _Result]) -> _Result:
         """See :class:`StepRunner`."""
-        self._stand_still_if_asked(iteration)
+        self._pause_if_requested(iteration)
         reports, protection = self._reports, self._entry.protection
         generation = Generation(self.epoch, iteration)
         reports.iteration = iteration
@@ -68,7 +68,7 @@ class EpochRunner(StepRunner):
         if self._entry.built.audit is not None:
             every = self._record.protection.every
             self._entry.built.audit.announce(iteration, self.generation, every)
-        reports.told = []
+        reports.reported = []
         self._own_time.begin()
         result = run()
         if protection.is_wanted and not protection.is_gated:
@@ -95,7 +95,7 @@ class EpochRunner(StepRunner):
         failpoints.set_context(iteration=self.generation.iteration, section=boundary)
         began = time.monotonic()
         if boundary == "save":
-            self._entry.judge_state()
+            self._entry.require_finite_state()
         run()
         self._communicators.finish_iteration()
         self.check()
@@ -129,7 +129,7 @@ class EpochRunner(StepRunner):
         dist.all_reduce(lost)
         if dist.get_rank() == 0 and not lost.item():
             place = str(directory.absolute())
-            self._ask_to_count(iteration, place, place)
+            self._request_durable(iteration, place, place)
 
     def hash_restored(self) -> None:
         """Have what was restored from memory compared with what stood there before, where that was
@@ -164,7 +164,7 @@ class EpochRunner(StepRunner):
         self.check()
         reports = self._reports
         reports.durable_iteration = 0
-        self._ask_to_count(iteration, str(temporary), str(final))
+        self._request_durable(iteration, str(temporary), str(final))
         # An answer to an older request may still be under way: it names another iteration.
         if not reports.wait_until(
             lambda: reports.durable_iteration == iteration, self._settings.restore_seconds
@@ -173,16 +173,16 @@ class EpochRunner(StepRunner):
                 "coordinator", "durable-request", "no answer: the checkpoint is not valid"
             )
 
-    def _ask_to_count(self, iteration: int, temporary: str, final: str) -> None:
-        self._reports.say("durable-request", iteration=iteration, temporary=temporary, final=final)
+    def _request_durable(self, iteration: int, temporary: str, final: str) -> None:
+        self._reports.send("durable-request", iteration=iteration, temporary=temporary, final=final)
 
-    def _stand_still_if_asked(self, following: int) -> None:
+    def _pause_if_requested(self, following: int) -> None:
         """A planned swap: stop at the announced boundary, protected, until the close, or until
         the coordinator has chosen a later boundary because another role was past this one."""
         if self._pause.may_start(following):
             return
         self._entry.protection.settle()
-        self._reports.say("paused", iteration=self.generation.iteration)
+        self._reports.send("paused", iteration=self.generation.iteration)
         self._reports.section = "paused"
         self._reports.wait_until(lambda: self._pause.may_start(following))
 

@@ -22,7 +22,7 @@ from deadpool_megatron.state.template import StateTemplate
 from deadpool_megatron.vault.member import VaultClient
 
 if TYPE_CHECKING:
-    from deadpool_megatron.member.reports import RoleReports
+    from deadpool_megatron.member.role_reports import RoleReports
 
 
 class StepCalls(NamedTuple):

@@ -62,7 +62,7 @@ from deadpool_megatron.vault.shm.segment import checksum
 
 # Shorter waits are the price of looking, not a stall.
 _STALL_SECONDS = 0.001
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _FROZEN_PAUSE_SECONDS = 0.005
 
 _Answer = TypeVar("_Answer")
@@ -440,7 +440,7 @@ class Protection:
 
     def _wait(self, what: str, wait: Callable[[float], bool], limit_seconds: float) -> None:
         limit = time.monotonic() + limit_seconds
-        while not wait(_LOOK_SECONDS):
+        while not wait(_POLL_SECONDS):
             if self._interrupted():
                 raise EpochClosed(self._epoch, what)
             if time.monotonic() > limit:

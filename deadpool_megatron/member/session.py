@@ -15,10 +15,6 @@ What ends an epoch for this process, and how that is told from a failure of its 
   close's doing (a peer died in the middle of something, an aborted operation left junk) and counts
   as one (rule 11). When no close comes it is the program's own and ends the process, with its
   traceback.
-
-The device of the process is taken before anything uses one: what is asked of "the current device"
-afterwards (the memory next to it, the groups on it) is asked of the member's own. Until one is set
-that is the first one, for all members of a node.
 """
 
 from __future__ import annotations
@@ -33,10 +29,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
-
-from deadpool_megatron import arguments, failpoints
+from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
 from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, Limits
@@ -45,20 +38,21 @@ from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind, k
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.member.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.member.epoch_runner import EpochRunner
+from deadpool_megatron.member.hang_probe import HangProbe
 from deadpool_megatron.member.loop import Program
+from deadpool_megatron.member.member_device import select_device
+from deadpool_megatron.member.own_time import DeviceMeter, HostMeter
 from deadpool_megatron.member.peer_comparison import PeerMismatch
 from deadpool_megatron.member.protection import ExtrasOutgrown
-from deadpool_megatron.member.reports import DeviceMeter, HangProbe, HostMeter, RoleReports
-from deadpool_megatron.preflight.host import VISIBLE
+from deadpool_megatron.member.role_reports import RoleReports
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.template import TemplateError
-from deadpool_megatron.support import environment as nccl_environment
 from deadpool_megatron.vault.errors import NoRoom, VaultError
 from deadpool_megatron.wire.framing import readable
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 # Twice, and the word has to be with the agent in time.
 _NCCL_SHARE = 0.45
 
@@ -73,7 +67,7 @@ class Session:
         # What the coordinator expects this process to be needed for.
         wanted = os.environ.get("DEADPOOL_PROVISIONAL_ROLE", link.seat.slot)
         self._provisional_role = int(wanted)
-        kind = take_device(settings.communicator, link.seat.slot)
+        kind = select_device(settings.communicator, link.seat.slot)
         self._drain_seconds = drain_seconds(kind, settings)
         print(
             f"deadpool: {kind}: {settings.close_seconds:g} s to leave a closed epoch, of them"
@@ -161,7 +155,7 @@ class Session:
         while True:
             role = next((r for r, seat in record.seats.items() if seat == self._link.seat), None)
             if role is None:
-                self._stand_by(record)
+                self._wait_as_spare(record)
             else:
                 try:
                     self._take_seat(record, role)
@@ -173,7 +167,7 @@ class Session:
                     raise
             record = self._link.wait_record(record.epoch)
 
-    def _stand_by(self, record: EpochRecord) -> None:
+    def _wait_as_spare(self, record: EpochRecord) -> None:
         """Be warm: build in a provisional role, with no peers; then only wait.
 
         Once built it stays as it is over any number of epochs, or it would be building whenever it
@@ -207,7 +201,7 @@ class Session:
         """Wait until the program lets spares build; False when the epoch is over before."""
         self._reports.section = "parked"
         while not self._built.program.spares_may_build():
-            if self._ends_within(record.epoch, _LOOK_SECONDS):
+            if self._ends_within(record.epoch, _POLL_SECONDS):
                 if self._link.stopped:
                     raise StopOrder("the run is over")
                 return False
@@ -223,7 +217,7 @@ class Session:
             reports.section = "parked"
             return
         try:
-            self._play(record, role)
+            self._run_epoch(record, role)
         except (EpochClosed, Exception) as error:
             if isinstance(error, StopOrder):
                 raise
@@ -242,10 +236,10 @@ class Session:
         failpoints.hit(f"recovery.{phase}")
         started = time.monotonic()
         run(record, role)
-        self._say_phase(phase, started)
+        self._report_phase(phase, started)
 
-    def _say_phase(self, phase: str, started: float) -> None:
-        self._reports.say("phase", phase=phase, seconds=time.monotonic() - started)
+    def _report_phase(self, phase: str, started: float) -> None:
+        self._reports.send("phase", phase=phase, seconds=time.monotonic() - started)
 
     def _ends_within(self, epoch: int, seconds: float) -> bool:
         """Return whether ``epoch`` is closed, or the run over, before so many seconds are."""
@@ -253,7 +247,7 @@ class Session:
         while not (self._link.stopped or self._link.closed_epoch >= epoch):
             if time.monotonic() >= limit:
                 return False
-            readable(self._link.interrupt_fd, _LOOK_SECONDS)
+            readable(self._link.interrupt_fd, _POLL_SECONDS)
         return True
 
     def _engage(self, epoch: int) -> bool:
@@ -265,7 +259,7 @@ class Session:
             self._pause.reset()
             return True
 
-    def _play(self, record: EpochRecord, role: int) -> NoReturn:
+    def _run_epoch(self, record: EpochRecord, role: int) -> NoReturn:
         """Enter the epoch in ``role`` and train in it; ends by an exception."""
         entry = self._built
         for phase, stage in (
@@ -277,7 +271,7 @@ class Session:
             if phase == "verify":  # of all roles before any of them trains
                 self._compare_program(record)
             self._stage(phase, stage, record, role)
-        self._reports.say("restored", generation=entry.generation.to_list())
+        self._reports.send("restored", generation=entry.generation.to_list())
         checkpoints = self._run_directory / "checkpoints"
         runner = EpochRunner(record, entry, self._pause, self._own_time, checkpoints)
         runner.hash_restored()
@@ -305,7 +299,9 @@ class Session:
         if self._link.closed_epoch < epoch and not self._link.stopped:
             if isinstance(error, RestoreFailed | PeerMismatch):
                 part, other = getattr(error, "part", ""), isinstance(error, OtherModel)
-                self._reports.say("restore-failed", part=part, text=str(error), other_program=other)
+                self._reports.send(
+                    "restore-failed", part=part, text=str(error), other_program=other
+                )
             elif isinstance(error, CommunicatorFault):
                 self._on_fault(error.group, error.operation, error.cause)
             elif isinstance(error, NoRoom | ExtrasOutgrown):
@@ -320,16 +316,16 @@ class Session:
             elif isinstance(error, EpochClosed):
                 self._on_fault("member", error.operation, "interrupted without a close")
             elif _is_of_peers(error):
-                self._on_fault("member", self._reports.section, _in_words(error))
+                self._on_fault("member", self._reports.section, _error_text(error))
             else:
-                self._reports.say("raised", text=_in_words(error).partition("\n")[0])
+                self._reports.send("raised", text=_error_text(error).partition("\n")[0])
                 if not self._ends_within(epoch, GRACE_SECONDS):
                     raise error  # else it was the first sign of a peer's death
         with contextlib.suppress(EpochClosed):
             self._wait_closed(epoch)
         if not isinstance(error, EpochClosed):
             # For whoever reads the log; nothing of the interrupted step is used.
-            print(f"epoch {epoch} ends here with {_in_words(error)}", file=sys.stderr, flush=True)
+            print(f"epoch {epoch} ends here with {_error_text(error)}", file=sys.stderr, flush=True)
 
     def _finish(self, record: EpochRecord, role: int) -> NoReturn:
         """Report the end and stay available: a late failure may need this role again."""
@@ -337,7 +333,7 @@ class Session:
         failpoints.hit("finish")
         state_hash = loop.state_hash()
         self._check(record.epoch)
-        self._reports.say(
+        self._reports.send(
             "done",
             role=role,
             state_hash=state_hash,
@@ -367,17 +363,17 @@ class Session:
         clean = self._built.quiesce(self._drain_seconds) and clean
         if clean:
             forget_frames(ended)
-        self._say_phase("drain", started)
+        self._report_phase("drain", started)
         with self._engagement:
             if clean:  # else it ends, and must not be called clean meanwhile
                 self._engaged_epoch = 0
-            self._say_drained(max(epoch, self._link.closed_epoch), clean)
+            self._report_drained(max(epoch, self._link.closed_epoch), clean)
         if not clean:
             self._link.flush(self._settings.drain_seconds)
             os._exit(ExitStatus.UNCLEAN)
         self._reports.section = "parked"
 
-    def _say_drained(self, epoch: int, clean: bool) -> None:
+    def _report_drained(self, epoch: int, clean: bool) -> None:
         """Once for an epoch: the main thread may have left before the watcher comes to it. The
         engagement lock is held."""
         if epoch > self._drained_epoch:
@@ -403,7 +399,7 @@ class Session:
         with self._engagement:
             engaged = 0 < self._engaged_epoch <= epoch
             if not engaged:
-                self._say_drained(epoch, clean=True)
+                self._report_drained(epoch, clean=True)
         if engaged:
             # A thread of its own: to abort NCCL may take long, and a member that sends no beats
             # meanwhile is taken for frozen.
@@ -441,11 +437,11 @@ class Session:
             "waiting": list(waiting) if waiting else None,
             "progress": self._communicators.progress(),
             "own": list(self._own_time.sample),
-            **self._hang_probe.look(self._communicators),
+            **self._hang_probe.evidence(self._communicators),
         }
 
 
-def _in_words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Return the last lines of the traceback of ``error``."""
     return "".join(traceback.format_exception_only(error)).strip()
 
@@ -455,7 +451,7 @@ def _is_of_peers(error: BaseException | None) -> bool:
     has died, and this process is as good as before."""
     return error is not None and (
         isinstance(error, EpochClosed | CommunicatorFault)
-        or kind_of_end(_in_words(error)) is FailureKind.COMMUNICATOR_ERROR
+        or kind_of_end(_error_text(error)) is FailureKind.COMMUNICATOR_ERROR
         or _is_of_peers(error.__cause__ or error.__context__)
     )
 
@@ -488,57 +484,3 @@ def drain_seconds(kind: str, settings: Settings) -> float:
     for which the agent waits for this process.
     """
     return settings.drain_seconds if kind == "gloo" else _NCCL_SHARE * settings.close_seconds
-
-
-def take_device(communicator: str, slot: int) -> str:
-    """Make the GPU that the agent shows this member the current device, if there is one; returns
-    "gloo", "nccl" or what plays it, as ``communicator`` says for all members of the run.
-
-    Ends the process, with one line, where NCCL could not recover, or has no GPU for this member:
-    that is the host's fault, and no other member trains with something else for it.
-    """
-    if communicator != "nccl":
-        _end_if(arguments.played_problem(communicator), ExitStatus.BAD_INPUT)
-        if torch.cuda.is_available():
-            # With gloo, members may share a GPU.
-            torch.cuda.set_device(slot % torch.cuda.device_count())
-        # Where a run was made and nobody has chosen, no GPU was to be seen.
-        return "gloo" if communicator == "auto" else communicator
-    _end_if(nccl_environment.error_message(os.environ), ExitStatus.BAD_INPUT)
-    _end_if(_take_gpu(), ExitStatus.NO_DEVICE)
-    version = _nccl_version()
-    _end_if(nccl_environment.version_error(version), ExitStatus.BAD_INPUT)
-    for line in nccl_environment.warnings(os.environ):
-        print(f"deadpool: {line}", file=sys.stderr, flush=True)
-    print(
-        f"deadpool: GPU {os.environ.get(VISIBLE, '0')}, NCCL {'.'.join(map(str, version))},"
-        f" {nccl_environment.in_effect(os.environ)}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return communicator
-
-
-def _take_gpu() -> str:
-    """Returns why there is no GPU for this member, as torch says it; empty once it is taken."""
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.set_device(0)
-    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"no GPU for this process ({VISIBLE}={os.environ.get(VISIBLE)}): {why}"
-    return ""
-
-
-def _end_if(problem: str, status: int) -> None:
-    if problem:
-        print(f"deadpool: {problem}", file=sys.stderr, flush=True)
-        sys.exit(status)
-
-
-def _nccl_version() -> tuple[int, int, int]:
-    """Of the library that is loaded, which need not be the one that torch was built with."""
-    backend = getattr(dist, "ProcessGroupNCCL", None)
-    loaded = getattr(backend, "get_runtime_nccl_version", torch.cuda.nccl.version)
-    major, minor, patch = loaded()[:3]
-    return int(major), int(minor), int(patch)

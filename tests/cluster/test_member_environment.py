@@ -30,8 +30,8 @@ import os, torch
 torch.cuda.init = lambda: None
 torch.cuda.set_device = lambda number: None
 torch.cuda.nccl.version = lambda: (2, 28, 9)
-from deadpool_megatron.member.session import take_device
-take_device("nccl", int(os.environ["LOCAL_RANK"]))
+from deadpool_megatron.member.member_device import select_device
+select_device("nccl", int(os.environ["LOCAL_RANK"]))
 """
 
 

@@ -231,7 +231,7 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(
     entry = BareEntry(
         role=0,
         settings=Settings(),
-        reports=SimpleNamespace(told=[], tell_again=lambda told: None),
+        reports=SimpleNamespace(reported=[], resend=lambda told: None),
         _vault=SimpleNamespace(has_segment=lambda role: True),
         _built=built,
         _link=SimpleNamespace(send=lambda message: None),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deadpool_megatron.failures import ExitStatus
-from deadpool_megatron.member.session import take_device
+from deadpool_megatron.member.member_device import select_device
 from deadpool_megatron.support import environment as nccl_environment
 from deadpool_megatron.support.environment import VARIABLES
 from tests.member import session_rig
@@ -48,7 +48,7 @@ def refusal(
     communicator: str = "nccl",
 ) -> str:
     with pytest.raises(SystemExit) as ended:
-        take_device(communicator, 0)
+        select_device(communicator, 0)
     assert ended.value.code == status
     [line] = capfd.readouterr().err.splitlines()
     return line
@@ -70,7 +70,7 @@ def test_a_member_takes_the_gpu_that_it_is_shown(
     machine: Machine, gpus: int, communicator: str, slot: int, kind: str, taken: list[int]
 ) -> None:
     found = machine(gpus)
-    assert take_device(communicator, slot) == kind
+    assert select_device(communicator, slot) == kind
     assert found == taken
 
 
@@ -79,7 +79,7 @@ def test_nvlink_sharp_is_warned_of(
 ) -> None:
     machine(1)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    take_device("nccl", 0)
+    select_device("nccl", 0)
     warning, facts = capfd.readouterr().err.splitlines()
     assert "NCCL_NVLS_ENABLE=1 is taken as set, and recoveries may fail" in warning
     assert "NCCL_NVLS_ENABLE=1" in facts
@@ -92,7 +92,7 @@ def test_a_contrary_variable_is_refused_before_a_device_is_touched(
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL cannot be protected" in refusal(capfd)
     assert taken == []
-    assert take_device("gloo", 0) == "gloo"
+    assert select_device("gloo", 0) == "gloo"
 
 
 def test_what_plays_nccl_is_taken_under_a_fault_plan_only(
@@ -101,7 +101,7 @@ def test_what_plays_nccl_is_taken_under_a_fault_plan_only(
     machine(0)
     assert "fault plan only (DEADPOOL_FAULTS)" in refusal(capfd, communicator="a.module:factory")
     monkeypatch.setenv("DEADPOOL_FAULTS", "plan.json")
-    assert take_device("a.module:factory", 3) == "a.module:factory"
+    assert select_device("a.module:factory", 3) == "a.module:factory"
 
 
 @pytest.mark.parametrize("loaded", [None, (2, 28, 3)])

@@ -42,7 +42,7 @@ class Handlers:
 
     ``on_close(epoch, cause)`` runs after the interrupt is readable. ``status()`` answers the body
     of a beat: section, iteration, waiting ([group, operation, sequence] or None), progress, and
-    what member/reports.py adds when the process stands still.
+    what member/role_reports.py adds when the process stands still.
     """
 
     on_close: Callable[[int, str], None]

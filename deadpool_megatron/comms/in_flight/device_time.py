@@ -3,7 +3,7 @@
 Where a wait only orders streams (NCCL), the host does not wait and its clock shows nothing. So a
 stream is marked before and after each wait; when the device has passed the marks, the time between
 them is the time in which it was idle. An iteration may have tens of thousands of waits, so only
-some iterations are measured (:mod:`deadpool_megatron.member.reports`).
+some iterations are measured (:mod:`deadpool_megatron.member.own_time`).
 
 torch's flight recorder has the progress. Its watchdog polls the events of all operations ten times
 a second, and keeps for each group the numbers of the last operation that was enqueued, started, and

@@ -41,7 +41,7 @@ from deadpool_megatron.megatron.optimizer import (
 )
 from deadpool_megatron.member.framework import UpdateAudit
 from deadpool_megatron.member.peer_comparison import current_device, gathered
-from deadpool_megatron.member.reports import RoleReports
+from deadpool_megatron.member.role_reports import RoleReports
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part, fingerprint
 

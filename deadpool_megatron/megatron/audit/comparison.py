@@ -23,7 +23,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
 from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.member.peer_comparison import current_device
-from deadpool_megatron.member.reports import RoleReports
+from deadpool_megatron.member.role_reports import RoleReports
 
 # The words of a fingerprint (deadpool_megatron.state.parts), of one or of several blocks.
 Sums = tuple[int, ...]
@@ -221,8 +221,9 @@ class Auditor:
             return
         roles, subject, certain = list(mismatch.roles), mismatch.subject, mismatch.is_certain
         facts = {"iteration": self._iteration, "roles": roles, "certain": certain, "what": subject}
-        self._reports.say("audit-failed", **facts)
-        self._reports.stand_still(f"{subject} in iteration {self._iteration} differ, roles {roles}")
+        self._reports.send("audit-failed", **facts)
+        reason = f"{subject} in iteration {self._iteration} differ, roles {roles}"
+        self._reports.block_until_decided(reason)
 
     def _report_incomparable(self, roles: list[int], subject: str, reporter: int = 0) -> None:
         """Once: nobody can judge ``subject`` these roles compute."""

@@ -65,9 +65,9 @@ def take_world(device: Device) -> None:
 
     stand_ins.install()
     from deadpool_megatron.comms import Communicators
-    from deadpool_megatron.member.session import take_device
+    from deadpool_megatron.member.member_device import select_device
 
-    kind = take_device("nccl" if device is Device.CUDA else "gloo", 0)
+    kind = select_device("nccl" if device is Device.CUDA else "gloo", 0)
     os.environ.update(RANK="0", WORLD_SIZE="1")
     Communicators(kind).install()
     dist.init_process_group()

@@ -70,9 +70,9 @@ def _versions(task: Task) -> dict[str, Any]:
 
 def _take_device(task: Task) -> dict[str, Any]:
     """Its line is in the part's log."""
-    from deadpool_megatron.member.session import take_device
+    from deadpool_megatron.member.member_device import select_device
 
-    return {"kind": take_device(task.device.communicator if task.is_on_gpu else "auto", 0)}
+    return {"kind": select_device(task.device.communicator if task.is_on_gpu else "auto", 0)}
 
 
 def _warm(task: Task) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, 
 from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.in_flight.waiters import MAX_BUILDERS
 from deadpool_megatron.comms.nccl import NcclFabric
-from deadpool_megatron.member.reports import HangProbe
+from deadpool_megatron.member.hang_probe import HangProbe
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import environment as nccl_environment
 from fake_nccl import KIND, fake as fake_nccl
@@ -224,7 +224,7 @@ def peer_dies(member: Member) -> bool:
     closer.start()
     standstill = HangProbe(itertools.count().__next__)
     for _ in range(4):
-        standstill.look(member.comms)
+        standstill.evidence(member.comms)
     ((_, operation, text),) = member.faults
     assert (operation, "COMM_ERROR" in text) == ("watchdog", True)
     closer.join(DEADLINE_SECONDS)

@@ -25,10 +25,10 @@ def take(communicator: str, slot: int) -> str:
     return communicator
 
 
-_take_device = session.take_device
+_take_device = session.select_device
 
 
 if __name__ == "__main__":
     NODE, *rest = sys.argv[1:]
-    session.take_device = take
+    session.select_device = take
     sys.exit(trainer.main(rest))

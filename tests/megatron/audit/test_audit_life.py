@@ -41,13 +41,13 @@ class _Reports:
         self.lines: list[str] = []
 
     def send_event(self, kind: str, iteration: int | None, facts: dict[str, Any]) -> None:
-        self.say(kind, of=iteration, **{k: v for k, v in facts.items() if k != "seconds"})
+        self.send(kind, of=iteration, **{k: v for k, v in facts.items() if k != "seconds"})
 
-    def say(self, kind: str, **facts: Any) -> None:
+    def send(self, kind: str, **facts: Any) -> None:
         self.lines.append(f"{kind} {json.dumps(facts)}")
 
-    def stand_still(self, why: str) -> NoReturn:
-        self.lines.append(f"stands still: {why}")
+    def block_until_decided(self, reason: str) -> NoReturn:
+        self.lines.append(f"stands still: {reason}")
         raise _Stands
 
 
