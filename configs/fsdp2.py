@@ -44,6 +44,7 @@ class FsdpLoop(TorchLoop):
         loss = (self.model(inputs).squeeze(1) - inputs.sum(1)).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.scheduler.step()
         return loss

@@ -25,7 +25,7 @@ from deadpool_megatron.state.optimizer_state import (
 )
 from deadpool_megatron.state.parts import Part, fingerprint
 from deadpool_megatron.torch_native.loop_state import copy_by_name
-from deadpool_megatron.torch_native.wrappers import Wrappers, is_sharded
+from deadpool_megatron.torch_native.wrappers import Wrappers, is_sharded, slice_of
 
 if TYPE_CHECKING:
     from deadpool_megatron.torch_native.loop import TorchLoop
@@ -57,11 +57,10 @@ class TorchFramework(Framework):
         replicas = [set(self._wrappers.replicas(parameter)) for parameter in parameters]
         common = set.intersection(*replicas) if replicas else {dist.get_rank()}
         part = Part("shard0", self._state.tensors, sorted(common))
-        shapes = [
-            f"{name}|{tuple(tensor.shape)}|{tensor.dtype}"
-            for name, tensor in self._values.tensors().items()
-        ]
-        part.meaning = hashlib.sha256("\n".join(shapes).encode()).hexdigest()
+        tensors = self._values.tensors().items()
+        contents = [f"{name}|{tuple(tensor.shape)}|{tensor.dtype}" for name, tensor in tensors]
+        contents += map(slice_of, parameters)
+        part.meaning = hashlib.sha256("\n".join(contents).encode()).hexdigest()
         self.parts, self.peers = [part], list(range(dist.get_world_size()))
 
     def meaning(self) -> str:

@@ -18,6 +18,7 @@ from deadpool_megatron.member.loop import Emit, Program, ProtectedLoop, SteppedL
 from deadpool_megatron.state.digest import state_digest
 from deadpool_megatron.torch_native.framework import TorchFramework
 from deadpool_megatron.torch_native.loop_state import LoopState, copy_by_name
+from deadpool_megatron.torch_native.wrappers import forget_meshes
 
 
 class TorchLoop(SteppedLoop):
@@ -117,6 +118,7 @@ class TorchProgram(Program):
 
     def make_loop(self, emit: Emit) -> TorchLoop:
         """See :class:`Program`."""
+        forget_meshes()
         return self._make(emit)
 
     def framework(self, loop: ProtectedLoop) -> Framework:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import DistributedDataParallel
 
 from deadpool_megatron.state.optimizer_state import UnsupportedState
@@ -21,6 +22,27 @@ _SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 def is_sharded(parameter: Tensor) -> bool:
     """Return whether a role holds a part of it only."""
     return isinstance(parameter, DTensor)
+
+
+def slice_of(parameter: Tensor) -> str:
+    """Return which shard of a parameter this role holds, and how it is cut."""
+    if not isinstance(parameter, DTensor):
+        return ""
+    roles = parameter.device_mesh.mesh
+    cut = zip(parameter.placements, _coordinate(roles), roles.shape, strict=True)
+    return ",".join(f"{p}:{at}/{size}" for p, at, size in cut if not p.is_replicate())
+
+
+def forget_meshes() -> None:
+    """Drop what DTensor has kept of meshes that equal those of the next role: from them the next
+    parameters would have the coordinates and groups of the former role."""
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+def _coordinate(roles: Tensor) -> list[int]:
+    """The place of this role in a mesh."""
+    return [int(place) for place in (roles == dist.get_rank()).nonzero()[0]]
 
 
 class Wrappers:
@@ -54,13 +76,12 @@ class Wrappers:
     def replicas(self, parameter: Tensor) -> list[int]:
         """Return the roles that hold the same bytes of a parameter and of its optimizer's state."""
         if isinstance(parameter, DTensor):
-            mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
-            assert coordinate is not None
+            roles = parameter.device_mesh.mesh
             index = tuple(
                 slice(None) if placement.is_replicate() else place
-                for placement, place in zip(parameter.placements, coordinate, strict=True)
+                for placement, place in zip(parameter.placements, _coordinate(roles), strict=True)
             )
-            return [int(role) for role in mesh.mesh[index].flatten()]
+            return [int(role) for role in roles[index].flatten()]
         for replica in self._replicated:
             if any(parameter is held for held in replica.parameters()):
                 return dist.get_process_group_ranks(replica.process_group)
