@@ -100,8 +100,8 @@ class EpochEntry:
         self._link = link
         self._platform = select_platform()
         self._vault = VaultClient(
-            os.environ["DEADPOOL_VAULT_SOCKET"],
-            Path(os.environ["DEADPOOL_SEGMENT_DIR"]),
+            link.place.vault_socket,
+            link.place.segments,
             link.seat,
             # The vault may have to make the slots first.
             connect_seconds=settings.connect_seconds + settings.restore_seconds,
@@ -398,7 +398,7 @@ class EpochEntry:
     def _check_memory(self, *, pinned: bool) -> list[str]:
         """Look for memory before the first slot is made; returns warnings, one line each. Raises
         NoRoom with one line that names needs, limit and remedy."""
-        needs = node_needs(self.protection.layout, _roles_per_node(), self.settings)
+        needs = node_needs(self.protection.layout, self._link.place.members_per_node, self.settings)
         # Other members of the node may have taken their part of it already.
         rooms = memory.node_rooms(self._vault.directory, self.settings.memory_bytes)
         if trouble := memory.objection(needs, rooms):
@@ -464,7 +464,7 @@ class EpochEntry:
             meaning,
             updates.layout_parts(self.role),
         )
-        publish_template(framework.template(layout), settings)
+        publish_template(framework.template(layout), settings, self._link.place.segments)
         protection = Protection(
             vault=self._vault,
             platform=self._platform,
@@ -502,7 +502,7 @@ class EpochEntry:
         gc.collect()
 
 
-def publish_template(template: StateTemplate, settings: Settings) -> None:
+def publish_template(template: StateTemplate, settings: Settings, directory: Path) -> None:
     """Give it to the exporters: of this node, and where the run's end may call for an export also
     of others, by way of the run directory. Nobody waits for that one: a thread writes it.
 
@@ -510,7 +510,7 @@ def publish_template(template: StateTemplate, settings: Settings) -> None:
     """
     if template.refusal and settings.export_iterations:
         raise TemplateError(f"--deadpool-persist-interval: {template.refusal}")
-    directory, role = Path(os.environ["DEADPOOL_SEGMENT_DIR"]), template.role
+    role = template.role
     write_template(directory, template)
 
     def share() -> None:
@@ -523,7 +523,3 @@ def publish_template(template: StateTemplate, settings: Settings) -> None:
 
     if settings.exports:
         threading.Thread(target=share, name="skeleton", daemon=True).start()
-
-
-def _roles_per_node() -> int:
-    return int(os.environ.get("DEADPOOL_NPROC", "1"))

@@ -64,9 +64,7 @@ class Session:
         settings = link.settings
         self._link, self._settings = link, settings
         self._run_directory = run_directory
-        # What the coordinator expects this process to be needed for.
-        wanted = os.environ.get("DEADPOOL_PROVISIONAL_ROLE", link.seat.slot)
-        self._provisional_role = int(wanted)
+        self._provisional_role = link.place.provisional_role
         kind = select_device(settings.communicator, link.seat.slot)
         self._drain_seconds = drain_seconds(kind, settings)
         print(

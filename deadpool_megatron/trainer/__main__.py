@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
+from deadpool_megatron.cluster.process import member_place
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.member import Emit, Program, ProtectedLoop, Session
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig, parse_args
@@ -65,12 +67,13 @@ class GptProgram(Program):
 
 def main(argv: Sequence[str]) -> int:
     """Hold a role, or wait as a spare, until the run is over."""
-    world_size = os.environ.get("DEADPOOL_WORLD_SIZE")
-    config = parse_args(argv, None if world_size is None else int(world_size))
+    is_member = member_place.VARIABLE in os.environ
+    world_size = MemberPlace.from_environment().world_size if is_member else None
+    config = parse_args(argv, world_size)
     try:
         if refusal := saves_refusal(config.save, os.environ):
             raise BadArgumentsError(refusal)
-        if "DEADPOOL_AGENT_FD" not in os.environ:
+        if not is_member:
             raise BadArgumentsError(
                 "no agent watches this process: start it with deadpool run, or"
                 " deadpool_megatron.trainer.plain without protection"

@@ -64,11 +64,11 @@ class Counting:
         self.args = args
         self.link = MemberLink.from_environment()
         self.run_dir = Path(os.environ["DEADPOOL_RUN_DIR"])
-        self.world_size = int(os.environ["DEADPOOL_WORLD_SIZE"])
+        self.world_size = self.link.place.world_size
         self.lockstep = Lockstep(args.lockstep or self.run_dir / "lockstep", self.world_size)
         self.vault = VaultClient(
-            os.environ["DEADPOOL_VAULT_SOCKET"],
-            Path(os.environ["DEADPOOL_SEGMENT_DIR"]),
+            self.link.place.vault_socket,
+            self.link.place.segments,
             self.link.seat,
             connect_seconds=self.link.settings.connect_seconds,
         )

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.slow
 SHOW = """
 import json, os, pathlib, sys, time
 run = pathlib.Path(os.environ["DEADPOOL_RUN_DIR"])
-who = os.environ["DEADPOOL_NODE"] + "-" + os.environ["DEADPOOL_SLOT"]
+place = json.loads(os.environ["DEADPOOL_MEMBER"])
+who = f"{place['node']}-{place['local_rank']}"
 partial = run / ("partial-" + who)
 partial.write_text(json.dumps(dict(os.environ)))
 partial.rename(run / ("environment-" + who))

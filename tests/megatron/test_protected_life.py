@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from deadpool_megatron.cluster.link.member_link import MemberLink
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import Generation, Restore, Seat
@@ -83,16 +84,7 @@ class Life(Rig):
         network = FakeNetwork()
         places = [folder / "deadpool-life" / f"node{number}" for number in range(2)]
         self.nodes = [LocalNode(network, n, place, settings) for n, place in enumerate(places)]
-        environment = {
-            "WORLD_SIZE": "1",
-            "NPROC": "1",
-            "VAULT_SOCKET": self.nodes[0].socket_path,
-            "SEGMENT_DIR": str(places[0]),
-            "RUN_DIR": str(folder),
-        }
-        for name, value in environment.items():
-            monkeypatch.setenv(f"DEADPOOL_{name}", value)
-        monkeypatch.delenv("DEADPOOL_PROVISIONAL_ROLE", raising=False)
+        monkeypatch.setenv("DEADPOOL_RUN_DIR", str(folder))
         monkeypatch.setattr(session_module.os, "_exit", self._exit)
         self.folder, self.flags = folder, flags
         self.lines: list[str] = []
@@ -106,7 +98,8 @@ class Life(Rig):
         self.seat, settings = seat, self.settings
         self.socket, member = socket.socketpair()
         self.socket.settimeout(SECONDS)
-        self.link = MemberLink(member, seat, "run", settings)
+        place = MemberPlace(*seat.to_list(), self.nodes[0].directory, self.nodes[0].socket_path)
+        self.link = MemberLink(member, place, "run", settings)
         self.link.store = Meeting()  # type: ignore[assignment]
         self.session = Session(self.link, self.folder)
         self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.link.member_link import MemberLink
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.in_flight.observation import Observation
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
@@ -28,7 +29,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 
 SECONDS = 10.0
-SEAT = Seat(0, 0, 0)
+SEAT, PLACE = Seat(0, 0, 0), MemberPlace(0, 0, 0, world_size=2)
 ELSEWHERE = Seat(1, 0, 0)
 QUICK = dataclasses.replace(
     Settings(), close_seconds=0.5, beat_interval_seconds=0.02, hash_interval=1
@@ -226,7 +227,6 @@ class Rig:
     """The session in a thread of its own; the test is its agent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        monkeypatch.delenv("DEADPOOL_PROVISIONAL_ROLE", raising=False)
         monkeypatch.delenv("DEADPOOL_FAULTS", raising=False)
         self.entry = FakeEntry()
         self.communicators = FakeCommunicators()
@@ -235,7 +235,7 @@ class Rig:
         monkeypatch.setattr(session_module.os, "_exit", self._exit)
         self.socket, member = socket.socketpair()
         self.socket.settimeout(SECONDS)
-        self.link = MemberLink(member, SEAT, "run", QUICK)
+        self.link = MemberLink(member, PLACE, "run", QUICK)
         self.session = Session(self.link, folder)
         self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self.heard: list[dict[str, Any]] = []

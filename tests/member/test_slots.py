@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.member.protection import SlotViews
 from deadpool_megatron.platform.devices import CpuPlatform, PinnedSlots, host_range
@@ -46,7 +47,8 @@ def test_copies_come_first(
     protection = SimpleNamespace(layout=LAYOUT, copied_parts=["shard"])
     built = SimpleNamespace(protection=protection)
     pinned = PinnedSlots(device, lambda text: None)
-    BareEntry(_vault=client, settings=settings, _built=built, _pinned=pinned)._park()
+    link = SimpleNamespace(place=MemberPlace(0, 0, 0))
+    BareEntry(_vault=client, settings=settings, _built=built, _pinned=pinned, _link=link)._park()
     assert ("--deadpool-memory-gb" in capsys.readouterr().out) == (not fits)
     assert bool(list(tmp_path.glob(".parked-*"))) == fits
     assert device.locked == [3 << 20] * (LAYOUT.slots if fits else 0), "before there is a role"

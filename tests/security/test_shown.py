@@ -53,7 +53,7 @@ def test_a_member_does_not_have_the_secret(tmp_path: Path) -> None:
         "print(dict(os.environ), open('/proc/self/environ').read(), file=open('seen', 'w'))\n"
     )
     spec = {
-        **dict.fromkeys(("node", "slot", "incarnation"), 0),
+        "place": dict.fromkeys(("node", "local_rank", "incarnation"), 0),
         "command": [str(script)],
         "directory": str(tmp_path),
         "log": str(tmp_path / "log"),

@@ -1,12 +1,14 @@
 """Data: the same text and the same position give the same samples, whoever reads them."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.trainer import __main__ as protected
 from deadpool_megatron.trainer.config import parse_args
 from deadpool_megatron.trainer.gpt_loop import DataError, build_sources
@@ -50,7 +52,7 @@ def test_a_protected_run_without_text_ends_with_that_line(
             sources(f"--data {tmp_path / 'empty'}")
 
     (tmp_path / "empty").mkdir()
-    monkeypatch.setenv("DEADPOOL_AGENT_FD", "-1")
+    monkeypatch.setenv("DEADPOOL_MEMBER", json.dumps(MemberPlace(0, 0, 0).to_dict()))
     monkeypatch.setattr(protected.Session, "join", Joined)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     assert protected.main([]) == 2

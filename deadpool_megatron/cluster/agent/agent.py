@@ -238,11 +238,9 @@ class Agent:
                 old.kill("replaced by order of the coordinator")
                 if not await wait_ended([old], self._settings.close_seconds):
                     continue
-            extra = {}
-            if text in provisional:
-                extra["DEADPOOL_PROVISIONAL_ROLE"] = str(provisional[text])
+            role = int(provisional.get(text, slot))
             try:
-                start = partial(self._members.start, slot, int(incarnation), extra)
+                start = partial(self._members.start, slot, int(incarnation), role)
                 await patiently(start, self._settings.close_seconds / 2)
             except (StartError, OSError) as error:
                 self._members.report_lost(slot, int(incarnation), {"exit_code": 1}, str(error))

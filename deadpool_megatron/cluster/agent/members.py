@@ -169,8 +169,8 @@ class Member:
         settings: Settings,
         reports: MemberReports,
     ) -> None:
-        self.slot = spec.slot
-        self.incarnation = spec.incarnation
+        self.slot = spec.place.local_rank
+        self.incarnation = spec.place.incarnation
         self.log = spec.log
         self.beat: dict[str, Any] = {}
         self.said: dict[str, dict[str, Any]] = {}
@@ -253,7 +253,7 @@ class NodeMembers:
     def __init__(
         self,
         node: int,
-        make_spec: Callable[[int, int, Mapping[str, str]], MemberSpec],
+        make_spec: Callable[[int, int, int], MemberSpec],
         starter: Starter,
         settings: Settings,
         reports: MemberReports,
@@ -269,7 +269,7 @@ class NodeMembers:
         self.by_slot: dict[int, Member] = {}
         self.incarnations: dict[int, int] = {}
 
-    async def start(self, slot: int, incarnation: int, environment: Mapping[str, str]) -> None:
+    async def start(self, slot: int, incarnation: int, provisional_role: int) -> None:
         """Start a member unless this incarnation or a newer one was started before.
 
         Raises StartError, and OSError when it may be tried again.
@@ -280,7 +280,7 @@ class NodeMembers:
         if old is not None:
             # A stopped predecessor that woke up would write into its successor's slots.
             raise RuntimeError(f"slot {slot} still has process {old.pid}")
-        spec = self._make_spec(slot, incarnation, environment)
+        spec = self._make_spec(slot, incarnation, provisional_role)
         started = await self._starter.start(spec)
         self.by_slot[slot] = Member(spec, started, self._settings, self._reports)
         self.incarnations[slot] = incarnation

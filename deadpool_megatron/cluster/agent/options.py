@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.process.member_main import MemberSpec
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.preflight import host as gpus
 from deadpool_megatron.preflight.eligibility import HostFacts
@@ -70,29 +70,29 @@ def device_environment(options: AgentOptions, slot: int) -> dict[str, str]:
 
 
 def member_spec(
-    options: AgentOptions, slot: int, incarnation: int, extra: Mapping[str, str]
+    options: AgentOptions, slot: int, incarnation: int, provisional_role: int
 ) -> MemberSpec:
-    """Return how a member process of the node starts; ``extra``: more of its environment."""
+    """Return how a member process of the node starts."""
     info = options.info
     environment = {
         run_files.ENVIRONMENT_DIRECTORY: str(options.run.path),
         run_files.ENVIRONMENT_RUN_ID: info.run_id,
         # Communicators bind where this host is reached, as the vault does.
         ENVIRONMENT_NAME: replace(info.settings, interface=options.host).to_json(),
-        "DEADPOOL_WORLD_SIZE": str(info.world_size),
-        "DEADPOOL_NPROC": str(info.nproc_per_node),
-        "DEADPOOL_NODE": str(options.node),
-        "DEADPOOL_SLOT": str(slot),
-        "DEADPOOL_INCARNATION": str(incarnation),
-        "DEADPOOL_VAULT_SOCKET": str(options.segments / "vault.sock"),
-        "DEADPOOL_SEGMENT_DIR": str(options.segments),
     }
     return MemberSpec(
-        node=options.node,
-        slot=slot,
-        incarnation=incarnation,
+        place=MemberPlace(
+            options.node,
+            slot,
+            incarnation,
+            options.segments,
+            str(options.segments / "vault.sock"),
+            info.world_size,
+            info.nproc_per_node,
+            provisional_role,
+        ),
         command=info.command,
-        environment={**environment, **device_environment(options, slot), **extra},
+        environment={**environment, **device_environment(options, slot)},
         log=options.logs / f"{run_files.member_log_name(options.node, slot, incarnation)}.log",
         directory=options.directory,
         ended_epoch=info.ended_epoch,

@@ -23,6 +23,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.link.rendezvous import MemberStore
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.layout.records import EpochRecord, Seat
@@ -59,9 +60,10 @@ class MemberLink:
     """
 
     def __init__(
-        self, connection: socket.socket, seat: Seat, run_id: str, settings: Settings
+        self, connection: socket.socket, place: MemberPlace, run_id: str, settings: Settings
     ) -> None:
-        self.seat = seat
+        self.place = place
+        self.seat = Seat(place.node, place.local_rank, place.incarnation)
         self.run_id = run_id
         self.settings = settings
         self.interrupt_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -85,17 +87,10 @@ class MemberLink:
 
         Raises RuntimeError when this process was not started by an agent.
         """
-        environment = os.environ
-        if "DEADPOOL_AGENT_FD" not in environment:
-            raise RuntimeError("not started by a deadpool agent: start with 'deadpool run'")
-        seat = Seat(
-            int(environment["DEADPOOL_NODE"]),
-            int(environment["DEADPOOL_SLOT"]),
-            int(environment["DEADPOOL_INCARNATION"]),
-        )
-        connection = socket.socket(fileno=int(environment["DEADPOOL_AGENT_FD"]))
-        settings = Settings.from_environment(environment)
-        return MemberLink(connection, seat, environment["DEADPOOL_RUN_ID"], settings)
+        place = MemberPlace.from_environment()
+        connection = socket.socket(fileno=place.agent_fd)
+        settings = Settings.from_environment(os.environ)
+        return MemberLink(connection, place, os.environ["DEADPOOL_RUN_ID"], settings)
 
     def start(self, handlers: Handlers) -> None:
         """Say hello and start the watcher thread."""

@@ -344,7 +344,9 @@ class Starter:
                 request = {"member": whole.to_dict()}
                 if self._forks:
                     return StartedMember(await self._fork(request, theirs.fileno()), ours)
-                return StartedMember(self._unpark(spec.slot, request, theirs.fileno()), ours)
+                return StartedMember(
+                    self._unpark(spec.place.local_rank, request, theirs.fileno()), ours
+                )
             except BaseException:
                 ours.close()
                 raise

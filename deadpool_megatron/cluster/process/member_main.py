@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.cluster.process.program import LOADED, OtherProgram
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.process_names import set_process_name
@@ -30,9 +31,7 @@ class MemberSpec(Coded):
     the starts of the run before this one.
     """
 
-    node: int
-    slot: int
-    incarnation: int
+    place: MemberPlace
     command: tuple[str, ...]
     environment: Mapping[str, str]
     log: Path
@@ -58,18 +57,19 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         posix.answer_asks()
-        set_process_name(f"dp-n{spec.node}s{spec.slot}.{spec.incarnation}")
+        place = spec.place
+        set_process_name(f"dp-n{place.node}s{place.local_rank}.{place.incarnation}")
         os.chdir(spec.directory)
         os.environ.clear()
         os.environ.update(spec.environment)
         posix.forget_variable(SECRET_VARIABLE)  # neither it nor what it starts needs the secret
-        os.environ["DEADPOOL_AGENT_FD"] = str(agent_fd)
+        place.enter(agent_fd)
         failpoints.load()
         failpoints.set_context(
             run_dir=os.environ["DEADPOOL_RUN_DIR"],
-            node=spec.node,
-            slot=spec.slot,
-            incarnation=spec.incarnation,
+            node=place.node,
+            slot=place.local_rank,
+            incarnation=place.incarnation,
         )
         LOADED.note_data(Path(word[1:]) for word in spec.command if word.startswith("@"))
         LOADED.ended_epoch = spec.ended_epoch

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
@@ -50,7 +51,7 @@ class CommandLine:
         """Returns the arguments for the script to make its config of. Says nothing, and opens no
         writers: a role does that."""
         self._parse = parse
-        os.environ["WORLD_SIZE"] = os.environ["DEADPOOL_WORLD_SIZE"]
+        os.environ["WORLD_SIZE"] = str(MemberPlace.from_environment().world_size)
         with no_writers(), contextlib.redirect_stdout(io.StringIO()):
             return parse()
 

@@ -31,6 +31,8 @@ from megatron.core import parallel_state
 
 from deadpool_megatron import arguments
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
+from deadpool_megatron.cluster.process import member_place
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -95,7 +97,7 @@ def launch_problem(environ: Mapping[str, str], argv: Sequence[str]) -> str | Non
 
     None for a member of a run, and without ``--deadpool``.
     """
-    if FLAG not in argv or "DEADPOOL_AGENT_FD" in environ:
+    if FLAG not in argv or member_place.VARIABLE in environ:
         return None
     if any(name.startswith("TORCHELASTIC_") for name in environ):
         reason = "torchrun kills all ranks when one dies, so no spare could take over"
@@ -286,7 +288,9 @@ class PretrainProgram(Program):
         self._parse(_reached)
         args = get_args()
         config = core_transformer_config_from_args(args)
-        return stages.commonest_role(args, config, wanted, int(os.environ["DEADPOOL_NPROC"]))
+        return stages.commonest_role(
+            args, config, wanted, MemberPlace.from_environment().members_per_node
+        )
 
     def drop_groups(self) -> None:
         """See :class:`Program`."""

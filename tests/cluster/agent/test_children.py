@@ -22,6 +22,7 @@ from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd
 from deadpool_megatron.cluster.process.fork_server import StartedMember
 from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.process.member_main import MemberSpec
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout import records
 from deadpool_megatron.preflight.eligibility import HostFacts
@@ -213,7 +214,7 @@ def talking(directory: Path, reports: Any) -> Iterator[tuple[Member, socket.sock
     """A member of slot 0, and its process's end of their connection."""
     ours, theirs = socket.socketpair()
     watch: Any = SimpleNamespace(pid=os.getpid(), then=lambda _: None)
-    spec = MemberSpec(0, 0, 0, ("x",), {}, directory / "log", directory)
+    spec = MemberSpec(MemberPlace(0, 0, 0), ("x",), {}, directory / "log", directory)
     yield Member(spec, StartedMember(watch, ours), Settings(), reports), theirs
     asyncio.get_running_loop().remove_reader(ours.fileno())
     ours.close()

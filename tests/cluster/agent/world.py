@@ -34,7 +34,7 @@ from deadpool_megatron.cluster.agent import (
 )
 from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.link import agent_link
-from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process import member_place, posix
 from deadpool_megatron.cluster.process.children import ProcessEnd, Watch
 from deadpool_megatron.cluster.process.fork_server import StartedMember, StartError
 from deadpool_megatron.cluster.process.member_main import MemberSpec
@@ -263,13 +263,14 @@ class World:
 
     def _starter(self, server: object, modules: Sequence[str], of_slot: Any) -> Any:
         async def start(spec: MemberSpec) -> StartedMember:
-            name = f"member {spec.slot}.{spec.incarnation}"
+            name = f"member {spec.place.local_rank}.{spec.place.incarnation}"
             self.take(name)
             ours, theirs = socket.socketpair()
             theirs.setblocking(False)
             self.sockets[name] = theirs, framing.FrameBuffer()
             spec.log.touch()
             shown = {k: v for k, v in spec.environment.items() if "SETTINGS" not in k}
+            shown |= {member_place.VARIABLE: spec.place.to_dict()}
             self.note(f"start {name} {spec.command} {spec.log.name} {json.dumps(shown)}")
             self.processes[name] = _Process(self, name, None)
             return StartedMember(self.processes[name], ours)

@@ -9,6 +9,8 @@ import pytest
 
 from deadpool_megatron.cluster.link import rendezvous
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, StopOrder
+from deadpool_megatron.cluster.process import member_place
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
@@ -29,7 +31,7 @@ class Agent:
         self.socket, member = socket.socketpair()
         self.socket.settimeout(SECONDS)
         self.calls: list[tuple[Any, ...]] = []
-        self.link = MemberLink(member, Seat(0, 0, 0), "run", Settings())
+        self.link = MemberLink(member, MemberPlace(0, 0, 0), "run", Settings())
         self.section = "train"
 
     def start(self) -> None:
@@ -156,7 +158,7 @@ def test_sending_never_blocks_and_keeps_the_order(agent: Agent) -> None:
 
 
 def test_member_without_agent_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DEADPOOL_AGENT_FD", raising=False)
+    monkeypatch.delenv(member_place.VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match="deadpool run"):
         MemberLink.from_environment()
 

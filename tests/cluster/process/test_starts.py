@@ -27,6 +27,7 @@ from deadpool_megatron.cluster.process.fork_server import (
     StartError,
 )
 from deadpool_megatron.cluster.process.member_main import MemberSpec
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.file_systems import run_to_end
 from tests.common.waiting import until, wait_for
 
@@ -95,7 +96,9 @@ def spec_of(directory: Path, does: str = "sleeps", slot: int = 0) -> MemberSpec:
     (directory / "member.py").write_text(_MEMBER)
     environment = {"DEADPOOL_RUN_DIR": str(directory), "WHO": f"slot{slot}"}
     command = (str(directory / "member.py"), does)
-    return MemberSpec(0, slot, 1, command, environment, directory / f"log{slot}", directory)
+    return MemberSpec(
+        MemberPlace(0, slot, 1), command, environment, directory / f"log{slot}", directory
+    )
 
 
 def said(directory: Path, slot: int = 0) -> list[str]:
@@ -287,7 +290,7 @@ def test_a_member_without_a_folder_for_its_log_prints_where_its_server_does(tmp_
     with ours, theirs:
         environment = {**os.environ, "DEADPOOL_RUN_DIR": str(tmp_path)}
         log = tmp_path / "cleaned" / "node0-slot0-1.log"
-        spec = MemberSpec(0, 0, 1, ("-m", "this"), environment, log, tmp_path)
+        spec = MemberSpec(MemberPlace(0, 0, 1), ("-m", "this"), environment, log, tmp_path)
         fork_server._send(ours, {"member": spec.to_dict()}, theirs.fileno())
         ended = subprocess.run(
             [sys.executable, "-m", fork_server._MODULE, str(theirs.fileno()), ""],

@@ -4,17 +4,18 @@ Argument: NODE, then those of the trainer. The GPUs of that node are gone for wh
 first processes.
 """
 
-import os
 import sys
 from unittest.mock import patch
 
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.member import session
 from deadpool_megatron.trainer import __main__ as trainer
 
 
 def take(communicator: str, slot: int) -> str:
     """A GPU of its own, or the end of the process; communication is what was chosen."""
-    is_gone = os.environ["DEADPOOL_NODE"] == NODE and os.environ["DEADPOOL_INCARNATION"] != "0"
+    place = MemberPlace.from_environment()
+    is_gone = str(place.node) == NODE and place.incarnation
     error = RuntimeError("No CUDA GPUs are available") if is_gone else None
     with (
         patch("torch.cuda.init", side_effect=error),

@@ -9,6 +9,7 @@ import sys
 import threading
 from typing import Any
 
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.trainer import __main__ as trainer, gpt_loop
 
 _forward = gpt_loop._forward
@@ -28,6 +29,6 @@ def hanging(role: str, last: int) -> Any:
 
 if __name__ == "__main__":
     role, last, *rest = sys.argv[1:]
-    if os.environ.get("DEADPOOL_INCARNATION", "0") == "0":
+    if not MemberPlace.from_environment().incarnation:
         gpt_loop._forward = hanging(role, int(last))
     sys.exit(trainer.main(rest))

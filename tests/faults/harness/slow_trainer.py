@@ -3,11 +3,11 @@
 Arguments: NODE SECONDS, then those of the trainer.
 """
 
-import os
 import sys
 import time
 from typing import Any
 
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.trainer import __main__ as trainer, gpt_loop
 
 _forward = gpt_loop._forward
@@ -25,6 +25,6 @@ def slow(seconds: float) -> Any:
 
 if __name__ == "__main__":
     node, seconds, *rest = sys.argv[1:]
-    if os.environ["DEADPOOL_NODE"] == node:
+    if str(MemberPlace.from_environment().node) == node:
         gpt_loop._forward = slow(float(seconds))
     sys.exit(trainer.main(rest))

@@ -6,6 +6,7 @@ Expected are the files in lives/. A change that is meant changes them as well: w
 read like that of any other file.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from deadpool_megatron.cluster.process import member_place
+from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.comms import Communicators, EpochClosed
 from deadpool_megatron.layout.records import BOUNDARIES
 from deadpool_megatron.megatron.pretraining import logbook, pretrain_program
@@ -297,9 +300,10 @@ def make(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Iterator[Callable[..., Life]]:
     """Make a process of a run of one role, in an earlier one's place if that is given."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "DEADPOOL_NPROC": "2"}.items():
+    place = MemberPlace(0, 0, 0, world_size=8, members_per_node=2)
+    member = {member_place.VARIABLE: json.dumps(place.to_dict())}
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", **member}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("DEADPOOL_WORLD_SIZE", "8")
     monkeypatch.setenv("DEADPOOL_RUN_DIR", str(tmp_path))
     times = iter(range(0, 10000, 10))
     monkeypatch.setattr(logbook, "time", SimpleNamespace(time=lambda: float(next(times))))
