@@ -46,7 +46,7 @@ class Member:
     faults: list[tuple[str, str, str]] = field(default_factory=list)
     interrupted_at: float = 0.0
     orders: dict[str, threading.Event] = field(default_factory=dict)
-    _client: dist.Store | None = None
+    client: dist.Store | None = None
 
     def __post_init__(self) -> None:
         given = {"operation_timeout_seconds": 20.0, "close_wait_seconds": 10.0, **self.settings}
@@ -72,11 +72,16 @@ class Member:
 
     def attach(self, epoch: int, deadline_seconds: float = 30.0) -> None:
         """Attach as this rank. The client is used again: making one sometimes takes 5 s."""
-        if self._client is None:
-            self._client = self.store()
-        client, self._client = self._client, None
+        if self.client is None:
+            self.client = self.store()
+        client, self.client = self.client, None
         self.comms.attach(epoch, client, self.rank, deadline_seconds)
-        self._client = client
+        self.client = client
+
+    @property
+    def epoch(self) -> Any:
+        """The epoch that the communicators are attached to or are attaching to, if any."""
+        return self.comms._newest
 
     def computes_in(self, epoch: int) -> bool:
         """Attach in ``epoch``; the sum over all ranks is what it should be."""
@@ -106,6 +111,11 @@ class Member:
                 self.say(("answer", getattr(self.comms, order[1])()))
             elif order[0] == "held up":
                 self.say(("answer", bool(self.comms.waiting_for() or self.faults)))
+
+
+def backend(group: Any) -> Any:
+    """The backend of torch's in a group."""
+    return group._get_backend(torch.device("cpu"))
 
 
 class Ranks:

@@ -96,7 +96,7 @@ def makes_a_group_late(member: Member) -> float:
         assert member.order("interrupted").wait(LIMIT_SECONDS)
     assert len(c10d._world.pg_map) == 1
     assert member.comms.drain()
-    member._client = None  # its lock is held by the call that was left
+    member.client = None  # its lock is held by the call that was left
     member.attach(1, deadline_seconds=5.0)
     # The iteration is played again.
     group = dist.new_group([0, 1], group_desc="LATE")

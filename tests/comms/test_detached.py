@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_megatron.comms import Communicators, ReconfigurableGroup
 from fake_nccl import KIND
 
-from .ranks import Member, run
+from .ranks import Member, backend, run
 
 
 def tasks() -> int:
@@ -76,7 +76,7 @@ def everything_alone(member: Member) -> bool:
     y = torch.full((2,), 7.0)
     dist.recv(y, 0)
     assert torch.equal(y, torch.zeros(2))
-    with c10d._coalescing_manager(dist.group.WORLD, async_ops=True) as manager:
+    with _coalescing_manager(dist.group.WORLD, async_ops=True) as manager:
         dist.all_gather_single(torch.zeros(8), torch.ones(2))
     manager.wait()
     assert dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 0)])[0].wait()
@@ -86,7 +86,7 @@ def everything_alone(member: Member) -> bool:
     objects = ["kept"]
     dist.broadcast_object_list(objects, src=0)
     assert objects == ["kept"]
-    assert row._get_backend(torch.device("cpu")).supports_splitting
+    assert backend(row).supports_splitting
     assert (tasks(), descriptors()) == before
     dist.destroy_process_group()
     return True

@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_name
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import ReconfigurableGroup
 from deadpool_megatron.comms.groups import detached
 from deadpool_megatron.comms.inner import COMMUNICATION, torch_warning
 
-from .ranks import Member, plain_gloo, run
+from .ranks import Member, backend, plain_gloo, run
 
 LIMIT_SECONDS = 20.0
 
@@ -94,19 +95,19 @@ def everything(rank: int, size: int) -> list[Any]:
     dist.monitored_barrier()
 
     # Coalescing, all three fast paths.
-    with c10d._coalescing_manager(world):
+    with _coalescing_manager(world):
         a, b = data(3), data(4)
         dist.all_reduce(a)
         dist.all_reduce(b)
     out += [a, b]
     a, b = torch.zeros(2 * size), torch.zeros(3 * size)
-    with c10d._coalescing_manager(world, async_ops=True) as manager:
+    with _coalescing_manager(world, async_ops=True) as manager:
         dist.all_gather_into_tensor(a, data(2))
         dist.all_gather_into_tensor(b, data(3))
     manager.wait()
     out += [a, b]
     a, b = torch.zeros(2), torch.zeros(3)
-    with c10d._coalescing_manager(world, async_ops=True) as manager:
+    with _coalescing_manager(world, async_ops=True) as manager:
         dist.reduce_scatter_tensor(a, data(2 * size))
         dist.reduce_scatter_tensor(b, data(3 * size))
     manager.wait()
@@ -171,9 +172,9 @@ def both(member: Member) -> bool:
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), index
         else:
             assert one == other, index
-    assert len(member.comms._current.in_flight) <= 1  # the future that was waited for directly
+    assert len(member.epoch.in_flight) <= 1  # the future that was waited for directly
     member.comms.finish_iteration()
-    assert len(member.comms._current.in_flight) == 0
+    assert len(member.epoch.in_flight) == 0
     assert member.comms.progress() > 30
     return True
 
@@ -245,7 +246,7 @@ def kinds_of_gathers(member: Member) -> bool:
     kinds = []
     for sizes in ([2], [2, 3]):
         outputs = [torch.zeros(n * size) for n in sizes]
-        with c10d._coalescing_manager(dist.group.WORLD, async_ops=True) as manager:
+        with _coalescing_manager(dist.group.WORLD, async_ops=True) as manager:
             for n, output in zip(sizes, outputs, strict=True):
                 dist.all_gather_into_tensor(output, torch.ones(n))
         manager.wait()
@@ -265,7 +266,7 @@ def scatters_in_modes(member: Member) -> bool:
         output = torch.zeros(2)
         dist.reduce_scatter_tensor(output, torch.ones(4))
         several = [torch.zeros(2), torch.zeros(3)]
-        with c10d._coalescing_manager(world, async_ops=True) as manager:
+        with _coalescing_manager(world, async_ops=True) as manager:
             for one in several:
                 dist.reduce_scatter_tensor(one, torch.ones(one.numel() * member.size))
         manager.wait()
@@ -323,13 +324,13 @@ def timeouts(member: Member) -> bool:
     world = dist.group.WORLD
     c10d._set_pg_timeout(timedelta(seconds=33), world)
     member.attach(1)
-    assert world._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=33)
+    assert backend(world).options._timeout == timedelta(seconds=33)
     group = dist.new_group([0, 1], timeout=timedelta(seconds=500))
-    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=20)
-    assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    assert backend(group).options._timeout == timedelta(seconds=20)
+    assert isinstance(backend(group), dist.ProcessGroupGloo)
     member.attach(2)
-    assert world._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=33)
-    assert world.group_name == c10d._get_process_group_name(world)
+    assert backend(world).options._timeout == timedelta(seconds=33)
+    assert world.group_name == _get_process_group_name(world)
     assert world._device_types == [torch.device("cpu")]
     return True
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_megatron.comms.gathers import REPLACEMENTS, SeveralWorks
 from tests.trainer.ranks import run_ranks
@@ -23,13 +23,13 @@ def gathers() -> dict[str, Any]:
     plain.wait()
 
     single = torch.zeros(2 * size)
-    with c10d._coalescing_manager(group, async_ops=True) as manager:
+    with _coalescing_manager(group, async_ops=True) as manager:
         dist.all_gather_into_tensor(single, one)
     manager.wait()
     kinds = [work._get_op_type() for work in manager.works]
 
     several = [torch.zeros(2 * size), torch.zeros(3 * size)]
-    with c10d._coalescing_manager(group, async_ops=True) as manager:
+    with _coalescing_manager(group, async_ops=True) as manager:
         dist.all_gather_into_tensor(several[0], one)
         dist.all_gather_into_tensor(several[1], two)
     manager.wait()

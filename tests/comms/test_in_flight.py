@@ -74,7 +74,7 @@ def has_a_thread_that_receives(member: Member) -> bool:
     else:
         thread.join(LIMIT_SECONDS)
         assert received.item() == 1.0
-        assert len(member.comms._current.in_flight) == 0
+        assert len(member.epoch.in_flight) == 0
     return not member.faults
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.inner import Begun
@@ -148,7 +149,7 @@ def interrupted_attach(member: Member) -> bool:
     group = dist.new_group([0, 1])
 
     def tell() -> None:
-        wait_for("the attach", lambda: member.comms._attaching is not None)
+        wait_for("the attach", lambda: member.epoch is not None)
         member.say(("attaching", None))
 
     threading.Thread(target=tell).start()
@@ -230,7 +231,7 @@ def leftovers(member: Member) -> bool:
     world = dist.group.WORLD
     member.attach(0)
     member.comms.interrupt(0)
-    with pytest.raises(EpochClosed), c10d._coalescing_manager(world):  # noqa: PT012
+    with pytest.raises(EpochClosed), _coalescing_manager(world):  # noqa: PT012
         dist.all_reduce(torch.ones(1))
         dist.barrier()
     assert world in c10d._world.pg_coalesce_state
@@ -261,9 +262,9 @@ def dropped_send(member: Member) -> bool:
             dist.recv(value, 0)
             assert torch.all(value == 5.0)
             del junk
-        assert len(member.comms._current.in_flight) == (1 if member.rank == 0 else 0)
+        assert len(member.epoch.in_flight) == (1 if member.rank == 0 else 0)
         member.comms.finish_iteration()
-        assert len(member.comms._current.in_flight) == 0
+        assert len(member.epoch.in_flight) == 0
     return True
 
 

@@ -18,7 +18,7 @@ from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.platform.devices import CopyFailedError, CpuPlatform
 from fake_nccl import KIND, fake as fake_nccl
 from fake_nccl.stream_order import JUNK_LOG
-from tests.comms.ranks import Member, Ranks, run
+from tests.comms.ranks import Member, Ranks, backend, run
 from tests.comms.test_forwarding import everything
 
 pytestmark = pytest.mark.slow
@@ -219,7 +219,7 @@ def whole_set(member: Member) -> bool:
     member.attach(0)
     everything(member.rank, member.size)
     group = dist.new_group(backend="gloo")
-    assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    assert isinstance(backend(group), dist.ProcessGroupGloo)
     return True
 
 

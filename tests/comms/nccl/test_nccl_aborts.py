@@ -26,7 +26,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import environment as nccl_environment
 from fake_nccl import KIND, fake as fake_nccl
 from tests.common.waiting import wait_for
-from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks, run
+from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks, backend, run
 
 pytestmark = pytest.mark.slow
 
@@ -138,7 +138,7 @@ def abort_of_a_deep_queue(member: Member) -> float | None:
         return None
     for _ in range(PENDING):
         dist.all_reduce(torch.ones(1))  # nobody answers
-    clock, epoch = Clock(), member.comms._current
+    clock, epoch = Clock(), member.epoch
     assert epoch is not None
     (fabric,) = epoch.fabrics.values()
     communicators.time = clock  # type: ignore[attr-defined]
@@ -193,8 +193,7 @@ def test_an_interrupt_waits_for_stuck_aborts_once_not_for_each_of_them() -> None
 
 def has_noticed() -> bool:
     """Return whether the watchdog has found a failed operation."""
-    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    return bool(backend.get_error() is not ErrorType.SUCCESS)
+    return bool(backend(dist.group.WORLD).get_error() is not ErrorType.SUCCESS)
 
 
 def sees_its_peer_die(member: Member) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed, nccl as blocks
 from deadpool_megatron.comms.nccl import RINGS, Blocks
@@ -40,7 +40,7 @@ def batch(member: Member) -> None:
 def several_gathers(member: Member) -> None:
     """As TransformerEngine's quantised gathers: c10d's manager with a device, no finally in it."""
     outputs = [torch.zeros(member.size) for _ in range(2)]
-    with c10d._coalescing_manager(device=CPU, async_ops=True) as block:
+    with _coalescing_manager(device=CPU, async_ops=True) as block:
         for output in outputs:
             dist.all_gather_single(output, torch.ones(1))
     block.wait()
@@ -74,7 +74,7 @@ def close_after_start(member: Member) -> threading.Thread:
         communicator._start_coalescing = original
         original(self, device)
         closer.start()
-        while not member.comms._newest.closed:
+        while not member.epoch.closed:
             closer.join(0.001)
 
     communicator._start_coalescing = start
@@ -144,7 +144,7 @@ def connects(member: Member, description: str, in_first_step: bool) -> bool:
     def close() -> None:
         member.order("close").wait(SECONDS)
         threading.Thread(target=member.comms.interrupt, args=(0,)).start()
-        wait_for("the close", lambda: member.comms._newest.closed)
+        wait_for("the close", lambda: member.epoch.closed)
         member.say(("closed", None))
 
     closer = threading.Thread(target=close)

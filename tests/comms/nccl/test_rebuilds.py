@@ -11,7 +11,7 @@ import torch.distributed.tensor  # what the fake makes each rank import, once fo
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.groups.roster import Entry, Roster
 from fake_nccl import KIND
-from tests.comms.ranks import Member, Ranks
+from tests.comms.ranks import Member, Ranks, backend
 from tests.comms.test_store import agent, attach, line_to
 
 __all__ = ["agent"]
@@ -59,7 +59,7 @@ def plays(
     for epoch in epochs:
         attach(member, store, epoch)
         found = sums(groups)
-        splits = world._get_backend(torch.device("cpu")).splits
+        splits = backend(world).splits
         if epoch != epochs[-1]:
             member.say(("ready", None))
             with pytest.raises(EpochClosed):
