@@ -1,4 +1,5 @@
-"""Real runs of the counting member under ``deadpool run``; proof that nothing is left of them."""
+"""Real runs of the counting member, under ``deadpool run`` or as one ``deadpool agent`` per node;
+proof that nothing is left of them."""
 
 from __future__ import annotations
 
@@ -14,19 +15,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.journal.journal import Journal
+from deadpool_megatron.cluster.journal.terms import Term, newest_term
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Event, EventTail, Kind
 from tests.cluster.counting_member import expected_sha256
 from tests.common import forks
-from tests.common.limits import FAST
+from tests.common.limits import FAST, given
 from tests.common.told import read_final
 from tests.common.waiting import PATIENCE_SECONDS, T, wait_for
 
 MEMBER = str(Path(__file__).with_name("counting_member.py"))
 _ROOT = Path(__file__).parents[2]
 _STACKS_SECONDS = 1.0
+# Here a busy machine must not look like a cut network, and a takeover takes some time anyway.
+_LIMITS = given(node_silence_seconds=5, fence_seconds=4)
 # What commands that start runs import; the processes of the tests are forks of one that has.
 _IMPORTED = ("deadpool_megatron.cli.start.run", "deadpool_megatron.cli.start.node_agent")
 
@@ -101,6 +106,13 @@ class Told:
             text = log.read_text(errors="replace").strip()
             if text:
                 print(f"== {log.name}\n{text[-3000:]}")
+
+    def run_id(self) -> str:
+        """Empty before the run has begun."""
+        return self.run.read_run().run_id if (self.run.path / "run.json").exists() else ""
+
+    def wait_gone(self, run_id: str) -> None:
+        wait_for("its processes to go", lambda: not cleanup.run_processes(self.run, run_id))
 
     def events(self, *kinds: Kind) -> list[Event]:
         """Events so far, of these kinds, of all coordinators."""
@@ -178,9 +190,9 @@ class Run(Told):
         self.launcher.wait()
         if kind is None:
             self.wait_clean()
-        elif (self.run.path / "run.json").exists():
+        elif run_id := self.run_id():
             self.tell([self.output])
-            cleanup.clean_run(self.run, self.run.read_run().run_id)
+            cleanup.clean_run(self.run, run_id)
 
     def wait_for(self, what: str, ready: Callable[[], T]) -> T:
         """Poll until ``ready()`` is true; fail when the run has ended or the patience is over."""
@@ -211,11 +223,102 @@ class Run(Told):
 
     def wait_clean(self) -> None:
         """No process and no shared memory of the run is left."""
-        if not (self.run.path / "run.json").exists():
+        if run_id := self.run_id():
+            self.wait_gone(run_id)
+            wait_for("its memory to go", lambda: not segment_root(run_id).exists())
+
+
+class Agents(Told):
+    """Agents of one run. A context manager: its end checks that nothing is left behind."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *member: str,
+        nodes: int = 2,
+        spares: int = 1,
+        options: Sequence[str] = (),
+        faults: Sequence[dict[str, Any]] = (),
+        outputs: Path | None = None,
+    ) -> None:
+        super().__init__(directory, nodes, faults)
+        self._outputs = outputs or directory.with_name(directory.name + "-outputs")
+        self._outputs.mkdir()
+        size = ("--nodes", str(nodes), "--spares", str(spares), "--nproc-per-node", "1")
+        self._size = (*size, *FAST, *_LIMITS, *options)
+        self._member = (MEMBER, *member)
+        self.agents: dict[str, forks.Forked] = {}
+        for node in range(nodes + spares):
+            self.start(str(node), "--node-id", str(node))
+
+    def start(self, name: str, *which: str) -> forks.Forked:
+        """One more agent; ``which``: its ``--node-id`` or ``--attach``, and more options."""
+        self.agents[name] = start(
+            self._outputs / f"{name}.out",
+            *("agent", "--preload", "", "--run-dir", str(self.run.path)),
+            *(*self._size, *which, "--", *self._member),
+            **self.extra,
+        )
+        return self.agents[name]
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        run_id = self.run_id()
+        if kind is None:
+            self._check_clean(run_id)
             return
-        run_id = self.run.read_run().run_id
-        wait_for("its processes to go", lambda: not cleanup.run_processes(self.run, run_id))
-        wait_for("its memory to go", lambda: not segment_root(run_id).exists())
+        for agent in self.agents.values():
+            agent.kill()
+            agent.wait()
+        self.tell(self._outputs.iterdir())
+        if run_id:
+            cleanup.clean_run(self.run, run_id)
+
+    def _check_clean(self, run_id: str) -> None:
+        for agent in self.agents.values():
+            agent.wait(PATIENCE_SECONDS)
+        self.wait_gone(run_id)
+        # A killed agent cannot clear up; on a real cluster its memory dies with its host.
+        cleanup.clean_run(self.run, run_id)
+        assert not segment_root(run_id).exists()
+
+    def wait_more(self, iterations: int) -> None:
+        """Until training has gone on by so many steps from now."""
+        self.wait_iteration(self.newest_iteration() + iterations)
+
+    def journal(self) -> Journal:
+        """The run's, wherever it is."""
+        return Journal(self.run.journal)
+
+    def term(self) -> Term:
+        """The newest term, once there is one."""
+        journal = self.journal()
+        found = wait_for("a coordinator", lambda: newest_term(journal))
+        assert found is not None
+        return found
+
+    def wait_term(self, number: int) -> Term:
+        """Until another coordinator has taken over and says where it is."""
+
+        def there() -> bool:
+            kind = Kind.COORDINATOR
+            return any(e.data["term"] >= number for e in self.events(kind))
+
+        wait_for(f"term {number}", there)
+        return self.term()
+
+    def epochs(self) -> list[int]:
+        """Numbers of all records."""
+        return list(self.journal().entries("epoch"))
+
+    def power_off(self, node: int) -> None:
+        """SIGKILL everything on a node: agent first, which takes members and standby along."""
+        listing = read_json(self.run.node(node))
+        for pid in (listing["agent"], listing["vault"], *listing["members"].values()):
+            if posix.is_alive(pid):
+                send(pid)
 
 
 def send(pid: int, number: int = signal.SIGKILL) -> None:

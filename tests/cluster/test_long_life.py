@@ -19,8 +19,7 @@ from deadpool_megatron.cli.common import CommandError, ask
 from deadpool_megatron.cluster.coordinator.commands import PacedStatus
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.events import Event, Kind, term_file, to_line
-from tests.cluster.agents import Agents
-from tests.cluster.running import deadpool
+from tests.cluster.running import Agents, deadpool
 from tests.common.limits import given
 from tests.common.waiting import wait_for
 

@@ -11,9 +11,8 @@ from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Event, Kind
-from tests.cluster.agents import Agents
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, Run, deadpool, send
+from tests.cluster.running import FAST, MEMBER, Agents, Run, deadpool, send
 from tests.common.told import read_final
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
 

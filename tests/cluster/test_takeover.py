@@ -9,8 +9,7 @@ import pytest
 
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
-from tests.cluster.agents import Agents
-from tests.cluster.running import deadpool
+from tests.cluster.running import Agents, deadpool
 from tests.common.limits import given
 from tests.common.told import read_final
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
