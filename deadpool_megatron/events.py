@@ -1,9 +1,9 @@
 """Typed events: the only source for logs, metrics, the timeline and tests.
 
-An event is one line of JSON in ``events.jsonl`` of the run directory; the coordinator of term t > 1
-writes ``events-<t>.jsonl`` beside it, and continues in ``events-<t>-<n>.jsonl`` when that is large.
-A coordinator is the only writer of its files; other processes hand their events to it. Every event
-carries its date, once for people (``at``) and once as a number (``wall_seconds``), both by the
+An event is a line of JSON in ``events.jsonl`` of the run directory; the coordinator of term t > 1
+writes ``events-<t>.jsonl`` next to it, and continues in ``events-<t>-<n>.jsonl`` when that is
+large. A coordinator is the only writer of its files; other processes send it their events. Every
+event has its date, as text for people (``at``) and as a number (``wall_seconds``), both by the
 coordinator's clock; the monotonic clock of its origin; the epoch, and where they apply the node,
 role, iteration and phase.
 """
@@ -27,15 +27,14 @@ from typing import Any
 
 from deadpool_megatron import ownership
 
-# Of events.schema.json: goes up with each change of what an event means or may hold.
+# The version of events.schema.json, which rises with each change of an event's meaning or content.
 SCHEMA_VERSION = 5
-# What a generation is judged by: numbers of the step that makes it, and the state that it saves.
+# Names of the checks of a generation: numbers of its step, and the state that it saves.
 LOSS, GRADIENT_NORM, STATE = "loss", "gradient norm", "optimizer state"
 
 
 class Kind(StrEnum):
-    """The kind of an event. ``events.schema.json`` says what each one means, and what ``data``
-    holds."""
+    """The kind of an event; ``events.schema.json`` has its meaning and the content of ``data``."""
 
     RUN_STARTED = "run-started"
     COORDINATOR = "coordinator"
@@ -86,7 +85,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """One event; ``data`` holds JSON values only."""
+    """An event; ``data`` holds JSON values only."""
 
     kind: Kind
     epoch: int = 0
@@ -99,18 +98,20 @@ class Event:
     monotonic_seconds: float = field(default_factory=time.monotonic)
 
     def __deepcopy__(self, _: object) -> Event:
-        return self  # nobody changes it
+        return self  # it is immutable
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON object without empty keys."""
-        # Not by asdict(), which copies all data deeply: this is done for every event of a run.
+        """Return the JSON object without empty keys."""
+        # Not by asdict(), which copies all data deeply, as this is done for every event of a run.
         values = ((name, getattr(self, name)) for name in _FIELDS)
         return {name: value for name, value in values if value is not None and value != {}}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Event:
-        """Inverse of :meth:`to_dict`. Raises KeyError, ValueError or TypeError for anything else:
-        whoever reads events relies on the types of their fields.
+        """Return the event of a JSON object; inverse of :meth:`to_dict`.
+
+        Raises KeyError, ValueError or TypeError for anything else, as readers rely on the types of
+        its fields.
         """
         given = {name: value for name, value in values.items() if name != "at"}
         event = Event(**{**given, "kind": Kind(values["kind"])})
@@ -130,16 +131,15 @@ _FIELD_TYPES: Mapping[str, Any] = {
     "iteration": int | None,
     "phase": str | None,
     "data": dict,
-    "wall_seconds": int | float,
-    "monotonic_seconds": int | float,
+    **dict.fromkeys(("wall_seconds", "monotonic_seconds"), int | float),
 }
 
 
 def not_finite(step: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The number of a step that is not finite, and its value in words: nan, inf or -inf.
+    """Return the name of a number of a step that is not finite, and its value: nan, inf or -inf.
 
-    ``step``: the data of a STEP event. A skipped update is how loss scaling looks for its scale,
-    and did no harm. Data of another kind has no such numbers.
+    ``step``: the data of a STEP event. A skipped update did no harm, as loss scaling searches its
+    scale by them. Data of another kind has no such numbers.
     """
     if step.get("skipped"):
         return None
@@ -155,32 +155,31 @@ def not_finite(step: Mapping[str, Any]) -> tuple[str, str] | None:
 
 _KINDS = frozenset(map(str, Kind))
 _FIELDS = tuple(entry.name for entry in dataclasses.fields(Event))
-# Another file begins when one is so long.
+# A file of this size is followed by another file.
 PART_BYTES = 64 << 20
 _FILE = re.compile(r"(-(?P<term>\d{4,}))?(-(?P<part>\d{4,}))?")
-# A follower reads so much of long files at a time.
+# A reader takes this much of long files at a time.
 _PIECE_BYTES = 16 << 20
-# Seconds; what is beyond, or no number, would spoil every sum that it is part of.
+# Seconds; a larger number, or NaN, would spoil every sum.
 _END_OF_TIME = 1e15
-# What is raised by whoever takes in values that are not those that were written there, or that
-# another version has written. An event that does costs itself alone.
+# Errors of reading values that are damaged or of another version. They cost only their own event.
 DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 
 
 def date(wall_seconds: float) -> str:
-    """The time in ISO 8601, local, with its zone: ``2026-11-28T12:03:22.250+01:00``."""
+    """Return the time in ISO 8601, local, with its zone: ``2026-11-28T12:03:22.250+01:00``."""
     return datetime.fromtimestamp(wall_seconds).astimezone().isoformat(timespec="milliseconds")
 
 
 def to_line(event: Event) -> bytes:
-    """The event as it stands in a file."""
+    """Return the line of the event in a file."""
     values = {"at": date(event.wall_seconds), **event.to_dict()}
     return json.dumps(values, separators=(",", ":")).encode() + b"\n"
 
 
 class EventLog:
-    """The event files of one term, which this object alone writes; ``path``: of the first term. A
-    file that has become large is followed by another one. Not thread-safe.
+    """The event files of a term, written by this object only; ``path``: of the first term. A large
+    file is followed by another file. Not thread-safe.
     """
 
     def __init__(self, path: Path, term: int = 1, part_bytes: int = PART_BYTES) -> None:
@@ -190,8 +189,8 @@ class EventLog:
         self._at_end_of_line = True
 
     def append(self, lines: bytes) -> int:
-        """Append whole lines, or what is left of them; returns how many bytes are in the file (page
-        cache). Raises OSError; the file is opened again at the next call then.
+        """Append whole lines, or the rest of them; return the number of bytes written (to the page
+        cache). Raises OSError; the next call then opens the file again.
         """
         try:
             if self._file >= 0 and not os.fstat(self._file).st_nlink:
@@ -211,8 +210,8 @@ class EventLog:
         return written
 
     def sync(self) -> None:
-        """Make what was written durable, for a host that dies with what it has not sent to the
-        server of a network file system; blocks. Raises OSError.
+        """Make written events durable, as a host may die before it has sent them to the server of a
+        network file system; blocks. Raises OSError.
         """
         if self._file >= 0:
             os.fsync(self._file)
@@ -221,7 +220,7 @@ class EventLog:
         """Close the file."""
         if self._file >= 0:
             file, self._file = self._file, -1
-            with contextlib.suppress(OSError):  # of an earlier write; it is told there as well
+            with contextlib.suppress(OSError):  # of an earlier write, which has reported it
                 os.close(file)
 
     def _open(self) -> None:
@@ -230,14 +229,14 @@ class EventLog:
 
 
 def term_file(path: Path, term: int, part: int = 1) -> Path:
-    """An event file of a term; ``path``: the first one of the first term, ``events.jsonl``."""
+    """Return an event file of a term; ``path``: the file of the first term, ``events.jsonl``."""
     if part > 1:
         return path.with_name(f"{path.stem}-{term:04d}-{part:04d}{path.suffix}")
     return path if term == 1 else path.with_name(f"{path.stem}-{term:04d}{path.suffix}")
 
 
 def event_files(path: Path) -> list[Path]:
-    """The event files so far, in order; ``path``: the first one of the first term."""
+    """Return the event files so far, in order; ``path``: the file of the first term."""
     found = {}
     for file in path.parent.glob(f"{path.stem}*{path.suffix}"):
         match = _FILE.fullmatch(file.stem.removeprefix(path.stem))
@@ -247,8 +246,8 @@ def event_files(path: Path) -> list[Path]:
 
 
 def parse_line(line: str | bytes) -> Event:
-    """The event of one line. A kind that is not known here, as of a newer version, becomes a LOG
-    event that shows it. Raises ValueError, KeyError or TypeError for what is no event.
+    """Return the event of a line. An unknown kind, as of a newer version, becomes a LOG event that
+    shows it. Raises ValueError, KeyError or TypeError for anything else.
     """
     values = json.loads(line)
     if not isinstance(values, dict):
@@ -261,11 +260,11 @@ def parse_line(line: str | bytes) -> Event:
 
 
 class EventTail:
-    """Reads what was added to the events of a run since the last look. Not thread-safe.
+    """A reader of the new events of a run. Not thread-safe.
 
-    ``path``: of the first term's file, which need not exist yet. ``complain`` is told of what is
-    left out: lines that are no events (a power failure may leave a hole in a file), and events that
-    whoever takes them finds damaged.
+    ``path``: the first term's file, which need not exist yet. ``complain`` gets a text for each
+    skipped line that is no event (a power failure may leave a hole in a file), and for each event
+    that its receiver finds damaged.
     """
 
     def __init__(self, path: Path, complain: Callable[[str], None] = lambda text: None) -> None:
@@ -273,8 +272,7 @@ class EventTail:
         self._offsets: dict[Path, int] = {}
 
     def leave_out(self, all_but_bytes: int) -> None:
-        """Leave out what is there already, but for whole lines in so many newest bytes. Raises
-        OSError."""
+        """Skip all present events but those of the newest bytes. Raises OSError."""
         for path in reversed(event_files(self._path)):
             with os.fdopen(ownership.open_regular(path), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -285,9 +283,10 @@ class EventTail:
             all_but_bytes = max(0, all_but_bytes - size)
 
     def poll(self) -> list[Event]:
-        """New events in order, without waiting; a line that is not finished is left for later. Of
-        long files one piece is read, the next one is for the next time. Raises OSError where a file
-        cannot be read; what stands before it was handed over.
+        """Return new events in order, without waiting, and without an unfinished line.
+
+        Each call reads a piece of long files. Raises OSError where a file cannot be read, after
+        earlier events were returned.
         """
         events, left = list[Event](), _PIECE_BYTES
         for path in event_files(self._path):
@@ -304,38 +303,37 @@ class EventTail:
                     self._complain(f"{path}: a line is skipped: {type(error).__name__}: {error}")
             left -= len(found)
             if left <= 0:
-                break  # a later file before the rest of this one would be out of order
+                break  # a later file before the rest of this file would be out of order
         return events
 
     def feed(self, take: Callable[[Event], None]) -> None:
-        """Hand all that is new to ``take``; an event that it finds damaged costs itself alone."""
+        """Call ``take`` with all new events; an event that it finds damaged is skipped."""
         while events := self.poll():
             for event in events:
                 try:
                     take(event)
                 except DAMAGE as error:
-                    what = f"{self._path}: an event ({event.kind}) is skipped"
-                    self._complain(f"{what}: {type(error).__name__}: {error}")
+                    text = f"{self._path}: an event ({event.kind}) is skipped"
+                    self._complain(f"{text}: {type(error).__name__}: {error}")
 
-    def _added(self, path: Path, most: int) -> bytes:
+    def _added(self, path: Path, max_bytes: int) -> bytes:
         offset = self._offsets.get(path, 0)
         with os.fdopen(ownership.open_regular(path), "rb") as file:
             if os.fstat(file.fileno()).st_size < offset:
-                offset = 0  # another file: that one was removed
+                offset = 0  # another file, after a removal
             file.seek(offset)
-            found = file.read(most)
+            found = file.read(max_bytes)
         self._offsets[path] = offset + found.rfind(b"\n") + 1
         return found
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """All events of a run in order of terms, one by one, nothing without any; lines that are none
-    are named on standard error."""
+    """Yield all events of a run in order of terms; other lines are named on standard error."""
     tail = EventTail(path, complain)
     while events := tail.poll():
         yield from events
 
 
 def complain(text: str) -> None:
-    """Say it on standard error."""
+    """Print a complaint to standard error."""
     print(f"deadpool: {text}", file=sys.stderr)

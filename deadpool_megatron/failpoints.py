@@ -7,9 +7,9 @@ named by the environment variable ``DEADPOOL_FAULTS``: a list of objects with th
 ``point``    name given to :func:`hit`
 ``match``    object: context keys (role, node, iteration, epoch, section, op, group, ...) -> value
 ``nth``      fire on the n-th matching hit of this process (default 1)
-``after``    identifier of a fault; hits count only once that one has fired (default: always)
+``after``    identifier of a fault; hits count only after that fault has fired (default: always)
 ``action``   ``signal`` (default), ``raise`` (:func:`hit` raises a RuntimeError) or ``mark``, which
-             does nothing itself: :func:`hit` answers the fault and the call site acts on it (flip
+             does nothing itself: :func:`hit` returns the fault and the call site acts on it (flip
              a byte, return junk)
 ``target``   for ``signal``: ``self`` (default), ``node`` (all processes of the node), ``members``,
              ``vault`` or ``agent``
@@ -46,7 +46,7 @@ class FaultPlanError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One planned fault; see the module text for the keys."""
+    """A planned fault; see the module text for the keys."""
 
     id: str
     point: str
@@ -100,7 +100,7 @@ def set_context(**values: object) -> None:
 
 
 def hit(point: str, **details: object) -> Fault | None:
-    """Announce that the named point was reached; fires at most one planned fault.
+    """Report that the named point was reached; fires at most one planned fault.
 
     Returns the fault when its action is ``mark``; does not return when it kills this process.
     Raises RuntimeError when its action is ``raise``.
@@ -128,15 +128,15 @@ def hit(point: str, **details: object) -> Fault | None:
 
 
 def fired(path: Path) -> set[str]:
-    """Identifiers of the faults of plan ``path`` that have fired so far."""
+    """Return the identifiers of the faults of plan ``path`` that have fired so far."""
     directory = Path(str(path) + ".fired")
     names = (entry.name for entry in directory.iterdir()) if directory.is_dir() else ()
     return {name for name in names if not name.startswith(".")}
 
 
 def _claim(fault: Fault, facts: Mapping[str, object]) -> bool:
-    """Exactly one process of the run may fire a fault: the one that creates its marker file, which
-    appears whole. Who waits for it reads it."""
+    """Return whether this process may fire the fault: the single process of the run that creates
+    its marker file, which appears complete for its readers."""
     known = {k: v for k, v in facts.items() if isinstance(v, str | int | float | bool)}
     own = _fired_directory / f".{fault.id}.{os.getpid()}"
     own.write_text(json.dumps({"pid": os.getpid(), **known}))
@@ -162,7 +162,7 @@ def _send(fault: Fault) -> None:
             if pid != own:
                 _signal(pid, signal.SIGSTOP)
         pids = others + agents
-    for pid in sorted(pids, key=lambda pid: pid == own):  # this one last
+    for pid in sorted(pids, key=lambda pid: pid == own):  # this process last
         _signal(pid, number)
 
 
@@ -172,7 +172,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _targets(fault: Fault) -> tuple[list[int], list[int]]:
-    """The agents among the processes that a fault is for, and the others."""
+    """Return the agents among the target processes of a fault, and the others."""
     if fault.target == "self":
         return [], [os.getpid()]
     nodes = fault.nodes or (int(str(_context["node"])),)
@@ -198,13 +198,9 @@ def _resume_later(pids: list[int], seconds: float) -> None:
         "    try: os.kill(pid, signal.SIGCONT)\n"
         "    except ProcessLookupError: pass\n"
     )
-    subprocess.Popen(
-        [sys.executable, "-I", "-c", program, str(seconds), *map(str, pids)],
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    command = [sys.executable, "-I", "-c", program, str(seconds), *map(str, pids)]
+    silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.Popen(command, start_new_session=True, **silent)
 
 
 def maybe_spoil(parameters: Iterable[Any], point: str, **details: object) -> None:
@@ -216,7 +212,7 @@ def maybe_spoil(parameters: Iterable[Any], point: str, **details: object) -> Non
 
 
 def maybe_damaged(chunk: memoryview, point: str, **details: object) -> memoryview:
-    """The bytes, or where a fault marks ``point`` a copy of which the first one is wrong."""
+    """Return the bytes, or where a fault marks ``point`` a copy with a wrong first byte."""
     if hit(point, **details) is None:
         return chunk
     damaged = bytearray(chunk)

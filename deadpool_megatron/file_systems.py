@@ -1,6 +1,6 @@
-"""File systems: what one offers, told apart from what fails on one that does; files that are never
-seen in part; and things that hang for as long as a file system does: a look at it, and the end of a
-process whose threads wait for it.
+"""File systems: missing features as opposed to errors, files that are never seen in part, and
+operations that hang as long as their file system: a read, and the end of a process whose threads
+wait for it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-#: of file systems that hosts share
+#: types of file systems that hosts share
 _SHARED = re.compile(
     r"nfs\d?|cifs|smb3|9p|lustre|gpfs|beegfs\S*|ceph|afs|wekafs|pvfs2"
     r"|fuse\.(?:juicefs|glusterfs|sshfs|ceph\S*)"
@@ -29,30 +30,30 @@ _NO_LOCKS = (*_NOT_OFFERED, errno.ENOLCK)
 _NO_LINKS = (*_NOT_OFFERED, errno.EPERM)
 # Between two tries for a lock.
 _PAUSE_SECONDS = 0.01
-#: readable by others where the umask lets them, but never theirs to write
+#: readable by others where the umask allows it, but never writable
 WRITTEN_MODE = 0o644
 T = TypeVar("T")
-#: of names that this user's processes still hold, and that are not there any more
+#: the likely reason of a missing name that this user's processes still hold
 LIKELY_CLEANERS = (
     "by RemoveIPC of systemd-logind at the end of a login, an epilog of this site, or a cleaner of"
     " temporary files, it seems"
 )
 
 
-# Where making it has failed half-way: a new file may have the inode of the one that was removed.
+# After a failed creation: a new file may have the inode of the removed file.
 _UNMADE = (-1, -1)
 
 
 class HeldName:
-    """A name that others may clean away while it is in use. ``make`` has it there (again)."""
+    """A name that others may remove while it is in use. ``make`` creates it (again)."""
 
     def __init__(self, path: Path, make: Callable[[], object]) -> None:
         self._path, self._make = path, make
         self._known = _identity(path)
 
     def look(self) -> bool:
-        """Make it again unless it leads where it did; whether that was so. Raises OSError, and what
-        ``make`` raises."""
+        """Create it again if it is missing or replaced; return whether it was. Raises OSError, and
+        as ``make`` does."""
         if _identity(self._path) == self._known:
             return False
         self._known = _UNMADE
@@ -70,8 +71,11 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def sync(path: Path) -> None:
-    """Have a file or the names in a directory on the disk; some file systems, network and
-    user-space ones mostly, do the latter by themselves and refuse to be asked. Raises OSError."""
+    """Flush a file, or the names in a directory, to the disk. Raises OSError.
+
+    Some file systems, mostly of the network and of user space, flush names by themselves and refuse
+    the call.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -83,20 +87,20 @@ def sync(path: Path) -> None:
 
 
 def is_shared(path: Path) -> bool:
-    """Return whether ``path`` lies on a file system that several hosts share, by its kind."""
+    """Return whether ``path`` is on a type of file system that several hosts share."""
     kinds, real = _kinds(), path.resolve()
-    place = next((one for one in (real, *real.parents) if one in kinds), real)
+    place = next((path for path in (real, *real.parents) if path in kinds), real)
     return _SHARED.fullmatch(kinds.get(place, "")) is not None
 
 
 def _kinds() -> dict[Path, str]:
     mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
-    return {Path(words[1].replace("\\040", " ")): words[2] for words in mounts}
+    return {Path(fields[1].replace("\\040", " ")): fields[2] for fields in mounts}
 
 
 def lock(handle: int, name: Path, limit_seconds: float = 0.0) -> None:
-    """Lock an open file for this process alone. On a file system without locks this says so, and
-    that is all. Raises BlockingIOError when another one has it for longer than the limit."""
+    """Lock an open file for this process alone; only print a message on a file system without
+    locks. Raises BlockingIOError when another process holds it for longer than the limit."""
     limit = time.monotonic() + limit_seconds
     while True:
         try:
@@ -116,7 +120,7 @@ def lock(handle: int, name: Path, limit_seconds: float = 0.0) -> None:
 
 @contextlib.contextmanager
 def linking(name: Path) -> Iterator[None]:
-    """Around ``os.link``: an OSError names the file, and what the file system lacks."""
+    """Name the file, and the missing feature of the file system, in an OSError of ``os.link``."""
     try:
         yield
     except OSError as error:
@@ -125,7 +129,7 @@ def linking(name: Path) -> Iterator[None]:
                 f"this file system has no hard links ({error.strerror}), which the files of a run"
                 " take: choose another one"
             )
-        # That of a full disk names none, that of a link two.
+        # The error of a full disk names no file, that of a link two.
         error.filename, error.filename2 = str(name), None
         raise
 
@@ -133,10 +137,12 @@ def linking(name: Path) -> Iterator[None]:
 def write_text(
     path: Path, text: str | bytes, *, lasting: bool = False, mode: int = WRITTEN_MODE
 ) -> None:
-    """Replace ``path`` so that a reader sees the old or the new text, never a part, through a name
-    that nobody can have made. ``lasting``: the new one after a power failure, too, which may leave
-    the name on nothing, or on the old one; blocks for the disk."""
-    # Of each call its own: several threads may be at it.
+    """Replace ``path`` atomically, through a name that no other user can have made.
+
+    ``lasting``: the new text also survives a power failure, which could leave the name without a
+    file or with the old text; blocks for the disk.
+    """
+    # A name for each call, as several threads may write.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -153,17 +159,17 @@ def write_text(
         sync(path.parent)
 
 
-def write_once(path: Path, content: bytes, mode: int, room_bytes: int = 0) -> bool:
-    """Give ``path`` its content unless it exists; False if it does. Never seen in part, nor with
-    other permissions: written aside and linked to its name. Raises OSError, which names ``path``,
-    also where there is no room for ``room_bytes``.
+def write_once(path: Path, content: bytes, mode: int, reserved_bytes: int = 0) -> bool:
+    """Create ``path`` with its content, atomically and with its permissions; False if it exists.
+
+    Raises OSError with the name ``path``, also where ``reserved_bytes`` do not fit.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
     try:
         with linking(path):
             with os.fdopen(handle, "wb") as file:
-                file.write(content.ljust(room_bytes))
+                file.write(content.ljust(reserved_bytes))
                 file.flush()
                 os.fsync(file.fileno())
                 file.truncate(len(content))
@@ -176,40 +182,34 @@ def write_once(path: Path, content: bytes, mode: int, room_bytes: int = 0) -> bo
 
 
 class TimedRead(Generic[T]):
-    """Reads in a thread of its own, one reading at a time. For one caller."""
+    """A read in a thread of its own, one at a time. For a single caller."""
 
     def __init__(self, read: Callable[[], T]) -> None:
         self._read = read
-        self._found: list[T] = []
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
+        self._future: Future[T] | None = None
 
     def look(self, limit_seconds: float) -> T:
-        """Returns what a reading found that has just ended. Raises what the reading raised, and
-        TimeoutError when it takes longer; it then continues, for the next look.
+        """Return the result of a read that has just ended. Raises its error, and TimeoutError when
+        it takes longer; it then continues, for the next call.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True)
-            self._thread.start()
-        self._thread.join(limit_seconds)
-        if self._thread.is_alive():
+        if self._future is None:
+            self._future = Future()
+            threading.Thread(target=self._work, args=(self._future,), daemon=True).start()
+        if not wait([self._future], limit_seconds).done:
             raise TimeoutError(f"no answer within {limit_seconds:g} s")
-        self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        return self._found.pop()
+        ended, self._future = self._future, None
+        return ended.result()
 
-    def _work(self) -> None:
+    def _work(self, future: Future[T]) -> None:
         try:
-            self._found.append(self._read())
+            future.set_result(self._read())
         except Exception as error:
-            self._error = error
+            future.set_exception(error)
 
 
 def run_to_end(main: Coroutine[Any, Any, int], thread_seconds: float) -> int:
-    """As ``asyncio.run``, which waits for what is under way in the loop's threads, but no longer
-    than ``thread_seconds`` after ``main`` is over: the process then ends with its answer, here.
+    """Run as ``asyncio.run``, but wait for the loop's threads for at most ``thread_seconds`` after
+    the end of ``main``: the process then exits here with its status.
     """
     with asyncio.Runner() as runner:
         status = runner.run(main)

@@ -1,9 +1,9 @@
-"""Owners that a file or a directory may have before anything in it is believed.
+"""Permitted owners of a file or directory, checked before its content is trusted.
 
-Its owner is this process's user, or root, and nobody else may write to it. What a run directory
-says is carried out: its command is run, its settings name hosts that get passwords, its listings
-name processes to kill. So every command asks here first. The names in shared memory can be
-guessed, and other users of the host can make them first: such a directory has to be ours alone.
+The owner is this process's user, or root, and no other user may write to it. The content of a run
+directory is carried out: its command is run, its settings name hosts that get passwords, its
+listings name processes to kill. So every command checks it here first. Names in shared memory can
+be guessed, and other users of the host can create them first: such a directory must be private.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from pathlib import Path
 
 from deadpool_megatron import UserError
 
-# Colon-separated absolute directories. What lies there is believed whoever owns it: storage that
-# shows files under other numbers, or a directory that a group shares on purpose.
+# Colon-separated absolute directories, trusted with any owner: storage that shows files under other
+# numbers, or a directory that a group shares on purpose.
 TRUSTED = "DEADPOOL_TRUSTED_DIRECTORIES"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
-# What a container shows as the owner of everything whose owner it does not know, root's included.
-_NOBODY_KNOWN = 65534
+# A container shows it as the owner of files with an unknown owner, root's included.
+_UNKNOWN_OWNER = 65534
 
 
 class OwnershipError(UserError):
-    """Somebody else could have put it there; one clear line."""
+    """Another user could have written it; the message is one clear line."""
 
 
 def check_directory(path: Path) -> None:
-    """Raises OwnershipError for a directory that others own or may write to; one that is not there
-    is nobody's.
+    """Raise OwnershipError for a directory that others own or may write to, if it exists.
 
-    A link is followed if it belongs to us or root: it says no more than the user who typed it.
+    A link of this user or root is followed.
     """
     try:
         facts = os.lstat(path)
@@ -53,24 +52,24 @@ def check_directory(path: Path) -> None:
 
 
 def danger_above(path: Path) -> str:
-    """Return why somebody else could put another directory in place of ``path``, in a line; empty
-    where nobody can but this user and root, or where the user trusts it.
+    """Return the reason, in a line, why another user could replace the directory ``path``; empty
+    where only this user and root can, or where the user trusts it.
 
-    Whoever may write to a directory above it may rename what leads to it, unless the sticky bit is
-    set there, as in /tmp. That is no reason to refuse: directories of a team are like that. What
-    lies below a directory that nobody else can enter is out of reach.
+    A user who may write to a directory above it may rename the entries that lead to it, unless the
+    sticky bit is set there, as in /tmp. That is no reason to refuse, as in directories of a team.
+    Below a directory that no other user can enter everything is out of reach.
     """
     if _is_trusted(path):
         return ""
-    known = {os.geteuid(), 0, _NOBODY_KNOWN}
-    # As it is written, and where it is: a link on the way may lie in a directory of others.
+    known = {os.geteuid(), 0, _UNKNOWN_OWNER}
+    # The written and the real path: a link on the way may be in a directory of others.
     for way in (path.absolute(), Path(os.path.realpath(path))):
         found = ""
         for directory in way.parents:
             try:
                 link, facts = os.lstat(directory), directory.stat()
             except OSError:
-                continue  # it is made together with what is in it
+                continue  # it will be made by this process
             if not {link.st_uid, facts.st_uid} <= known:
                 owner = next(uid for uid in (link.st_uid, facts.st_uid) if uid not in known)
                 found = f"user {owner}, whose directory {directory} is,"
@@ -84,24 +83,23 @@ def danger_above(path: Path) -> str:
 
 
 def is_private(path: Path) -> bool:
-    """Return whether it is a directory, no link, that belongs to us and that nobody else can
-    enter."""
+    """Return whether it is a directory, no link, of this user that no other user can enter."""
     try:
         facts = os.lstat(path)
     except OSError:
         return False
-    ours = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
-    return ours and not facts.st_mode & _OTHERS
+    is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
+    return is_own and not facts.st_mode & _OTHERS
 
 
 def is_taken(path: Path) -> bool:
-    """Return whether something has this name in which we write nothing: neither private, nor in a
-    place that the user trusts."""
+    """Return whether the name is taken by something that is neither private nor in a trusted
+    place."""
     return os.path.lexists(path) and not is_private(path) and not _is_trusted(path)
 
 
 def make_private(path: Path) -> None:
-    """Make a directory of mode 0700 in one that others may write to, or find it as such.
+    """Make a directory of mode 0700 in a place that others may write to, unless it exists.
 
     Raises OwnershipError where something else has the name already, unless the user trusts it.
     """
@@ -115,25 +113,24 @@ def make_private(path: Path) -> None:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raise OwnershipError unless this user or root has made the directory and all that is in it.
+    """Raise OwnershipError unless this user or root owns the directory and everything in it.
 
-    Its index is unpickled by whoever loads it. That a group may write to it is the user's wish: a
-    umask of 002 says so.
+    A load unpickles its index. A group may write to it, as with a umask of 002.
     """
-    for one in (path, *path.rglob("*")):
-        facts = os.lstat(one)
-        _check_owner(one, facts)
-        if stat.S_ISLNK(facts.st_mode) or (facts.st_mode & stat.S_IWOTH and not _is_trusted(one)):
+    for entry in (path, *path.rglob("*")):
+        facts = os.lstat(entry)
+        _check_owner(entry, facts)
+        if stat.S_ISLNK(facts.st_mode) or (facts.st_mode & stat.S_IWOTH and not _is_trusted(entry)):
             raise OwnershipError(
-                f"{one} is a link, or can be written by everybody: it is not taken for a part of a"
-                " checkpoint; write to a directory of this user, and with a umask of 022"
+                f"{entry} is a link, or can be written by everybody: it is not taken for a part of"
+                " a checkpoint; write to a directory of this user, and with a umask of 022"
             )
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading, whoever owns it; a pipe or a device would never end. Raises OSError.
+    """Open a regular file of any owner for reading, for content that is only displayed.
 
-    For what is only shown.
+    Raises OSError, also for a pipe or a device, which would never end.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(handle).st_mode
@@ -146,10 +143,10 @@ def open_regular(path: Path) -> int:
 
 
 def open_own(path: Path, *, secret: bool = False) -> int:
-    """A descriptor of a file for reading, judged after it was opened: no link, ours or root's, not
-    writable by others; ``secret``: nor readable by them.
+    """Return a descriptor for reading, of a file checked after its opening.
 
-    Raises OwnershipError, or OSError when it cannot be opened.
+    It must be no link, of this user or root, and not writable by others; ``secret``: nor readable
+    by them. Raises OwnershipError, or OSError when it cannot be opened.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -181,6 +178,6 @@ def _check_owner(path: Path, facts: os.stat_result) -> None:
 
 def _is_trusted(path: Path) -> bool:
     named = filter(None, os.environ.get(TRUSTED, "").split(":"))
-    # Where it is, not how it is written: ``..`` and links lead out of what was named.
+    # The real path, as ``..`` and links lead out of a directory.
     place = Path(os.path.realpath(path))
     return any(place.is_relative_to(os.path.realpath(name)) for name in named)
