@@ -211,7 +211,7 @@ class EpochEntry:
         if restore.kind in ("memory", "dump"):
             self.generation = restore.generation
             self._restore_from_vault(record)
-            self.protection.owe(self.generation, self.boundary)
+            self.protection.begin_from(self.generation, self.boundary)
             return
         self._late, self.reports.reported = {}, []
         if restore.kind == "durable":
@@ -258,7 +258,7 @@ class EpochEntry:
             # At the boundary of the checkpoint: what it includes would else be done a second time,
             # from here, when this generation is restored.
             self.protection.complete(self.capture_extras(), self.boundary)
-            self.protection.owe(self.generation, self.boundary)
+            self.protection.begin_from(self.generation, self.boundary)
         if record.restore.kind == "initial" and role == 0:
             k = self.generation.iteration
             if (path := self.program.loaded_checkpoint(k)) is not None:
@@ -477,10 +477,10 @@ class EpochEntry:
             pinned=self._pinned,
             updates=updates,
         )
-        before, after, audit = [protection.using], [protection.updated], None
+        before, after, audit = [protection.before_update], [protection.after_update], None
         if settings.audit_interval:
             audit = framework.audit(
-                self._vault, settings.audit_interval, protection.settle, self.reports
+                self._vault, settings.audit_interval, protection.await_committed, self.reports
             )
             before.append(audit.before_update)
             after.append(audit.after_update)

@@ -71,7 +71,7 @@ class EpochRunner(StepRunner):
         reports.reported = []
         self._own_time.begin()
         result = run()
-        if protection.is_wanted and not protection.is_gated:
+        if protection.is_due and not protection.is_gated:
             # Without a step of the optimizer nobody has asked, and no role has heard of another.
             protection.gate()
             dist.all_reduce(torch.zeros(1, device=current_device()))
@@ -79,7 +79,7 @@ class EpochRunner(StepRunner):
         self.check()
         if iteration != self._first_iteration:  # which pays for what later ones find ready
             self._own_time.end()
-        if protection.is_wanted:
+        if protection.is_due:
             protection.complete(self._entry.capture_extras())
         self.generation, self._boundary = generation, "step"
         self._hash_state()
@@ -181,7 +181,7 @@ class EpochRunner(StepRunner):
         the coordinator has chosen a later boundary because another role was past this one."""
         if self._pause.may_start(following):
             return
-        self._entry.protection.settle()
+        self._entry.protection.await_committed()
         self._reports.send("paused", iteration=self.generation.iteration)
         self._reports.section = "paused"
         self._reports.wait_until(lambda: self._pause.may_start(following))

@@ -1,32 +1,31 @@
-"""Generations on the training side: start the copy, seal behind training's back, gate the update.
+"""Generations on the training side: start the copy, seal it in a helper thread, gate the update.
 
 One iteration, as this module sees it (design, section 4)::
 
-    gate()        entry of the outermost optimizer.step: the generation that the next slot write
-                  must not outrun is committed
-    fence()       before each inner update: the running copy has left the shard
-    using(i)      right before inner update i: what it uses is kept, where the scheme wants it
-    updated(i)    after inner update i: its copy into the idle slot starts
-    complete(k)   the iteration is over: extras are captured, the rest of the copies started,
-                  and a helper thread hands the slot to the vault when the bytes have arrived
+    gate()             entry of the outermost optimizer.step: the generation that the next slot
+                       write must not outrun is committed
+    before_update(i)   right before inner update i: the running copy has left the shard, and the
+                       input of the update is kept where the scheme needs it
+    after_update(i)    after inner update i: its copy into the idle slot starts
+    complete(k)        the iteration is over: extras are captured, the rest of the copies started,
+                       and a helper thread hands the slot to the vault when the bytes have arrived
 
 The vault seals, checks, ships and commits. Nothing here touches the network.
 
 Cadence. With ``ProtectionPlan.every`` = n only generations of iterations that n divides are *due*,
-and the first one of an epoch. In the other iterations nothing is captured, no slot is taken and no
-commit waited for; what stays is the fence, since the copy of the last due generation may still read
-the shard, and an update after a close must not happen (rule 11). Slots and lag count due
-generations. Let p be a due iteration, p-n and p-2n the ones before it; the slot for p is taken
-after the gate of p, right before the first inner update; where an update is skipped, at the first
-byte. The gate's argument (design, section 4) holds for every n:
+and that of the first iteration of an epoch. The other iterations capture nothing, take no slot and
+wait for no commit. They still have the fence before each update, since the copy of the last due
+generation may still read the shard, and an update after a close must not happen (rule 11). Slots
+and lag count due generations. Let p be a due iteration, p-n and p-2n the due ones before it; the
+slot for p is taken after the gate of p, right before the first inner update; where an update is
+skipped, at the first byte. The gate's argument (design, section 4) holds for every n:
 
-* 2+N slots. The slot for p holds p-2n (N = 0). The gate of p has waited for p-n in this role, and
-  before any role overwrites anything in iteration p the collective of that iteration has told it
+* 2+N slots. The slot for p holds p-2n (N = 0). The gate of p has waited for p-n in this role.
+  Before any role overwrites anything in iteration p, the collective of that iteration has proved
   that all roles have entered their optimizer step, so have passed their gates of p: all of them
-  have committed p-n. The iterations between need no gate, for nothing is overwritten in them.
-  That collective is enqueued; where the host does not read its result (Megatron keeps the gradient
-  norm on the device from 0.17 on), the host has been told nothing. So before a slot is taken the
-  host waits until the device has come that far.
+  have committed p-n. The iterations between need no gate, as they overwrite nothing. That
+  collective is enqueued, and the host need not read its result (Megatron keeps the gradient norm
+  on the device from 0.17 on). So before a slot is taken the host waits for the device.
 * 3+N slots. The slot for p holds p-3n. The update of p depends, through the peers' forward and
   backward of p, on every role's update p-1, which is its update p-n or a later one; for these, too,
   the host has waited when it takes the slot. Each of them came after that role's gate of p-n, which
@@ -60,7 +59,7 @@ from deadpool_megatron.vault.errors import Frozen, Interrupted, VaultError
 from deadpool_megatron.vault.member import RestoredParts, SlotWriter, VaultClient
 from deadpool_megatron.vault.shm.segment import checksum
 
-# Shorter waits are the price of looking, not a stall.
+# Shorter waits are the cost of polling, not a stall.
 _STALL_SECONDS = 0.001
 _POLL_SECONDS = 0.05
 _FROZEN_PAUSE_SECONDS = 0.005
@@ -69,7 +68,7 @@ _Answer = TypeVar("_Answer")
 
 
 class ProtectionError(RuntimeError):
-    """A generation could not be handed to the vault; the message says why."""
+    """A generation could not be handed to the vault; the message has the reason."""
 
 
 class ExtrasOutgrown(ProtectionError):
@@ -79,14 +78,14 @@ class ExtrasOutgrown(ProtectionError):
 class SlotViews:
     """Tensors over the parts of slots, made once for each slot: a part may have thousands.
 
-    Of one process, whose slots stay where they are as long as it plays its role.
+    The slots of a process stay at their addresses as long as it has its role.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], list[Tensor]] = {}
 
     def of(self, part: Part, writer: SlotWriter) -> list[Tensor]:
-        """Returns CPU tensors over the part in the slot that is written, one per live tensor."""
+        """Return CPU tensors over the part in the slot that is written, one per live tensor."""
         buffer = writer.part(part.name)
         if not part.nbytes:  # memory without bytes has no address
             return part.views(buffer)
@@ -110,9 +109,10 @@ class _Job:
 class Protection:
     """Main-thread object of one role in one process; see the module text.
 
-    ``closed_epoch`` answers the newest closed epoch, ``interrupt_fd`` becomes readable at a close.
-    ``report_wait(generation, seconds, over)`` tells of long waits. All waits end by EpochClosed on
-    an interrupt. ``is_gated``: a due generation that was announced has passed :meth:`gate`.
+    ``closed_epoch`` returns the newest closed epoch, ``interrupt_fd`` becomes readable at a close.
+    ``report_wait(generation, seconds, over)`` reports long waits. All waits end by EpochClosed on
+    an interrupt. ``is_due``: the announced generation is to be captured, so :meth:`complete` has to
+    follow. ``is_gated``: an announced due generation has passed :meth:`gate`.
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class Protection:
         self._updates = updates or UpdateCapture()
         self._epoch, self._every = 0, 1
         self._upcoming = self._newest_due = self._handed_over = Generation(0, 0)
-        self._upcoming_is_due, self._owes, self.is_gated = True, False, False
-        # Whose state the coming updates begin from; None until there is one in this epoch.
+        self.is_due, self._is_first_gate, self.is_gated = True, False, False
+        # The generation from which the coming updates begin; None until this epoch has one.
         self._previous: Generation | None = None
         self._writer: SlotWriter | None = None
         self._views = SlotViews()
         self._copies: dict[int, devices.CopyHandle] = {}
-        # Newest last: (generation, boundary) that the gate may have to see committed.
+        # Newest last: (generation, boundary) whose commit the gate may have to await.
         self._pending: deque[tuple[Generation, str]] = deque(maxlen=settings.max_lag + 1)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -159,13 +159,13 @@ class Protection:
         self.copied_parts = [part.name for part in copied if part.nbytes]
 
     def enter(self, epoch: int, every: int = 1, *, with_steps: bool = False) -> None:
-        """Begin epoch ``epoch``: nothing is under way; the vault knows this role and its layout.
+        """Begin ``epoch``: no copy is under way, and the vault knows this role and its layout.
 
         ``every``: the cadence of the epoch's record; ``with_steps``: gradients are kept, which
         needs a cadence of 1. The vault may have to make the slots first.
         """
         self._epoch, self._every = epoch, every
-        self._owes, self._previous, self._failure = False, None, None
+        self._is_first_gate, self._previous, self._failure = False, None, None
         self._updates.begin(wanted=with_steps)
         self._pending.clear()
         try:
@@ -174,34 +174,34 @@ class Protection:
             raise EpochClosed(epoch, "the slots of the role") from error
         self._pinned.keep_only(self._vault.slot_views(self.copied_parts))
 
-    def owe(self, generation: Generation, boundary: str) -> None:
-        """After a restore: the very next gate waits until ``generation`` is committed again."""
+    def begin_from(self, generation: Generation, boundary: str) -> None:
+        """After a restore: the next gate waits until ``generation`` is committed again."""
         self._pending.extend([(generation, boundary)] * (self._settings.max_lag + 1))
         self._newest_due = generation
-        self._owes = True
+        self._is_first_gate = True
         self._previous = generation
 
     def gate(self) -> None:
-        """Wait until the update about to come may overwrite what it will overwrite."""
+        """Wait until the next update may overwrite the oldest slot."""
         if not self._epoch:
             return  # warming up: nothing is protected yet
         failpoints.hit("gate")
-        if not (self._upcoming_is_due or self._owes):
+        if not (self.is_due or self._is_first_gate):
             return  # no slot is taken in this iteration
-        self._owes, self.is_gated = False, True
+        self._is_first_gate, self.is_gated = False, True
         self._await_sealer()
         if len(self._pending) > self._settings.max_lag:
             self._await_commit(*self._pending[0])
 
-    def settle(self) -> None:
+    def await_committed(self) -> None:
         """Wait until the newest generation is committed (end of run, planned swap)."""
         self._await_sealer()
         if self._pending:
             self._await_commit(*self._pending[-1])
 
     def end(self) -> None:
-        """Wait until all is committed that the run has made; nothing newer will come."""
-        self.settle()
+        """Wait until the last generation of the run is committed."""
+        self.await_committed()
         self._vault.ended()
 
     def fence(self) -> None:
@@ -212,37 +212,37 @@ class Protection:
             raise EpochClosed(self._epoch, "the update of the optimizer")
         self._await_sealer()
 
-    def using(self, index: int) -> None:
-        """The fence; a slot for what inner update ``index`` makes; copies of what it will use."""
+    def before_update(self, index: int) -> None:
+        """Fence inner update ``index``, take a slot, and copy the input of the update if needed."""
         self.fence()
-        if self._epoch and self._upcoming_is_due:
-            self._slot()
-        if index in self._copies:  # of an update before, in this iteration: it is copied again
+        if self._epoch and self.is_due:
+            self._open_slot()
+        if index in self._copies:  # an earlier update of this iteration, which is copied again
             self._await("the copy of an update into its slot", self._copies[index].wait)
             del self._copies[index]
         if self._writer is not None:
             self._updates.capture(index, self._writer)
 
-    def updated(self, index: int) -> None:
-        """Inner update ``index`` is done: start copying its part into the idle slot."""
-        if self._epoch and self._upcoming_is_due and index not in self._copies:
+    def after_update(self, index: int) -> None:
+        """Start copying the part of inner update ``index`` into the idle slot."""
+        if self._epoch and self.is_due and index not in self._copies:
             part = self._parts[index]
-            views = self._views.of(part, self._slot())
+            views = self._views.of(part, self._open_slot())
             self._copies[index] = self._platform.side_copy(views, part.tensors)
 
     def complete(self, extras: bytes, boundary: str = "step") -> None:
-        """The due iteration announced last is over; ``extras`` are its encoded extras, as they are
-        at ``boundary``: a later one for state of which the segments before it are part already.
+        """End the due iteration that was announced last, with its encoded ``extras``.
 
-        Starts the copies that no update has started (a skipped update changes nothing, but its
-        generation is sealed like any other) and returns without waiting for any.
+        ``boundary``: the last segment that the state includes. Starts the copies that no update has
+        started (a skipped update changes nothing, but its generation is sealed like any other) and
+        returns without waiting for any.
         """
-        self._check_room(extras, boundary)
-        # At once, unless an iteration went by without a gate: one job at a time.
+        self._check_extras_fit(extras, boundary)
+        # Waits only if an iteration passed without a gate: there is one job at a time.
         self._await_sealer()
         for index in range(len(self._parts)):
-            self.updated(index)
-        copies, writer = list(self._copies.values()), self._slot()
+            self.after_update(index)
+        copies, writer = list(self._copies.values()), self._open_slot()
         sizes, captured = self._updates.finish(
             writer, self._upcoming, self._previous, copies, self._await
         )
@@ -259,44 +259,37 @@ class Protection:
         self._newest_due = self._upcoming
 
     def append(self, generation: Generation, boundary: str, extras: bytes) -> None:
-        """Add the extras as they are after segment ``boundary`` to a generation handed over, which
-        :meth:`holds` it."""
-        self._check_room(extras, boundary)
+        """Add the extras after segment ``boundary`` to the newest generation (:meth:`holds`)."""
+        self._check_extras_fit(extras, boundary)
         self._await_sealer()
         if self._interrupted():
             raise EpochClosed(self._epoch, "extras of a segment")
-        self._unless_frozen(
-            "extras of a segment",
-            lambda: self._vault.append(generation, extras_part(boundary), extras),
+        part = extras_part(boundary)
+        self._retry_while_frozen(
+            "extras of a segment", lambda: self._vault.append(generation, part, extras)
         )
         self._pending[-1] = (generation, boundary)
 
     def announce(self, generation: Generation, *, first: bool = False) -> None:
-        """Name the generation that the coming updates make; the ``first`` of a line is always due.
+        """Name the generation that the coming updates make; the ``first`` of a lineage is due.
 
-        The same for all roles, by the number of the iteration alone. Gradients of the iteration
-        before may be overwritten from now on.
+        Whether another is due follows from the iteration alone, so all roles agree. Gradients of
+        the previous iteration may be overwritten from now on.
         """
         self._updates.order_copies(self._await)
         self._upcoming, self.is_gated = generation, False
-        self._upcoming_is_due = first or is_due(generation.iteration, self._every)
-
-    @property
-    def is_wanted(self) -> bool:
-        """Return whether the generation announced last is due, so that :meth:`complete` has to
-        follow."""
-        return self._upcoming_is_due
+        self.is_due = first or is_due(generation.iteration, self._every)
 
     def holds(self, generation: Generation) -> bool:
-        """Return whether ``generation`` is the newest one handed over or restored: its segments
-        count."""
+        """Return whether ``generation`` is the newest that was handed over or restored, so that
+        segments can be appended to it."""
         return generation == self._newest_due
 
     def restore(self, restored: RestoredParts, generation: Generation) -> Mapping[str, Any]:
-        """Bring all shard parts of ``generation`` into the live tensors.
+        """Load all shard parts of ``generation`` into the live tensors.
 
-        Those that nobody holds whole are recomputed, compared with the owner's checksums and handed
-        to the vault. Returns what is to be reported of that, empty if nothing was recomputed.
+        Parts that no node holds whole are recomputed, compared with the owner's checksums and
+        handed to the vault. Returns the facts to report of that, empty if nothing was recomputed.
         """
         held = [part for part in self._parts if part.name in restored.names]
         missing = [part for part in self._parts if part.name not in restored.names]
@@ -304,7 +297,7 @@ class Protection:
         return self._updates.recompute(missing, restored, generation, self) if missing else {}
 
     def load(self, restored: Iterable[tuple[Part, memoryview]]) -> None:
-        """Bring restored bytes into live tensors; asynchronous out of page-locked slots."""
+        """Copy restored bytes into live tensors, asynchronously if the slots are page-locked."""
         start, limit = self._platform.side_copy, self._settings.restore_seconds
         for copy in [start(part.tensors, part.views(found)) for part, found in restored]:
             self._wait("restored state on the device", copy.wait, limit)
@@ -312,12 +305,10 @@ class Protection:
     def seal_replayed(self, generation: Generation, sums: Mapping[str, tuple[int, int]]) -> str:
         """Hand over the restored ``generation``, whose parts in ``sums`` have been recomputed.
 
-        ``sums``: shard part -> (bytes, checksum) that the owner had. Returns the first part whose
-        bytes are others; then nothing is handed over. Empty when all are the same.
+        ``sums``: shard part -> (bytes, checksum) of the owner. Returns the first part that differs,
+        and then hands over nothing; empty if all are equal.
         """
-        writer = self._unless_frozen(
-            "the choice of a slot", lambda: self._vault.begin(generation, self._epoch)
-        )
+        writer = self._begin(generation)
         chosen = [part for part in self._parts if part.name in sums]
         for part in chosen:
             copy = self._platform.side_copy(self._views.of(part, writer), part.tensors)
@@ -331,9 +322,9 @@ class Protection:
         return ""
 
     def quiesce(self, deadline_seconds: float) -> bool:
-        """After an interrupt: wait until no copy reads the shard; drop what was under way.
+        """After an interrupt, wait until no copy reads the shard, and drop the open generation.
 
-        False when a copy has not ended in time, or with an error: the process cannot continue.
+        False if a copy has not ended in time or has failed: the process cannot continue.
         """
         limit = time.monotonic() + deadline_seconds
         done = self._idle.wait(deadline_seconds)
@@ -372,27 +363,30 @@ class Protection:
     def _interrupted(self) -> bool:
         return self._closed_epoch() >= self._epoch
 
-    def _slot(self) -> SlotWriter:
-        """The slot of the announced generation, taken after the gate and after a word from all
-        roles has come to this host: see the module text."""
+    def _open_slot(self) -> SlotWriter:
+        """Return the slot of the announced generation, taken after the gate and after the device
+        has reached the collective of all roles: see the module text."""
         if self._writer is None:
-            # As long as a peer may take; who hangs is found, and the epoch closed, before that.
+            # The time that a peer may take; a hang is found, and the epoch closed, before that.
             limit = self._settings.first_step_seconds
             self._wait("an answer of every role", self._platform.catch_up, limit)
-            if self._interrupted():  # an abort lets a device go on, too
+            if self._interrupted():  # an abort releases the device, too
                 raise EpochClosed(self._epoch, "the choice of a slot")
-            self._writer = self._unless_frozen(
-                "the choice of a slot", lambda: self._vault.begin(self._upcoming, self._epoch)
-            )
+            self._writer = self._begin(self._upcoming)
             self._pinned.pin(self._writer.part(name) for name in self.copied_parts)
         return self._writer
 
-    def _unless_frozen(self, operation: str, action: Callable[[], _Answer]) -> _Answer:
-        """Call ``action``, which writes into a slot.
+    def _begin(self, generation: Generation) -> SlotWriter:
+        return self._retry_while_frozen(
+            "the choice of a slot", lambda: self._vault.begin(generation, self._epoch)
+        )
 
-        The vault freezes its slots before the member hears of the close. But one that was just
-        restarted freezes them as well, until the agent has told it, or the vault after it, which
-        epoch is open. Look again as long as peers wait; then it is the vault's fault (VaultError).
+    def _retry_while_frozen(self, operation: str, action: Callable[[], _Answer]) -> _Answer:
+        """Call ``action``, which writes into a slot, until the slots are not frozen.
+
+        The vault freezes its slots before the member receives the close. A vault that has just
+        restarted freezes them as well, until its agent has sent it the open epoch. Retry as long as
+        peers wait; after that it is a fault of the vault (VaultError).
         """
         settings, started, waited = self._settings, time.monotonic(), 0.0
         limit, report_at = settings.operation_timeout_seconds, settings.gate_report_seconds
@@ -404,9 +398,10 @@ class Protection:
                 if self._interrupted():
                     raise EpochClosed(self._epoch, operation) from error
                 if waited > limit:
-                    why = f"{operation}: frozen for {limit:g} s, though epoch {self._epoch} is open"
-                    raise VaultError(why) from error
-                if waited > report_at:  # else it would look like a hang of this role
+                    raise VaultError(
+                        f"{operation}: frozen for {limit:g} s, though epoch {self._epoch} is open"
+                    ) from error
+                if waited > report_at:  # otherwise it would look like a hang of this role
                     self._report_wait(self._upcoming, waited, False)
                     report_at = waited + settings.gate_report_seconds
             else:
@@ -414,7 +409,7 @@ class Protection:
                 return answer
             time.sleep(_FROZEN_PAUSE_SECONDS)
 
-    def _check_room(self, extras: bytes, boundary: str) -> None:
+    def _check_extras_fit(self, extras: bytes, boundary: str) -> None:
         capacity = next(p.nbytes for p in self.layout.parts if p.name == extras_part(boundary))
         if len(extras) > capacity:
             more = ceil(2 * len(extras) / 1e6)
@@ -432,19 +427,20 @@ class Protection:
                 raise EpochClosed(self._epoch, self._failure)
             raise ProtectionError(self._failure)
 
-    def _await(self, what: str, wait: Callable[[float], bool]) -> None:
-        """Call ``wait`` (seconds -> done) until it is done; a stall. Raises as all waits do."""
+    def _await(self, operation: str, wait: Callable[[float], bool]) -> None:
+        """Call ``wait`` (seconds -> done) until it is done, and count the time as a stall. Raises
+        as all waits do."""
         started = time.monotonic()
-        self._wait(what, wait, self._settings.operation_timeout_seconds)
+        self._wait(operation, wait, self._settings.operation_timeout_seconds)
         self._count_stall(self._handed_over, time.monotonic() - started)
 
-    def _wait(self, what: str, wait: Callable[[float], bool], limit_seconds: float) -> None:
+    def _wait(self, operation: str, wait: Callable[[float], bool], limit_seconds: float) -> None:
         limit = time.monotonic() + limit_seconds
         while not wait(_POLL_SECONDS):
             if self._interrupted():
-                raise EpochClosed(self._epoch, what)
+                raise EpochClosed(self._epoch, operation)
             if time.monotonic() > limit:
-                raise ProtectionError(f"{what}: still waiting after {limit_seconds:g} s")
+                raise ProtectionError(f"{operation}: still waiting after {limit_seconds:g} s")
 
     def _count_stall(self, generation: Generation, seconds: float) -> None:
         if seconds > _STALL_SECONDS:
@@ -457,7 +453,7 @@ class Protection:
             try:
                 self._seal(job)
             except Exception as error:
-                # Shown by the main thread at its next gate; nothing was sealed.
+                # The main thread raises it at its next gate; nothing was sealed.
                 self._failure = f"generation {job.writer.generation} was not handed over: {error}"
             finally:
                 self._idle.set()

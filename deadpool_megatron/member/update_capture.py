@@ -1,4 +1,4 @@
-"""The seam for schemes that keep something of each update beside the state that it made."""
+"""The seam for schemes that keep data of each update in addition to the new state."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from deadpool_megatron.platform import devices
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.vault.member import RestoredParts, SlotWriter
 
-# Of what is waited for, in words, and what waits for so many seconds at most.
+# Arguments: the name of an operation, and a function that waits for it: seconds -> done.
 Await = Callable[[str, Callable[[float], bool]], None]
 
 
 class ReplayRefused(RuntimeError):
-    """Every byte was intact, and the result is not what the owner had; one line for people."""
+    """All bytes were intact, but the result differs from the owner's; the message is one line."""
 
 
 class LiveState(Protocol):
-    """The live tensors of a role, into which restored bytes go (:mod:`.protection`)."""
+    """The live tensors of a role, into which restored bytes are loaded (:mod:`.protection`)."""
 
     def load(self, restored: Iterable[tuple[Part, memoryview]]) -> None:
-        """Bring restored bytes into live tensors."""
+        """Copy restored bytes into live tensors."""
 
     def seal_replayed(self, generation: Generation, sums: Mapping[str, tuple[int, int]]) -> str:
         """Hand over the restored ``generation``, whose parts in ``sums`` have been recomputed;
-        returns the first part that has other bytes."""
+        return the first part that differs."""
 
 
 class UpdateCapture:
-    """The part that a scheme keeps of each update beside the state that it made. Main thread.
+    """Data that a scheme keeps of each update in addition to the new state. Main thread.
 
-    Here nothing: schemes with whole copies of the state need no more.
+    This class keeps none: schemes with whole copies of the state need no more.
     """
 
     gradients: Sequence[Part] = ()
 
     def layout_parts(self, role: int) -> Sequence[PartInfo]:
-        """The parts that a slot needs for it."""
+        """Return the parts that a slot needs for this data."""
         return ()
 
     def begin(self, *, wanted: bool) -> None:
-        """A new epoch, whose plan wants it or does not."""
+        """Begin an epoch; ``wanted``: its plan has this data kept."""
 
     def capture(self, index: int, writer: SlotWriter) -> None:
-        """Inner optimizer ``index`` is about to update: start copying what it will use."""
+        """Start copying the input of the update that inner optimizer ``index`` is about to make."""
 
     def order_copies(self, await_it: Await) -> None:
-        """Before the next iteration may overwrite gradients. On a device nobody waits here but its
-        stream."""
+        """Order the copies before the next iteration overwrites gradients. On a device only the
+        stream waits, not the host."""
 
     def finish(
         self,
@@ -59,11 +59,11 @@ class UpdateCapture:
         shard_copies: list[devices.CopyHandle],
         await_it: Await,
     ) -> tuple[dict[str, int], list[devices.CopyHandle]]:
-        """The iteration is over: part -> bytes of it in its slot, and copies under way."""
+        """End the iteration; return part -> bytes in its slot, and the copies under way."""
         return {}, []
 
     def running(self) -> list[devices.CopyHandle]:
-        """Copies of an interrupted update; forgotten hereby."""
+        """Return the copies of an interrupted update, and forget them."""
         return []
 
     def recompute(
@@ -73,6 +73,6 @@ class UpdateCapture:
         generation: Generation,
         live: LiveState,
     ) -> Mapping[str, Any]:
-        """Bring ``missing`` parts, which nobody holds whole, into the live tensors; returns what is
-        to be reported of it. Raises ReplayRefused, and what waits of the protection raise."""
+        """Compute ``missing`` parts, which no node holds whole, in the live tensors. Returns facts
+        to report. Raises ReplayRefused, and as the waits of the protection do."""
         raise ReplayRefused(f"{missing[0].name} of {generation} is not complete anywhere")

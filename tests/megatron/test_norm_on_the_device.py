@@ -43,9 +43,9 @@ def norm_stays_there(member: Member) -> bool:
     rig.protection.announce(generation(1))
     rig.protection.gate()
     dist.all_reduce(norm)  # enqueued; nobody reads it
-    rig.protection.using(0)
-    rig.protection.updated(0)
-    rig.protection.updated(1)
+    rig.protection.before_update(0)
+    rig.protection.after_update(0)
+    rig.protection.after_update(1)
     rig.protection.complete(b"1")
     return rig.settled()[-1] == generation(1)
 

@@ -170,7 +170,7 @@ class Rig:
         self.protection.enter(EPOCH, every)
         self.protection.announce(generation(0), first=True)
         self.protection.complete(b"0")
-        self.protection.owe(generation(0), "step")
+        self.protection.begin_from(generation(0), "step")
         return self
 
     def step(self, iteration: int, *, skipped: bool = False) -> None:
@@ -180,10 +180,10 @@ class Rig:
         protection.gate()
         if not skipped:
             for index, tensor in enumerate(self.tensors):
-                protection.using(index)
+                protection.before_update(index)
                 tensor.add_(1)
-                protection.updated(index)
-        if protection.is_wanted:
+                protection.after_update(index)
+        if protection.is_due:
             protection.complete(f"extras {iteration}".encode())
 
     def come_to_update(self) -> Rig:

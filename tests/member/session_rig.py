@@ -91,7 +91,7 @@ class FakeCommunicators(Observation):
 class FakeProtection:
     """Notes what it is told. Every generation is due."""
 
-    is_wanted = is_gated = True
+    is_due = is_gated = True
 
     def __init__(self, calls: list[Any]) -> None:
         self.stall_seconds = 0.0
@@ -112,10 +112,10 @@ class FakeProtection:
     def holds(self, generation: Generation) -> bool:
         return bool(generation)
 
-    def settle(self) -> None:
-        self._calls.append("settle")
+    def await_committed(self) -> None:
+        self._calls.append("await_committed")
 
-    end = settle
+    end = await_committed
 
 
 class FakeLoop(SteppedLoop):

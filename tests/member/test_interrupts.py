@@ -27,7 +27,7 @@ def test_interrupt_while_the_vault_makes_the_slots(make: Make) -> None:
         rig.protection.enter(EPOCH)
 
 
-@pytest.mark.parametrize("wait", ["gate", "settle"])  # settle: at the end of the run
+@pytest.mark.parametrize("wait", ["gate", "await_committed"])  # the latter: at the end of the run
 def test_interrupt_while_waiting_for_a_commit(make: Make, wait: str) -> None:
     rig = make().start()
     rig.vault.holds_back = True
@@ -76,7 +76,7 @@ def test_the_vault_freezes_before_the_member_hears_of_the_close(make: Make, writ
     thread = rig.close_when(rig.vault.waiting)
     protection = rig.protection
     writes = {
-        "begin": lambda: protection.updated(0),
+        "begin": lambda: protection.after_update(0),
         "append": lambda: protection.append(generation(0), "evaluation", b""),
     }
     with pytest.raises(EpochClosed):
@@ -128,7 +128,7 @@ def test_a_vault_that_stays_frozen_in_an_open_epoch_ends_the_epoch(make: Make) -
     rig.protection.gate()
     rig.vault.frozen = True
     with pytest.raises(VaultError, match=r"frozen for 0\.2 s, though epoch 3 is open") as caught:
-        rig.protection.updated(0)
+        rig.protection.after_update(0)
     assert not isinstance(caught.value, Frozen)
 
 
@@ -139,7 +139,7 @@ def test_nothing_is_handed_over_after_a_close(make: Make, when: str) -> None:
     platform.end()
     rig.protection.gate()
     rig.protection.announce(generation(1))
-    rig.protection.updated(0)
+    rig.protection.after_update(0)
     if when == "before extras are complete":
         rig.close()
     rig.protection.complete(b"")
@@ -158,14 +158,14 @@ def test_quiesce_gives_back_a_slot_that_was_begun(make: Make) -> None:
     rig = make().start()
     rig.protection.gate()
     rig.protection.announce(generation(1))
-    rig.protection.updated(0)
+    rig.protection.after_update(0)
     rig.close()
     assert rig.settled() == [generation(0)]
     assert rig.vault.writers[-1].abandoned
     # The next epoch begins with nothing under way, and asks for nothing of the old one.
     rig.leave()
     rig.protection.enter(EPOCH + 1)
-    rig.protection.owe(generation(0), "step")
+    rig.protection.begin_from(generation(0), "step")
     rig.protection.announce(Generation(EPOCH + 1, 1))
     rig.protection.gate()
     rig.protection.complete(b"")
@@ -177,7 +177,7 @@ def test_a_copy_that_failed_cannot_be_left_cleanly(make: Make) -> None:
     rig = make(platform)
     rig.protection.enter(EPOCH)
     rig.protection.announce(generation(1))
-    rig.protection.updated(0)
+    rig.protection.after_update(0)
     platform.copies[0].ended.set()
     platform.copies[0].error = True
     assert not rig.protection.quiesce(0.1)
@@ -187,8 +187,8 @@ def test_quiesce_has_one_deadline_for_all_copies(make: Make) -> None:
     rig = make(SlowPlatform())
     rig.protection.enter(EPOCH)
     rig.protection.announce(generation(1))
-    rig.protection.updated(0)
-    rig.protection.updated(1)
+    rig.protection.after_update(0)
+    rig.protection.after_update(1)
     started = time.monotonic()
     assert not rig.protection.quiesce(0.2)
     assert time.monotonic() - started < 0.35

@@ -17,7 +17,7 @@ def test_stands_still_protected_and_leaves_at_the_close(rig: Rig) -> None:
     rig.entry.loop.acts[2] = lambda: rig.session._on_pause(2)
     rig.record(1)
     assert rig.expect("paused") == {"t": "paused", "epoch": 1, "iteration": 2}
-    assert rig.entry.calls[-1] == "settle"
+    assert rig.entry.calls[-1] == "await_committed"
     rig.drain(1)
     rig.record(2, generation=Generation(1, 2), boundary="evaluation")
     rig.ends_well()

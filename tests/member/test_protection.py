@@ -55,7 +55,7 @@ class DeviceBehind(CpuPlatform):
 def takes_no_slot(rig: Rig) -> None:
     taken = len(rig.vault.writers)
     with pytest.raises(EpochClosed):
-        rig.protection.using(0)
+        rig.protection.before_update(0)
     assert len(rig.vault.writers) == taken
 
 
@@ -105,7 +105,7 @@ def test_only_due_iterations_take_slots_and_wait_for_commits(
     rig.vault.asked.clear()
     for iteration in range(1, 11):
         rig.protection.announce(generation(iteration))
-        assert rig.protection.is_wanted == (iteration % 3 == 0)
+        assert rig.protection.is_due == (iteration % 3 == 0)
         rig.step(iteration)
     assert rig.settled() == [generation(iteration) for iteration in (0, 3, 6, 9)]
     assert [asked[0].iteration for asked in rig.vault.asked] == wanted
