@@ -20,8 +20,7 @@ def net():
 
 class DdpLoop(TorchLoop):
     def __init__(self, emit):
-        super().__init__(emit, ITERATIONS, save_interval=6)
-        torch.manual_seed(1)  # the same weights everywhere
+        super().__init__(emit, ITERATIONS, seed=1, save_interval=6)  # the same weights everywhere
         # init_sync: a spare builds alone, and has nobody to compare its weights with.
         # find_unused_parameters: buckets are the same in the first step as later, and so are sums.
         # broadcast_buffers: each role keeps statistics of its own, and gets its own back.

@@ -25,8 +25,7 @@ class Block(torch.nn.Module):
 
 class FsdpLoop(TorchLoop):
     def __init__(self, emit):
-        super().__init__(emit, ITERATIONS, save_interval=6)
-        torch.manual_seed(1)  # the same weights everywhere
+        super().__init__(emit, ITERATIONS, seed=1, save_interval=6)  # the same weights everywhere
         blocks = [Block(33) for _ in range(3)]
         self.model = torch.nn.Sequential(torch.nn.Linear(16, 33), *blocks, torch.nn.Linear(33, 1))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import random
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +28,8 @@ class TorchLoop(SteppedLoop):
 
     A subclass makes ``model`` (with DistributedDataParallel or FSDP2 in it), ``optimizer`` and, if
     it has them, ``scheduler`` (of ``torch.optim.lr_scheduler``) and ``grad_scaler``, and defines
-    :meth:`iterate`. Checkpoints are written after the last of ``iterations`` and each
-    ``save_interval``.
+    :meth:`iterate`. All roles begin with the random states of ``seed``. Checkpoints are written
+    after the last of ``iterations`` and each ``save_interval``.
     """
 
     model: torch.nn.Module
@@ -35,8 +37,12 @@ class TorchLoop(SteppedLoop):
     scheduler: Any = None
     grad_scaler: Any = None
 
-    def __init__(self, emit: Emit, iterations: int, save_interval: int = 0) -> None:
+    def __init__(self, emit: Emit, iterations: int, *, seed: int, save_interval: int = 0) -> None:
         self.emit, self.iterations, self.save_interval = emit, iterations, save_interval
+        # All that is captured: two runs that begin alike are then compared in full.
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
         self.counters = {"iteration": 0}
         self.log_sums = {}
 

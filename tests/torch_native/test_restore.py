@@ -24,7 +24,6 @@ class Interrupt(BaseException):
 
 
 def layers() -> torch.nn.Sequential:
-    torch.manual_seed(1)
     return torch.nn.Sequential(
         torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9), torch.nn.Dropout(0.2), torch.nn.Linear(9, 1)
     )
@@ -57,14 +56,15 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 class Loop(TorchLoop):
     def __init__(self, kind: str, optimizer: str) -> None:
-        super().__init__(lambda kind, facts: self.losses.append(facts["loss"]), 6)
+        super().__init__(lambda kind, facts: self.losses.append(facts["loss"]), 6, seed=1)
         self.losses: list[str] = []
         model = layers()
         model[1].register_forward_hook(self._interrupt)
         self.model = KINDS[kind](model)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4])
-        self.interrupted = False
+        self.grad_scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        self.interrupted = ""
         torch.manual_seed(dist.get_rank())
 
     def iterate(self) -> torch.Tensor:
@@ -72,9 +72,13 @@ class Loop(TorchLoop):
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
         features = self.model(inputs)
         self.optimizer.zero_grad()
-        features.square().sum().backward()
+        self.grad_scaler.scale(features.square().sum()).backward()
+        self.grad_scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        if self.interrupted == "update":
+            raise Interrupt
+        self.grad_scaler.step(self.optimizer)
+        self.grad_scaler.update()
         self.scheduler.step()
         return features.sum()
 
@@ -84,7 +88,7 @@ class Loop(TorchLoop):
         def interrupt(_: torch.Tensor) -> torch.Tensor:
             raise Interrupt
 
-        if self.interrupted:
+        if self.interrupted == "backward":
             outputs.register_hook(interrupt)
 
 
@@ -140,16 +144,18 @@ def life(member: Member, kind: str, optimizer: str) -> dict[str, Any]:
     loop.losses.clear()
     hashes = [trained(loop, 3)]
     third = Slot(framework)
-    trained(loop, 5)
-    loop.interrupted = True
-    with pytest.raises(Interrupt):
-        loop.train_step()
-    loop.interrupted = False
-    third.restore(framework)
-    framework.verify()
-    hashes += [loop.state_hash(), trained(loop, 6)]
+    for place in ("backward", "update"):
+        third.restore(framework)
+        trained(loop, 5)
+        loop.interrupted = place
+        with pytest.raises(Interrupt):
+            loop.train_step()
+        loop.interrupted = ""
+        third.restore(framework)
+        framework.verify()
+        hashes += [loop.state_hash(), trained(loop, 6)]
     return {
-        "equal": hashes == [wanted[0], *wanted],
+        "equal": hashes == [wanted[0], *wanted, *wanted],
         "losses": loop.losses[-3:] == undisturbed.losses[-3:],
         "replicas": framework.parts[0].replicas,
         "meaning": framework.parts[0].signature(),
