@@ -1,11 +1,11 @@
 """The settings of a run: one frozen dataclass, checked as a whole before anything starts.
 
-Each field carries its help text; :mod:`deadpool_megatron.arguments` derives the ``--deadpool-*``
-flags from it, so a setting has one definition. The first part of the fields is what a user chooses.
-The second part follows from it, or is a number that was measured once: its limits of time grow and
-shrink with the one that a site sets, in the same proportion, so that a long one inside a short one
-cannot come about; ``--deadpool-set`` gives another value. The launcher passes all of them to every
-process as JSON in the environment variable :data:`ENVIRONMENT_NAME`.
+The user chooses the first part of the fields. Each of these carries its help text, and
+:mod:`deadpool_megatron.arguments` derives its ``--deadpool-*`` flag, so a setting has one
+definition. The second part follows from the first, or was measured once: its time limits scale with
+the limit that a site sets, so that a short limit never encloses a long one. ``--deadpool-set``
+gives another value. The launcher passes all settings to every process as JSON in the environment
+variable :data:`ENVIRONMENT_NAME`.
 
 Asserting the order of all time limits at construction is an idea of NVRx (``inprocess/wrap.py``).
 """
@@ -38,18 +38,16 @@ def _setting(default: Any, help_text: str, *, nccl: Any = None) -> Any:
     return field(default=default if nccl is None else None, metadata=metadata)
 
 
-def _fixed(value: Any, help_text: str) -> Any:
+def _fixed(value: Any) -> Any:
     """Return a field whose value suits every run that was seen."""
-    metadata = {"help": help_text, "usual": value, "nccl": None, "of": ""}
+    metadata = {"usual": value, "nccl": None, "of": ""}
     return field(default=value, metadata=metadata)
 
 
-def _limit(
-    of: str, seconds: float, help_text: str, *, nccl: float | None = None, least: str = ""
-) -> Any:
-    """Return a field that is so many seconds where ``of`` has its default, and follows it; it is
-    not shorter than ``least``."""
-    metadata = {"help": help_text, "usual": seconds, "nccl": nccl, "of": of, "least": least}
+def _limit(of: str, seconds: float, *, nccl: float | None = None, least: str = "") -> Any:
+    """Return a time limit that scales with setting ``of``, from ``seconds`` at the default of that
+    setting; it is never shorter than setting ``least``."""
+    metadata = {"usual": seconds, "nccl": nccl, "of": of, "least": least}
     return field(default=None, metadata=metadata)
 
 
@@ -152,116 +150,66 @@ class Settings:
     )
     persist_keep: int = _setting(2, "number of these checkpoints that are kept (0: all)")
 
-    freeze_seconds: float = _limit(
-        "node_silence_seconds",
-        3.0,
-        "a process without a sign of life for this long is declared frozen",
-    )
-    fence_seconds: float = _limit(
-        "node_silence_seconds",
-        3.2,
-        "a node that cannot reach its coordinator for this long ends its members",
-    )
-    takeover_seconds: float = _limit(
-        "node_silence_seconds",
-        2.0,
-        "a standby takes over from a coordinator without a sign of life for this long",
-    )
-    rejoin_seconds: float = _limit(
-        "node_silence_seconds",
-        12.0,
-        "a node that has not joined the new coordinator for this long is declared lost",
-    )
-    close_seconds: float = _limit(
-        "rebuild_seconds",
-        10.0,
-        "limit for members to leave a closed epoch; later ones are killed and replaced",
-        nccl=40.0,
-    )
-    operation_timeout_seconds: float = _limit(
-        "rebuild_seconds",
-        60.0,
-        "time-out of one communication operation in a step, also of an abandoned one;"
-        " first_step_seconds applies during the build and the operations that it covers",
-    )
-    health_seconds: float = _limit(
-        "start_seconds",
-        60.0,
-        "limit for the health command; a node whose command needs longer is used last",
-    )
-    first_step_seconds: float = _limit(
-        "start_seconds",
-        1200.0,
-        "limit for build, load, first iteration, evaluation and save, and for one communication"
-        " operation in them",
-        least="hang_seconds",
-    )
-    adopt_seconds: float = _limit("start_seconds", 120.0, "limit for a spare to build its new role")
-    restore_seconds: float = _limit(
-        "start_seconds", 120.0, "limit for fetching, checking and loading state"
-    )
-    persist_seconds: float = _limit(
-        "start_seconds",
-        1800.0,
-        "limit for pinning, writing and checking one of these checkpoints",
-    )
-    full_every: int = _fixed(8, "recompute: iterations between whole copies; gradients in between")
-    rebuild: str = _fixed(
-        "auto",
-        "how communicators of an epoch are made: one-by-one; side-by-side; split (from the group"
-        " of all roles, NCCL); auto: one-by-one over NCCL, else side-by-side",
-    )
-    start_method: str = _fixed(
-        "auto", "how members start: auto, fork (from a process with the imports) or exec (parked)"
-    )
-    beat_interval_seconds: float = _fixed(0.2, "period of the beats of members and agents")
-    gate_report_seconds: float = _fixed(
-        5.0, "a wait at the commit gate is reported each time it lasts this long"
-    )
-    connect_seconds: float = _fixed(20.0, "limit for reaching the coordinator or another vault")
-    hash_interval: int = _fixed(
-        0, "iterations between hashes of the whole state (0: at the end only)"
-    )
-    divergence: str = _fixed(
-        "auto",
-        "a replayed step with other numbers than the first time: stop (status 3), or report and"
-        " continue; auto: report where NCCL is used, whose order of sums is not fixed",
-    )
-    slow_factor: float = _fixed(
-        1.3, "a node that needs this many times as long as its peers is reported"
-    )
-    chunk_bytes: int = _fixed(4 << 20, "size of the pieces in which state is shipped")
-    rate_limit_gbps: float = _fixed(
-        0.0,
-        "limit of what a node sends for protection (not restores), in gigabits per second;"
-        " 0: as fast as the pace needs",
-    )
-    link_share: float = _fixed(
-        0.3,
-        "largest share of a link for copies while training sends (above 0, up to 1); more if a"
-        " generation would otherwise need over half an iteration",
-    )
-    link_gaps: str = _fixed(
-        "on",
-        "on: copies use the whole link while training does not send, by the counters of its"
-        " interface; off: always only their share",
-    )
-    dscp: int = _fixed(
-        0,
-        "traffic class of the connections that ship copies, as the network's rules name it"
-        " (0 to 63; 8 and 1 are usual for low-priority traffic)",
-    )
-    vault_nice: int = _fixed(5, "priority of the vault's processes below training's (0 to 19)")
-    restarts_in_place: int = _fixed(
-        20,
-        "process restarts on one node within node_crash_window_seconds before the node is given up",
-    )
-    node_crashes: int = _fixed(
-        3, "crashes on one node within node_crash_window_seconds that move its roles to a spare"
-    )
-    node_crash_window_seconds: float = _fixed(
-        600.0, "time for which crashes and restarts count against a node"
-    )
+    #: a process without a sign of life for this long is declared frozen
+    freeze_seconds: float = _limit("node_silence_seconds", 3.0)
+    #: a node that cannot reach its coordinator for this long ends its members
+    fence_seconds: float = _limit("node_silence_seconds", 3.2)
+    #: a standby takes over from a coordinator without a sign of life for this long
+    takeover_seconds: float = _limit("node_silence_seconds", 2.0)
+    #: a node that has not joined the new coordinator for this long is declared lost
+    rejoin_seconds: float = _limit("node_silence_seconds", 12.0)
+    #: limit for members to leave a closed epoch; later ones are killed and replaced
+    close_seconds: float = _limit("rebuild_seconds", 10.0, nccl=40.0)
+    #: time-out of one communication operation in a step, also of an abandoned one;
+    #  first_step_seconds applies during the build and the operations that it covers
+    operation_timeout_seconds: float = _limit("rebuild_seconds", 60.0)
+    #: limit for the health command; a node whose command needs longer is used last
+    health_seconds: float = _limit("start_seconds", 60.0)
+    #: limit for build, load, first iteration, evaluation and save, and for one communication
+    #  operation in them
+    first_step_seconds: float = _limit("start_seconds", 1200.0, least="hang_seconds")
+    #: limit for a spare to build its new role
+    adopt_seconds: float = _limit("start_seconds", 120.0)
+    #: limit for fetching, checking and loading state
+    restore_seconds: float = _limit("start_seconds", 120.0)
+    #: limit for pinning, writing and checking one of these checkpoints
+    persist_seconds: float = _limit("start_seconds", 1800.0)
+    #: recompute: iterations between whole copies; gradients in between
+    full_every: int = _fixed(8)
+    #: how communicators of an epoch are made: one-by-one; side-by-side; split (from the group of
+    #  all roles, NCCL); auto: one-by-one over NCCL, else side-by-side
+    rebuild: str = _fixed("auto")
+    #: how members start: auto, fork (from a process with the imports) or exec (parked)
+    start_method: str = _fixed("auto")
+    #: period of the beats of members and agents
+    beat_interval_seconds: float = _fixed(0.2)
+    #: a wait at the commit gate is reported each time it lasts this long
+    gate_report_seconds: float = _fixed(5.0)
+    #: limit for reaching the coordinator or another vault
+    connect_seconds: float = _fixed(20.0)
+    #: iterations between hashes of the whole state (0: at the end only)
+    hash_interval: int = _fixed(0)
+    #: a replayed step with other numbers than the first time: stop (status 3), or report and
+    #  continue; auto: report where NCCL is used, whose order of sums is not fixed
+    divergence: str = _fixed("auto")
+    #: size of the pieces in which state is shipped
+    chunk_bytes: int = _fixed(4 << 20)
+    #: limit of what a node sends for protection (not restores), in gigabits per second; 0: as fast
+    #  as the pace needs
+    rate_limit_gbps: float = _fixed(0.0)
+    #: largest share of a link for copies while training sends (above 0, up to 1); more if a
+    #  generation would otherwise need over half an iteration
+    link_share: float = _fixed(0.3)
+    #: on: copies use the whole link while training does not send, by the counters of its interface;
+    #  off: always only their share
+    link_gaps: str = _fixed("on")
+    #: traffic class of the connections that ship copies, as the network's rules name it (0 to 63; 8
+    #  and 1 are usual for low-priority traffic)
+    dscp: int = _fixed(0)
+    #: priority of the vault's processes below training's (0 to 19)
+    vault_nice: int = _fixed(5)
+    #: process restarts on one node within ten minutes before the node is given up
+    restarts_in_place: int = _fixed(20)
 
     def __post_init__(self) -> None:
         for name, entry in FIELDS.items():
@@ -385,13 +333,12 @@ LONGEST_CADENCE = 1000
 _ABOVE: Mapping[str, tuple[float, float]] = {
     **{name: (0, LONGEST_SECONDS) for name in FIELDS if name.endswith("_seconds")},
     "link_share": (0, 1),
-    "slow_factor": (1, 1e9),
 }
 _COUNTS = ("max_lag", "hash_interval", "audit_interval", "persist_keep")
 _SIZES = ("memory_gb", "extras_room_mb", "shm_gb", "rate_limit_gbps")
 _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys((*_COUNTS, "restarts_in_place"), (0, math.inf)),
-    **dict.fromkeys(("replicas", "node_crashes"), (1, math.inf)),
+    "replicas": (1, math.inf),
     **dict.fromkeys(("parity_group", "full_every"), (2, math.inf)),
     **dict.fromkeys(_SIZES, (0, 10**9)),
     "dscp": (0, 63),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.run_directory.bad_nodes import read_bad_nodes
+from deadpool_megatron.cluster.watch.windows import SLOW_FACTOR
 from deadpool_megatron.failures import GRACE_SECONDS
 from deadpool_megatron.settings import Settings
 from fake_nccl import KIND
@@ -100,7 +101,7 @@ def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
     assert outcome.status == 0, outcome.story()
     first = outcome.of_kind("slow-node")[0]
     assert (first.node, first.data["over"]) == (2, False)
-    assert first.data["factor"] > Settings().slow_factor
+    assert first.data["factor"] > SLOW_FACTOR
     (recovery,) = outcome.final["recoveries"]
     assert recovery["kind"] == "drained"
     assert recovery["seats_changed"]["2"][1][0] == 4

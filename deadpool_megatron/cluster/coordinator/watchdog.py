@@ -32,7 +32,7 @@ class Watchdog:
         self._progress = ProgressClock()
         self._hang_limit = HangLimit(settings)
         self._pace = Metronome(hang_look_seconds(settings))
-        self._slowness = windows.SlownessWatch(settings.slow_factor)
+        self._slowness = windows.SlownessWatch()
         self._meter = windows.StretchMeter()
 
     def at_silence(self, quiet: list[AgentPeer], now: float) -> list[inputs.NodeLost]:

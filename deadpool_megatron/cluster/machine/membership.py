@@ -34,6 +34,9 @@ from deadpool_megatron.layout.words import difference
 # A device that failed once may have been hit by a stray particle, and memory may have been short
 # for a moment; what fails again is broken.
 _HOST_ERRORS = 2
+# Crashes of processes on one node that move its roles to a spare, within this time.
+_CRASHES = 3
+_CRASH_WINDOW_SECONDS = 600.0
 
 _KINDS: Mapping[int | None, FailureKind] = {
     ExitStatus.NO_DEVICE: FailureKind.DEVICE_ERROR,
@@ -244,22 +247,21 @@ def _crashed(core: Core, node: int, failure: Failure) -> None:
     """
     if core.state.phase in states.LAST_PHASES or node not in core.state.fleet.nodes:
         return
-    known, settings = core.state.fleet.nodes[node], core.config.settings
+    known = core.state.fleet.nodes[node]
     of_host = failure.kind in OF_THE_HOST
     known.crashed_at = (*_recent(core, known.crashed_at), core.now)
     known.host_errors += of_host
     if of_host and known.host_errors >= _HOST_ERRORS:
         why = f"{known.host_errors} errors of its device or memory"
-    elif len(known.crashed_at) >= settings.node_crashes:
-        count, window = len(known.crashed_at), settings.node_crash_window_seconds
-        why = f"{count} crashes within {window:g} s"
+    elif len(known.crashed_at) >= _CRASHES:
+        why = f"{len(known.crashed_at)} crashes within {_CRASH_WINDOW_SECONDS:g} s"
     else:
         return
     put_aside(core, node, f"after {why}, the last: {failure.cause}", failure.kind)
 
 
 def _recent(core: Core, times: tuple[float, ...]) -> tuple[float, ...]:
-    since = core.now - core.config.settings.node_crash_window_seconds
+    since = core.now - _CRASH_WINDOW_SECONDS
     return tuple(time for time in times if time >= since)
 
 

@@ -87,7 +87,7 @@ class MemberState:
 class NodeState:
     """A connected node. ``restarts``: how often a process had to be replaced on it.
 
-    ``restarted_at`` and ``crashed_at``: when, within the last ``node_crash_window_seconds``;
+    ``restarted_at`` and ``crashed_at``: when, within the last ten minutes;
     crashes are those that ended an epoch. ``host_errors``: in the whole run. ``memory_bytes``:
     for generations, 0 when it is not known. ``facts``: what it has said about its host last, None
     for nothing; ``judged``: what it is good for. ``returns``: see :class:`.inputs.NodeJoined`.

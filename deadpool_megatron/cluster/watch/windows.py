@@ -24,6 +24,8 @@ from deadpool_megatron.settings import LONGEST_CADENCE
 # them. One pause, however long (a garbage collection, a file system), spoils one window only.
 WINDOW_ITERATIONS = 4
 WINDOWS = 6
+# A slow node needs this many times as long as its peers.
+SLOW_FACTOR = 1.3
 # Differences below this are noise of the clock and of the scheduler.
 _LEAST_SECONDS = 0.005
 # Of a cadence: a verdict needs both; a page fault or a slow moment of the network is no reason for
@@ -77,7 +79,7 @@ class Slowness:
 class SlownessWatch:
     """Remembers where each window began, and which nodes are slow. Not thread-safe."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float = SLOW_FACTOR) -> None:
         self._factor = factor
         self._epoch = 0
         self._began: dict[int, OwnTime] = {}

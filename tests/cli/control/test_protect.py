@@ -22,7 +22,7 @@ class Desk:
         self.commands = Commands.__new__(Commands)
         self.commands._info = RunInfo.__new__(RunInfo)
         object.__setattr__(self.commands._info, "settings", settings)
-        self.commands._coordinator = cast(Any, self)
+        self.commands._context = cast(Any, self)
 
     def ask(self, **wish: object) -> dict[str, Any] | str:
         return self.commands._what(Verb.PROTECT, wish)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from deadpool_megatron.cluster.watch import windows
-from deadpool_megatron.settings import Settings
 
 STEPS = st.floats(0.01, 30.0)
 
@@ -18,7 +17,7 @@ def test_an_hour_of_noise_names_nobody_but_the_node_that_is_slow(slow: int | Non
     mostly of a whole iteration, now and then of fifty of them.
     """
     noise, roles = random.Random(1), range(16)
-    watch, totals = windows.SlownessWatch(Settings().slow_factor), [0.0 for _ in roles]
+    watch, totals = windows.SlownessWatch(), [0.0 for _ in roles]
     named: dict[int, int] = {}
     for iteration in range(7200):
         players = {
