@@ -426,11 +426,7 @@ class Communicators(Observation):
         epoch.check(activity.operation)
 
     def _job(
-        self,
-        epoch: Epoch,
-        group: ReconfigurableGroup,
-        store: Store,
-        made: Made,
+        self, epoch: Epoch, group: ReconfigurableGroup, store: Store, made: Made
     ) -> waiters.Job:
         """Return the job that connects the group; its key in the store is numbered now, in
         order."""

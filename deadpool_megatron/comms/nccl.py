@@ -249,12 +249,8 @@ class NcclFabric(Fabric):
         with self._lock:
             backends, self._backends = self._backends, []
             self._aborts += len(backends)
-        threads = [
-            threading.Thread(
-                target=self._abort_counted, args=(backend,), name="deadpool-nccl-abort", daemon=True
-            )
-            for backend in backends
-        ]
+        how: Any = {"target": self._abort_counted, "name": "deadpool-nccl-abort", "daemon": True}
+        threads = [threading.Thread(args=(backend,), **how) for backend in backends]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -304,12 +304,8 @@ class Story:
             if self.iterations is not None:
                 to_do = max(0, self.iterations - self.last_iteration)
                 left = to_do * (seconds / (last.iteration - first.iteration))
-        return {
-            "iterations": self.iterations,
-            "samples_per_second": speed,
-            "tokens_per_second": tokens,
-            "seconds_left": left,
-        }
+        speeds = {"samples_per_second": speed, "tokens_per_second": tokens}
+        return {"iterations": self.iterations, **speeds, "seconds_left": left}
 
     def _count(self, event: Event) -> None:
         """Count refusals and bytes, and follow the nodes."""
@@ -464,17 +460,10 @@ class Story:
         related += [] if silence is None else [silence]
         if len(self.failures) > 1:
             self.failures[-1].parts.clear()  # a part per role; only the first failure is drawn
-        self.failures.append(
-            Interruption(
-                earlier=self._counted(),
-                began=min(entry.wall_seconds for entry in (event, *related)),
-                closed=event,
-                last_iteration=self.last_iteration,
-                losses=related,
-                stacks=self._stacks,
-                hangs=self._hangs,
-            )
-        )
+        began = min(entry.wall_seconds for entry in (event, *related))
+        evidence = related, self._stacks, self._hangs
+        failure = Interruption(self._counted(), began, event, self.last_iteration, *evidence)
+        self.failures.append(failure)
         self._losses, self._stacks, self._hangs = [], [], []
 
     def _recover(self, event: Event, failure: Interruption) -> None:

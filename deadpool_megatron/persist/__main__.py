@@ -136,10 +136,7 @@ def stand_in_for_megatron() -> None:
 
 class _ForeignFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: types.ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.split(".")[0] != _FOREIGN:
             return None

@@ -182,13 +182,8 @@ def write_role(
             start = counted.count
             _save([filled(recipe, source)], counted)
             objects.append([key, start, counted.count - start])
-    return {
-        "role": template.role,
-        "file": path.name,
-        "bytes": counted.count,
-        "tensors": tensors,
-        "objects": objects,
-    }
+    facts = {"role": template.role, "file": path.name, "bytes": counted.count}
+    return {**facts, "tensors": tensors, "objects": objects}
 
 
 def write_extras(source: GenerationSource, directory: Path, role: int, roles: int) -> None:

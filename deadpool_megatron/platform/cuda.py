@@ -15,13 +15,13 @@ import torch
 
 from deadpool_megatron.platform import devices
 
-# A copy engine takes whole copies in turn: what training itself reads from the device (the loss, a
-# norm) waits for a piece at most, 0.6 ms over PCIe 5, not for the shard (REFT's tiny buckets).
+# A copy engine takes whole copies in turn, so training's own reads from the device (the loss, a
+# norm) wait for a piece at most, 0.6 ms over PCIe 5, not for the shard (REFT's tiny buckets).
 _PIECE_BYTES = 32 << 20
 # Polling instead of event.synchronize(): a wait in the driver has no deadline.
 _FIRST_POLL_SECONDS = 50e-6
 _LONGEST_POLL_SECONDS = 2e-3
-# The copies' stream does not wait for the default one; training's kernels and collectives go first.
+# The copies' stream does not wait for the default stream; training's kernels go first.
 _NON_BLOCKING = 1
 _LOWEST_PRIORITY = 0
 
@@ -59,8 +59,8 @@ class _EventCopy(devices.CopyHandle):
 
 
 class _DeviceWait(threading.Thread):
-    """Waits for all streams of a device, whoever made them. The driver's wait has no deadline, but
-    can be left: who leaves it replaces the process."""
+    """A wait for all streams of a device, also of other libraries. The driver's wait has no
+    deadline; after abandoning it the process must be replaced."""
 
     def __init__(self, device: int) -> None:
         super().__init__(name="deadpool-device-wait", daemon=True)
@@ -84,7 +84,7 @@ class CudaPlatform(devices.Platform):
         self._reached: torch.cuda.Event | None = None
 
     def thread_entry(self) -> Callable[[], None]:
-        # Elsewhere it is the first one, for each process of a node, and gets a context of each.
+        # Elsewhere it is the first device of the node, which gets a context of each process.
         return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
     def synchronize(self, deadline_seconds: float) -> None:
@@ -107,7 +107,7 @@ class CudaPlatform(devices.Platform):
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         address, length = devices.host_range(memory)
         if code := int(_driver().cudaHostRegister(address, length, 0)):
-            # The runtime keeps the error of a refused call for the next kernel: have one take it.
+            # The runtime keeps the error of a refused call for the next kernel: this one.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device="cuda")
             torch.cuda.check_error(code)
@@ -133,11 +133,11 @@ class CudaPlatform(devices.Platform):
 
 
 def _own_stream(device: int) -> torch.cuda.Stream:
-    """A stream that nothing else of the process uses.
+    """Return a stream that nothing else of the process uses.
 
-    torch hands out 32 streams for each priority in turn, to groups and to users, so after one or
-    two recoveries a new group would have its operations queue behind our copies. Where the driver
-    makes none for us, one of those has to do.
+    torch hands out 32 streams for each priority in turn, to groups and to users, so after a few
+    recoveries the operations of a new group would queue after our copies. Where the driver makes no
+    stream, one of torch's has to do.
     """
     handle = ctypes.c_void_p()
     try:
@@ -147,12 +147,8 @@ def _own_stream(device: int) -> torch.cuda.Stream:
     except (OSError, AttributeError) as error:
         problem = str(error)
     if problem:
-        print(
-            f"copies share a stream with what torch gives the same one ({problem}): a little"
-            " slower after recoveries",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"copies share a stream with what torch gives the same one ({problem}): a little"
+        print(f"{text} slower after recoveries", file=sys.stderr, flush=True)
         return torch.cuda.Stream(priority=_LOWEST_PRIORITY)  # type: ignore[no-untyped-call]
     return torch.cuda.ExternalStream(handle.value, device=device)  # type: ignore[no-untyped-call]
 

@@ -1,5 +1,5 @@
-"""The device, as the rest of the package needs it: waiting, pinning, copying beside training; and
-the CPU as one: a copier thread, nothing to pin, Megatron on stand-ins.
+"""The device, as the package needs it: waiting, pinning, copying during training; and the CPU as a
+device: a copier thread, nothing to pin, Megatron on stand-ins.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-# One call of torch copies at most about this much, so that an interrupt is never behind a long one.
+# A call of torch copies about this much at most, so that an interrupt never waits long.
 CHUNK_BYTES = 4 << 20
 
 
 class CopyFailedError(RuntimeError):
-    """A copy beside training ended with an error; its destination holds undefined bytes."""
+    """A copy during training ended with an error; its destination holds undefined bytes."""
 
 
 class CopyHandle(ABC):
-    """One running group of copies; the sources must not change until :meth:`done` answers true."""
+    """A running group of copies; the sources must not change until :meth:`done` is true."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -32,10 +32,10 @@ class CopyHandle(ABC):
 
     @abstractmethod
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait for at most this long; answers :meth:`done`. Raises CopyFailedError."""
+        """Wait for at most this long; return :meth:`done`. Raises CopyFailedError."""
 
     def precede(self, timeout_seconds: float) -> bool:
-        """Have work that the calling thread submits from now on begin after this copy.
+        """Let later work of the calling thread begin after this copy.
 
         True at once where the device does the waiting; elsewhere as :meth:`wait`.
         """
@@ -56,12 +56,12 @@ class Platform(ABC):
 
     @abstractmethod
     def catch_up(self, timeout_seconds: float) -> bool:
-        """Wait for at most this long until the device has done what the calling thread has given it
-        so far. Returns whether it has; raises CopyFailedError for a device in error."""
+        """Wait for at most this long until the device has finished the present work of the calling
+        thread. Return whether it has; raises CopyFailedError for a device in error."""
 
     def thread_entry(self) -> Callable[[], None]:
-        """Return what a thread calls first that is made here and asks the device for anything, be
-        it only whether a copy has ended: its device is then that of the calling thread."""
+        """Return the first call of a new thread that uses the device, even if only to poll a copy:
+        it gives the thread the device of the calling thread."""
         return _nothing
 
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
@@ -78,10 +78,10 @@ class Platform(ABC):
 
     @abstractmethod
     def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> CopyHandle:
-        """Start ``dst[i].copy_(src[i])`` for all i beside the work of the calling thread.
+        """Start ``dst[i].copy_(src[i])`` for all i, concurrently to the calling thread's work.
 
-        Reads the sources as they are after all work submitted so far. Shapes must agree pairwise;
-        raises ValueError when they do not. The lists may be reused by the caller, the tensors not.
+        Reads the sources after all work submitted so far. Shapes must agree pairwise; raises
+        ValueError otherwise. The caller may reuse the lists, but not the tensors.
         """
 
 
@@ -101,9 +101,9 @@ def check_pairs(dst: list[torch.Tensor], src: list[torch.Tensor]) -> None:
 
 
 def in_pieces(
-    dst: list[torch.Tensor], src: list[torch.Tensor], most_bytes: int
+    dst: list[torch.Tensor], src: list[torch.Tensor], max_bytes: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The same copies in pieces of at most ``most_bytes`` each, as views, in order.
+    """Return the same copies in pieces of at most ``max_bytes`` each, as views, in order.
 
     A pair that is not contiguous on both sides stays whole.
     """
@@ -111,8 +111,8 @@ def in_pieces(
     out_of: list[torch.Tensor] = []
     for target, source in zip(dst, src, strict=True):
         size = source.element_size()
-        if source.numel() * size > most_bytes and target.is_contiguous() and source.is_contiguous():
-            count = max(1, most_bytes // size)
+        if source.numel() * size > max_bytes and target.is_contiguous() and source.is_contiguous():
+            count = max(1, max_bytes // size)
             into += torch.split(target.view(-1), count)
             out_of += torch.split(source.view(-1), count)
         else:
@@ -122,7 +122,8 @@ def in_pieces(
 
 
 def host_range(memory: torch.Tensor | memoryview) -> tuple[int, int]:
-    """Address and length in bytes of contiguous, writable host memory; ValueError otherwise."""
+    """Return address and length in bytes of contiguous, writable host memory, or raise
+    ValueError."""
     if isinstance(memory, memoryview):
         if memory.readonly or not memory.c_contiguous:
             raise ValueError("host memory must be writable and contiguous")
@@ -135,16 +136,16 @@ def host_range(memory: torch.Tensor | memoryview) -> tuple[int, int]:
 
 
 class PinnedSlots:
-    """The memory of slots that is registered with the driver, of one process.
+    """The memory of a process's slots that is registered with the driver.
 
-    A process that waits for a role registers the slots that it has parked. Others are registered
-    when they are first written, in the first iterations of a process in its role, which are slow
-    anyway. Does nothing where there is no device. A driver that refuses (a limit on locked memory,
-    pages that two parts share) costs speed and nothing else. Main thread only.
+    A process that waits for a role registers its parked slots. Other slots are registered when they
+    are first written, in the first iterations of a role, which are slow anyway. Without a device
+    nothing is registered. A refusal of the driver (a limit on locked memory, pages that two parts
+    share) only costs speed. Main thread only.
     """
 
     def __init__(self, platform: Platform, warn: Callable[[str], None]) -> None:
-        """``warn``: gets one line, the first time that the driver refuses."""
+        """``warn``: gets a line, the first time that the driver refuses."""
         self._platform = platform
         self._warn = warn
         self._is_refused = False
@@ -163,16 +164,16 @@ class PinnedSlots:
                 self._platform.register_host_memory(view)
             except RuntimeError as error:
                 self._is_refused = True
-                why = str(error).partition("\n")[0]
+                reason = str(error).partition("\n")[0]
                 self._warn(
-                    f"the driver does not lock {len(view)} bytes of a slot ({why}): copies from the"
-                    " device wait for the host; raise the limit on locked memory (ulimit -l)"
+                    f"the driver does not lock {len(view)} bytes of a slot ({reason}): copies from"
+                    " the device wait for the host; raise the limit on locked memory (ulimit -l)"
                 )
                 return
             self._views[address] = view
 
     def keep_only(self, views: Iterable[memoryview]) -> None:
-        """Undo it for all other memory: slots that are not those of this process any more."""
+        """Unregister all other memory: slots that this process has lost."""
         if not self._views:
             return
         kept = {host_range(view)[0] for view in views}
@@ -180,12 +181,12 @@ class PinnedSlots:
             self._release(self._views.pop(address))
 
     def release(self) -> None:
-        """Undo it all; the slots are about to be unmapped."""
+        """Unregister everything, before the slots are unmapped."""
         while self._views:
             self._release(self._views.popitem()[1])
 
     def _release(self, view: memoryview) -> None:
-        # A device in error refuses; its process is about to end.
+        # A device in error refuses, and its process is about to end.
         with contextlib.suppress(RuntimeError):
             self._platform.unregister_host_memory(view)
 
@@ -219,7 +220,7 @@ class _ThreadCopy(CopyHandle):
                     torch._foreach_copy_(self.dst[start:end], self.src[start:end])
         except Exception as error:
             self.error = error
-        # The tensors must not outlive the copy through a handle that somebody keeps.
+        # The tensors must not outlive the copy through a kept handle.
         self.dst, self.src = [], []
         self.finished.set()
 
@@ -239,7 +240,7 @@ class CpuPlatform(Platform):
         self._owner_pid = -1
 
     def synchronize(self, deadline_seconds: float) -> None:
-        # Work on the CPU is finished when its call returns; only the copier runs beside it.
+        # Work on the CPU is finished when its call returns, except for the copier's.
         started = time.monotonic()
         marker = self._submit(_ThreadCopy([], []))
         if not marker.wait(deadline_seconds):
@@ -254,7 +255,7 @@ class CpuPlatform(Platform):
         return self._submit(_ThreadCopy(list(dst), list(src)))
 
     def _submit(self, copy: _ThreadCopy) -> _ThreadCopy:
-        """Have the copier thread do it: the first copy starts it, in a forked child again."""
+        """Give a copy to the copier thread, which starts with the first copy of a process."""
         if self._owner_pid != os.getpid():
             self._queue = queue.SimpleQueue()
             self._owner_pid = os.getpid()
@@ -266,7 +267,7 @@ class CpuPlatform(Platform):
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """Index ranges [start, end) whose tensors together hold about CHUNK_BYTES, in order."""
+    """Return index ranges [start, end) whose tensors hold about CHUNK_BYTES together, in order."""
     ranges: list[tuple[int, int]] = []
     start = held = 0
     for index, tensor in enumerate(tensors):

@@ -100,11 +100,7 @@ def read(folder: Path, name: str, tensors: Named, wait: Wait) -> None:
         with os.fdopen(ownership.open_own(folder / name), "rb") as file, torch.no_grad():
             for _, tensor in tensors:
                 values = tensor.detach()
-                target = (
-                    values
-                    if values.is_contiguous()
-                    else torch.empty_like(values, memory_format=torch.contiguous_format)
-                )
+                target = values.contiguous()
                 flat = target.view(-1).view(torch.uint8)
                 for start in range(0, flat.numel(), _PIECE_BYTES):
                     wait(0)

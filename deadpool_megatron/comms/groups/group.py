@@ -17,10 +17,9 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,11 +115,7 @@ class ReconfigurableGroup(ProcessGroup):
         return self._spec.size
 
     # The same for callers in C++ (functional collectives).
-    def getRank(self) -> int:
-        return self._spec.rank
-
-    def getSize(self) -> int:
-        return self._spec.size
+    getRank, getSize = rank, size
 
     def getBackendName(self) -> str:
         return BACKEND_NAME
@@ -157,16 +152,14 @@ class ReconfigurableGroup(ProcessGroup):
         return self.inner.backend()
 
     # The name from torch 2.15 on.
-    def get_backend(self, device: torch.device) -> Any:
-        return self._get_backend(device)
+    get_backend = _get_backend
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later operations, also of later inner groups."""
         self._spec = replace(self._spec, timeout=timeout)
         self.inner.set_timeout(timeout)
 
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.set_timeout(timeout)
+    _set_default_timeout = set_timeout
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -223,7 +216,7 @@ class Installation:
     def __init__(self, host: Communicators) -> None:
         self._host = host
         self._requested = ""
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         self._known: Iterator[Entry] | None = None
         self._excepthook = sys.excepthook
 
@@ -234,7 +227,7 @@ class Installation:
         dist.Backend.register_backend(
             BACKEND_NAME, self._create, extended_api=True, devices=["cpu", "cuda"]
         )
-        self._undo.append(_unregister_backend)
+        self._undo.callback(_unregister_backend)
         init = self._wrap_init(_c10d.init_process_group)
         self._replace("init_process_group", init, _c10d, _dist)
         self._replace("_new_group_with_tag", self._wrap_new_group(_c10d._new_group_with_tag), _c10d)
@@ -251,8 +244,7 @@ class Installation:
 
     def remove(self) -> None:
         """Restore all functions; existing groups stay usable."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         sys.excepthook = self._excepthook
 
     @contextmanager
@@ -274,7 +266,7 @@ class Installation:
 
     def _replace(self, name: str, value: Any, *modules: Any) -> None:
         for module in modules:
-            self._undo.append(partial(setattr, module, name, getattr(module, name)))
+            self._undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, value)
 
     def _create(self, given: Any, options: Any) -> ReconfigurableGroup:
