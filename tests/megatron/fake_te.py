@@ -164,10 +164,11 @@ class _Product(torch.autograd.Function):
         ctx.first = Manager.IS_FIRST_FP8_MODULE
         Manager.IS_FIRST_FP8_MODULE = False
         value = module.quantise(value, "scaling_fwd", 0)
-        if module.is_first_microbatch or "weight" not in module._fp8_workspaces:
-            module._fp8_workspaces["weight"] = module.quantise(weight, "scaling_fwd", 1)
-        ctx.save_for_backward(value, module._fp8_workspaces["weight"])
-        return value @ module._fp8_workspaces["weight"]
+        kept = module._fp8_workspaces
+        if module.is_first_microbatch or "weight" not in kept:
+            kept["weight"] = module.quantise(weight, "scaling_fwd", 1)
+        ctx.save_for_backward(value, kept["weight"])
+        return value @ kept["weight"]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -240,8 +241,7 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> type[Manager]:
     fp8: Any = ModuleType("fp8")
     fp8.FP8GlobalStateManager = Manager
     distributed: Any = ModuleType("distributed")
-    distributed._FP8_ACTIVATION_RECOMPUTE_ENABLED = False
-    distributed._FP8_ACTIVATION_RECOMPUTE_PHASE = False
+    vars(distributed).update(dict.fromkeys(RECOMPUTING, False))
     distributed.activation_recompute_forward = SimpleNamespace(_is_first_fp8_module=[])
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", fp8)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", distributed)
@@ -252,15 +252,17 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> type[Manager]:
     return Manager
 
 
+RECOMPUTING = ("_FP8_ACTIVATION_RECOMPUTE_ENABLED", "_FP8_ACTIVATION_RECOMPUTE_PHASE")
+
+
 class Float8Tensor(torch.Tensor):
     """Wraps bytes and a factor; has no values of its own, so that nobody copies those."""
 
     def __new__(cls, values: Tensor) -> Float8Tensor:
         made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
-        made._quantizer = SimpleNamespace(scale=torch.ones(1), amax=torch.zeros(1))
-        made._data = torch.zeros(values.shape, dtype=torch.uint8)
-        made._scale_inv = torch.ones(1)
-        made._transpose = None
+        quantizer = SimpleNamespace(scale=torch.ones(1), amax=torch.zeros(1))
+        data = torch.zeros(values.shape, dtype=torch.uint8)
+        made.__dict__.update(_quantizer=quantizer, _data=data, _scale_inv=torch.ones(1))
         made.quantize_(values)
         return made
 

@@ -77,14 +77,17 @@ class Loop:
         self.counters["iteration"] = 6
 
 
+def forget_losses() -> None:
+    extras._expert_losses().clear()
+    MTPLossLoggingHelper.tracker.clear()
+
+
 @pytest.fixture
 def loop() -> Iterator[Loop]:
     torch.manual_seed(5)
-    extras._expert_losses().clear()
-    MTPLossLoggingHelper.tracker.clear()
+    forget_losses()
     yield Loop()
-    extras._expert_losses().clear()
-    MTPLossLoggingHelper.tracker.clear()
+    forget_losses()
 
 
 def put_back(loop: Loop, values: dict[str, Any]) -> None:
@@ -155,8 +158,7 @@ def test_loss_sums_reach_a_process_that_has_none(loop: Loop) -> None:
     save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4)
     MTPLossLoggingHelper.tracker["values"] = torch.tensor([0.75])
     values = captured(loop)
-    extras._expert_losses().clear()
-    MTPLossLoggingHelper.tracker.clear()
+    forget_losses()
     # Warm-up of a spare: an entry of its own, of something that was not captured.
     save_to_aux_losses_tracker("z_loss", torch.tensor(3.0), 1, 4)
     put_back(loop, values)

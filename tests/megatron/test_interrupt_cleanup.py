@@ -162,11 +162,12 @@ def test_all_ask_again_which_groups_of_norms_there_are(loop: Loop) -> None:
     optimizers = (loop.optimizer, loop.inner)
     left = made(loop)
     interrupt_cleanup.groups_of_norms(left)
-    assert not any(hasattr(optimizer, "_has_grad_norm_group_cache") for optimizer in optimizers)
+    name = "_has_grad_norm_group_cache"
+    assert not any(hasattr(optimizer, name) for optimizer in optimizers)
     for optimizer in optimizers:
-        optimizer._has_grad_norm_group_cache = {"mtp": False}
+        setattr(optimizer, name, {"mtp": False})
     interrupt_cleanup.groups_of_norms(left)
-    assert [optimizer._has_grad_norm_group_cache for optimizer in optimizers] == [None, None]
+    assert [getattr(optimizer, name) for optimizer in optimizers] == [None, None]
 
 
 def test_forward_hooks_that_a_segment_took_off_are_put_on_again() -> None:
@@ -308,10 +309,11 @@ def test_offloaded_layers_are_counted_anew(
 def test_buffers_that_peers_write_into_are_made_anew(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_buffer", "_hybrid_ep_buffer"):
+    names = ("_buffer", "_hybrid_ep_buffer")
+    for name in names:
         monkeypatch.setattr(fused_a2a, name, "of peers that are gone")
     interrupt_cleanup.expert_buffers(made(loop))
-    assert (fused_a2a._buffer, fused_a2a._hybrid_ep_buffer) == (None, None)
+    assert [getattr(fused_a2a, name) for name in names] == [None, None]
 
 
 def test_captured_graphs_are_dropped(loop: Loop) -> None:

@@ -1,6 +1,7 @@
 """A session that is to stand still for a while, and what it reports."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -13,8 +14,13 @@ from tests.member.session_rig import ELSEWHERE, SECONDS, Rig
 # The planned pause.
 
 
+def pausing(rig: Rig, iteration: int) -> Callable[[], object]:
+    """Have the agent's order arrive."""
+    return lambda: rig.session._on_pause(iteration)
+
+
 def test_stands_still_protected_and_leaves_at_the_close(rig: Rig) -> None:
-    rig.entry.loop.acts[2] = lambda: rig.session._on_pause(2)
+    rig.entry.loop.acts[2] = pausing(rig, 2)
     rig.record(1)
     assert rig.expect("paused") == {"t": "paused", "epoch": 1, "iteration": 2}
     assert rig.entry.calls[-1] == "await_committed"
@@ -25,7 +31,7 @@ def test_stands_still_protected_and_leaves_at_the_close(rig: Rig) -> None:
 
 
 def test_goes_on_when_another_role_was_past_the_boundary(rig: Rig) -> None:
-    rig.entry.loop.acts[1] = lambda: rig.session._on_pause(1)
+    rig.entry.loop.acts[1] = pausing(rig, 1)
     rig.record(1)
     assert rig.expect("paused")["iteration"] == 1
     rig.order("pause", epoch=1, iteration=3)

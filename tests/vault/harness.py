@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import records
+from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.member import RestoredParts, VaultClient
@@ -35,6 +36,18 @@ VAULT = ("deadpool_megatron.vault.agent_orders", "deadpool_megatron.vault.transp
 def segment_bytes(layout: records.RoleLayout) -> int:
     """Memory of an own segment with all its slots, headers included."""
     return Geometry(layout, None, layout.slots).nbytes
+
+
+def enter(client: VaultClient, epoch: int) -> None:
+    """A member's client without a vault enters an epoch."""
+    client._enter(epoch)
+
+
+def commit(client: VaultClient, generation: Generation) -> None:
+    """The message of a vault arrives: a generation is committed after its step, in its epoch."""
+    enter(client, generation.lineage)
+    about = {"generation": generation.to_list(), "boundary": "step"}
+    client._take({"t": "committed", "epoch": generation.lineage, **about})
 
 
 def make_layout(

@@ -21,16 +21,14 @@ from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, o
 from deadpool_megatron.vault.slot_store import SlotStore
 from tests.common.waiting import wait_for
 from tests.vault.fake_network import QuickListener
-from tests.vault.harness import make_layout, record_of
+from tests.vault.harness import commit, enter, make_layout, record_of
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> VaultClient:
     """In epoch 1, of which generation 6 is committed as it was right after its step."""
     client = VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
-    client._enter(1)
-    committed = {"epoch": 1, "generation": [1, 6], "boundary": "step"}
-    client._take({"t": "committed", **committed})
+    commit(client, Generation(1, 6))
     return client
 
 
@@ -54,7 +52,7 @@ def test_what_an_epoch_began_with_is_written_again_in_that_epoch_only(client: Va
     client._restored = Generation(0, 4)
     with pytest.raises(VaultError, match="not registered"):
         client.begin(Generation(0, 4), 1)
-    client._enter(2)
+    enter(client, 2)
     assert client.newest_committed is None
     with pytest.raises(VaultError, match="was not computed in epoch 2"):
         client.begin(Generation(0, 4), 2)

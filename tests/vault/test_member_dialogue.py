@@ -22,7 +22,7 @@ from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed
-from tests.vault.harness import make_layout, record_of
+from tests.vault.harness import commit, enter, make_layout, record_of
 
 LAYOUT = make_layout(3, nbytes=100)
 
@@ -101,7 +101,7 @@ def test_the_last_words_of_a_vault_reach_a_member_that_had_something_to_tell_it(
     """Damage in the member's own slot is said once; the next vault has nothing to seal there."""
     client = VaultClient(str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
     client._link, vault = socket.socketpair()
-    client._enter(1)
+    enter(client, 1)
     framing.send(vault, {"t": "bad", "epoch": 1, "generation": [1, 4], "part": "shard"})
     vault.close()
     leaves_the_gate_at_once(client, "part shard")
@@ -113,9 +113,7 @@ def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_
 
     def committed(epoch: int, iteration: int) -> Generation:
         generation = Generation(epoch, iteration)
-        about = {"generation": generation.to_list(), "boundary": "step"}
-        client._enter(epoch)
-        client._take({"t": "committed", "epoch": epoch, **about})
+        commit(client, generation)
         assert client.newest_committed is not None
         return client.newest_committed[0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.journal import user_requests
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError, LostRace
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
+from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.layout.records import Seat
@@ -75,6 +76,11 @@ class Coordinator:
         )
         self.desk.note()
         await asyncio.gather(*self.tasks)
+
+
+def deliver(peers: Peers, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+    """A message of an agent arrives."""
+    peers._hand_over(peer, message, peers._take)
 
 
 class Broken(Journal):

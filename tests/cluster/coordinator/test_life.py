@@ -27,6 +27,7 @@ from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import Generation, Holding, Inventory
 from deadpool_megatron.wire.forms import write
 from deadpool_megatron.wire.framing import FrameBuffer
+from tests.cluster.coordinator.asked import deliver
 from tests.cluster.journal.journal_steps import coordinator
 from tests.cluster.machine.rig import STEP, layout
 from tests.common import lives
@@ -86,7 +87,7 @@ class Life:
     def hear(self, node: int, message: dict[str, Any]) -> None:
         self.numbers[node] = number = self.numbers.get(node, 0) + 1
         peers = self.one.peers
-        peers._hand_over(peers.agents[node], {**message, "n": number}, peers._take)
+        deliver(peers, peers.agents[node], {**message, "n": number})
 
     def say(self, said: ev.OfMember) -> None:
         m = {"t": _NAMES[type(said)], **write(said)}

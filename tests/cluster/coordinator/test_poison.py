@@ -13,6 +13,7 @@ from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
+from tests.cluster.coordinator.asked import deliver
 from tests.cluster.journal.journal_steps import PipeWriter, coordinator
 from tests.cluster.machine.rig import Rig, g, killed
 
@@ -51,7 +52,7 @@ def test_report_that_cannot_be_used_ends_nothing(
     tmp_path: Path, message: Mapping[str, Any]
 ) -> None:
     def scenario(one: Coordinator, peer: AgentPeer) -> None:
-        one.peers._hand_over(peer, {**message, "n": 1}, one.peers._take)
+        deliver(one.peers, peer, {**message, "n": 1})
 
     one = hear(tmp_path, scenario)
     assert one.peers.refusals == 1
@@ -74,7 +75,7 @@ def test_report_that_the_machine_fails_at_is_refused_and_ends_this_coordinator(
 
         monkeypatch.setattr(one._stepper._machine, "handle", fails)
         hello = {"t": "member", **_SEAT, "m": {"t": "hello", "pid": 1}, "n": 1}
-        one.peers._hand_over(peer, hello, one.peers._take)
+        deliver(one.peers, peer, hello)
         assert one.peers.taken(peer) == 1
         one.feed(inputs.Tick())
 

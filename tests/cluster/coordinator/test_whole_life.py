@@ -24,6 +24,7 @@ from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.events import Event
 from deadpool_megatron.observe.notify import Outlet
 from deadpool_megatron.wire.framing import FrameBuffer
+from tests.cluster.coordinator.asked import deliver
 from tests.cluster.coordinator.test_life import Life, text_of
 from tests.cluster.journal.journal_steps import coordinator
 from tests.cluster.machine.rig import layout
@@ -107,7 +108,7 @@ class Whole:
                 if node in self._life.one.peers.agents and node not in self._silent:
                     beat = {"t": "beat", "b": 0.0, "o": 99, **self._beats.get(node, {})}
                     peers = self._life.one.peers
-                    peers._hand_over(peers.agents[node], beat, peers._take)
+                    deliver(peers, peers.agents[node], beat)
 
     async def do(self, what: str, value: Any) -> None:
         life = self._life

@@ -51,23 +51,29 @@ def session(term: int) -> Contact:
     return Contact(asyncio.StreamReader(), writer, ("h", 1), 0.0, welcome)
 
 
+def begin(link: CoordinatorLink, contact: Contact) -> asyncio.Task[None]:
+    """A connection is made; returns what reads it."""
+    link._begin(contact)
+    assert link._reading is not None
+    return link._reading
+
+
 @pytest.mark.parametrize("turns", range(8))
 async def test_a_connection_that_was_replaced_is_obeyed_no_more(turns: int) -> None:
     """Whenever the last bytes of it come: its orders would be taken for those of the next one."""
     obeyed: list[Mapping[str, Any]] = []
     link = made(lambda: ("h", 1), obeyed)
     first, second = session(1), session(2)
-    link._begin(first)
+    begin(link, first)
     await asyncio.sleep(0.01)
     for number in (50, 51):
         first.reader.feed_data(framing.encode({"t": "close", "of": 1, "o": number}))
     for _ in range(turns):
         await asyncio.sleep(0)
-    link._begin(second)
+    reading = begin(link, second)
     second.reader.feed_data(framing.encode({"t": "start", "of": 2, "o": 1}))
     await asyncio.sleep(0.05)
-    assert link._reading is not None
-    link._reading.cancel()
+    reading.cancel()
     replaced = next(n for n, one in enumerate(obeyed) if one.get("term") == 2)
     assert [one["of"] for one in obeyed[replaced + 1 :]] == [2]
 
@@ -82,11 +88,10 @@ def test_a_greeting_that_is_late_brings_no_order_twice_and_no_old_term(
     async def run() -> CoordinatorLink:
         link = made(lambda: ("h", 1), obeyed)
         for one in [session(term) for term in terms]:
-            link._begin(one)
+            reading = begin(link, one)
             one.reader.feed_data(framing.encode({"t": "close", "o": 1}))
             await asyncio.sleep(0.05)
-        assert link._reading is not None
-        link._reading.cancel()
+        reading.cancel()
         return link
 
     link = asyncio.run(run())

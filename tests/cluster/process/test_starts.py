@@ -112,9 +112,14 @@ def read(directory: Path, slot: int) -> str:
     return log.read_text() if log.exists() else ""
 
 
+def pair() -> tuple[socket.socket, socket.socket]:
+    """The ends of an agent and of its fork server."""
+    return fork_server._pair()
+
+
 def forking(*modules: str) -> ForkServer:
     """One that this process, which has other threads by now, has forked through a fresh one."""
-    ours, theirs = fork_server._pair()
+    ours, theirs = pair()
     with theirs:
         program = (
             "import os, socket; from deadpool_megatron.cluster.process import fork_server as f\n"
@@ -258,7 +263,7 @@ async def test_a_fork_that_fails_is_told_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tried again each second, it would soon take the last descriptor."""
-    server, theirs = fork_server._pair()
+    server, theirs = pair()
     starter = Starter(ForkServer(0, server, True), (), lambda slot: {})
     monkeypatch.setattr(os, "fork", Short(3))
     gc.collect()  # what an earlier test has left may be closed at any moment
@@ -286,7 +291,7 @@ async def test_a_fork_that_fails_is_told_and_leaves_nothing(
 
 
 def test_a_member_without_a_folder_for_its_log_prints_where_its_server_does(tmp_path: Path) -> None:
-    ours, theirs = fork_server._pair()
+    ours, theirs = pair()
     with ours, theirs:
         environment = {**os.environ, "DEADPOOL_RUN_DIR": str(tmp_path)}
         log = tmp_path / "cleaned" / "node0-slot0-1.log"
@@ -352,7 +357,7 @@ async def test_standby_is_started_as_soon_as_that_is_possible(
 
 def test_an_agent_that_is_gone_is_the_end_of_its_server() -> None:
     """It leaves an answer unread, and one comes later: neither is an error to be told."""
-    agent, server = fork_server._pair()
+    agent, server = pair()
     fork_server._answer(server, {"started": 1})
     agent.close()
     fork_server._answer(server, {"ended": 1})

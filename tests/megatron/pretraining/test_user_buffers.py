@@ -22,6 +22,9 @@ class Library(types.ModuleType):
     _ub_communicators: Any = None
     fails, size = False, 2
 
+    def communicators(self) -> Any:
+        return self._ub_communicators
+
     def initialize_ub(self) -> None:
         assert self._ub_communicators is None
         self._ub_communicators = {}
@@ -61,7 +64,7 @@ def buffers(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[UserB
     made.renew()
     with made.put_off():
         initialize._initialize_tp_communicators()
-    assert library._ub_communicators is None
+    assert library.communicators() is None
     yield made
     dist.destroy_process_group()
     communicators.uninstall()
@@ -72,10 +75,10 @@ def test_each_epoch_has_new_ones_in_the_same_groups(buffers: UserBuffers, librar
     seen = []
     for _ in range(3):
         buffers.renew()
-        ((world, domain),) = {one.groups for one in library._ub_communicators.values()}
+        ((world, domain),) = {one.groups for one in library.communicators().values()}
         found = [dist.get_process_group_ranks(group) for group in (world, domain)]
         assert found == [[0, 1, 2, 3], [2, 3]]
-        seen.append(id(library._ub_communicators))
+        seen.append(id(library.communicators()))
     assert dict(dist.distributed_c10d._world.pg_map) == groups
     assert seen[0] != seen[1]
 
@@ -89,7 +92,7 @@ def test_a_process_with_something_of_another_set_is_replaced(
     library.fails = fails
     with pytest.raises(ConnectionError) if fails else contextlib.nullcontext():
         buffers.renew()
-    kept = None if fails else library._ub_communicators["fc1_fprop"]
+    kept = None if fails else library.communicators()["fc1_fprop"]
     library.fails = False
     with pytest.raises(SystemExit) as end:
         buffers.renew()
