@@ -66,8 +66,8 @@ def _draw_losses(
     """Loss over iteration, one run on the other; the kill is between two finished iterations."""
     calm: dict[str, Any] = {"color": _CALM, "linewidth": 7.0, "solid_capstyle": "round"}
     thin: dict[str, Any] = {"color": _STRUCK, "linewidth": 1.4, "marker": "o", "markersize": 3.5}
-    axes.plot(*_curve(undisturbed), label="undisturbed run", **calm)
-    axes.plot(*_curve(struck), label=label, **thin)
+    axes.plot(*curve_of(undisturbed), label="undisturbed run", **calm)
+    axes.plot(*curve_of(struck), label=label, **thin)
     axes.legend(loc="lower left", frameon=False)
     if failure is not None:
         killed = failure.last_iteration + 0.5
@@ -85,7 +85,7 @@ def _draw_losses(
     axes.grid(axis="y", alpha=0.25)
 
 
-def _curve(run: Story) -> tuple[list[int], list[float]]:
+def curve_of(run: Story) -> tuple[list[int], list[float]]:
     """Iterations and their losses."""
     losses = [float("nan") if s.loss is None else float.fromhex(s.loss) for s in run.steps]
     return [s.iteration for s in run.steps], losses

@@ -106,7 +106,7 @@ def state_hash(loop: MegatronLoop) -> str:
     With ``--overlap-param-gather`` parameters are current only after a forced gather; do one on
     all ranks first.
     """
-    return state_digest(_entries(loop))
+    return state_digest(state_entries(loop))
 
 
 def entry_digests(loop: MegatronLoop) -> dict[str, str]:
@@ -114,7 +114,7 @@ def entry_digests(loop: MegatronLoop) -> dict[str, str]:
     return short_digests(_numbers(loop))
 
 
-def _entries(loop: MegatronLoop) -> Iterator[Entry]:
+def state_entries(loop: MegatronLoop) -> Iterator[Entry]:
     yield from _weights(loop)
     yield from _numbers(loop)
 

@@ -31,7 +31,7 @@ _PARTS_OF_SHARED_EXPERTS = (
 )
 # In a model's config, in the order in which get_cpu_offload_context() takes them; 0.16 without the
 # last.
-_OFFLOADING = (
+OFFLOADING = (
     "cpu_offloading",
     "cpu_offloading_num_layers",
     "num_layers",
@@ -212,7 +212,7 @@ def offloaded_layers(left: InterruptCleanup) -> None:
     for block in left.modules():
         if isinstance(block, transformer_block.TransformerBlock) and block.config.cpu_offloading:
             count = len(inspect.signature(make).parameters)
-            context, commit = make(*(getattr(block.config, name) for name in _OFFLOADING[:count]))
+            context, commit = make(*(getattr(block.config, name) for name in OFFLOADING[:count]))
             block.offload_context = block.config._cpu_offloading_context = context
             block.group_prefetch_offload_commit_async = commit
 

@@ -311,7 +311,7 @@ def _attention(loop: MegatronLoop) -> Iterator[tuple[str, torch.nn.Module, torch
 
 def capture_loss_sums() -> dict[str, Any]:
     """The sums, and over which groups they are summed; tensors as they are, not copies."""
-    found = {name: (_sums_of(entry), entry) for name, entry in _logged_losses().items()}
+    found = {name: (_sums_of(entry), entry) for name, entry in logged_losses().items()}
     return {
         _SUMS: {
             name: {"sums": sums, "groups": _summed_over(entry)}
@@ -326,7 +326,7 @@ def restore_loss_sums(values: dict[str, Any]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name, kept in values[_SUMS].items():
         for key, sums in kept["sums"].items():
-            entry = _logged_losses().get(name)
+            entry = logged_losses().get(name)
             if entry is None:
                 entry = _new_loss(name, sums.to(device, copy=True))
             if key in entry:
@@ -334,7 +334,7 @@ def restore_loss_sums(values: dict[str, Any]) -> None:
             else:
                 entry[key] = sums.to(device, copy=True)
             entry.update(_groups_of(kept["groups"]))
-    for name, entry in _logged_losses().items():
+    for name, entry in logged_losses().items():
         own, known = _sums_of(entry), values[_SUMS].get(name, {"sums": {}})["sums"]
         left = {key: one for key, one in own.items() if key not in known}
         for tensor in left.values():
@@ -343,13 +343,13 @@ def restore_loss_sums(values: dict[str, Any]) -> None:
             entry.update(dict.fromkeys(_SUM_GROUPS))
 
 
-def _logged_losses() -> dict[str, _LoggedLoss]:
+def logged_losses() -> dict[str, _LoggedLoss]:
     """By name; what is changed in them is changed in Megatron."""
-    found = {f"{_MOE}{name}": _fields(entry) for name, entry in _expert_losses().items()}
+    found = {f"{_MOE}{name}": _fields(entry) for name, entry in expert_losses().items()}
     return {**found, _MTP: MTPLossLoggingHelper.tracker}
 
 
-def _expert_losses() -> MutableMapping[str, Any]:
+def expert_losses() -> MutableMapping[str, Any]:
     if moe_logging is None:
         tracker: MutableMapping[str, Any] = get_moe_layer_wise_logging_tracker()
         return tracker
@@ -364,7 +364,7 @@ def _fields(entry: Any) -> _LoggedLoss:
 def _new_loss(name: str, values: Tensor) -> _LoggedLoss:
     """For experts; the entry of multi-token prediction is always there."""
     made = {} if moe_logging is None else moe_logging.MetricEntry(values=values)
-    _expert_losses()[name.removeprefix(_MOE)] = made
+    expert_losses()[name.removeprefix(_MOE)] = made
     return _fields(made)
 
 

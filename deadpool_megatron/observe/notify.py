@@ -26,7 +26,7 @@ from deadpool_megatron.failures import FailureKind, describe_kind
 from deadpool_megatron.observe.narration import count, describe_wait, shown
 from deadpool_megatron.preflight.health import run_in_shell
 
-_MAX_WAITING = 64
+MAX_WAITING = 64
 _POST_SECONDS = 10.0
 _COMMAND_SECONDS = 60.0
 # The variables of the command, which has the JSON on its standard input.
@@ -44,7 +44,7 @@ class Outlet:
         """``warn`` takes a line for people, in any thread."""
         self._name, self._deliver, self._warn = name, deliver, warn
         self._changed = threading.Condition()
-        self._waiting: deque[Mapping[str, Any]] = deque(maxlen=_MAX_WAITING)
+        self._waiting: deque[Mapping[str, Any]] = deque(maxlen=MAX_WAITING)
         threading.Thread(target=self._work, name="notices", daemon=True).start()
 
     def put(self, notice: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ class Part:
         if len(buffer) < self.nbytes:
             raise ValueError(f"part {self.name}: buffer of {len(buffer)} bytes, {self.nbytes} used")
         return [
-            _view(buffer, offset, tensor)
+            view_of(buffer, offset, tensor)
             for offset, tensor in zip(self._offsets, self.tensors, strict=True)
         ]
 
@@ -67,7 +67,7 @@ class Part:
         """
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        return _view(buffer, self.offset_of(tensor), tensor)
+        return view_of(buffer, self.offset_of(tensor), tensor)
 
     def offset_of(self, tensor: Tensor) -> int:
         """Return the offset in the buffer of a live tensor inside one of this part's.
@@ -101,7 +101,7 @@ class Part:
         return digest.hexdigest()[:32]
 
 
-def _view(buffer: memoryview, offset: int, like: Tensor) -> Tensor:
+def view_of(buffer: memoryview, offset: int, like: Tensor) -> Tensor:
     count = like.numel()
     if count == 0:
         return torch.empty(like.shape, dtype=like.dtype)

@@ -241,7 +241,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         number = self._microbatch
         self._microbatch += 1
         failpoints.hit("forward", microbatch=number)
-        output, loss_function = _forward(iterator, chunk)
+        output, loss_function = forward_step(iterator, chunk)
         if failpoints.ACTIVE and output.requires_grad:
             output.register_hook(lambda _grad: _hit_backward(number))
         return output, loss_function
@@ -249,7 +249,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
     def _evaluation_step(self, iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
         failpoints.hit("evaluation.microbatch", microbatch=self._microbatch)
         self._microbatch += 1
-        return _forward(iterator, chunk)
+        return forward_step(iterator, chunk)
 
     def _mean_loss(self, losses: list[dict[str, torch.Tensor]]) -> float | None:
         """Return the mean loss per token of the global batch; None on ranks without. Collective."""
@@ -323,7 +323,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         self.log_sums.update(dict.fromkeys(self.log_sums, 0.0))
 
 
-def _forward(iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
+def forward_step(iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
     """Run a chunk on the next micro batch; return its output and the loss function."""
     module = cast(Any, _unwrapped(chunk))
     if not (module.pre_process or module.post_process):

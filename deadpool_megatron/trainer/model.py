@@ -88,7 +88,7 @@ def build_model(config: TrainerConfig) -> list[torch.nn.Module]:
     chunks: list[torch.nn.Module] = []
     for index in range(config.virtual_pipeline_model_parallel_size or 1):
         vp_stage = None if config.virtual_pipeline_model_parallel_size is None else index
-        chunk = _build_chunk(config, transformer, vp_stage)
+        chunk = build_chunk(config, transformer, vp_stage)
         # As in Megatron, only the first chunk's gradients are split into buckets.
         chunks.append(
             mcore.DistributedDataParallel(
@@ -98,7 +98,7 @@ def build_model(config: TrainerConfig) -> list[torch.nn.Module]:
     return chunks
 
 
-def _build_chunk(config: TrainerConfig, transformer: Any, vp_stage: int | None) -> torch.nn.Module:
+def build_chunk(config: TrainerConfig, transformer: Any, vp_stage: int | None) -> torch.nn.Module:
     layer = mcore.get_gpt_layer_local_spec(num_experts=config.num_experts)
     layer.submodules.input_layernorm = SequenceParallelNorm
     layer.submodules.pre_mlp_layernorm = SequenceParallelNorm

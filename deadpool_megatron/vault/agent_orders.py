@@ -62,13 +62,13 @@ class Vault:
         self._directory = directory
         self._settings = settings
         self._transport = transport
-        self._store = store = SlotStore(
+        self.store = store = SlotStore(
             scheme_of, node, directory, settings, self._emit, transport, interface
         )
         self._gate = store.gate
         self._ledger = store.ledger
-        self._members = member_dialogue.MemberDialogues(self._store)
-        self._server = Server(self._store, transport)
+        self._members = member_dialogue.MemberDialogues(self.store)
+        self._server = Server(self.store, transport)
         self._links = member_dialogue.LocalServer(local_listener, self._dialogue)
         self._order_lock = threading.Lock()
         self._event_lock = threading.Lock()
@@ -87,11 +87,11 @@ class Vault:
         Raises SegmentError when there are slots that it cannot read.
         """
         with self._gate.lock:
-            found = self._store.table.scan()
-            self._store.table.require_read()
-        for name, damage in self._store.table.dropped.items():
+            found = self.store.table.scan()
+            self.store.table.require_read()
+        for name, damage in self.store.table.dropped.items():
             about = (parse_name(name)[0], Generation(0, 0), "description", name)
-            self._store.reports.corruption(*about, damage.expected, damage.found)
+            self.store.reports.corruption(*about, damage.expected, damage.found)
         self._report_damage()
         data = {"pid": os.getpid(), "slots_found": found}
         self._emit(Event(Kind.VAULT_STARTED, node=self._gate.node, data=data))
@@ -102,8 +102,8 @@ class Vault:
         """Until told to stop, or for lack of an agent. Then everything is stopped."""
         looked = time.monotonic()
         while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
-            room.remove_unneeded(self._store)
-            self._store.table.removed.clear()
+            room.remove_unneeded(self.store)
+            self.store.table.removed.clear()
             if time.monotonic() - looked > _NAMES_SECONDS:
                 looked = time.monotonic()
                 self._keep_names()
@@ -136,7 +136,7 @@ class Vault:
                 for directory in (self._directory.parent, self._directory):
                     if not directory.exists():
                         ownership.make_private(directory)
-                gone = [s for s in self._store.table.segments.values() if s.keep_name()]
+                gone = [s for s in self.store.table.segments.values() if s.keep_name()]
                 if not self._links.keep_name() and not gone:
                     return
             trouble = "created again; from here on its memory goes with this node's vault"
@@ -155,7 +155,7 @@ class Vault:
         if hello is None:
             return
         if hello.get("t") == "member":
-            member_dialogue.MemberDialogue(self._store, self._members, link, hello).run(stopping)
+            member_dialogue.MemberDialogue(self.store, self._members, link, hello).run(stopping)
         elif hello.get("t") == "agent":
             self._obey(link, stopping)
         else:
@@ -185,7 +185,7 @@ class Vault:
         kind, number = str(message.get("t")), message.get("id")
         orders: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "close": lambda m: self.close_epoch(int(m["epoch"])),
-            "inventory": lambda _: self._store.inventory().to_dict(),
+            "inventory": lambda _: self.store.inventory().to_dict(),
             "adopt": lambda m: self.adopt(EpochRecord.from_dict(m["record"])),
             "status": lambda _: self.status(),
             "dump": self._dump,
@@ -213,7 +213,7 @@ class Vault:
         """After this returns nothing of ``epoch`` is sealed on this node any more."""
         with self._order_lock:
             newer_open = self._gate.open_epoch > epoch
-            self._store.close(epoch)
+            self.store.close(epoch)
             if not newer_open:
                 self._cut()
 
@@ -226,11 +226,11 @@ class Vault:
         with self._order_lock:
             if self._gate.open_epoch not in (0, record.epoch):
                 self._cut()
-            if not self._store.adopt(record):
+            if not self.store.adopt(record):
                 return
-            self._store.table.removed.clear()  # what is made for new roles may need the room
+            self.store.table.removed.clear()  # what is made for new roles may need the room
             workers = {
-                role: RoleWorker(self._store, record, role, seat)
+                role: RoleWorker(self.store, record, role, seat)
                 for role, seat in self._gate.own_roles().items()
             }
             self._members.set_workers(workers)
@@ -240,7 +240,7 @@ class Vault:
     def status(self) -> dict[str, Any]:
         """For people and tests: epoch, counters, commits, memory, processor time (seconds)."""
         self._report_damage()
-        store = self._store
+        store = self.store
         usage = resource.getrusage(resource.RUSAGE_SELF)
         speed, origin = store.nic.speed()
         with self._gate.lock:
@@ -269,16 +269,16 @@ class Vault:
     def _report_damage(self) -> None:
         """Tell once of state words that nobody of ours has stored: a stray store, or bad memory."""
         with self._gate.lock:
-            segments = list(self._store.table.segments.values())
+            segments = list(self.store.table.segments.values())
             found = {(one, *word) for one in segments for word in one.foreign_words()}
         for segment, slot, name, word in found - self._damaged:
             generation, where = segment.generation(slot), f"header of slot {slot}"
             role, where = segment.layout.role, f"{where} of {segment.path.name}"
-            self._store.reports.corruption(role, generation, name, where, 0, word)
+            self.store.reports.corruption(role, generation, name, where, 0, word)
         self._damaged = found
 
     def _dump(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        store, directory = self._store, Path(message["directory"])
+        store, directory = self.store, Path(message["directory"])
         if held := [Generation.from_list(one) for one in message["held"]]:
             # All that is intact is written: there is nothing left to try for what is damaged.
             return {"files": dump_held(store, directory, held)}
@@ -289,7 +289,7 @@ class Vault:
 
     def _take(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         name, iteration = str(message["name"]), int(message["iteration"])
-        taken = take(self._store, name, iteration, float(message["limit_seconds"]))
+        taken = take(self.store, name, iteration, float(message["limit_seconds"]))
         return [one.to_dict() for one in taken]
 
     def _cut(self) -> None:

@@ -63,7 +63,7 @@ def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
 def test_in_the_picture_the_runs_lie_on_each_other_however_long_each_took(tmp_path: Path) -> None:
     """By iteration: by the clock the struck run is behind from its failure on."""
     made = (write_run(tmp_path / "calm"), write_run(tmp_path / "struck", strike=6))
-    calm, struck = (plot._curve(read_story(each)) for each in made)
+    calm, struck = (plot.curve_of(read_story(each)) for each in made)
     assert calm == struck
 
 

@@ -185,7 +185,7 @@ def test_forwards_equal_plain_gloo() -> None:
 
 
 def test_what_communicates_is_known_by_what_torch_says_it_answers() -> None:
-    assert {"send", "recv", "barrier", *detached._ACTIONS} & set(dir(ProcessGroup)) <= {
+    assert {"send", "recv", "barrier", *detached.ACTIONS} & set(dir(ProcessGroup)) <= {
         *COMMUNICATION
     }
     assert not {"size", "split_group", "_end_coalescing", "set_timeout"} & {*COMMUNICATION}

@@ -26,7 +26,7 @@ FEATURES: dict[str, dict[str, dict[str, Any]]] = {
     feature: {name: row if isinstance(row, dict) else {"flags": row} for name, row in rows.items()}
     for feature, rows in tomllib.loads((_HERE / "features.toml").read_text()).items()
 }
-_NEVER = tomllib.loads((_HERE / "never.toml").read_text())["never"]
+NEVER = tomllib.loads((_HERE / "never.toml").read_text())["never"]
 _FAULTS = ("first", "second", "third")
 # A fall-back needs a checkpoint that has become durable: the second one, whatever the interval.
 _LATE = 12
@@ -128,7 +128,7 @@ def _barred() -> dict[frozenset[str], str]:
     words = [f"{name}={value}" for name, rows in FEATURES.items() for value in rows]
     return {
         frozenset((these, those)): rule["why"]
-        for rule in _NEVER
+        for rule in NEVER
         for these in words
         if _is_among(these, rule["these"])
         for those in words

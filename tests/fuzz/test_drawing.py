@@ -52,7 +52,7 @@ def test_every_value_is_drawn_and_every_pattern_names_one() -> None:
     drawn = {word for one in DRAWS for word in map("=".join, one.choice.items())}
     known = {f"{name}={value}" for name, rows in FEATURES.items() for value in rows}
     assert drawn == known
-    patterns = {word for rule in drawing._NEVER for word in (rule["these"], rule["with"])}
+    patterns = {word for rule in drawing.NEVER for word in (rule["these"], rule["with"])}
     for pattern in " ".join(patterns).split():
         assert [one for one in known if fnmatch(one, pattern)], pattern
 

@@ -7,4 +7,4 @@ from deadpool_megatron.state.digest import state_digest
 
 def state_digests(loop: ProtectedLoop) -> dict[str, str]:
     """Name -> SHA-256: shows where two states differ."""
-    return {entry[0]: state_digest([entry]) for entry in identity._entries(loop)}
+    return {entry[0]: state_digest([entry]) for entry in identity.state_entries(loop)}

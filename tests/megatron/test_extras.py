@@ -78,7 +78,7 @@ class Loop:
 
 
 def forget_losses() -> None:
-    extras._expert_losses().clear()
+    extras.expert_losses().clear()
     MTPLossLoggingHelper.tracker.clear()
 
 
@@ -162,7 +162,7 @@ def test_loss_sums_reach_a_process_that_has_none(loop: Loop) -> None:
     # Warm-up of a spare: an entry of its own, of something that was not captured.
     save_to_aux_losses_tracker("z_loss", torch.tensor(3.0), 1, 4)
     put_back(loop, values)
-    tracker = extras._logged_losses()
+    tracker = extras.logged_losses()
     assert tracker["moe.load_balancing_loss"]["values"].tolist() == [0, 0.5, 0, 0]
     assert tracker["moe.z_loss"]["values"].tolist() == [0, 0, 0, 0]
     assert MTPLossLoggingHelper.tracker["values"].tolist() == [0.75]
@@ -182,7 +182,7 @@ def test_loss_sums_are_summed_over_the_groups_of_the_role(
     save_to_aux_losses_tracker("of their own", torch.tensor(0.5), 2, 4, avg_group=object())
     values = captured(loop)
     save_to_aux_losses_tracker("z_loss", torch.tensor(0.5), 2, 4)
-    entries = extras._logged_losses()
+    entries = extras.logged_losses()
     restored, other = entries["moe.load_balancing_loss"], entries["moe.z_loss"]
     own = entries["moe.of their own"]["avg_group"]
     # One process has met nothing, another one was built for another role and met more.

@@ -279,7 +279,7 @@ def test_offloaded_layers_are_counted_anew(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, options: int
 ) -> None:
     """With as many options as the function of a version takes."""
-    given = dict(zip(interrupt_cleanup._OFFLOADING, (True, 2, 8, True, False, 4, 5), strict=True))
+    given = dict(zip(interrupt_cleanup.OFFLOADING, (True, 2, 8, True, False, 4, 5), strict=True))
 
     def six(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> tuple[Any, str]:
         return (a, b, c, d, e, f), "commit"

@@ -47,7 +47,7 @@ def test_no_iterators_of_a_run_draw_behind_random_states_that_were_put_back(
         return cyclic(training["build_pretraining_data_loader"](range(8), 0)), None, None
 
     build = built()
-    assert not drawn_by(lambda: build._make_iterators(make, None)[0])
+    assert not drawn_by(lambda: build.make_training_iterators(make, None)[0])
     build.renew_iterators()
     assert not drawn_by(lambda: build.iterators[0][0])
     assert training["build_pretraining_data_loader"] is build_loader
@@ -66,7 +66,7 @@ def test_iterators_are_made_anew_where_every_sample_is_read(
         return iter(loader), None, None
 
     build = built()
-    build._make_iterators(make, None)
+    build.make_training_iterators(make, None)
     position = consumed
     build.renew_iterators()
     assert bool(list(build.iterators[0][0])) == (consumed < 8)

@@ -172,7 +172,7 @@ class Life(Rig):
         found = {}
         for number, node in enumerate(self.nodes):
             node.vault.close_epoch(epoch)
-            found[number] = node.vault._store.inventory()
+            found[number] = node.vault.store.inventory()
         return found
 
     def show(self, what: str, capfd: pytest.CaptureFixture[str]) -> None:

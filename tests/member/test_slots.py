@@ -68,8 +68,8 @@ def test_tensors_over_a_slot_are_made_once(monkeypatch: pytest.MonkeyPatch) -> N
     part = Part("shard0", [torch.arange(4.0) + k for k in range(3)], (0,))
     slots = [Slot(part.nbytes) for _ in range(2)]
     made: list[int] = []
-    view = parts._view
-    monkeypatch.setattr(parts, "_view", lambda *given: made.append(1) or view(*given))
+    view = parts.view_of
+    monkeypatch.setattr(parts, "view_of", lambda *given: made.append(1) or view(*given))
     views = SlotViews()
     for iteration in range(10):
         slot = slots[iteration % 2]

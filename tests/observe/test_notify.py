@@ -119,7 +119,7 @@ def test_a_server_that_hangs_or_fails_leaves_one_line_and_no_secret(
             flush(tellers)
             tellers.note(ENDED)
         flush(tellers)
-        assert len(server.told) <= notify._MAX_WAITING + 5, "the queue is bounded"
+        assert len(server.told) <= notify.MAX_WAITING + 5, "the queue is bounded"
     assert len(warned) == 2, "it worked in between"
     assert "500" in warned[1]
     assert "s3cret" not in "".join(warned)

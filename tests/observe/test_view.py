@@ -196,7 +196,8 @@ def shown(run: Synthetic, skew: float = 0.0) -> tuple[View, dict[str, dict[str, 
     if status is not None and seen.state is not State.OVER:
         run_directory = RunDirectory(RUN)
         told = [
-            line.text.strip() for line in status_command._lines(run_directory, seen, every=True)
+            line.text.strip()
+            for line in status_command.status_lines(run_directory, seen, every=True)
         ]
         (survived,) = [line.rpartition(" ")[2] for line in told if "failures survived" in line]
         found["status"] = {

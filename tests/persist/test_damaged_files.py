@@ -39,7 +39,7 @@ def test_what_the_newest_checkpoint_is_named_in(tmp_path: Path, name: str, value
     run.latest.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"latest\.json is damaged"):
         valid_checkpoints(run)
-    assert resume._saved_states(run, INFO, None) == ([], [f"{run.latest} is damaged"])
+    assert resume.saved_states(run, INFO, None) == ([], [f"{run.latest} is damaged"])
     final = exported(run, tmp_path / "exports", 8)
     assert [one.path for one in valid_checkpoints(run)] == [str(final)]
 
@@ -48,7 +48,7 @@ def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.latest.mkdir()
     with pytest.raises(CommandError, match=r"latest\.json: Is a directory"):
-        resume._saved_states(run, INFO, None)
+        resume.saved_states(run, INFO, None)
 
 
 @pytest.mark.parametrize("left", [0, 1, 300, -1])

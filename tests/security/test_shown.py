@@ -32,7 +32,7 @@ def test_text_of_others_does_nothing_to_a_terminal(
     display.status(text)
     display.close()
     assert "\x1b" not in stream.getvalue()
-    run._say_result(RunDirectory(tmp_path), 1, text)
+    run.print_result(RunDirectory(tmp_path), 1, text)
     assert cli.main(["status", str(tmp_path / text)]) == 2
     assert "\x1b" not in capsys.readouterr().err
 

@@ -158,7 +158,7 @@ class Life:
         """The end of an epoch: what agents have heard in it, and what nodes hold."""
         found = {}
         for number, control in self.controls.items():
-            room.remove_unneeded(self.nodes[number].vault._store)  # which it does now and then
+            room.remove_unneeded(self.nodes[number].vault.store)  # which it does now and then
             self.loop(control.close_epoch(epoch, 5.0))
             found[number] = self.loop(control.inventory(5.0))
             events = [e for e in self.events[number] if e.kind not in _AS_TIME_GOES]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.coordinator.orders import _NAMES
-from deadpool_megatron.cluster.link.protocol import _OF_AGENTS, _OF_MEMBERS
+from deadpool_megatron.cluster.link.protocol import _OF_AGENTS, OF_MEMBERS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "deadpool_megatron"
@@ -69,7 +69,7 @@ def kinds_in_source() -> Iterator[str]:
 
 def kinds_in_tables() -> Iterator[str]:
     """Of orders and reports that are written and read by their dataclass."""
-    for name, kind in {**{n: k for k, n in _NAMES.items()}, **_OF_AGENTS, **_OF_MEMBERS}.items():
+    for name, kind in {**{n: k for k, n in _NAMES.items()}, **_OF_AGENTS, **OF_MEMBERS}.items():
         if "epoch" in {field.name for field in fields(kind)}:
             yield name
 

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(_to_dict(seen)))
             return 0
-        lines = _lines(directory, seen, every=args.all)
+        lines = status_lines(directory, seen, every=args.all)
     except DAMAGE as error:
         raise common.CommandError(
             f"the coordinator is of another version of deadpool, and its status has another form"
@@ -93,7 +93,7 @@ def _to_dict(seen: View) -> dict[str, Any]:
     return {**known, **words, "failures": told, "waiting": waiting}
 
 
-def _lines(run: RunDirectory, seen: View, *, every: bool) -> list[Line]:
+def status_lines(run: RunDirectory, seen: View, *, every: bool) -> list[Line]:
     story, status = seen.story, seen.status
     failures = [
         Line(
@@ -138,7 +138,7 @@ def _lines(run: RunDirectory, seen: View, *, every: bool) -> list[Line]:
         troubles.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
     # Beats are a moment older than the newest iteration.
     beats = Line("  roles, by their last heartbeats:")
-    roles = [] if every else [beats, *_summary_of_roles(status["roles"])]
+    roles = [] if every else [beats, *summary_of_roles(status["roles"])]
     yellow = (Line(text, "yellow") for text in troubles)
     return [Line(first, style), *advice, *map(Line, told), *roles, *failures, *yellow]
 
@@ -149,7 +149,7 @@ def _doing(known: Mapping[str, Any]) -> str:
     return f"{known['section']}{'' if iteration is None else f' {iteration}'}{wait}"
 
 
-def _summary_of_roles(roles: Mapping[str, Any]) -> list[Line]:
+def summary_of_roles(roles: Mapping[str, Any]) -> list[Line]:
     """Return a line for all roles that do the same; those that are behind stand first."""
     alike: dict[tuple[int, str], list[int]] = {}
     for role, known in roles.items():

@@ -164,7 +164,7 @@ def choose_communicator(
             f" and {len(seen)} visible {'GPU' if len(seen) == 1 else 'GPUs'}: "
             + (f"{fits}; {on_cpus}" if fits else on_cpus)
         )
-    if problem := _torch_problem(seen[:needed], tuple(environment.items())):
+    if problem := torch_problem(seen[:needed], tuple(environment.items())):
         raise CommandError(
             f"{len(seen)} GPUs are visible, and torch cannot use {needed} of them: {problem};"
             f" './scripts/setup.sh --gpu' installs a torch with CUDA; {on_cpus}"
@@ -240,7 +240,7 @@ def _occupied_reason(run: RunDirectory) -> str:
 
 
 @functools.cache
-def _torch_problem(gpus: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> str:
+def torch_problem(gpus: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> str:
     """Return torch's own message why it cannot use all of these GPUs; empty if it can."""
     try:
         probe = subprocess.run(

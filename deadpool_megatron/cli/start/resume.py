@@ -81,7 +81,7 @@ def resume_point(
         reasons = [str(error)]
     else:
         dump, reasons = _newest_dump(old, info, history.kept, peers)
-    durable, problems = _saved_states(old, info, history)
+    durable, problems = saved_states(old, info, history)
     if info.world_size != roles:
         if tuple(args.command[:2]) == EMBEDDED_TRAINER:
             raise CommandError(
@@ -158,7 +158,7 @@ def _for_other_roles(
     return found
 
 
-def _saved_states(
+def saved_states(
     old: RunDirectory, info: RunInfo, history: History | None
 ) -> tuple[list[Restore], list[str]]:
     """Return the usable checkpoints and dumps of the run, best first, and the problems of others.

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         status = launcher.run()
         follower.close_with_report()  # the reason is the last line
-        _print_result(directory, status, launcher.failure)
+        print_result(directory, status, launcher.failure)
     finally:
         follower.close()
         os.close(lock)
@@ -146,7 +146,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     return launcher, follower, lock
 
 
-def _print_result(directory: RunDirectory, status: int, reason: str) -> None:
+def print_result(directory: RunDirectory, status: int, reason: str) -> None:
     if not reason and directory.has_final():
         try:
             reason = str(directory.read_final()["reason"])

@@ -46,8 +46,8 @@ class RunEnd:
         self._term = options.term.number
         settings = options.info.settings
         # Who waits for no spare has a disk that takes its time to sync all the same.
-        self._patience_seconds = max(settings.spare_timeout_seconds, settings.close_seconds)
-        self._close_seconds = settings.close_seconds
+        self.patience_seconds = max(settings.spare_timeout_seconds, settings.close_seconds)
+        self.close_seconds = settings.close_seconds
         self._save_seconds = settings.first_step_seconds
         self._context, self._checkpoints = context, checkpoints
         self._newest_term, self._end = newest_term, end
@@ -83,7 +83,7 @@ class RunEnd:
         epoch = 0 if state.record is None else state.record.epoch
         self._context.files.write(Event(Kind.RUN_ENDED, epoch, data=said))
         result = self._context.files.result(finish, state)
-        limit = time.monotonic() + self._patience_seconds
+        limit = time.monotonic() + self.patience_seconds
         error = await self._write(finish, result, limit)
         if error is None or await self._is_superseded():
             return
@@ -99,14 +99,14 @@ class RunEnd:
         stop = {"t": "stop", "reason": str(result["reason"]), "remove": not keeps}
         self._context.peers.send_all(stop)
         self._is_writing = False
-        late = time.monotonic() + self._close_seconds
+        late = time.monotonic() + self.close_seconds
         while self._context.peers.agents and time.monotonic() < late:
             await asyncio.sleep(_LOOK_SECONDS)
         self._end(self._status)
 
     async def _settle(self, finish: Finish) -> None:
         is_complete = finish.is_early or not finish.exit_status
-        limit_seconds = self._save_seconds if is_complete else self._close_seconds
+        limit_seconds = self._save_seconds if is_complete else self.close_seconds
         began, told = time.monotonic(), False
         while left := ", ".join(self._checkpoints.under_way()):
             waited = time.monotonic() - began
@@ -136,7 +136,7 @@ class RunEnd:
                 self._context.superseded(f"term {newest} has begun")
                 return None
             except TimeoutError:
-                return known or f"it did not answer for {self._patience_seconds:g} s"
+                return known or f"it did not answer for {self.patience_seconds:g} s"
             except OSError as error:
                 why = error.strerror or str(error)
             if time.monotonic() > limit:
@@ -145,7 +145,7 @@ class RunEnd:
                 known = why
                 self._context.warn(
                     f"the result cannot be written to {self._path}: {why};"
-                    f" tried again for {self._patience_seconds:g} s"
+                    f" tried again for {self.patience_seconds:g} s"
                 )
             await asyncio.sleep(_PAUSE_SECONDS)
 
@@ -165,7 +165,7 @@ class RunEnd:
     async def _is_superseded(self) -> bool:
         """A last look before something that another coordinator could do as well."""
         try:
-            async with asyncio.timeout(self._close_seconds):
+            async with asyncio.timeout(self.close_seconds):
                 newest = await asyncio.to_thread(self._newest_term)
         except (JournalError, TimeoutError) as error:
             # Then no standby can have claimed a term either.

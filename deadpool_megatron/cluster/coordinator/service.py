@@ -89,9 +89,9 @@ class Coordinator:
             on_trouble=self.warn,
         )
         self._garbage = GarbageSearch(now)
-        self._exit_status: int | None = None
-        self._over = asyncio.Event()
-        self._tasks: set[asyncio.Task[object]] = set()
+        self.exit_status: int | None = None
+        self.over = asyncio.Event()
+        self.tasks: set[asyncio.Task[object]] = set()
         self._stepper = Stepper(machine, self.peers, self._took, self.spawn)
         self.feed = self._stepper.feed
         self.orders = Orders(options, self.peers)
@@ -102,7 +102,7 @@ class Coordinator:
         parts = (options, state, self.peers, self.files, self.feed, self.spawn, self.warn)
         context = Context(*parts, self.superseded)
         self.checkpoints = Checkpoints(context)
-        self._run_end = RunEnd(context, self.checkpoints, self.sign.look, self.end)
+        self.run_end = RunEnd(context, self.checkpoints, self.sign.look, self.end)
         self._commands = Commands(context, self.describe)
         self.command = self._commands.answer
 
@@ -155,7 +155,7 @@ class Coordinator:
         if not options.recovered.is_durable_read:
             self.spawn(self._look_for_durable())
         ticking = asyncio.create_task(self._tick())
-        over = asyncio.create_task(self._over.wait())
+        over = asyncio.create_task(self.over.wait())
         try:
             first = asyncio.FIRST_COMPLETED
             done, _ = await asyncio.wait({ticking, over, living}, return_when=first)
@@ -166,12 +166,12 @@ class Coordinator:
             over.cancel()
             living.cancel()
             self.sign.close()
-            for spawned in self._tasks:
+            for spawned in self.tasks:
                 spawned.cancel()
             listener.close()
             self.files.close(self._settings.close_seconds)
-        assert self._exit_status is not None
-        return self._exit_status
+        assert self.exit_status is not None
+        return self.exit_status
 
     def _write_again(self, address: Mapping[str, Any]) -> None:
         """Of a directory that was removed: what a successor, a user and another start look for.
@@ -217,11 +217,11 @@ class Coordinator:
             case actions.LookAtCheckpoints(valid):
                 self.spawn(self._look_at(valid))
             case actions.Finish():
-                self._run_end.finish(action)
+                self.run_end.finish(action)
             case actions.Hurry():
-                self._run_end.hurry()
+                self.run_end.hurry()
             case actions.Exit():
-                self._run_end.exit()
+                self.run_end.exit()
             case _:
                 self.orders.give(action)
 
@@ -384,16 +384,16 @@ class Coordinator:
     def superseded(self, why: str) -> None:
         """Another coordinator holds a newer term, as an agent says that went over to it, or the
         journal: say nothing more to anybody."""
-        if self._exit_status is None:
+        if self.exit_status is None:
             text = f"coordinator of term {self.options.term.number} steps down: {why}"
             print(text, file=sys.stderr, flush=True)
             self.files.take_digests()  # what was collected is left unsaid
             self.end(ExitStatus.SUPERSEDED)
 
     def end(self, exit_status: int) -> None:
-        self._exit_status = exit_status
+        self.exit_status = exit_status
         self._stepper.end()
-        self._over.set()
+        self.over.set()
 
     def warn(self, text: str) -> None:
         self.files.write(Event(Kind.LOG, self._epoch, data={"level": "warning", "text": text}))
@@ -421,7 +421,7 @@ class Coordinator:
         """Run it beside the rest; its failure ends this process, unless ``who`` asked for it."""
 
         def finished(task: asyncio.Task[object]) -> None:
-            self._tasks.discard(task)
+            self.tasks.discard(task)
             if task.cancelled() or (error := task.exception()) is None:
                 return
             if not who:
@@ -429,7 +429,7 @@ class Coordinator:
             self.peers.refuse_broken(who, "what it asked for", error)
 
         task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
+        self.tasks.add(task)
         task.add_done_callback(finished)
 
 

@@ -30,7 +30,7 @@ _OF_AGENTS: Mapping[str, type[inputs.Input]] = {
     "member-suspected": inputs.MemberSuspected,
     "facts": inputs.FactsReported,
 }
-_OF_MEMBERS: Mapping[str, type[inputs.Input]] = {
+OF_MEMBERS: Mapping[str, type[inputs.Input]] = {
     "hello": inputs.MemberHello,
     "warm": inputs.MemberWarm,
     "registered": inputs.MemberRegistered,
@@ -135,7 +135,7 @@ def seat_of(node: int, message: Message) -> SeatKey:
 
 
 def _from_member(seat: SeatKey, m: Message) -> inputs.Input | None:
-    kind = _OF_MEMBERS.get(m["t"])
+    kind = OF_MEMBERS.get(m["t"])
     if kind is None:
         return None
     node, slot, incarnation = seat

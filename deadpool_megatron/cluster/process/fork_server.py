@@ -36,7 +36,7 @@ from deadpool_megatron.cluster.process.member_main import MemberSpec, become_mem
 from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.process_names import set_process_name
 
-_MODULE = "deadpool_megatron.cluster.process.fork_server"
+MODULE = "deadpool_megatron.cluster.process.fork_server"
 _MOST_BYTES = 1 << 18
 _ANSWER_SECONDS = 5.0
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
@@ -69,7 +69,7 @@ class ForkServer:
         process make that unsafe."""
         if posix.thread_count() != 1:
             raise StartError(f"{posix.thread_count()} threads are here, which no fork is safe with")
-        ours, theirs = _pair()
+        ours, theirs = connection_pair()
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
@@ -80,13 +80,13 @@ class ForkServer:
                 ours.close()
                 raise
             if pid == 0:
-                _run_server(theirs, modules, parent)
+                run_server(theirs, modules, parent)
         return ForkServer(pid, ours)
 
     def ready(self) -> ForkServer:
         """Wait until everything is imported. Raises StartError where that fails, or it may not
         fork."""
-        said, _ = _receive(self.connection)
+        said, _ = receive_message(self.connection)
         if not said:
             said = {"why": "the process that imports what members need has ended"}
         if said["why"]:
@@ -96,10 +96,10 @@ class ForkServer:
 
     def serve_node(self) -> ForkServer | None:
         """Return one more server, None where there is none to be had."""
-        ours, theirs = _pair()
+        ours, theirs = connection_pair()
         with theirs:
             try:
-                _send(self.connection, {"serve": True}, theirs.fileno())
+                send_message(self.connection, {"serve": True}, theirs.fileno())
             except OSError:
                 ours.close()
                 return None
@@ -112,15 +112,15 @@ class ForkServer:
         os.waitpid(self.pid, 0)
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
+def connection_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _send(connection: socket.socket, message: Message, *handles: int) -> None:
+def send_message(connection: socket.socket, message: Message, *handles: int) -> None:
     socket.send_fds(connection, [json.dumps(message).encode()], handles)
 
 
-def _receive(connection: socket.socket) -> tuple[Message, list[int]]:
+def receive_message(connection: socket.socket) -> tuple[Message, list[int]]:
     """The next message; empty at the end of the stream, which is reset where the peer has left
     messages unread. Raises BlockingIOError."""
     try:
@@ -135,13 +135,13 @@ def _receive(connection: socket.socket) -> tuple[Message, list[int]]:
 # In the server, and in parked processes.
 
 
-def _answer(connection: socket.socket, message: Message, *handles: int) -> None:
+def send_answer(connection: socket.socket, message: Message, *handles: int) -> None:
     """Answer the agent; one that is gone is noticed where its next request is read."""
     with contextlib.suppress(OSError):
-        _send(connection, message, *handles)
+        send_message(connection, message, *handles)
 
 
-def _run_server(connection: socket.socket, modules: Sequence[str], parent: int) -> None:
+def run_server(connection: socket.socket, modules: Sequence[str], parent: int) -> None:
     """In the forked child, whose end this is. What a terminal says to its session is not for it."""
     try:
         posix.die_with_parent(parent)
@@ -154,13 +154,13 @@ def _run_server(connection: socket.socket, modules: Sequence[str], parent: int) 
         try:
             _import(modules)
         except BrokenImport as error:
-            _answer(connection, {"why": str(error), "broken": True})
+            send_answer(connection, {"why": str(error), "broken": True})
             return
         # Shared pages stay shared: the collector would write into each object.
         gc.collect()
         gc.freeze()
         why = why_not_forked()
-        _answer(connection, {"why": why})
+        send_answer(connection, {"why": why})
         if not why:
             _serve(connection)
     except BaseException:
@@ -211,7 +211,7 @@ def _serve(connection: socket.socket) -> None:
                 poller.unregister(handle)
                 _reap(connection, handle, *children.pop(handle))
                 continue
-            request, handles = _receive(connection)
+            request, handles = receive_message(connection)
             if not request or request == _KILL_ALL:
                 # The server of a node ends with its agent, not with this one.
                 for pid in [pid for pid, is_member in children.values() if is_member]:
@@ -226,7 +226,7 @@ def _serve(connection: socket.socket) -> None:
                     children[child] = pid, "member" in request
                     poller.register(child, select.POLLIN)
                     if "member" in request:
-                        _answer(connection, {"started": pid}, child)
+                        send_answer(connection, {"started": pid}, child)
 
 
 def _fork(connection: socket.socket, request: Message, handle: int) -> int:
@@ -236,7 +236,7 @@ def _fork(connection: socket.socket, request: Message, handle: int) -> int:
         pid = os.fork()
     except OSError as error:
         if "member" in request:
-            _answer(connection, {"errno": error.errno})
+            send_answer(connection, {"errno": error.errno})
         return 0
     if pid == 0:
         if "member" in request:
@@ -254,7 +254,7 @@ def _serve_node(handle: int) -> NoReturn:
         os.setpgid(0, 0)
         posix.close_inherited((handle,))
         connection = socket.socket(fileno=handle)
-        _answer(connection, {"why": ""})
+        send_answer(connection, {"why": ""})
         _serve(connection)
     except BaseException:
         traceback.print_exc()
@@ -268,7 +268,7 @@ def _reap(connection: socket.socket, handle: int, pid: int, is_member: bool) -> 
     _, status = os.waitpid(pid, 0)
     os.close(handle)
     if is_member:
-        _answer(connection, {"ended": pid, "status": status})
+        send_answer(connection, {"ended": pid, "status": status})
 
 
 def main() -> NoReturn:
@@ -276,7 +276,7 @@ def main() -> NoReturn:
     set_process_name("dp-parked")
     connection = socket.socket(fileno=int(sys.argv[1]))
     _import([name for name in sys.argv[2].split(",") if name])
-    request, handles = _receive(connection)  # ends with its agent (death signal, and this)
+    request, handles = receive_message(connection)  # ends with its agent (death signal, and this)
     if not request:
         os._exit(0)
     become_member(MemberSpec.from_dict(request["member"]), handles[0])
@@ -362,7 +362,7 @@ class Starter:
         if self._server is not None:
             asyncio.get_running_loop().remove_reader(self._server.fileno())
             with contextlib.suppress(OSError):
-                _send(self._server, _KILL_ALL)
+                send_message(self._server, _KILL_ALL)
 
     def _drop_parked(self) -> None:
         for watch, connection in self._parked.values():
@@ -374,13 +374,13 @@ class Starter:
         assert self._server is not None
         done = asyncio.get_running_loop().create_future()
         self._asked.append(done)
-        _send(self._server, request, handle)
+        send_message(self._server, request, handle)
         return await asyncio.wait_for(done, _ANSWER_SECONDS)
 
     def _readable(self) -> None:
         assert self._server is not None
         try:
-            said, handles = _receive(self._server)
+            said, handles = receive_message(self._server)
         except BlockingIOError:
             return
         if not said or said.get("why"):
@@ -425,7 +425,7 @@ class Starter:
         watch, connection = self._parked.pop(slot)
         with connection:
             try:
-                _send(connection, request, handle)
+                send_message(connection, request, handle)
             except OSError as error:
                 watch.kill()
                 raise StartError(f"parked process of slot {slot} failed: {error}") from error
@@ -437,11 +437,11 @@ class Starter:
             return
         if slot in self._parked:
             self._parked.pop(slot)[1].close()
-        ours, theirs = _pair()
+        ours, theirs = connection_pair()
         with theirs:
             try:
                 watch = start_child(
-                    ["-W", "ignore", "-m", _MODULE, str(theirs.fileno()), self._modules],
+                    ["-W", "ignore", "-m", MODULE, str(theirs.fileno()), self._modules],
                     environment=self._environment(slot),
                     sockets=(theirs.fileno(),),
                     dies_with_us=True,

@@ -55,7 +55,7 @@ class DetachedGroup(InnerGroup):
     def forward(
         self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dist.Work:
-        action = _ACTIONS.get(operation)
+        action = ACTIONS.get(operation)
         with torch.no_grad():
             if action is not None:
                 action(self._spec.rank, self._spec.size, *args)
@@ -183,7 +183,7 @@ def _sizes(tensor: Tensor, size: int, given: Sequence[int]) -> list[int]:
     return list(given) or [tensor.shape[0] // size] * size
 
 
-_ACTIONS: dict[str, Callable[..., None]] = {
+ACTIONS: dict[str, Callable[..., None]] = {
     "allgather": _gather,
     "allgather_coalesced": _allgather_coalesced,
     "all_gather_single": _gather_single,

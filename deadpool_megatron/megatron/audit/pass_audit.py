@@ -47,7 +47,7 @@ _BATCHES = "batches"
 # How far a role is with the rehearsal; of all roles the least counts.
 _STRANGE, _LEFT, _REHEARSED, _RELIED_ON = range(4)
 # What Megatron's schedules would do beside passes.
-_SYNCHRONISING = (
+SYNCHRONISING = (
     "finalize_model_grads_func",
     "grad_sync_func",
     "no_sync_func",
@@ -202,8 +202,8 @@ class PassAudit(comparison.Auditor):
     def _without_synchronising(self) -> Iterator[None]:
         """Gradients stay where they are, as those of any micro-batch but the last."""
         config = vars(model_config(self._loop))
-        kept = {name: config[name] for name in _SYNCHRONISING}
-        config.update(dict.fromkeys(_SYNCHRONISING))
+        kept = {name: config[name] for name in SYNCHRONISING}
+        config.update(dict.fromkeys(SYNCHRONISING))
         try:
             with contextlib.ExitStack() as stack:
                 for chunk in self._loop.model_chunks:

@@ -119,7 +119,7 @@ class Build:
             "initialize_megatron": self._initialize,
             "setup_model_and_optimizer": self._setup,
             "load_checkpoint": self._load,
-            "build_train_valid_test_data_iterators": self._make_iterators,
+            "build_train_valid_test_data_iterators": self.make_training_iterators,
             "build_train_valid_test_datasets": self._make_datasets,
             "train": self._reach,
         }
@@ -248,7 +248,7 @@ class Build:
             return 0, 0
         return load_exactly(original, *args, **kwargs)
 
-    def _make_iterators(self, original: Callable[..., Any], provider: Any) -> Any:
+    def make_training_iterators(self, original: Callable[..., Any], provider: Any) -> Any:
         if failpoints.ACTIVE:
             original = _announcing(original)
         self._sources.append(_Source(original, provider))

@@ -33,7 +33,7 @@ def for_training(
 
     args = get_args()
     if args.log_straggler:
-        _forget_detector(training.stimer)
+        forget_detector(training.stimer)
     take: Callable[[], Iterable[float | None]] = getattr(training, _CONSUME, tuple)
     with contextlib.ExitStack() as stack:
         if take is not tuple:
@@ -72,7 +72,7 @@ def _profile(args: Any, done: int, first: int) -> Iterator[None]:
         yield
 
 
-def _forget_detector(detector: Any) -> None:
+def forget_detector(detector: Any) -> None:
     """Have train() configure the detector of stragglers as in a new process, on all roles alike:
     for the rank that this process has now, without times of an interrupted step, and on or off as
     it was at the start, for a newcomer knows of no switch."""

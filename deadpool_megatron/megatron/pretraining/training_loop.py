@@ -46,7 +46,7 @@ from deadpool_megatron.member.peer_comparison import current_device
 # Of Megatron's arguments: where the data is.
 _PLACES = (*POSITIONS, "consumed_valid_samples")
 # Loaded once it has read something; before 0.17 it keeps nothing by path.
-_METADATA_READER = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
+METADATA_READER = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
 
 
 class _Warm(BaseException):
@@ -173,7 +173,7 @@ class PretrainLoop(MegatronLoop):
 
         args = self._args
         self._abandon_saves()
-        reader = getattr(sys.modules.get(_METADATA_READER), "CachedMetadataFileSystemReader", None)
+        reader = getattr(sys.modules.get(METADATA_READER), "CachedMetadataFileSystemReader", None)
         if (forget := getattr(reader, "clear_metadata_cache", None)) is not None:
             # What this process has read of a path; somebody may have written it anew since.
             forget()

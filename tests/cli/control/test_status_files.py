@@ -58,7 +58,7 @@ def test_roles_that_do_the_same_are_one_line_and_those_that_are_behind_come_firs
         for role in range(512)
         for k in [7 if role else 5]
     }
-    late, others = status_command._summary_of_roles(roles)
+    late, others = status_command.summary_of_roles(roles)
     assert (late.style, "roles 0 (" in late.text) == ("yellow", True)
     assert (others.style, "roles 1-511 " in others.text) == ("", True)
 

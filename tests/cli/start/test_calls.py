@@ -30,7 +30,7 @@ class User:
         patch.chdir(directory)
         patch.setattr(host, "listed_gpus", lambda: tuple(f"GPU-{n}" for n in range(gpus)))
         patch.delenv(host.VISIBLE, raising=False)
-        preconditions._torch_problem.cache_clear()
+        preconditions.torch_problem.cache_clear()
         count = "import os; print(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
         patch.setattr(preconditions, "_PROBE", count)
         patch.setattr(file_systems, "_kinds", lambda: {Path("/"): "ext4"})

@@ -56,19 +56,19 @@ def end(
     async def live() -> tuple[int | None, float]:
         journal = Journal(directory / "journal")
         one = coordinator(lambda name: journal, directory, "run")
-        one._run_end._patience_seconds = patience_seconds
+        one.run_end.patience_seconds = patience_seconds
         Agent(one, monkeypatch, removes)
         loop, longest = asyncio.get_running_loop(), 0.0
         before(one)
         one.feed(inputs.UserStop("enough"))
         last, limit = loop.time(), loop.time() + 20.0
-        while not one._over.is_set():
+        while not one.over.is_set():
             assert loop.time() < limit
             one.feed(inputs.Tick())
             await asyncio.sleep(0.01)
             longest, last = max(longest, loop.time() - last), loop.time()
         one.files.close(5.0)
-        return one._exit_status, longest
+        return one.exit_status, longest
 
     return asyncio.run(live())
 
@@ -103,7 +103,7 @@ def test_the_end_waits_for_what_is_being_made_valid(
 
     def save(one: Coordinator) -> None:
         one.checkpoints._saves = saves
-        one._run_end._close_seconds = limit_seconds
+        one.run_end.close_seconds = limit_seconds
         loop = asyncio.get_running_loop()
         if becomes_valid:
             loop.call_later(0.3, saves.clear)
@@ -134,9 +134,9 @@ def test_what_the_program_has_loaded_is_nothing_that_an_early_end_has_come_to(
     def early(one: Coordinator) -> None:
         one.feed(inputs.DurableValid(4, "/K/4"))
         one.checkpoints.loaded |= {"/K/4"} if is_loaded else set()
-        one._run_end._close_seconds = 0.1  # its agent stays
+        one.run_end.close_seconds = 0.1  # its agent stays
         monkeypatch.setattr(one.peers, "send_all", lambda message: None)
-        one._run_end.finish(Finish(75, "at 4 of 40 iterations", is_early=True))
+        one.run_end.finish(Finish(75, "at 4 of 40 iterations", is_early=True))
 
     monkeypatch.setattr(run_files.RunFiles, "write_result", note)
     end(tmp_path, monkeypatch, [], before=early)

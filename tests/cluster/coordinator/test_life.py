@@ -37,7 +37,7 @@ LIVES = Path(__file__).parent / "lives"
 _VOLATILE = re.compile(
     r"seconds|^(now|phases|settings|schema|identity|boot|pid|hostname|token|host|secret|port|coordinator|started|address|beat)$"
 )
-_NAMES = {kind: name for name, kind in protocol._OF_MEMBERS.items()}
+_NAMES = {kind: name for name, kind in protocol.OF_MEMBERS.items()}
 
 
 text_of = partial(lives.text, volatile=_VOLATILE)
@@ -102,7 +102,7 @@ class Life:
         self.one.feed(ev.Tick())
         for _ in range(5):
             await asyncio.sleep(0.01)
-            while self.one._tasks or self.one.files.writer.describe()["waiting"]:
+            while self.one.tasks or self.one.files.writer.describe()["waiting"]:
                 await asyncio.sleep(0.01)
         self.lines.append(f"{what}:")
         for node, stream in sorted(self.streams.items()):
@@ -255,8 +255,8 @@ async def asked(one: Coordinator, directory: Path) -> list[str]:
         peer = one.peers.agents.pop(node)
         one.agent_left(peer, "connection closed")
     await life.settle("both roles are done")
-    assert one._over.is_set()
-    life.lines.append(f"status {one._exit_status}")
+    assert one.over.is_set()
+    life.lines.append(f"status {one.exit_status}")
     for path in sorted((directory / "run").glob("[fl]*.json")):
         text = text_of(json.loads(path.read_text()))
         life.lines.append(f"{path.name}: {text}")

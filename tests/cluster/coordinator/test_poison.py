@@ -57,7 +57,7 @@ def test_report_that_cannot_be_used_ends_nothing(
     one = hear(tmp_path, scenario)
     assert one.peers.refusals == 1
     assert one.peers.taken(one.peers.agents[0]) == 1, "else its successor is told it again"
-    assert not one._tasks
+    assert not one.tasks
 
 
 def test_report_that_the_machine_fails_at_is_refused_and_ends_this_coordinator(

@@ -114,7 +114,7 @@ def read(directory: Path, slot: int) -> str:
 
 def pair() -> tuple[socket.socket, socket.socket]:
     """The ends of an agent and of its fork server."""
-    return fork_server._pair()
+    return fork_server.connection_pair()
 
 
 def forking(*modules: str) -> ForkServer:
@@ -123,7 +123,7 @@ def forking(*modules: str) -> ForkServer:
     with theirs:
         program = (
             "import os, socket; from deadpool_megatron.cluster.process import fork_server as f\n"
-            f"f._run_server(socket.socket(fileno={theirs.fileno()}), {modules!r}, os.getppid())"
+            f"f.run_server(socket.socket(fileno={theirs.fileno()}), {modules!r}, os.getppid())"
         )
         command = [sys.executable, "-c", program]
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
@@ -273,7 +273,7 @@ async def test_a_fork_that_fails_is_told_and_leaves_nothing(
         for _ in range(3):
             asked = asyncio.create_task(starter.start(spec_of(tmp_path)))
             await asyncio.sleep(0)
-            request, handles = fork_server._receive(theirs)
+            request, handles = fork_server.receive_message(theirs)
             assert fork_server._fork(theirs, request, handles[0]) == 0
             os.close(handles[0])
             with pytest.raises(BlockingIOError):
@@ -296,9 +296,9 @@ def test_a_member_without_a_folder_for_its_log_prints_where_its_server_does(tmp_
         environment = {**os.environ, "DEADPOOL_RUN_DIR": str(tmp_path)}
         log = tmp_path / "cleaned" / "node0-slot0-1.log"
         spec = MemberSpec(MemberPlace(0, 0, 1), ("-m", "this"), environment, log, tmp_path)
-        fork_server._send(ours, {"member": spec.to_dict()}, theirs.fileno())
+        fork_server.send_message(ours, {"member": spec.to_dict()}, theirs.fileno())
         ended = subprocess.run(
-            [sys.executable, "-m", fork_server._MODULE, str(theirs.fileno()), ""],
+            [sys.executable, "-m", fork_server.MODULE, str(theirs.fileno()), ""],
             pass_fds=(theirs.fileno(),),
             capture_output=True,
             text=True,
@@ -358,8 +358,8 @@ async def test_standby_is_started_as_soon_as_that_is_possible(
 def test_an_agent_that_is_gone_is_the_end_of_its_server() -> None:
     """It leaves an answer unread, and one comes later: neither is an error to be told."""
     agent, server = pair()
-    fork_server._answer(server, {"started": 1})
+    fork_server.send_answer(server, {"started": 1})
     agent.close()
-    fork_server._answer(server, {"ended": 1})
-    assert fork_server._receive(server) == ({}, [])
+    fork_server.send_answer(server, {"ended": 1})
+    assert fork_server.receive_message(server) == ({}, [])
     server.close()

@@ -12,7 +12,7 @@ from typing import Any
 from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.trainer import __main__ as trainer, gpt_loop
 
-_forward = gpt_loop._forward
+_forward = gpt_loop.forward_step
 
 
 def hanging(role: str, last: int) -> Any:
@@ -30,5 +30,5 @@ def hanging(role: str, last: int) -> Any:
 if __name__ == "__main__":
     role, last, *rest = sys.argv[1:]
     if not MemberPlace.from_environment().incarnation:
-        gpt_loop._forward = hanging(role, int(last))
+        gpt_loop.forward_step = hanging(role, int(last))
     sys.exit(trainer.main(rest))

@@ -10,7 +10,7 @@ from typing import Any
 from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.trainer import __main__ as trainer, gpt_loop
 
-_forward = gpt_loop._forward
+_forward = gpt_loop.forward_step
 
 
 def slow(seconds: float) -> Any:
@@ -26,5 +26,5 @@ def slow(seconds: float) -> Any:
 if __name__ == "__main__":
     node, seconds, *rest = sys.argv[1:]
     if str(MemberPlace.from_environment().node) == node:
-        gpt_loop._forward = slow(float(seconds))
+        gpt_loop.forward_step = slow(float(seconds))
     sys.exit(trainer.main(rest))

@@ -86,7 +86,7 @@ class SmallTraining:
             monkeypatch.setitem(sys.modules, f"megatron.training.{name}", self)
             setattr(self, name, self)
         self.CachedMetadataFileSystemReader = self
-        for name in ("torch.utils.tensorboard", training_loop._METADATA_READER):
+        for name in ("torch.utils.tensorboard", training_loop.METADATA_READER):
             monkeypatch.setitem(sys.modules, name, self)
         utils = SimpleNamespace(open_file=self.open_file)
         monkeypatch.setitem(sys.modules, "megatron.training.utils", utils)

@@ -134,7 +134,7 @@ def test_the_detector_is_configured_for_the_rank_that_the_process_has(
     with socket.create_connection(("localhost", port), timeout=10) as caller:
         caller.send(b"x")
         assert caller.recv(1024).startswith(b"HTTP/1.0 200 OK")
-    per_entry_state._forget_detector(detector)
+    per_entry_state.forget_detector(detector)
     assert detector.ctrlr is not None
     detector.ctrlr.join(timeout=10)
     assert not detector.ctrlr.is_alive()

@@ -15,7 +15,7 @@ from deadpool_megatron.trainer import __main__ as trainer, gpt_loop, model
 from tests.persist.harness.held_trainer import held
 from tests.persist.harness.holding import waits_of
 
-_build_chunk = model._build_chunk
+_build_chunk = model.build_chunk
 _build_detached = EpochEntry.build_detached
 
 
@@ -38,7 +38,7 @@ def build_without_the_weights(self: EpochEntry, role: int, world_size: int) -> N
 if __name__ == "__main__":
     told, *rest = sys.argv[1:]
     extras.MAX_FROZEN_BYTES = 0
-    model._build_chunk = frozen_chunk
+    model.build_chunk = frozen_chunk
     EpochEntry.build_detached = build_without_the_weights  # type: ignore[method-assign]
     gpt_loop.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
     sys.exit(trainer.main(rest))

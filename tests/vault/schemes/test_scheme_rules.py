@@ -260,7 +260,7 @@ class Nodes:
         return self.inventories()
 
     def inventories(self) -> dict[int, Inventory]:
-        return {n: node.vault._store.inventory() for n, node in self.live.items()}
+        return {n: node.vault.store.inventory() for n, node in self.live.items()}
 
     def choose(self, inventories: Mapping[int, Inventory], epoch: int) -> Restore | NoRestore:
         return choose_restore(

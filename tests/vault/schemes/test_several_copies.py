@@ -48,8 +48,8 @@ class Nodes:
         generation = Generation(1, iteration)
         for vault in self.vaults[1:]:
             for name, nbytes in (("shard", 256 << 10), ("tail", 1000), ("extras@step", 777)):
-                with vault._store.gate.lock:
-                    (place,) = vault._store.table.find(0, generation, name)
+                with vault.store.gate.lock:
+                    (place,) = vault.store.table.find(0, generation, name)
                 assert bytes(place.view) == content(0, generation, name, nbytes)
 
     def stop(self) -> None:
