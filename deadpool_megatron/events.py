@@ -41,7 +41,7 @@ class Kind(StrEnum):
     NODE_JOINED = "node-joined"
     NODE_JUDGED = "node-judged"
     NODE_LOST = "node-lost"
-    NODE_QUARANTINED = "node-aside"
+    NODE_QUARANTINED = "node-quarantined"
     MEMBER_STARTED = "member-started"
     MEMBER_WARM = "member-warm"
     MEMBER_LOST = "member-lost"

@@ -226,10 +226,9 @@ def _counters(seen: View) -> Iterator[Metric]:
 
 def _of_status(seen: View, status: Mapping[str, Any]) -> Iterator[Metric]:
     nodes = status["nodes"]
-    names = {str(use): str(use) for use in NodeUse} | {NodeUse.QUARANTINED: "aside"}
-    states = dict.fromkeys(names.values(), 0)
+    states = dict.fromkeys(map(str, NodeUse), 0)
     for known in nodes.values():
-        states[names[known["use"]]] += 1
+        states[known["use"]] += 1
     memory = {node: known["vault"].get("bytes") for node, known in nodes.items()}
     yield _by("Gauge", "nodes", "Nodes by state.", "state", states)
     yield _gauge("roles", "Roles, each of one process.", len(status["roles"]))

@@ -76,5 +76,5 @@ def test_health_of_a_node_that_trains_is_asked_after_a_device_error_and_each_min
     (bad,) = read_bad_nodes(tmp_path)
     assert (bad.host, bad.kind, bad.run) == (gethostname(), "device-error", final["run_id"])
     assert bad.evidence == aside.data["cause"]
-    assert told.read_text().splitlines().count("node-aside") == 1
+    assert told.read_text().splitlines().count("node-quarantined") == 1
     assert deadpool("bad-nodes", "--names", str(tmp_path)).stdout == f"{bad.host}\n"

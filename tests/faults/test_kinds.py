@@ -120,7 +120,7 @@ def test_a_device_that_is_gone_costs_its_node_and_not_the_run(tmp_path: Path) ->
     settings = f"--deadpool-communicator {KIND}"
     outcome = jobs.run_program(tmp_path / "run", struck, plan, spares=1, settings=settings)
     jobs.assert_unnoticed(outcome, jobs.reference(layouts.PP2_DP2, ITERATIONS), plan)
-    (aside,) = outcome.of_kind("node-aside")
+    (aside,) = outcome.of_kind("node-quarantined")
     assert (aside.node, aside.data["kind"]) == (1, "device-error")
     assert "RuntimeError: No CUDA GPUs are available" in aside.data["cause"]
     assert outcome.final["recoveries"][-1]["seats_changed"]["1"][1][0] == 4
@@ -193,7 +193,7 @@ def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path: Path) -> Non
     recoveries = outcome.final["recoveries"]
     assert [r["kind"] for r in recoveries] == ["silent-corruption"] * 4
     assert [r["generation"][1] for r in recoveries] == [3, 5, 6, 9], "nothing wrong was kept"
-    assert [e.node for e in outcome.of_kind("node-aside")] == [1, 2, 3, 0]
+    assert [e.node for e in outcome.of_kind("node-quarantined")] == [1, 2, 3, 0]
     assert {bad.kind for bad in read_bad_nodes(run.parent)} == {"silent-corruption"}
     assert {e.iteration for e in outcome.of_kind("audited")} == set(range(1, ITERATIONS + 1))
 
@@ -217,7 +217,7 @@ def test_of_two_peers_the_one_that_does_not_repeat_itself_is_wrong(tmp_path: Pat
         tmp_path / "run", layouts.PP2_DP2, ITERATIONS, plan, spares=2, settings=AUDITED
     )
     assert accused(outcome) == [(4, [1], True), (7, [3], True)]
-    assert [e.node for e in outcome.of_kind("node-aside")] == [1, 3]
+    assert [e.node for e in outcome.of_kind("node-quarantined")] == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def struck(
 
 
 def causes(outcome: jobs.Outcome) -> str:
-    return " ".join(str(event.data["cause"]) for event in outcome.of_kind("node-aside"))
+    return " ".join(str(event.data["cause"]) for event in outcome.of_kind("node-quarantined"))
 
 
 def test_the_process_that_follows_reads_an_edited_script(tmp_path: Path) -> None:
