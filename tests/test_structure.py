@@ -192,3 +192,27 @@ def test_modules_are_short_documented_and_careful(path: Path) -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("load", "loads", "Unpickler"):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
             assert owner not in ("pickle", "cloudpickle", "dill"), f"line {node.lineno}: unpickling"
+
+
+#: the most places at which tests, and statements of transcripts, use private attributes
+PRIVATE_ACCESSES = {".py": 149, ".txt": 755}
+
+
+def private_accesses(text: str) -> int:
+    return sum(
+        isinstance(node, ast.Attribute)
+        and re.match(r"_(?!_)", node.attr) is not None
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        for node in ast.walk(ast.parse(text))
+    )
+
+
+def test_private_accesses_only_become_fewer() -> None:
+    counts = dict.fromkeys(PRIVATE_ACCESSES, 0)
+    for path in (ROOT / "tests").rglob("*.py"):
+        counts[".py"] += private_accesses(path.read_text())
+    for path in (ROOT / "tests").rglob("calls/*.txt"):
+        for line in path.read_text().splitlines():
+            counts[".txt"] += private_accesses(line) if line[:1] not in ("", " ", "=") else 0
+    over = {kind: number for kind, number in counts.items() if number > PRIVATE_ACCESSES[kind]}
+    assert not over, "construct it with the parts that are needed, or assert on what it shows"

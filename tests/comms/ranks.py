@@ -113,6 +113,11 @@ class Member:
                 self.say(("answer", bool(self.comms.waiting_for() or self.faults)))
 
 
+def kind(work: Any) -> Any:
+    """The type of operation that torch has noted of its own work."""
+    return work._get_op_type()
+
+
 def backend(group: Any) -> Any:
     """The backend of torch's in a group."""
     return group._get_backend(torch.device("cpu"))

@@ -17,7 +17,7 @@ from deadpool_megatron.comms import ReconfigurableGroup
 from deadpool_megatron.comms.groups import detached
 from deadpool_megatron.comms.inner import COMMUNICATION, torch_warning
 
-from .ranks import Member, backend, plain_gloo, run
+from .ranks import Member, backend, kind, plain_gloo, run
 
 LIMIT_SECONDS = 20.0
 
@@ -252,8 +252,8 @@ def kinds_of_gathers(member: Member) -> bool:
         manager.wait()
         assert all(bool((output == 1).all()) for output in outputs)
         (work,) = manager.works
-        kinds += [one._get_op_type() for one in getattr(work.inner, "_works", [work.inner])]
-    assert kinds == [plain._get_op_type()] * 3
+        kinds += [kind(one) for one in getattr(work.inner, "_works", [work.inner])]
+    assert kinds == [kind(plain)] * 3
     plain.wait()
     return True
 
@@ -317,6 +317,10 @@ def test_errors_of_the_caller_pass_through() -> None:
     assert all(run(2, errors_of_the_caller).values())
 
 
+def time_limit(group: Any) -> Any:
+    return backend(group).options._timeout
+
+
 def timeouts(member: Member) -> bool:
     from datetime import timedelta
 
@@ -324,12 +328,12 @@ def timeouts(member: Member) -> bool:
     world = dist.group.WORLD
     c10d._set_pg_timeout(timedelta(seconds=33), world)
     member.attach(1)
-    assert backend(world).options._timeout == timedelta(seconds=33)
+    assert time_limit(world) == timedelta(seconds=33)
     group = dist.new_group([0, 1], timeout=timedelta(seconds=500))
-    assert backend(group).options._timeout == timedelta(seconds=20)
+    assert time_limit(group) == timedelta(seconds=20)
     assert isinstance(backend(group), dist.ProcessGroupGloo)
     member.attach(2)
-    assert backend(world).options._timeout == timedelta(seconds=33)
+    assert time_limit(world) == timedelta(seconds=33)
     assert world.group_name == _get_process_group_name(world)
     assert world._device_types == [torch.device("cpu")]
     return True

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_megatron.comms.gathers import REPLACEMENTS, SeveralWorks
+from tests.comms.ranks import kind
 from tests.trainer.ranks import run_ranks
 
 if torch.cuda.is_available():
@@ -26,7 +27,7 @@ def gathers() -> dict[str, Any]:
     with _coalescing_manager(group, async_ops=True) as manager:
         dist.all_gather_into_tensor(single, one)
     manager.wait()
-    kinds = [work._get_op_type() for work in manager.works]
+    kinds = [kind(work) for work in manager.works]
 
     several = [torch.zeros(2 * size), torch.zeros(3 * size)]
     with _coalescing_manager(group, async_ops=True) as manager:
@@ -36,12 +37,12 @@ def gathers() -> dict[str, Any]:
     (work,) = manager.works
     assert isinstance(work, SeveralWorks)
     assert work.is_completed()
-    kinds += [inner._get_op_type() for inner in work._works]
+    kinds += [kind(inner) for inner in work._works]
 
     lists = [[torch.zeros(2), torch.zeros(3)] for _ in range(size)]
     dist.all_gather_coalesced(lists, [one, two], group)
     return {
-        "kinds": {kind == plain._get_op_type() for kind in kinds},
+        "kinds": {found == kind(plain) for found in kinds},
         "single": single.tolist(),
         "several": [tensor.tolist() for tensor in several],
         "lists": [[tensor.tolist() for tensor in tensors] for tensors in lists],

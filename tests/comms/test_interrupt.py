@@ -234,9 +234,10 @@ def leftovers(member: Member) -> bool:
     with pytest.raises(EpochClosed), _coalescing_manager(world):  # noqa: PT012
         dist.all_reduce(torch.ones(1))
         dist.barrier()
-    assert world in c10d._world.pg_coalesce_state
+    open_blocks = c10d._world.pg_coalesce_state
+    assert world in open_blocks
     assert member.comms.drain()
-    assert world not in c10d._world.pg_coalesce_state
+    assert world not in open_blocks
     return member.computes_in(1)
 
 

@@ -252,6 +252,7 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> type[Manager]:
     return Manager
 
 
+wrapper = torch.Tensor._make_wrapper_subclass
 RECOMPUTING = ("_FP8_ACTIVATION_RECOMPUTE_ENABLED", "_FP8_ACTIVATION_RECOMPUTE_PHASE")
 
 
@@ -259,7 +260,7 @@ class Float8Tensor(torch.Tensor):
     """Wraps bytes and a factor; has no values of its own, so that nobody copies those."""
 
     def __new__(cls, values: Tensor) -> Float8Tensor:
-        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+        made = wrapper(cls, values.shape, dtype=torch.float32)
         quantizer = SimpleNamespace(scale=torch.ones(1), amax=torch.zeros(1))
         data = torch.zeros(values.shape, dtype=torch.uint8)
         made.__dict__.update(_quantizer=quantizer, _data=data, _scale_inv=torch.ones(1))
@@ -275,7 +276,7 @@ class Float8Tensor(torch.Tensor):
         return self._data.view(torch.float8_e4m3fn).to(torch.float32) * self._scale_inv
 
     def detach(self) -> Float8Tensor:
-        made = torch.Tensor._make_wrapper_subclass(type(self), self.shape, dtype=torch.float32)
+        made = wrapper(type(self), self.shape, dtype=torch.float32)
         made.__dict__.update(self.__dict__)
         return made
 

@@ -154,7 +154,8 @@ def test_what_an_interrupt_leaves_behind_is_forgotten(transformer_engine: type[M
     first = recomputing.activation_recompute_forward._is_first_fp8_module
     first += [True, False]
     linear = loop.model_chunks[0].layers[0]
-    assert linear._fp8_workspaces
+    workspaces = linear._fp8_workspaces
+    assert workspaces
     assert not linear.is_first_microbatch
     fp8.reset_in_flight(loop.model_chunks)
     assert transformer_engine.AUTOCAST_DEPTH == 0

@@ -240,7 +240,7 @@ def test_an_overlapped_pass_of_shared_experts_begins_at_its_beginning(loop: Loop
         experts.pre_forward_comm(tokens + 1)
         assert experts.cached_fc1_input is not None
         experts.cached_fc2_input = experts.cached_fc2_output = experts.cached_output = tokens
-        experts._overlap_state = list(states)[1]
+        vars(experts)["_overlap_state"] = list(states)[1]
         interrupt_cleanup.shared_experts(left)
         assert experts._overlap_state is states.IDLE
         cached = [value for name, value in vars(experts).items() if name.startswith("cached_")]
@@ -268,10 +268,13 @@ def test_offloaded_activations_are_managed_anew(
 ) -> None:
     """The real manager, in a step that stood in a micro-batch."""
     monkeypatch.setattr(offload.PipelineOffloadManager, "OFFLOAD_MGR", None)
-    manager = offload.PipelineOffloadManager.get_instance()
-    manager._queue.append("chunk")
+
+    def waiting() -> Any:
+        return offload.PipelineOffloadManager.get_instance()._queue
+
+    waiting().append("chunk")
     interrupt_cleanup.offloaded_activations(made(loop))
-    assert not offload.PipelineOffloadManager.get_instance()._queue
+    assert not waiting()
 
 
 @pytest.mark.parametrize("options", [6, 7])

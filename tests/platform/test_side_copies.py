@@ -90,9 +90,9 @@ def test_copies_have_a_stream_that_torch_gives_nobody_else(
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
     driver = Driver(code=0)
     monkeypatch.setattr(cuda, "_driver_library", lambda: driver)
-    platform = CudaPlatform()
-    assert platform._stream() == (4711, 3)
-    assert platform._stream() is platform._stream()
+    stream = CudaPlatform()._stream
+    assert stream() == (4711, 3)
+    assert stream() is stream()
     assert driver.asked == [(1, 0)], "it waits for no default stream, and goes last"
     assert not capsys.readouterr().err
     # Where there is none to be had, one of torch's serves, with a word.

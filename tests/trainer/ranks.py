@@ -78,8 +78,8 @@ def run_ranks(
 
 def stop() -> None:
     """End the process that forks ranks, if it runs, and that of multiprocessing beside it."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    for server in (vars(forkserver)["_forkserver"], vars(resource_tracker)["_resource_tracker"]):
+        server._stop()
 
 
 def _wait(ranks: Sequence[ForkServerProcess], folder: Path, deadline: float) -> list[str]:

@@ -1,5 +1,7 @@
 """``deadpool protect``, and what status, report and progress say about the protection."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -8,7 +10,7 @@ from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.journal.user_requests import Verb
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import Config, NodeState
-from deadpool_megatron.cluster.run_directory.directory import RunInfo
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.settings import Settings
 
@@ -19,10 +21,10 @@ class Desk:
     def __init__(self, nodes: int, settings: Settings) -> None:
         self.state = Machine(Config(nodes, 0, 1, settings, "/dump"), 0.0).state
         self.state.fleet.nodes = {n: NodeState("host", 1, f"node{n}") for n in range(nodes)}
-        self.commands = Commands.__new__(Commands)
-        self.commands._info = RunInfo.__new__(RunInfo)
-        object.__setattr__(self.commands._info, "settings", settings)
-        self.commands._context = cast(Any, self)
+        options = {"info": SimpleNamespace(settings=settings), "run": RunDirectory(Path("/run"))}
+        term = SimpleNamespace(number=1)
+        self.options = SimpleNamespace(**options, journal=None, term=term, restarted=False)
+        self.commands = Commands(cast(Any, self), dict)
 
     def ask(self, **wish: object) -> dict[str, Any] | str:
         return self.commands._what(Verb.PROTECT, wish)

@@ -165,8 +165,8 @@ async def decide(one: Coordinator, pipes: list[int], line: int) -> None:
     one.feed(ev.MemberHello(0, 0, 0))
     Death(line).begin()
     one.feed(ev.MemberHello(1, 0, 0))
-    while one._tasks:
-        await asyncio.wait(one._tasks)
+    while one.tasks:
+        await asyncio.wait(one.tasks)
     sys.settrace(None)
 
 

@@ -139,7 +139,6 @@ def test_orders_reach_their_handlers_in_their_epoch(
 def test_broken_status_is_reported_once_and_beats_go_on(agent: Agent) -> None:
     agent.start()
     agent.expect("beat")
-    agent.link._handlers = None
     handlers = Handlers(*(lambda *_: None for _ in range(2)), status=lambda: {}["no such key"])
     agent.link._handlers = handlers
     assert "no such key" in agent.expect("event")["event"]["data"]["text"]

@@ -15,16 +15,28 @@ from deadpool_megatron.layout.records import Generation
 from tests.cluster.link.line import NODE, Agent, How, Line, play
 
 # Each with a number by which it is known again.
+
+
+def peers_of(orders: Orders) -> Any:
+    return orders._peers
+
+
 ORDERS: dict[str, Callable[[Orders, int, int], None]] = {
     "start": lambda o, n, node: o.give(actions.StartMembers(node, {0: n}, {})),
     "kill": lambda o, n, node: o.give(actions.KillMember(node, 0, n)),
     "close": lambda o, n, node: o.give(actions.CloseEpoch(n, "a failure")),
     "pause": lambda o, n, node: o.give(actions.Pause(1, n)),
     "dump": lambda o, n, node: o.give(actions.Dump((node,), "/dump", Generation(1, n), "step")),
-    "durable-done": lambda o, n, node: o._peers.send_all({"t": "durable-done", "iteration": n}),
-    "export-take": lambda o, n, node: o._peers.order(node, {"t": "export-take", "iteration": n}),
+    "durable-done": lambda o, n, node: peers_of(o).send_all({"t": "durable-done", "iteration": n}),
+    "export-take": lambda o, n, node: peers_of(o).order(node, {"t": "export-take", "iteration": n}),
 }
 NODES = (3, 4, 8)
+
+
+async def acknowledged(line: Line) -> None:
+    await line.until("acknowledgements", lambda: not line.link._unacknowledged)
+
+
 _NUMBER: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "start": lambda m: m["slots"]["0"],
     "kill": lambda m: m["incarnation"],
@@ -112,7 +124,7 @@ def test_what_is_retained_reaches_a_successor_whose_first_connection_is_cut(how:
         await beginning(line)
         for number in range(3):
             line.link.send({"t": "report", "value": number}, retain=True)
-        await line.until("acknowledgements", lambda: not line.link._unacknowledged)
+        await acknowledged(line)
         new, begin = line.take_over(), line.link._begin
 
         def begin_with_a_cut(session: Contact) -> None:
@@ -141,7 +153,7 @@ def test_a_successor_is_told_what_is_new_and_what_is_little(count: int) -> None:
             line.link.send({"t": "report", "value": number}, retain=True)
             if number == 0:
                 await asyncio.sleep(60.0)
-        await line.until("acknowledgements", lambda: not line.link._unacknowledged)
+        await acknowledged(line)
         new = line.take_over()
         await line.until("a welcome", lambda: new.peers.listening())
         await line.until("the newest", lambda: count - 1 in new.said)

@@ -64,20 +64,29 @@ def closed_in_a_block(member: Member, use: Callable[[Member], None]) -> bool:
     return True
 
 
-def close_after_start(member: Member) -> threading.Thread:
-    """Have the next block that starts see its epoch closed before it goes on."""
-    original = fake_nccl.FakeCommunicator._start_coalescing
-    closer = threading.Thread(target=member.comms.interrupt, args=(0,))
+def after_each_start(act: Callable[[], object]) -> None:
+    """Have something happen whenever a block has started; in a process of its own."""
     communicator: Any = fake_nccl.FakeCommunicator
+    original = communicator._start_coalescing
 
     def start(self: Any, device: torch.device) -> None:
-        communicator._start_coalescing = original
         original(self, device)
-        closer.start()
-        while not member.epoch.closed:
-            closer.join(0.001)
+        act()
 
     communicator._start_coalescing = start
+
+
+def close_after_start(member: Member) -> threading.Thread:
+    """Have the next block that starts see its epoch closed before it goes on."""
+    closer = threading.Thread(target=member.comms.interrupt, args=(0,))
+
+    def close() -> None:
+        if closer.ident is None:
+            closer.start()
+            while not member.epoch.closed:
+                closer.join(0.001)
+
+    after_each_start(close)
     return closer
 
 
@@ -89,14 +98,7 @@ def test_a_close_within_a_block_leaves_no_block_open(use: Callable[[Member], Non
 def stuck_in_a_block(member: Member) -> bool:
     """A thread that does not come to the end of its block is cut: the process is replaced."""
     member.init("nccl", epoch=0)
-    original = fake_nccl.FakeCommunicator._start_coalescing
-    communicator: Any = fake_nccl.FakeCommunicator
-
-    def start(self: Any, device: torch.device) -> None:
-        original(self, device)
-        member.comms.interrupt(0)  # returns when the aborts are over
-
-    communicator._start_coalescing = start
+    after_each_start(lambda: member.comms.interrupt(0))  # returns when the aborts are over
     with pytest.raises(EpochClosed):
         batch(member)
     assert not member.comms.drain()

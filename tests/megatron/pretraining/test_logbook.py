@@ -61,12 +61,16 @@ class Book(Logbook):
         self._give(self._writer, None)
 
 
+def board_of(megatron: Any) -> Any:
+    return megatron._GLOBAL_TENSORBOARD_WRITER
+
+
 @pytest.fixture
 def book(tmp_path: Path, megatron: Any) -> Book:
     """One that begins a run."""
     found = Book(tmp_path)
     found.open(restored=False, first_iteration=1)
-    assert megatron._GLOBAL_TENSORBOARD_WRITER is found.writer
+    assert board_of(megatron) is found.writer
     return found
 
 
@@ -83,7 +87,7 @@ def write(
 ) -> None:
     """As Megatron's functions do: to the writer that is there, and to the console."""
     with book.lines(kind, iteration, check, epoch=1):
-        writer = megatron._GLOBAL_TENSORBOARD_WRITER
+        writer = board_of(megatron)
         if writer is not None:
             writer.add(f"{kind} {iteration}")
         print(f"{kind} {iteration}")
@@ -122,7 +126,7 @@ def test_writers_are_back_after_a_silence(book: Book, megatron: Any) -> None:
     megatron._GLOBAL_WANDB_WRITER = wandb = object()
 
     def writers() -> tuple[object, object]:
-        return megatron._GLOBAL_TENSORBOARD_WRITER, megatron._GLOBAL_WANDB_WRITER
+        return board_of(megatron), vars(megatron)["_GLOBAL_WANDB_WRITER"]
 
     with book.silence():
         assert writers() == (None, None)

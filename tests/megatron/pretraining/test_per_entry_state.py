@@ -67,9 +67,10 @@ def test_a_profile_of_torch_counts_from_the_start_of_the_run(
 def test_what_is_left_of_an_interrupted_profile_is_ended(training: types.SimpleNamespace) -> None:
     training.args.profile, training.args.iteration = True, 11
     torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).start()
-    assert torch.autograd._profiler_enabled()
+    is_profiling = torch.autograd._profiler_enabled
+    assert is_profiling()
     with per_entry_state.for_training(list, 12, 0):
-        assert not torch.autograd._profiler_enabled()
+        assert not is_profiling()
 
 
 def test_a_warm_up_starts_none_of_them(training: types.SimpleNamespace) -> None:

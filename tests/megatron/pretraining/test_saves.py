@@ -63,11 +63,12 @@ def test_what_does_not_count_is_announced_to_nobody_and_told_once(
     announced: list[int] = []
     told: list[str] = []
     saves = Saves(lambda _, number, __: announced.append(number), lambda _, why: told.append(why))
+    count = saves._count
     for number in (4, 8):
-        saves._count(tmp_path, number)
+        count(tmp_path, number)
     assert (announced, len(told)) == ([], 1)
     training.get_args = given
-    saves._count(tmp_path, 12)
+    count(tmp_path, 12)
     assert (announced, len(told)) == ([12], 1)
 
 

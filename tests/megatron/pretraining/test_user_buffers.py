@@ -71,7 +71,8 @@ def buffers(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[UserB
 
 
 def test_each_epoch_has_new_ones_in_the_same_groups(buffers: UserBuffers, library: Library) -> None:
-    groups = dict(dist.distributed_c10d._world.pg_map)
+    world_map = dist.distributed_c10d._world.pg_map
+    groups = dict(world_map)
     seen = []
     for _ in range(3):
         buffers.renew()
@@ -79,7 +80,7 @@ def test_each_epoch_has_new_ones_in_the_same_groups(buffers: UserBuffers, librar
         found = [dist.get_process_group_ranks(group) for group in (world, domain)]
         assert found == [[0, 1, 2, 3], [2, 3]]
         seen.append(id(library.communicators()))
-    assert dict(dist.distributed_c10d._world.pg_map) == groups
+    assert dict(world_map) == groups
     assert seen[0] != seen[1]
 
 

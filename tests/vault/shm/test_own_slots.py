@@ -227,10 +227,11 @@ def test_what_was_restored_is_let_go_when_there_is_something_newer(tmp_path: Pat
     held = weakref.ref(segment)
     del segment
     state.ledger.committed[0] = FIRST, "step"
-    worker._restore(layout)
+    restore = worker._restore
+    restore(layout)
     assert held() is not None, "it may have to be sent once more"
     state.ledger.committed[0] = Generation(2, FIRST.iteration + 1), "step"
-    worker._restore(layout)
+    restore(layout)
     gc.collect()
     assert held() is None
 
