@@ -58,12 +58,12 @@ def run(args: argparse.Namespace) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     results: Counter[Result] = Counter()
     try:
-        for number, one in enumerate(draws(args, choices)):
+        for number, draw in enumerate(draws(args, choices)):
             if args.show:
-                show(one)
+                show(draw)
                 continue
             order = Order(
-                *(one.seed, one.choice["tag"], str(directory / f"{one.seed}")),
+                *(draw.seed, draw.choice["tag"], str(directory / f"{draw.seed}")),
                 *(args.only, not args.no_shrink),
             )
             drawn = order.drawn
@@ -102,11 +102,11 @@ def draws(args: argparse.Namespace, choices: Sequence[drawing.Choice]) -> Iterat
             )
 
 
-def show(one: drawing.Draw) -> None:
+def show(draw: drawing.Draw) -> None:
     """Print what a seed draws."""
-    print(f"seed {one.seed}: {' '.join(map('='.join, one.choice.items()))}")
-    print(f"  {one.script} {' '.join(one.flags)}\n  {' '.join(one.settings)}")
-    print("".join(f"  {json.dumps(fault)}\n" for fault in one.faults), end="")
+    print(f"seed {draw.seed}: {' '.join(map('='.join, draw.choice.items()))}")
+    print(f"  {draw.script} {' '.join(draw.flags)}\n  {' '.join(draw.settings)}")
+    print("".join(f"  {json.dumps(fault)}\n" for fault in draw.faults), end="")
 
 
 def _remove(directory: Path) -> None:
@@ -119,10 +119,10 @@ def _tried(order: Order, display: Display, part: float, as_json: bool) -> str:
     """Try one, say what became of it; returns the result."""
     title = f"seed {order.seed}, {order.tag}"
     row: dict[str, Any] = {}
-    for said in work(order):
-        if "status" in said:
-            display.status(f"{title}: {said['status']}", part)
-        row = said.get("row", row)
+    for message in work(order):
+        if "status" in message:
+            display.status(f"{title}: {message['status']}", part)
+        row = message.get("row", row)
     result = Result(row["result"])
     repeat = f"scripts/fuzz.py {order.seed} --tag {order.tag}"
     if len(row["kept"]) < len(drawing.FEATURES) - 1:
@@ -145,11 +145,7 @@ def main() -> int:
     )
     parser.add_argument("seed", type=int, metavar="SEED", help="of the first draw")
     parser.add_argument("--count", type=int, default=1, metavar="N", help="draws (default: 1)")
-    parser.add_argument(
-        "--tag",
-        choices=TAGS,
-        help="of Megatron-LM (default: a drawn one)",
-    )
+    parser.add_argument("--tag", choices=TAGS, help="of Megatron-LM (default: a drawn one)")
     parser.add_argument(
         "--only",
         nargs="*",

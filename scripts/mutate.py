@@ -263,9 +263,9 @@ class Copy:
 
     def end(self, pid: int) -> None:
         """Kill what runs in this copy, and all that it started."""
-        for one in (pid, *marked_processes(str(self.tree), _MARK)):
+        for process in (pid, *marked_processes(str(self.tree), _MARK)):
             try:
-                os.kill(one, signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
             except ProcessLookupError:
                 continue
 
@@ -340,8 +340,8 @@ def _report(trials: Sequence[Trial], seconds: float) -> None:
             for line in trial.by.splitlines() or trial.slip.tests:
                 print(f"    {line}")
     counts = Counter(trial.outcome for trial in trials)
-    told = ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
-    print(f"{len(trials)} slips in {seconds:.0f} s: {told}")
+    summary = ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
+    print(f"{len(trials)} slips in {seconds:.0f} s: {summary}")
 
 
 def as_known(slip: Slip) -> str:

@@ -60,13 +60,13 @@ def main() -> int:
         for number, row in enumerate(rows):
             small = shrink(row["id"], row["script"], row["flags"], known)
             display.status(f"{small.id} ({number + 1} of {len(rows)})", number / len(rows))
-            result, why = Result.REFUSED, refusal(small)
-            if not why:
-                result, why = trial(work / small.id, small) if args.run else (Result.CUT_DOWN, "")
+            result, cause = Result.REFUSED, refusal(small)
+            if not cause:
+                result, cause = trial(work / small.id, small) if args.run else (Result.CUT_DOWN, "")
             results[result] += 1
             if args.json:
-                print(json.dumps({**asdict(small), "result": result, "why": why}), flush=True)
-            more = f"see {work}" if result in BAD else why or f"left out: {small.without}"
+                print(json.dumps({**asdict(small), "result": result, "why": cause}), flush=True)
+            more = f"see {work}" if result in BAD else cause or f"left out: {small.without}"
             display.line(f"{small.id}: {result}; {more}", _STYLES.get(result, ""))
     finally:
         forks.stop()

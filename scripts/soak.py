@@ -125,14 +125,14 @@ def soak(args: argparse.Namespace, base: Path, isolated: bool) -> dict[str, Any]
         while time.monotonic() < deadline:
             name = f"round-{len(done)}"
             print(f"{name}: {len(struck)} faults so far", file=sys.stderr)
-            one = rounds.start(base / name, number, began, reference.hashes)
-            done.append(one)
-            struck += rounds.strike_on(one, plan, dice, deadline, number)
-            if one.newest < number and time.monotonic() >= deadline:
-                rounds.end(one)
+            round_ = rounds.start(base / name, number, began, reference.hashes)
+            done.append(round_)
+            struck += rounds.strike_on(round_, plan, dice, deadline, number)
+            if round_.newest < number and time.monotonic() >= deadline:
+                rounds.end(round_)
             else:
-                rounds.finish(one, number)
-            clean(one)
+                rounds.finish(round_, number)
+            clean(round_)
     except rounds.SoakError as error:
         found = str(error)
         struck += getattr(error, "struck", [])
@@ -141,11 +141,11 @@ def soak(args: argparse.Namespace, base: Path, isolated: bool) -> dict[str, Any]
     finally:
         if done:
             leave_nothing(done[-1])
-        for one in busy:
-            one.kill()
-            one.wait()
+        for process in busy:
+            process.kill()
+            process.wait()
     if args.kinds == "none" and not found:
-        false_alarms = sum(one.recoveries for one in done)
+        false_alarms = sum(round_.recoveries for round_ in done)
         found = f"{false_alarms} recoveries though nothing was struck" if false_alarms else ""
     return facts | summary(struck, done, found, time.monotonic() - began)
 
@@ -155,29 +155,29 @@ def became_parent_of_orphans() -> None:
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
-def clean(one: rounds.Round) -> None:
+def clean(round_: rounds.Round) -> None:
     """Raises SoakError unless nothing of a finished round is left; removes its directory."""
-    info = one.run.read_run()
+    info = round_.run.read_run()
     limit = time.monotonic() + 30.0
     while True:
         reap()
-        pids = cleanup.run_processes(one.run, info.run_id)
+        pids = cleanup.run_processes(round_.run, info.run_id)
         left = segment_root(info.run_id)
-        if not pids and (not left.exists() or one.process.returncode != 0):
+        if not pids and (not left.exists() or round_.process.returncode != 0):
             break
         if time.monotonic() > limit:
             raise rounds.SoakError(f"left over: processes {pids}, {left}")
         time.sleep(0.2)
     shutil.rmtree(left, ignore_errors=True)
-    shutil.rmtree(one.directory)
-    shutil.rmtree(f"{one.directory}-saves", ignore_errors=True)
+    shutil.rmtree(round_.directory)
+    shutil.rmtree(f"{round_.directory}-saves", ignore_errors=True)
 
 
-def leave_nothing(one: rounds.Round) -> None:
+def leave_nothing(round_: rounds.Round) -> None:
     """End a round wherever it is, with all that is left of it."""
-    rounds.end(one)
-    if (one.directory / "run.json").exists():  # else it has not begun, or is clean already
-        cleanup.clean_run(one.run, one.run.read_run().run_id)
+    rounds.end(round_)
+    if (round_.directory / "run.json").exists():  # else it has not begun, or is clean already
+        cleanup.clean_run(round_.run, round_.run.read_run().run_id)
 
 
 def reap() -> None:
@@ -187,12 +187,12 @@ def reap() -> None:
             pass
 
 
-def keep_evidence(one: rounds.Round, args: argparse.Namespace) -> None:
+def keep_evidence(round_: rounds.Round, args: argparse.Namespace) -> None:
     """Copy the run directory of what went wrong to where it can be looked at."""
     target = Path(tempfile.mkdtemp(prefix="deadpool-soak-found-", dir=args.keep))
     try:
-        shutil.copytree(one.directory, target / one.directory.name, dirs_exist_ok=True)
-        shutil.copy(one.directory.with_suffix(".out"), target)
+        shutil.copytree(round_.directory, target / round_.directory.name, dirs_exist_ok=True)
+        shutil.copy(round_.directory.with_suffix(".out"), target)
     except (OSError, shutil.Error) as error:
         print(f"evidence is not complete: {error}", file=sys.stderr)
     print(f"evidence: {target}", file=sys.stderr)
@@ -203,34 +203,36 @@ def summary(
 ) -> dict[str, Any]:
     """Returns what was seen, by kind of fault, and the verdict."""
     kinds: dict[str, Any] = {}
-    for name in sorted({one.kind for one in struck}):
-        these = [one for one in struck if one.kind == name]
-        waits = sorted(one.seconds for one in these if one.seconds is not None)
-        observed = sum(one.observed for one in these)
+    for name in sorted({fault.kind for fault in struck}):
+        these = [fault for fault in struck if fault.kind == name]
+        waits = sorted(fault.seconds for fault in these if fault.seconds is not None)
+        observed = sum(fault.observed for fault in these)
         kinds[name] = {"faults": len(these), "observed": observed}
         kinds[name]["to_next_iteration_seconds"] = percentiles(waits)
     unseen = [name for name, kind in kinds.items() if not kind["observed"]]
     if unseen and not found:
         found = f"struck, and never observed: {', '.join(unseen)}"
-    samples = [one for round_ in done[1:] for one in round_.samples]
+    samples = [sample for round_ in done[1:] for sample in round_.samples]
     grown = growth.judge(samples, 120.0)
-    files = [growth.files_verdict(one.files) for one in done[1:]]
+    files = [growth.files_verdict(round_.files) for round_ in done[1:]]
     return {
         "seconds": seconds,
         "found": found,
         "faults": len(struck),
         "kinds": kinds,
         "all_seconds": percentiles(sorted(o.seconds for o in struck if o.seconds is not None)),
-        "recoveries": sum(one.recoveries for one in done[1:]),
+        "recoveries": sum(round_.recoveries for round_ in done[1:]),
         "rounds": len(done) - 1,
-        "hashes_compared": sum(one.compared for one in done[1:]),
-        "iterations": sum(one.newest for one in done[1:]),
+        "hashes_compared": sum(round_.compared for round_ in done[1:]),
+        "iterations": sum(round_.newest for round_ in done[1:]),
         "growth": grown,
         "files": files,
-        "struck": [one.to_dict() for one in struck],
+        "struck": [fault.to_dict() for fault in struck],
         "samples": growth.as_dicts(growth.thinned(samples)),
-        "files_seen": growth.as_dicts(one for round_ in done[1:] for one in round_.files[::6]),
-        "passed": not found and grown["flat"] and all(one.get("flat", True) for one in files),
+        "files_seen": growth.as_dicts(entry for round_ in done[1:] for entry in round_.files[::6]),
+        "passed": not found
+        and grown["flat"]
+        and all(verdict.get("flat", True) for verdict in files),
     }
 
 
@@ -256,8 +258,8 @@ def verdict(facts: dict[str, Any]) -> str:
         shown = ", ".join(f"{key} {value:+.1f}" for key, value in grown.items() if key != "lives")
         lines.append(f"  growth of {part:<14} {shown}  ({grown['lives']} lives)")
     for name, limit in growth.FILE_LIMITS.items():
-        most = max((one[name] for one in facts["files"] if one), default=0.0)
-        lines.append(f"  {name:<36} {most:+.1f} at most (limit {limit:g})")
+        largest = max((values[name] for values in facts["files"] if values), default=0.0)
+        lines.append(f"  {name:<36} {largest:+.1f} at most (limit {limit:g})")
     lines.append(facts["found"] or f"{facts['hashes_compared']} states compared, all equal")
     lines.append("passed" if facts["passed"] else "FAILED")
     return "\n".join(lines)

@@ -101,24 +101,24 @@ def run(base: Path, entry: str) -> tuple[list[float], float, float]:
         "DEADPOOL_WALK_PACKAGE": str(Path(deadpool_megatron.__file__).parent),
         "DEADPOOL_WALK_ENTRY": entry,
     }
-    one = rounds.start(base / "run", 100_000, time.monotonic(), None, ("--spares", "1"))
+    round_ = rounds.start(base / "run", 100_000, time.monotonic(), None, ("--spares", "1"))
     try:
-        rounds.follow(one, lambda: one.newest >= _ITERATIONS, _PATIENCE_SECONDS, "iterations")
-        rounds.pause(one, _WARM_SECONDS)
-        killed = kill_a_node(one)
-        rounds.follow(one, lambda: one.recoveries > 0, _PATIENCE_SECONDS, "the recovery")
+        rounds.follow(round_, lambda: round_.newest >= _ITERATIONS, _PATIENCE_SECONDS, "iterations")
+        rounds.pause(round_, _WARM_SECONDS)
+        killed = kill_a_node(round_)
+        rounds.follow(round_, lambda: round_.recoveries > 0, _PATIENCE_SECONDS, "the recovery")
     finally:
-        rounds.end(one)
+        rounds.end(round_)
     at: dict[Kind, list[float]] = {Kind.STEP: [], Kind.RECOVERED: []}
-    for event in read_events(one.run.events):
+    for event in read_events(round_.run.events):
         at.get(event.kind, []).append(event.wall_seconds)
     return at[Kind.STEP], killed, at[Kind.RECOVERED][0]
 
 
-def kill_a_node(one: rounds.Round) -> float:
+def kill_a_node(round_: rounds.Round) -> float:
     """Kill all processes of the first node with a role, the last to be appointed to coordinate;
     return when."""
-    listing = one.run.node_listings()[min(node for node, _ in one.seats().values())]
+    listing = round_.run.node_listings()[min(node for node, _ in round_.seats().values())]
     now = time.time()
     for pid in (listing["agent"], listing["vault"], *listing["members"].values()):
         os.kill(int(pid), signal.SIGKILL)
@@ -150,8 +150,8 @@ def count(
     seen = Counter(name for begin, end in pairwise(times) for name in entered(begin, end))
     iteration = {name for name, often in seen.items() if often > (len(times) - 1) / 2}
     calls = walks(note for note in found if killed - _BEFORE_SECONDS <= note[1] < killed)
-    most = max(map(len, calls))
-    sealing = sorted((call for call in calls if len(call) > most / 2), key=len)
+    largest = max(map(len, calls))
+    sealing = sorted((call for call in calls if len(call) > largest / 2), key=len)
     walk = sealing[len(sealing) // 2]
     files = len(set(walk))
     return {
@@ -161,12 +161,7 @@ def count(
             "walk": sorted(lost),
         },
         "iteration": {"files": len(iteration), "walk": sorted(iteration)},
-        "sealing": {
-            "stays": len(walk),
-            "files": files,
-            "returns": len(walk) - files,
-            "walk": walk,
-        },
+        "sealing": {"stays": len(walk), "files": files, "returns": len(walk) - files, "walk": walk},
     }
 
 

@@ -316,13 +316,13 @@ def allow_files(agents: int) -> str:
 
 
 def show(results: list[Found]) -> None:
-    """A table: one line for each figure, one column for each size."""
+    """A table: a line for each figure, a column for each size."""
     for name in ("agents", "roles", *MEANINGS):
-        values = "".join(f"{one.figures.get(name, float('nan')):>12.4g}" for one in results)
+        values = "".join(f"{result.figures.get(name, float('nan')):>12.4g}" for result in results)
         print(f"{name:<40}{values}  {MEANINGS.get(name, '')}")
-    for one in results:
-        for phase, block in one.blocks.items():
-            print(f"{one.figures['agents']} agents, {phase}: {block}")
+    for result in results:
+        for phase, block in result.blocks.items():
+            print(f"{result.figures['agents']} agents, {phase}: {block}")
 
 
 @ending_in_order()
@@ -351,7 +351,7 @@ def main() -> int:
             results.append(asyncio.run(Bench(size, args.seconds, Path(directory) / "run").run()))
     show(results)
     if args.json is not None:
-        sizes = [{**one.figures, "blocks": one.blocks} for one in results]
+        sizes = [{**result.figures, "blocks": result.blocks} for result in results]
         write_facts(args.json, {**facts, "meanings": MEANINGS, "sizes": sizes})
     return 0
 

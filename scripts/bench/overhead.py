@@ -28,7 +28,7 @@ from deadpool_megatron.trainer.config import TrainerConfig, parse_args
 CONFIG = ROOT / "configs" / "20m.args"
 TOKENS_PER_STEP = (8192, 2048)
 NODES, NPROC_PER_NODE = 2, 2
-_LEAST_SHOWN_SECONDS = 0.001
+_MIN_SHOWN_SECONDS = 0.001
 
 
 def model() -> TrainerConfig:
@@ -106,7 +106,7 @@ def _mean_of_threads(runs: list[Measured]) -> dict[str, float]:
     return {
         name: seconds / len(runs)
         for name, seconds in total.most_common()
-        if seconds / len(runs) >= _LEAST_SHOWN_SECONDS
+        if seconds / len(runs) >= _MIN_SHOWN_SECONDS
     }
 
 

@@ -52,16 +52,16 @@ def measure(
     undisturbed: list[Run] = []
     taken = {side: Snapshot() for side in sides}
     for number in range(rounds):
-        _say(f"{name}: undisturbed, {number + 1} of {rounds}")
+        _print(f"{name}: undisturbed, {number + 1} of {rounds}")
         undisturbed.append(run_undisturbed(name, steps, base))
         for label, side in sides.items():
-            _say(f"{name}: {label}, {number + 1} of {rounds}")
+            _print(f"{name}: {label}, {number + 1} of {rounds}")
             with tempfile.TemporaryDirectory(dir=base) as directory:
                 try:
                     run = run_side(side, name, steps, Path(directory), environments)
                     taken[label].rounds[number] = run, _cost(run), _difference(run, undisturbed[0])
                 except (BenchError, OutcomeError) as error:
-                    _say(f"{label}: {error}")
+                    _print(f"{label}: {error}")
                     taken[label].failures.append(str(error))
     return {
         "parameters": parameters(sizes_of(name)),
@@ -144,7 +144,7 @@ def install_all(environments: Path) -> int:
         try:
             install(environments, peer)
             check(environments, peer)
-            _say(f"{peer}: ready in {environments}")
+            _print(f"{peer}: ready in {environments}")
         except PeerUnavailableError as error:
             print(f"peers bench: {error}", file=sys.stderr)
             status = 1
@@ -177,7 +177,7 @@ def main() -> int:
         return install_all(args.environments)
     sides, reasons = available(args.side, args.environments)
     for label, reason in reasons.items():
-        _say(f"{label}: not run: {reason}")
+        _print(f"{label}: not run: {reason}")
     packages = {
         label: PACKAGES[side.peer].requirement for label, side in sides.items() if side.peer
     }
@@ -206,12 +206,12 @@ def main() -> int:
             for label, side in sides.items()
             if side.start == "deadpool"
         ]
-        return all(not one["failed_runs"] and all(one["bit_identical"]) for one in own)
+        return all(not runs["failed_runs"] and all(runs["bit_identical"]) for runs in own)
 
     return run_bench("peers", args.out, measured, is_good)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -135,8 +135,8 @@ def main() -> int:
         }
 
     def is_good(facts: dict[str, Any]) -> bool:
-        schemes = [one for size in facts["sizes"].values() for one in size["schemes"].values()]
-        return all(one["bit_identical"] for one in schemes)
+        schemes = [case for size in facts["sizes"].values() for case in size["schemes"].values()]
+        return all(case["bit_identical"] for case in schemes)
 
     return run_bench("protection", args.out, measured, is_good)
 

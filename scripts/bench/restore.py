@@ -64,7 +64,7 @@ def facts_of(runs: list[Protected], undisturbed: RunResult) -> dict[str, Any]:
         "recovery_seconds": summary([found.seconds for found in recoveries]),
         "steps_recomputed": [found.steps_recomputed for found in recoveries],
         "bit_identical": all(compare_results(undisturbed, each).identical for each in results),
-        "runs": [{"seconds": one.seconds, "phases": dict(one.phases)} for one in recoveries],
+        "runs": [{"seconds": found.seconds, "phases": dict(found.phases)} for found in recoveries],
     }
 
 
@@ -79,7 +79,7 @@ def main() -> int:
 
     def is_good(facts: dict[str, Any]) -> bool:
         sides = [size[side] for size in facts["sizes"].values() for side in SIDES]
-        return all(one["bit_identical"] for one in sides)
+        return all(side["bit_identical"] for side in sides)
 
     return run_bench("restore", args.out, measured, is_good)
 

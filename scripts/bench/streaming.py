@@ -190,13 +190,13 @@ def _watch(
     """Seconds of each measured step, as this one observer sees them reported."""
     times: list[float] = []
     expected = _WARM_UP + 1 + link.steps
-    heard = time.perf_counter()
+    seen_at = time.perf_counter()
     while len(times) < expected:
         ended = over()  # before the look: what was reported before the end is then seen
         for _ in range(new_steps()):
-            heard = time.perf_counter()
-            times.append(heard)
-        if len(times) < expected and (ended or time.perf_counter() - heard > _SILENCE_SECONDS):
+            seen_at = time.perf_counter()
+            times.append(seen_at)
+        if len(times) < expected and (ended or time.perf_counter() - seen_at > _SILENCE_SECONDS):
             raise BenchError(f"saw {len(times)} steps of {expected}:\n{trouble()}")
         time.sleep(_POLL_SECONDS)
     return [after - before for before, after in itertools.pairwise(times[_WARM_UP:])]

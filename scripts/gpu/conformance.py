@@ -265,8 +265,8 @@ def main() -> int:
     checks = {part: look(part) for part in PARTS}
     if out:
         out.write_text(json.dumps({**found, "checks": checks}, indent=1) + "\n")
-    said = [one for part in checks.values() for one in part.values()]
-    return 0 if all(one.startswith(HOLDS) for one in said) else 1
+    said = [answer for part in checks.values() for answer in part.values()]
+    return 0 if all(answer.startswith(HOLDS) for answer in said) else 1
 
 
 if __name__ == "__main__":

@@ -92,9 +92,9 @@ def read(path: Path) -> dict[str, list[str]]:
     found = json.loads(path.read_text())
     tests = [f"{file}::{name}" for file, names in found["tests"].items() for name in names]
     return {
-        f"{file}:{name}": [tests[number] for number in found["lists"][which]]
+        f"{file}:{name}": [tests[number] for number in found["lists"][index]]
         for file, functions in found["functions"].items()
-        for name, which in functions.items()
+        for name, index in functions.items()
     }
 
 
@@ -108,8 +108,8 @@ def write(functions: Mapping[str, list[str]], path: Path) -> None:
     lists: dict[tuple[int, ...], int] = {}
     for function, names in functions.items():
         file, _, name = function.partition(":")
-        which = lists.setdefault(tuple(numbers[test] for test in names), len(lists))
-        found["functions"].setdefault(file, {})[name] = which
+        index = lists.setdefault(tuple(numbers[test] for test in names), len(lists))
+        found["functions"].setdefault(file, {})[name] = index
     found["lists"] = list(lists)
     text = json.dumps(found, separators=(",", ":"))
     path.write_text(re.sub(r"(?<=[]}]),", ",\n", text) + "\n")

@@ -21,10 +21,10 @@ def draw(facts: dict[str, Any], path: Path) -> None:
     kinds = sorted(facts["kinds"])
     colours = pyplot.get_cmap("tab20")
     for number, kind in enumerate(kinds):
-        these = [one for one in facts["struck"] if one["kind"] == kind and one["seconds"]]
+        these = [fault for fault in facts["struck"] if fault["kind"] == kind and fault["seconds"]]
         above.scatter(
-            [one["at_seconds"] / 60 for one in these],
-            [one["seconds"] for one in these],
+            [fault["at_seconds"] / 60 for fault in these],
+            [fault["seconds"] for fault in these],
             s=14,
             color=colours(number % 20),
             label=f"{kind} ({len(these)})",
@@ -38,16 +38,18 @@ def draw(facts: dict[str, Any], path: Path) -> None:
         f" {facts['seconds'] / 60:.0f} min, {facts['hashes_compared']} states compared: {verdict}"
     )
     shades = {"coordinator": "C3", "agent": "C0", "vault": "C2", "member": "C7"}
-    for life in growth.lives(growth.Sample(**one) for one in facts["samples"]):
-        minutes = [one.seconds / 60 for one in life]
-        middle.plot(minutes, [one.rss_mb for one in life], color=shades[life[0].part], lw=0.7)
+    for life in growth.lives(growth.Sample(**sample) for sample in facts["samples"]):
+        minutes = [sample.seconds / 60 for sample in life]
+        middle.plot(minutes, [sample.rss_mb for sample in life], color=shades[life[0].part], lw=0.7)
     for part, shade in shades.items():
         middle.plot([], [], color=shade, label=part)
     middle.set_ylabel("resident memory, MB, one line a process")
     middle.legend(fontsize=8)
-    minutes = [one["seconds"] / 60 for one in facts["files_seen"]]
-    below.plot(minutes, [one["segments_mb"] for one in facts["files_seen"]], label="shared memory")
-    directory = [one["directory_mb"] for one in facts["files_seen"]]
+    minutes = [files["seconds"] / 60 for files in facts["files_seen"]]
+    below.plot(
+        minutes, [files["segments_mb"] for files in facts["files_seen"]], label="shared memory"
+    )
+    directory = [files["directory_mb"] for files in facts["files_seen"]]
     below.plot(minutes, directory, label="run directory (anew each round)")
     below.set_ylabel("MB")
     below.set_xlabel("minutes")

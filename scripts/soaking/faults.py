@@ -41,7 +41,7 @@ _PLANNED: Mapping[str, Mapping[str, object]] = {
         "resume_after_seconds": _SHORT_FREEZE_SECONDS,
     },
 }
-_MOST_PLANNED = 60
+_MAX_PLANNED = 60
 
 
 class NotNow(Exception):
@@ -186,8 +186,8 @@ def cut(target: Target) -> str:
     number = target.some_node()
     pid = int(target.listing(number)["agent"])
     shown = subprocess.run(["ss", "-Htnp"], capture_output=True, text=True, check=True).stdout
-    mine = [line.split()[3] for line in shown.splitlines() if f"pid={pid}," in line]
-    ports = [address.rpartition(":")[2] for address in mine]
+    own = [line.split()[3] for line in shown.splitlines() if f"pid={pid}," in line]
+    ports = [address.rpartition(":")[2] for address in own]
     if not ports:
         raise NotNow(f"agent of node {number} has no connection")
     these = "{ " + ", ".join(ports) + " }"
@@ -283,7 +283,7 @@ def planned() -> list[dict[str, object]]:
     return [
         {"id": f"{kind}-{number}", "after": f"release-{kind}-{number}", **what}
         for kind, what in _PLANNED.items()
-        for number in range(_MOST_PLANNED)
+        for number in range(_MAX_PLANNED)
     ]
 
 
@@ -291,7 +291,7 @@ def _release(target: Target, kind: str) -> str:
     """Let the next planned fault of this kind strike, and wait until it has."""
     fired = Path(f"{target.plan}.fired")
     number = len(list(fired.glob(f"release-{kind}-*")))
-    if number == _MOST_PLANNED:
+    if number == _MAX_PLANNED:
         raise NotNow("none is left in the plan")
     (fired / f"release-{kind}-{number}").touch()
     limit = time.monotonic() + _STRIKE_SECONDS
@@ -346,8 +346,8 @@ def _deadpool(target: Target, command: str, *arguments: str) -> None:
 
 
 KINDS: Mapping[str, Callable[[Target], str]] = {
-    one.__name__.replace("_", "-"): one
-    for one in (
+    fault.__name__.replace("_", "-"): fault
+    for fault in (
         *(node, process, vault, agent, coordinator, coordinator_and_process),
         *(coordinator_frozen, process_frozen, agent_frozen, cut, damaged_bytes),
         *(full_disk, full_disk_and_process, drain, protect, persist),

@@ -23,7 +23,7 @@ FILE_LIMITS: Mapping[str, float] = {
     "directory_bytes_per_iteration": 12000.0,
 }
 # In less a single checkpoint is a steep line.
-_LEAST_SECONDS = 120.0
+_MIN_SECONDS = 120.0
 # More than this between two looks is a change of the working size: a spare has got a role (four
 # more threads of its vault), a vault another plan. A leak comes little by little.
 _STEPS: Mapping[str, float] = {"rss_mb": 4.0, "descriptors": 3.0, "threads": 3.0}
@@ -71,12 +71,12 @@ def lives(samples: Iterable[Sample]) -> list[list[Sample]]:
     """Returns what was seen of each process, in order."""
     newest: dict[tuple[str, int], list[Sample]] = {}
     found: list[list[Sample]] = []
-    for one in samples:
-        life = newest.get((one.part, one.pid))
-        if life is None or one.seconds - life[-1].seconds > _GONE_SECONDS:
-            life = newest[one.part, one.pid] = []
+    for sample in samples:
+        life = newest.get((sample.part, sample.pid))
+        if life is None or sample.seconds - life[-1].seconds > _GONE_SECONDS:
+            life = newest[sample.part, sample.pid] = []
             found.append(life)
-        life.append(one)
+        life.append(sample)
     return found
 
 
@@ -87,7 +87,7 @@ def gained_per_hour(life: Sequence[Sample], name: str) -> float:
     The median of the slopes between looks (Theil and Sen) is not moved by a few that stand out;
     of a minute the least counts, as what is opened for a while is closed again.
     """
-    seen = [(one.seconds, float(getattr(one, name))) for one in life]
+    seen = [(sample.seconds, float(getattr(sample, name))) for sample in life]
     floor = [
         (seconds, min(v for _, v in seen[max(0, i - 6) : i + 1]))
         for i, (seconds, _) in enumerate(seen)
@@ -106,16 +106,16 @@ def _slope(looks: Sequence[tuple[float, float]]) -> float:
     return median(slopes) if slopes else 0.0
 
 
-def judge(samples: Iterable[Sample], least_seconds: float) -> dict[str, Any]:
+def judge(samples: Iterable[Sample], min_seconds: float) -> dict[str, Any]:
     """Returns for each part the most that one of its processes gained in an hour, of those that
-    lived for ``least_seconds`` after they were warm; ``flat``: whether all are within LIMITS; and
+    lived for ``min_seconds`` after they were warm; ``flat``: whether all are within LIMITS; and
     every look at each process that is not, for whoever has to find out why.
     """
     parts: dict[str, dict[str, float]] = {}
     grown: list[Sample] = []
     for found in lives(samples):
-        warm = [one for one in found if one.seconds >= found[0].seconds + _WARM_SECONDS]
-        if len(warm) < 3 or warm[-1].seconds - warm[0].seconds < least_seconds:
+        warm = [sample for sample in found if sample.seconds >= found[0].seconds + _WARM_SECONDS]
+        if len(warm) < 3 or warm[-1].seconds - warm[0].seconds < min_seconds:
             continue
         known = parts.setdefault(found[0].part, {"lives": 0, **dict.fromkeys(LIMITS, 0.0)})
         known["lives"] += 1
@@ -147,14 +147,14 @@ def files_verdict(files: Sequence[Files]) -> dict[str, Any]:
         if after.iteration > before.iteration
     ]
     grown = (later[-1].directory_mb - later[0].directory_mb) * 1e6
-    held = [(one.seconds, one.segments_mb) for one in later]
+    held = [(sample.seconds, sample.segments_mb) for sample in later]
     found = {
         "directory_bytes_per_iteration": grown / max(1, steps),
         "directory_bytes_per_usual_iteration": median(usual) if usual else 0.0,
         "segments_mb_gained": _slope(held) * min(3600.0, held[-1][0] - held[0][0]),
-        "segments_mb_most": max(one.segments_mb for one in files),
+        "segments_mb_most": max(sample.segments_mb for sample in files),
     }
-    is_short = held[-1][0] - held[0][0] < _LEAST_SECONDS
+    is_short = held[-1][0] - held[0][0] < _MIN_SECONDS
     flat = is_short or all(found[name] <= limit for name, limit in FILE_LIMITS.items())
     return {**found, "limits": dict(FILE_LIMITS), "flat": flat}
 
@@ -162,8 +162,8 @@ def files_verdict(files: Sequence[Files]) -> dict[str, Any]:
 def as_dicts(found: Iterable[Sample | Files]) -> list[dict[str, Any]]:
     """Returns JSON objects, with tenths."""
     return [
-        {name: round(v, 1) if isinstance(v, float) else v for name, v in asdict(one).items()}
-        for one in found
+        {name: round(v, 1) if isinstance(v, float) else v for name, v in asdict(sample).items()}
+        for sample in found
     ]
 
 
@@ -172,8 +172,8 @@ def thinned(samples: Iterable[Sample]) -> list[Sample]:
     kept: list[Sample] = []
     for life in lives(samples):
         at = life[0].seconds
-        for one in life:
-            if one.seconds >= at or one is life[-1]:
-                kept.append(one)
-                at = one.seconds + _SHOWN_SECONDS
-    return sorted(kept, key=lambda one: one.seconds)
+        for sample in life:
+            if sample.seconds >= at or sample is life[-1]:
+                kept.append(sample)
+                at = sample.seconds + _SHOWN_SECONDS
+    return sorted(kept, key=lambda sample: sample.seconds)

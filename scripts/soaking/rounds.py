@@ -42,7 +42,7 @@ _MODEL = (
 _SETTINGS = "--deadpool-set hash-interval=1 --deadpool-hang 30 --deadpool-nonfinite rollback"
 _SAVE_INTERVAL = "40"
 # Events that tell of a fault or of a request.
-_TELLING = {
+_REPORTED_KINDS = {
     *(Kind.EPOCH_CLOSED, Kind.NODE_LOST, Kind.COORDINATOR, Kind.MEMBER_LOST, Kind.VAULT_LOST),
     *(Kind.NONFINITE, Kind.PROTECTION, Kind.DRAIN, Kind.DURABLE),
 }
@@ -111,7 +111,7 @@ class Round:
 
     def _take(self, event: Event) -> None:
         self.epoch = max(self.epoch, event.epoch)
-        self.told += event.kind in _TELLING
+        self.told += event.kind in _REPORTED_KINDS
         if event.kind is Kind.STEP:
             self.newest = max(self.newest, event.iteration or 0)
         elif event.kind is Kind.RECOVERED:
@@ -221,8 +221,8 @@ def follow(round_: Round, until: Callable[[], bool], seconds: float, what: str) 
             status = round_.process.returncode
             if status == 0:
                 return
-            said = round_.directory.with_suffix(".out").read_text()[-1500:]
-            raise SoakError(f"the run ended with {status} while waiting for {what}: {said}")
+            output = round_.directory.with_suffix(".out").read_text()[-1500:]
+            raise SoakError(f"the run ended with {status} while waiting for {what}: {output}")
         if time.monotonic() > limit:
             raise SoakError(f"waited {seconds:g} s for {what}: the run hangs")
         round_.look()
@@ -288,19 +288,19 @@ def _strike_on(
             target.seats = round_.seats()
             target.is_seen, before = False, round_.told
             now = time.monotonic()
-            one = Struck(kind, "", now - round_.began, round_.newest, epochs=round_.epoch)
-            one.what = plan.kinds[kind](target)
+            fault = Struck(kind, "", now - round_.began, round_.newest, epochs=round_.epoch)
+            fault.what = plan.kinds[kind](target)
         except faults.NotNow as error:
             print(f"  {kind}: not now: {error}", file=sys.stderr)
             continue
-        struck.append(one)
+        struck.append(fault)
         told = before
         round_.look()
-        await_progress(round_, plan.patience_seconds, one.what)
-        one.seconds = time.monotonic() - now
-        one.epochs = round_.epoch - one.epochs
-        one.observed = target.is_seen or round_.told > told
-        print(f"  {one.at_seconds:7.1f} s  {one.what}: {one.seconds:.1f} s", file=sys.stderr)
+        await_progress(round_, plan.patience_seconds, fault.what)
+        fault.seconds = time.monotonic() - now
+        fault.epochs = round_.epoch - fault.epochs
+        fault.observed = target.is_seen or round_.told > told
+        print(f"  {fault.at_seconds:7.1f} s  {fault.what}: {fault.seconds:.1f} s", file=sys.stderr)
 
 
 def pause(round_: Round, seconds: float) -> None:

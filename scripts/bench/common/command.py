@@ -16,13 +16,13 @@ Facts = dict[str, Any]
 T = TypeVar("T")
 
 
-def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+def at_least(minimum: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
     """The type of a flag whose value may not be smaller."""
 
     def number(text: str) -> float:
         value = kind(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least:g}")
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum:g}")
         return value
 
     return number

@@ -46,7 +46,7 @@ _LINE_OF_MEGATRON = "iteration " + "x" * 350
 # ready.
 _LAST, _BEFORE, _CLOSED = "999999937", "999999929", "999999893"
 _LOOK_SECONDS = 0.05
-_TELLING_SECONDS = 1.0  # as a real agent whose members always have news
+_NEWS_SECONDS = 1.0  # as a real agent whose members always have news
 _MEMORY_BYTES = 100 * _SHARD_BYTES
 _FACTS = read_facts("127.0.0.1").to_dict()
 _PAUSES_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
@@ -56,12 +56,7 @@ class Cluster:
     """The agents and what they share. Used from one loop."""
 
     def __init__(
-        self,
-        run: Path,
-        secret: bytes,
-        run_id: str,
-        settings: Settings,
-        size: tuple[int, int, int],
+        self, run: Path, secret: bytes, run_id: str, settings: Settings, size: tuple[int, int, int]
     ) -> None:
         nodes, spares, self.nproc = size
         self.run, self.secret, self.run_id, self.settings = run, secret, run_id, settings
@@ -116,7 +111,7 @@ class Cluster:
         if role not in self._layouts:
             step = max(self.nproc, self.world_size // 64)
             peers = tuple(range(role % step, self.world_size, step))
-            extras = [PartInfo(extras_part(one), _EXTRAS_BYTES, (role,)) for one in BOUNDARIES]
+            extras = [PartInfo(extras_part(name), _EXTRAS_BYTES, (role,)) for name in BOUNDARIES]
             parts = (PartInfo("optimizer", _SHARD_BYTES, (role,)), *extras)
             self._layouts[role] = RoleLayout(role, parts, peers, 2, f"layout of role {role:08d}")
         return self._layouts[role]
@@ -152,7 +147,7 @@ class Cluster:
             inventory = Inventory(
                 node,
                 int(_CLOSED),
-                tuple(Holding(role, one, parts) for role in held for one in generations),
+                tuple(Holding(role, kept, parts) for role in held for kept in generations),
                 tuple(self.layout(role) for role in held),
             )
             self._inventories[node] = json.dumps(inventory.to_dict(), separators=(",", ":"))
@@ -176,17 +171,17 @@ class Agent:
         self.acknowledged_step = 0
         self._steps: deque[tuple[int, int]] = deque()
         self._incarnations: dict[int, int] = {}
-        self._said: dict[int, dict[str, dict[str, Any]]] = {}
+        self._sent: dict[int, dict[str, dict[str, Any]]] = {}
         self._boot = ""
         self._ordered = 0
         self._term = 0
-        self._told = 0
+        self._reported_epoch = 0
         self._closed = 0
         self._registered: set[tuple[int, int]] = set()
         self.beat_seconds = 0.1
-        self._heard_at = 0.0
-        self._said_in_beats = (-1, "")
-        self._telling = Metronome(_TELLING_SECONDS)
+        self._last_seen = 0.0
+        self._beat_text = (-1, "")
+        self._news_timer = Metronome(_NEWS_SECONDS)
         self._attempt = 0
         self._greetings = 0
         self._beating = False
@@ -195,7 +190,7 @@ class Agent:
     def in_touch(self) -> bool:
         """Whether a beat of a moment ago was acknowledged."""
         doubt = contact_seconds(self.beat_seconds, self._cluster.settings)
-        return self._wire is not None and time.monotonic() - self._heard_at <= doubt
+        return self._wire is not None and time.monotonic() - self._last_seen <= doubt
 
     def start(self) -> None:
         """Connect now, and again after each end of the connection; one attempt at a time."""
@@ -220,7 +215,7 @@ class Agent:
             self.ended(wire)
 
     def ended(self, wire: Wire) -> None:
-        """See Speaker."""
+        """See Agent."""
         if wire is self._fresh:
             self._fresh = None
         elif wire is self._wire:
@@ -242,15 +237,15 @@ class Agent:
         if self._wire is not None:
             self._wire.write(data)
 
-    def _say(self, slot: int, message: dict[str, Any]) -> None:
-        self._said.setdefault(slot, {})[message["t"]] = message
+    def _send(self, slot: int, message: dict[str, Any]) -> None:
+        self._sent.setdefault(slot, {})[message["t"]] = message
         incarnation = self._incarnations[slot]
         self._report({"t": "member", "slot": slot, "incarnation": incarnation, "m": message})
 
     # What the coordinator says.
 
     def took(self, wire: Wire, message: dict[str, Any]) -> None:
-        """See Speaker."""
+        """See Agent."""
         kind = message["t"]
         if kind == "welcome" and wire is self._fresh:
             self._welcome(wire, message)
@@ -261,12 +256,12 @@ class Agent:
                 return
             self._ordered = message["o"]
         if kind == "ack":
-            self._heard_at = float(message["beat"])
+            self._last_seen = float(message["beat"])
             self._acknowledge(int(message["n"]))
         elif kind == "start":
             for slot, incarnation in message["slots"].items():
                 self._incarnations[int(slot)] = int(incarnation)
-                self._say(int(slot), {"t": "hello", "pid": os.getpid()})
+                self._send(int(slot), {"t": "hello", "pid": os.getpid()})
         elif kind == "record":
             self._record(message["record"])
         elif kind == "close":
@@ -275,7 +270,7 @@ class Agent:
             self.kill()
 
     def join(self) -> dict[str, Any]:
-        """See Speaker."""
+        """See Agent."""
         self._greetings += 1
         return {
             "t": "join",
@@ -287,10 +282,10 @@ class Agent:
             "domain": f"rack{self.node // 32}",
             "members": {str(s): i for s, i in self._incarnations.items()},
             "incarnations": {str(s): i for s, i in self._incarnations.items()},
-            "epoch": self._told,
-            "told": self._told,
+            "epoch": self._reported_epoch,
+            "told": self._reported_epoch,
             "closed": self._closed,
-            "restored": {str(slot): self._told for slot in self._incarnations},
+            "restored": {str(slot): self._reported_epoch for slot in self._incarnations},
             "memory_bytes": _MEMORY_BYTES,
             "term": self._term,
             "facts": _FACTS,
@@ -304,7 +299,7 @@ class Agent:
             self._cluster.second_connections += 1
             before.abort()
         self._attempt, self._term = 0, int(message["term"])
-        self._heard_at = time.monotonic()
+        self._last_seen = time.monotonic()
         self.beat_seconds = float(message["beat_seconds"])
         self._acknowledge(int(message["seen"]))
         for _, data in self._unacknowledged:
@@ -314,7 +309,7 @@ class Agent:
             if not first:
                 moment = random.uniform(0, float(message["repeat_seconds"]))
                 asyncio.get_running_loop().call_later(moment, self._repeat)
-        if 0 < self._told <= int(message["closed"]):
+        if 0 < self._reported_epoch <= int(message["closed"]):
             self._close(int(message["closed"]))
         self._cluster.term = max(self._cluster.term, self._term)
         self._cluster.moments.note("welcome", self._term)
@@ -324,9 +319,9 @@ class Agent:
             loop.call_later(random.uniform(0, self.beat_seconds), self._beat)
 
     def _repeat(self) -> None:
-        for slot, said in self._said.items():
-            for one in list(said.values()):
-                self._say(slot, one)
+        for slot, messages in self._sent.items():
+            for message in list(messages.values()):
+                self._send(slot, message)
 
     def _acknowledge(self, number: int) -> None:
         while self._unacknowledged and self._unacknowledged[0][0] <= number:
@@ -337,18 +332,18 @@ class Agent:
     def _record(self, values: Mapping[str, Any]) -> None:
         record = self._cluster.take(values)
         self._cluster.moments.note("record", record.epoch)
-        self._told = record.epoch
+        self._reported_epoch = record.epoch
         for slot, incarnation in self._incarnations.items():
             role = self.role(slot)
             if role is None:
-                self._say(slot, {"t": "warm"})
+                self._send(slot, {"t": "warm"})
                 continue
             if (slot, incarnation) not in self._registered:
                 self._registered.add((slot, incarnation))
                 layout = self._cluster.layout(role).to_dict()
-                self._say(slot, {"t": "registered", "layout": layout})
+                self._send(slot, {"t": "registered", "layout": layout})
             restored = record.restore.generation.to_list()
-            self._say(slot, {"t": "restored", "epoch": record.epoch, "generation": restored})
+            self._send(slot, {"t": "restored", "epoch": record.epoch, "generation": restored})
 
     def role(self, slot: int) -> int | None:
         """Which one its member in this slot plays, by the newest record."""
@@ -370,16 +365,16 @@ class Agent:
         if self._wire is None:
             return
         self.start()
-        sign, told = f'"b":{now},"o":{self._ordered},"t":"beat"', ""
-        if self._telling.is_due(now):
-            told = f",{self._beat_of(cluster.iteration)}"
-        self._wire.write(frame(f"{{{sign}{told}}}"))
+        sign, news = f'"b":{now},"o":{self._ordered},"t":"beat"', ""
+        if self._news_timer.is_due(now):
+            news = f",{self._beat_of(cluster.iteration)}"
+        self._wire.write(frame(f"{{{sign}{news}}}"))
         cluster.beats += 1
 
     def _beat_of(self, iteration: int) -> str:
         """What members and vault say in a beat; made once for each iteration."""
-        if self._said_in_beats[0] == iteration:
-            return self._said_in_beats[1]
+        if self._beat_text[0] == iteration:
+            return self._beat_text[1]
         members = {
             str(slot): {
                 "incarnation": incarnation,
@@ -398,7 +393,7 @@ class Agent:
         vault = {"committed": committed, "bytes": _SHARD_BYTES, "shipped": iteration}
         text = json.dumps({"members": members, "vault": vault}, separators=(",", ":"))[1:-1]
         if self._incarnations:
-            self._said_in_beats = iteration, text
+            self._beat_text = iteration, text
         return text
 
     def step(self, iteration: int) -> None:
@@ -415,16 +410,16 @@ class Agent:
             role = self.role(slot)
             if role is None:
                 continue
-            facts = {"lineage": self._told, "boundary": "step"}
+            facts = {"lineage": self._reported_epoch, "boundary": "step"}
             if is_told(role, iteration, world_size):
                 self._event(Kind.SEALED, role, iteration, {**facts, "parts": ["optimizer"]})
                 ship = {"ship_seconds": 1.2, "window_seconds": 6.5}
                 sent = {**facts, "released": False, "bytes": _SHARD_BYTES, **ship}
                 self._event(Kind.COMMITTED, role, iteration, sent)
             # The worst case: each role waits in each iteration.
-            waited = {"seconds": 0.012345678, "over": True, "lineage": self._told}
+            waited = {"seconds": 0.012345678, "over": True, "lineage": self._reported_epoch}
             self._event(Kind.GATE_WAIT, role, iteration, waited)
 
     def _event(self, kind: Kind, role: int | None, iteration: int, data: Mapping[str, Any]) -> None:
-        event = Event(kind, self._told, self.node, role, iteration, data=data)
+        event = Event(kind, self._reported_epoch, self.node, role, iteration, data=data)
         self._report(report_of(event))

@@ -24,7 +24,7 @@ def _decode_once(body: bytes, limit_bytes: int) -> dict[str, Any]:
 framing.decode_body = _decode_once
 
 
-class Speaker(Protocol):
+class Agent(Protocol):
     """Whose connection it is."""
 
     received_bytes: int
@@ -42,8 +42,8 @@ class Speaker(Protocol):
 class Wire(asyncio.Protocol):
     """See asyncio.Protocol."""
 
-    def __init__(self, speaker: Speaker, secret: bytes, run_id: str) -> None:
-        self._speaker, self._secret, self._run_id = speaker, secret, run_id
+    def __init__(self, agent: Agent, secret: bytes, run_id: str) -> None:
+        self._agent, self._secret, self._run_id = agent, secret, run_id
         self._transport: asyncio.Transport | None = None
         self._handshake: Handshake | None = None
         self._sending: Direction | None = None
@@ -61,16 +61,16 @@ class Wire(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._transport = None
-        self._speaker.ended(self)
+        self._agent.ended(self)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        self._speaker.received_bytes += len(data)
+        self._agent.received_bytes += len(data)
         for message in self._frames.feed(data if self._opener is None else self._opener.feed(data)):
             if message["t"] == "challenge":
                 self._greet(message)
             else:
-                self._speaker.took(self, message)
+                self._agent.took(self, message)
 
     def _greet(self, challenge: dict[str, Any]) -> None:
         assert self._handshake is not None
@@ -78,7 +78,7 @@ class Wire(asyncio.Protocol):
         # The coordinator says nothing more before it has heard of this node.
         self._sending = self._handshake.direction("connect")
         self._opener = Opener(self._handshake.direction("accept"))
-        self.write(encode(self._speaker.join()))
+        self.write(encode(self._agent.join()))
 
     def write(self, data: bytes) -> None:
         """Send a frame, unless the connection is gone."""

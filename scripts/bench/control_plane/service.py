@@ -70,12 +70,12 @@ class Service:
         """A coordinator, and the standby that its agent starts then."""
         self._process = self._standby()
         # As its agent would say, which was in touch with the coordinator before it.
-        self._tell(self._process, "found\nlost\n")
+        self._send(self._process, "found\nlost\n")
 
     def await_next(self) -> None:
         """Start the next standby, which its agent keeps in touch."""
         self._next = self._standby()
-        self._tell(self._next, "found\n")
+        self._send(self._next, "found\n")
 
     def _standby(self) -> subprocess.Popen[bytes]:
         with open(self.run.path.with_suffix(".log"), "ab") as log:
@@ -90,7 +90,7 @@ class Service:
             )
 
     @staticmethod
-    def _tell(process: subprocess.Popen[bytes], lines: str) -> None:
+    def _send(process: subprocess.Popen[bytes], lines: str) -> None:
         assert process.stdin is not None
         process.stdin.write(lines.encode())
         process.stdin.flush()
@@ -101,7 +101,7 @@ class Service:
         if self._process is not None:
             self._process.kill()
             if self._next is not None:
-                self._tell(self._next, "lost\n")
+                self._send(self._next, "lost\n")
             self._process.wait(_LIMIT_SECONDS)
         self._process, self._next = self._next, None
         return at
@@ -129,7 +129,7 @@ class Service:
     def memory_peak_bytes(self) -> int:
         """The most that was ever resident."""
         lines = (self._folder() / "status").read_text().splitlines()
-        (line,) = (one for one in lines if one.startswith("VmHWM"))
+        (line,) = (line for line in lines if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
 
     def _folder(self) -> Path:
@@ -142,11 +142,11 @@ class Service:
         longest: dict[str, dict[str, Any]] = {}
         lines = self._blocks.read_text().splitlines() if self._blocks.exists() else []
         for line in lines:
-            one = json.loads(line)
-            if since <= one["at"] <= (until or time.time()):
-                known = longest.get(one["what"])
-                if known is None or known["seconds"] < one["seconds"]:
-                    longest[one["what"]] = one
+            entry = json.loads(line)
+            if since <= entry["at"] <= (until or time.time()):
+                known = longest.get(entry["what"])
+                if known is None or known["seconds"] < entry["seconds"]:
+                    longest[entry["what"]] = entry
         callback, late = longest.get("callback", {}), longest.get("late", {})
         return Block(
             1000 * callback.get("seconds", 0.0),

@@ -22,7 +22,7 @@ from typing import Any
 from deadpool_megatron.cli import main
 
 # What is shorter is not told.
-_LEAST_SECONDS = 0.01
+_MIN_SECONDS = 0.01
 _LOOK_SECONDS = 0.01
 _FRAMES = 12
 
@@ -57,7 +57,7 @@ class Watch:
             watch._where, watch._garbage, watch._began = [], [], _now()
             run(handle)
             began, watch._began = watch._began, None
-            watch._tell("callback", began, watch._where + watch._garbage)
+            watch._report("callback", began, watch._where + watch._garbage)
 
         asyncio.Handle._run = measured  # type: ignore[method-assign]
         main = threading.main_thread().ident
@@ -81,7 +81,7 @@ class Watch:
         # No other thread gets a turn meanwhile.
         if phase == "start":
             self._collecting = _now()
-        elif (seconds := _between(self._collecting, _now())) > _LEAST_SECONDS:
+        elif (seconds := _between(self._collecting, _now())) > _MIN_SECONDS:
             who = threading.current_thread().name
             words = f"garbage of generation {facts['generation']} in {who}, {seconds * 1000:.0f} ms"
             self._garbage = [words]
@@ -89,15 +89,15 @@ class Watch:
     def _look(self, thread: int) -> None:
         while True:
             time.sleep(_LOOK_SECONDS)
-            if self._began is not None and _between(self._began, _now()) > _LEAST_SECONDS:
+            if self._began is not None and _between(self._began, _now()) > _MIN_SECONDS:
                 stack = traceback.extract_stack(sys._current_frames()[thread])[-_FRAMES:]
-                self._where = [f"{Path(one.filename).name}:{one.name}" for one in stack]
+                self._where = [f"{Path(frame.filename).name}:{frame.name}" for frame in stack]
 
-    def _tell(self, what: str, began: Clocks, where: list[str]) -> None:
+    def _report(self, what: str, began: Clocks, where: list[str]) -> None:
         self._note(what, _between(began, _now()), where)
 
     def _note(self, what: str, seconds: float, where: list[str]) -> None:
-        if seconds >= _LEAST_SECONDS:
+        if seconds >= _MIN_SECONDS:
             line: dict[str, Any] = {"at": time.time(), "what": what, "seconds": seconds}
             os.write(self._file, json.dumps({**line, "where": where}).encode() + b"\n")
 

@@ -64,7 +64,7 @@ def reporter(path: Path) -> Callable[[str, Mapping[str, Any]], None]:
     return emit
 
 
-def tell_node(directory: Path, rank: int, helpers: Iterable[int]) -> None:
+def notify_node(directory: Path, rank: int, helpers: Iterable[int]) -> None:
     """What dies with this process when its node is struck, as the fault points read it."""
     failpoints.set_context(run_dir=str(directory))
     listing = directory / "nodes" / f"{rank}.json"
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     failpoints.load()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    tell_node(namespace.facts.parent, dist.get_rank(), _launcher_and_its_others())
+    notify_node(namespace.facts.parent, dist.get_rank(), _launcher_and_its_others())
     train(namespace, config)
     dist.destroy_process_group()
     return 0

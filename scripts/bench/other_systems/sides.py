@@ -26,7 +26,7 @@ _BENCH = Path(__file__).parents[1]
 _MARK = "DEADPOOL_BENCH_PEER"
 # Longer than the longest limit of a peer, the 120 s of the in-process restart's barrier.
 _SILENCE_SECONDS = 180.0
-_LEFTOVER_SECONDS = 10.0
+_ORPHAN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ SIDES |= {
 #: what people use as well and the bench cannot run, with the reason
 NOT_RUN = {
     "torchft": "torchft 0.2: its replica groups hold the whole optimizer state each and go on with"
-    " fewer; the optimizer of this training is sharded over the data-parallel peers",
+    " fewer; the optimizer of this training is sharded over the data-parallel peers"
 }
 
 
@@ -160,7 +160,7 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
             summary = str(error).partition(";")[0]
             raise BenchError(f"{summary}; {cause_in(log.read_text(errors='replace'))}") from error
         finally:
-            end_leftovers(mark)
+            end_orphans(mark)
     struck = Path(f"{plan}.fired") / "strike"
     if not struck.exists():
         raise OutcomeError(f"nothing was killed; {cause_in(log.read_text(errors='replace'))}")
@@ -206,9 +206,9 @@ def _run_deadpool(side: Side, name: str, steps: int, base: Path) -> Run:
     )
 
 
-def end_leftovers(mark: str) -> None:
+def end_orphans(mark: str) -> None:
     """Give what a peer started a moment to end, then kill it."""
-    deadline = time.monotonic() + _LEFTOVER_SECONDS
+    deadline = time.monotonic() + _ORPHAN_SECONDS
     while any(_living(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for pid in _living(mark):

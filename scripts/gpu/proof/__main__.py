@@ -122,7 +122,7 @@ class StepRunner:
         print(f"{time.monotonic() - self._began:4.0f} s  ended {ended}")
         self._remove_shared_memory()
         shutil.rmtree(self._folder, ignore_errors=True)
-        return status or int(any(one["state"] == "failed" for one in self._known.values()))
+        return status or int(any(part["state"] == "failed" for part in self._known.values()))
 
     def _run(self, part: Part, limit: float) -> None:
         """The part in a session of its own; what it has left running is ended with it."""

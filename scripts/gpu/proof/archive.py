@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 # Together, before they are packed: whatever they hold, the archive stays below 16 MiB.
-_MOST_BYTES = 12 << 20
+_MAX_BYTES = 12 << 20
 #: the end of a file that is no result
 _TAIL_BYTES = 128 << 10
 _KEPT = {".json", ".jsonl", ".log"}
@@ -17,7 +17,7 @@ _KEPT = {".json", ".jsonl", ".log"}
 def pack(folder: Path, archive: Path) -> None:
     """Replace the archive by one of all results and the ends of all logs; whole or not at all."""
     unfinished = archive.with_suffix(".part")
-    room = _MOST_BYTES
+    free_bytes = _MAX_BYTES
     results = sorted(folder.glob("*.json"))
     logs = {path for path in folder.rglob("*") if path.suffix in _KEPT} - {*results}
     with tarfile.open(unfinished, "w:gz", compresslevel=6) as tar:
@@ -25,8 +25,8 @@ def pack(folder: Path, archive: Path) -> None:
             with suppress(OSError):  # gone meanwhile
                 data = path.read_bytes()
                 data = data if path in results else data[-_TAIL_BYTES:]
-                if len(data) <= room:
-                    room -= len(data)
+                if len(data) <= free_bytes:
+                    free_bytes -= len(data)
                     entry = tarfile.TarInfo(f"proof/{path.relative_to(folder)}")
                     entry.size, entry.mtime = len(data), int(path.stat().st_mtime)
                     tar.addfile(entry, io.BytesIO(data))

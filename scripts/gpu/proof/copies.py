@@ -11,8 +11,8 @@ from proof.result import Task
 from proof.slots import slot_of
 
 _WAIT_SECONDS = 60.0
-_STEPS, _MOST_ROUNDS = 10, 3
-_MOST_BYTES, _REHEARSED_BYTES = 4 << 30, 8 << 20
+_STEPS, _MAX_ROUNDS = 10, 3
+_MAX_BYTES, _REHEARSED_BYTES = 4 << 30, 8 << 20
 #: seconds of a step for each second of a copy, as in training at the least
 _STEP_SHARE = 2.0
 
@@ -47,7 +47,7 @@ def measure(task: Task) -> None:
         task.facts["register_seconds"] = register_seconds
         task.save()
         seen: dict[str, list[float]] = {}
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             began = time.monotonic()
             seen.setdefault("step_seconds", []).extend(step(products) for _ in range(_STEPS))
             for _ in range(_STEPS):
@@ -83,4 +83,4 @@ def _bytes_to_copy(task: Task) -> int:
     if not task.is_on_gpu:
         return _REHEARSED_BYTES
     free, _ = torch.cuda.mem_get_info()
-    return min(free // 4, shutil.disk_usage("/dev/shm").free // 2, _MOST_BYTES) & ~0xFFF
+    return min(free // 4, shutil.disk_usage("/dev/shm").free // 2, _MAX_BYTES) & ~0xFFF

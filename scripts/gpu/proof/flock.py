@@ -16,15 +16,15 @@ from proof.rank import Fate, Report, Setup, play
 
 _REAP_SECONDS = 10.0
 #: a member that cannot go on is replaced, and its replacement may be lost: so often in one recovery
-_MOST_EPOCHS = 6
+_MAX_EPOCHS = 6
 
 
 class FlockError(Exception):
     """Ranks did not come back; the message says what was waited for."""
 
 
-class Player:
-    """One process: a spare, or the player of a role."""
+class Member:
+    """One process: a spare, or the member of a role."""
 
     def __init__(self, process: SpawnProcess, line: Connection) -> None:
         self.process = process
@@ -43,10 +43,10 @@ class Player:
 
     def meet(self, fate: Fate) -> None:
         """Have it meet its end."""
-        self.tell(fate)
+        self.send(fate)
         self.process.join()
 
-    def tell(self, order: object) -> None:
+    def send(self, order: object) -> None:
         """Nothing happens where the process has ended."""
         with suppress(OSError):
             self.line.send(order)
@@ -74,7 +74,7 @@ class Recovery:
         return max((float(r.values[what]) for r in reports if what in r.values), default=0.0)
 
 
-Lose = Callable[[Player], None]
+Lose = Callable[[Member], None]
 
 
 class Flock:
@@ -89,9 +89,9 @@ class Flock:
         #: how many communicators are made side by side from the next epoch on
         self.way = "one-by-one"
         self._context = mp.get_context("spawn")
-        self._everybody: list[Player] = []
-        self._spares: list[Player] = []
-        self.players: dict[int, Player] = {}
+        self._all_members: list[Member] = []
+        self._spares: list[Member] = []
+        self.members: dict[int, Member] = {}
 
     def __enter__(self) -> Flock:
         for _ in range(self.setup.ranks + self.setup.spares):
@@ -105,86 +105,88 @@ class Flock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for player in self._everybody:
-            player.kill()
-        for player in self._everybody:
-            player.end()
+        for member in self._all_members:
+            member.kill()
+        for member in self._all_members:
+            member.end()
 
     def recover(self, victim: int, lose: Lose, fate: Fate) -> Recovery:
         """``lose`` the victim, close the epoch, replace it (by one that meets this fate), and go
         on until every rank communicates again. Raises FlockError if that does not come to be."""
         _await_warm(self._spares[0])
         began = time.monotonic()
-        player = self.players.pop(victim)
-        lose(player)
+        member = self.members.pop(victim)
+        lose(member)
         found = self._await_ready({victim: fate})
         found.seconds = time.monotonic() - began
         return found
 
     def _await_ready(self, lost: dict[int, Fate]) -> Recovery:
         found = Recovery()
-        while found.epochs < _MOST_EPOCHS:
+        while found.epochs < _MAX_EPOCHS:
             if lost:
                 found.epochs += 1
-                for player in self.players.values():
-                    player.tell((self.epoch, self.way))
+                for member in self.members.values():
+                    member.send((self.epoch, self.way))
                 self.epoch += 1
                 for rank, fate in lost.items():
                     self._give(rank, self.epoch, fate)
             lost = self._watch(found)
             if not lost:
                 return found
-        raise FlockError(f"not all ready after {_MOST_EPOCHS} epochs: {found.replaced}")
+        raise FlockError(f"not all ready after {_MAX_EPOCHS} epochs: {found.replaced}")
 
     def _watch(self, found: Recovery) -> dict[int, Fate]:
         """Until all are ready in this epoch; returns who has to be replaced instead."""
         ready: dict[int, Report] = {}
         while len(ready) < self.setup.ranks:
-            lines = {player.line: player for player in self.players.values()}
+            lines = {member.line: member for member in self.members.values()}
             for line in wait(list(lines)):
-                player = lines[line]  # type: ignore[index]
-                report = self._hear(player)
+                member = lines[line]  # type: ignore[index]
+                report = self._receive(member)
                 if report.what == "ruined":
-                    found.replaced[player.rank] = str(report.values["reason"])
-                    self.players.pop(player.rank).end()
-                    return {player.rank: Fate.NONE}
+                    found.replaced[member.rank] = str(report.values["reason"])
+                    self.members.pop(member.rank).end()
+                    return {member.rank: Fate.NONE}
                 if report.what == "left":
                     found.left.append(report)
                 elif report.epoch == self.epoch:
-                    ready[player.rank] = report
+                    ready[member.rank] = report
         found.ready = ready
         return {}
 
-    def _hear(self, player: Player) -> Report:
+    def _receive(self, member: Member) -> Report:
         try:
-            report = player.line.recv()
+            report = member.line.recv()
             assert isinstance(report, Report)
             return report
         except (EOFError, OSError):
             return Report("ruined", self.epoch, {"reason": "its process ended"})
 
     def _start_spare(self) -> None:
-        ours, theirs = self._context.Pipe()
-        number = len(self._everybody)
-        process = self._context.Process(target=play, args=(self.setup, number, theirs), daemon=True)
+        own_end, far_end = self._context.Pipe()
+        number = len(self._all_members)
+        process = self._context.Process(
+            target=play, args=(self.setup, number, far_end), daemon=True
+        )
         process.start()
-        theirs.close()
-        player = Player(process, ours)
-        self._everybody.append(player)
-        self._spares.append(player)
+        far_end.close()
+        member = Member(process, own_end)
+        self._all_members.append(member)
+        self._spares.append(member)
 
     def _give(self, rank: int, epoch: int, fate: Fate) -> None:
         """Let the oldest spare play the role, and start another one in its place."""
-        player = self._spares.pop(0)
-        _await_warm(player)
-        player.rank = rank
-        player.tell((rank, epoch, self.way, fate))
-        self.players[rank] = player
+        member = self._spares.pop(0)
+        _await_warm(member)
+        member.rank = rank
+        member.send((rank, epoch, self.way, fate))
+        self.members[rank] = member
         if len(self._spares) < self.setup.spares:
             self._start_spare()
 
 
-def _await_warm(player: Player) -> None:
-    if not player.warm:
-        player.line.recv()
-        player.warm = True
+def _await_warm(member: Member) -> None:
+    if not member.warm:
+        member.line.recv()
+        member.warm = True

@@ -20,26 +20,26 @@ from proof.result import Task, first_line
 _LONGEST_SECONDS = 30.0
 _TIMES, _RANKS = 2, 2
 _BYTES = {Device.CUDA: 256 << 20, Device.CPU: 1 << 16}
-_WORK, _OURS, _TORCHS = "Work.wait", "future of the seam", "future of torch"
-_WAYS = (_WORK, _OURS, _TORCHS)
+_WORK, _SEAM, _TORCHS = "Work.wait", "future of the seam", "future of torch"
+_WAYS = (_WORK, _SEAM, _TORCHS)
 
 
 def judge_futures(task: Task) -> dict[str, Any]:
     """What was seen in each way to wait: as a finding, whatever it is."""
     seen: dict[str, Any] = {}
     context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
+    seam, child_end = context.Pipe()
     until = time.monotonic() + min(_LONGEST_SECONDS, task.left_seconds - 2)
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(_RANKS):
-            told = (task.device, rank, folder, theirs)
-            ranks.append(context.Process(target=_play, args=told, daemon=True))
+            given = (task.device, rank, folder, child_end)
+            ranks.append(context.Process(target=_play, args=given, daemon=True))
             ranks[-1].start()
-        theirs.close()
+        child_end.close()
         with suppress(EOFError):
-            while len(seen) < len(_WAYS) and ours.poll(max(0.0, until - time.monotonic())):
-                seen |= dict([ours.recv()])
+            while len(seen) < len(_WAYS) and seam.poll(max(0.0, until - time.monotonic())):
+                seen |= dict([seam.recv()])
                 task.facts["futures"] = seen
                 task.save()
         for process in ranks:
@@ -51,10 +51,10 @@ def judge_futures(task: Task) -> dict[str, Any]:
 
 def _verdict(seen: dict[str, Any]) -> str:
     """One sentence."""
-    ours = seen.get(_OURS, "no answer in time")
-    if not isinstance(ours, list):
-        return f"futures of the seam were not judged: {ours}"
-    if all(one["least"] == one["wanted"] for one in ours):
+    seam = seen.get(_SEAM, "no answer in time")
+    if not isinstance(seam, list):
+        return f"futures of the seam were not judged: {seam}"
+    if all(answer["least"] == answer["wanted"] for answer in seam):
         return "a wait for a future of the seam orders streams (if it was in flight: see there)"
     return "a wait for a future of the seam orders no streams: gradients of DDP race"
 
@@ -73,7 +73,7 @@ def _play(device: Device, rank: int, folder: str, line: Connection) -> None:
     comms.attach(1, FileStore(f"{folder}/store", _RANKS), rank, _LONGEST_SECONDS)
     for way in _WAYS:
         try:
-            found: Any = [_one(way, device) for _ in range(_TIMES)]
+            found: Any = [_answer_of(way, device) for _ in range(_TIMES)]
         except Exception as error:
             found = first_line(error)
         if device is Device.CUDA:
@@ -82,7 +82,7 @@ def _play(device: Device, rank: int, folder: str, line: Connection) -> None:
             line.send((way, found))
 
 
-def _one(way: str, device: Device) -> dict[str, Any]:
+def _answer_of(way: str, device: Device) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 

@@ -23,7 +23,7 @@ _WARM_UP = 5
 # layers where shared memory has no room for them.
 _LARGE = {"--hidden-size": "2048", "--num-attention-heads": "16", "--seq-length": "2048"}
 _LARGE |= {"--lr": "1e-4", "--min-lr": "1e-5"}
-_MOST_LAYERS, _LAYER_BYTES = 8, 5 << 29
+_MAX_LAYERS, _LAYER_BYTES = 8, 5 << 29
 #: iterations between two generations; a thousand is the longest cadence that there is
 _CADENCES = {"plain": 1000, "protected": 1}
 
@@ -35,7 +35,7 @@ def measure(task: Task) -> None:
     nodes = min(2, len(visible_gpus(os.environ))) if task.is_on_gpu else 2
     scheme = "local" if nodes == 1 else "buddy"
     room = shutil.disk_usage("/dev/shm").free // (_LAYER_BYTES * nodes)
-    layers = {"--num-layers": str(max(1, min(_MOST_LAYERS, room)))}
+    layers = {"--num-layers": str(max(1, min(_MAX_LAYERS, room)))}
     words = model(task, _LARGE | layers)
     iterations = task.size.iterations
     program = ["-m", "deadpool_megatron.trainer", *words, "--train-iters", str(iterations)]

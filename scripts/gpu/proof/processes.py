@@ -20,13 +20,13 @@ class TimeIsUp(BaseException):
 def end_in_order() -> None:
     """Have the first SIGTERM or SIGINT raise :class:`TimeIsUp`."""
 
-    def told(*_: object) -> None:
+    def stop(*_: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         raise TimeIsUp
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, told)
+        signal.signal(number, stop)
 
 
 def end_with_parent() -> None:

@@ -168,7 +168,7 @@ class Rank:
                 self._exchange()
                 first_use = time.monotonic() - attached
                 took = {"attach_seconds": attached - began, "first_use_seconds": first_use}
-                self._say("ready", epoch, **took, **self._resources())
+                self._report("ready", epoch, **took, **self._resources())
                 while True:
                     self._exchange()
             except (EpochClosed, CommunicatorFault) as error:
@@ -176,7 +176,7 @@ class Rank:
                     return
                 epoch += 1
             except (RuntimeError, IndexError) as error:
-                self._say("ruined", epoch, reason=str(error).splitlines()[0])
+                self._report("ruined", epoch, reason=str(error).splitlines()[0])
                 return
 
     def _leave(self, epoch: int, error: Exception) -> bool:
@@ -185,7 +185,7 @@ class Rank:
         from deadpool_megatron.platform.cuda import CudaPlatform
 
         if not isinstance(error, EpochClosed):
-            self._say("ruined", epoch, reason=str(error))
+            self._report("ruined", epoch, reason=str(error))
             return False
         began = time.monotonic()
         reason = "" if self._comms.drain() else self._comms.ruin or "it did not drain"
@@ -196,10 +196,10 @@ class Rank:
         except (RuntimeError, TimeoutError) as trouble:
             reason = str(trouble).partition("\n")[0]
         if reason:
-            self._say("ruined", epoch, reason=reason)
+            self._report("ruined", epoch, reason=reason)
             return False
         took = {"abort_seconds": self._interrupt_seconds, "drain_seconds": drained - began}
-        self._say("left", epoch, **took, device_seconds=time.monotonic() - drained)
+        self._report("left", epoch, **took, device_seconds=time.monotonic() - drained)
         return True
 
     def _exchange(self) -> None:
@@ -241,7 +241,7 @@ class Rank:
             "group left open": is_left_open(),
         }
 
-    def _say(self, what: str, epoch: int, **values: Any) -> None:
+    def _report(self, what: str, epoch: int, **values: Any) -> None:
         self._line.send(Report(what, epoch, values))
 
 

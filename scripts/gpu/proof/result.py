@@ -113,5 +113,5 @@ def versions() -> dict[str, Any]:
     found: dict[str, Any] = {"python": platform.python_version(), "kernel": platform.release()}
     # Of two the one that is found first is the one that is imported.
     several = reversed([*metadata.distributions()])
-    installed = {one.name.lower().replace("_", "-"): one.version for one in several if one.name}
+    installed = {dist.name.lower().replace("_", "-"): dist.version for dist in several if dist.name}
     return found | {name: installed.get(name, "not installed") for name in _PACKAGES}

@@ -84,11 +84,11 @@ def special_losses(task: Task) -> None:
             task.facts[name] = {"seconds": round(recovery.seconds, 3), **told}
             task.save()
 
-        one("batch", lambda player: player.meet(Fate.DIE_IN_BATCH))
-        one("device-assert", lambda player: player.meet(Fate.DEVICE_ASSERT))
+        one("batch", lambda member: member.meet(Fate.DIE_IN_BATCH))
+        one("device-assert", lambda member: member.meet(Fate.DEVICE_ASSERT))
         one("rebuild", Player.kill, Fate.DIE_IN_REBUILD)
         stopped = flock.players[1]
-        one("stopped", lambda player: player.signal(signal.SIGSTOP))
+        one("stopped", lambda member: member.signal(signal.SIGSTOP))
         # It wakes in an epoch that is over, and must not get in anybody's way.
         stopped.signal(signal.SIGCONT)
         one("after-the-stopped-one-woke", Player.kill, victim=2)

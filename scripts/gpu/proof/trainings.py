@@ -23,7 +23,7 @@ from proof.result import ROOT, Task, read_json
 
 _END_SECONDS = 2.0
 #: what a job and the same undisturbed take
-_LEAST_SECONDS = {Device.CUDA: 45.0, Device.CPU: 10.0}
+_MIN_SECONDS = {Device.CUDA: 45.0, Device.CPU: 10.0}
 _HASHED = ("--deadpool-set", "hash-interval=1")
 #: the iteration in which a node is lost
 _LOSS_AT = 3
@@ -87,7 +87,7 @@ def strike(task: Task, communicator: str, program: Sequence[str]) -> None:
     task.facts["bit-identical to the undisturbed run"] = comparison.identical
     same = "the same bits as" if comparison.identical else "other bits than"
     task.findings.append(f"struck: {same} the undisturbed run at its end")
-    task.facts["first differences"] = [str(one) for one in comparison.differences[:4]]
+    task.facts["first differences"] = [str(difference) for difference in comparison.differences[:4]]
     if not task.is_on_gpu:
         # There sums have one order; on a GPU kernels and NCCL may choose another one.
         task.expect(comparison.identical, "not bit-identical to the undisturbed run")
@@ -95,17 +95,17 @@ def strike(task: Task, communicator: str, program: Sequence[str]) -> None:
 
 def beside(task: Task, name: str, run: Callable[..., None], *given: Any) -> None:
     """A further job of a part, with facts of its own; if there is time for it."""
-    one = replace(task, part=f"{task.part}-{name.partition('=')[0]}")
-    one = replace(one, facts={}, problems=[], findings=[])
-    if task.left_seconds < _LEAST_SECONDS[task.device]:
-        task.facts[one.part] = "left out: there was no time left"
+    part = replace(task, part=f"{task.part}-{name.partition('=')[0]}")
+    part = replace(part, facts={}, problems=[], findings=[])
+    if task.left_seconds < _MIN_SECONDS[task.device]:
+        task.facts[part.part] = "left out: there was no time left"
         return
     try:
-        run(one, *given)
+        run(part, *given)
     finally:
-        task.facts[one.part] = one.facts
-        task.problems += [f"{name}: {text}" for text in one.problems]
-        task.findings += [f"{name}: {text}" for text in one.findings]
+        task.facts[part.part] = part.facts
+        task.problems += [f"{name}: {text}" for text in part.problems]
+        task.findings += [f"{name}: {text}" for text in part.findings]
         task.save()
 
 
@@ -121,9 +121,9 @@ def _take(task: Task, name: str, job: Job, *lost: int) -> Path:
     task.expect(status == 0, f"{name}: status {status}, {facts['reason']}")
     problem = f"{name}: {len(recoveries)} recoveries of {len(lost)} losses"
     task.expect(len(recoveries) == len(lost), problem)
-    for one in recoveries:
+    for recovery in recoveries:
         equal = "hashes of the state were equal" if status == 0 else f"status {status}"
-        task.findings.append(f"{name}: a recovery in {one['seconds'] or 0:.1f} s, {equal}")
+        task.findings.append(f"{name}: a recovery in {recovery['seconds'] or 0:.1f} s, {equal}")
     task.save()
     return directory
 
