@@ -1,5 +1,6 @@
 """The loops of configs/ddp.py and configs/fsdp2.py lose nodes where Megatron cannot be imported."""
 
+import os
 import re
 import subprocess
 import sys
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 @pytest.fixture(autouse=True)
 def _without_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_MEGATRON)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
     # That of all tests has imported it.
     monkeypatch.setattr(jobs, "_importer", lambda command: None)
     assert subprocess.run([sys.executable, "-c", "import megatron"], check=False).returncode == 1

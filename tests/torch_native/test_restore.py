@@ -3,6 +3,7 @@ they continue bit for bit as an undisturbed loop does."""
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +117,7 @@ def trained(loop: TorchLoop, iterations: int) -> str:
     return loop.state_hash()
 
 
-def life(member: Member, kind: str, optimizer: str) -> dict[str, Any]:
+def life(member: Member, directory: Path, kind: str, optimizer: str) -> dict[str, Any]:
     member.comms.install()
     program = TorchProgram(lambda emit: Loop(kind, optimizer))
     os.environ["WORLD_SIZE"] = str(member.size)
@@ -144,6 +145,7 @@ def life(member: Member, kind: str, optimizer: str) -> dict[str, Any]:
     loop.losses.clear()
     hashes = [trained(loop, 3)]
     third = Slot(framework)
+    loop.save_checkpoint(directory)
     for place in ("backward", "update"):
         third.restore(framework)
         trained(loop, 5)
@@ -154,8 +156,12 @@ def life(member: Member, kind: str, optimizer: str) -> dict[str, Any]:
         third.restore(framework)
         framework.verify()
         hashes += [loop.state_hash(), trained(loop, 6)]
+    loop.load_checkpoint(directory)
+    framework.readopt()
+    framework.restore_last(extras.decode(third.extras))
+    hashes.append(loop.state_hash())
     return {
-        "equal": hashes == [wanted[0], *wanted, *wanted],
+        "equal": hashes == [wanted[0], *wanted, *wanted, wanted[0]],
         "losses": loop.losses[-3:] == undisturbed.losses[-3:],
         "replicas": framework.parts[0].replicas,
         "meaning": framework.parts[0].signature(),
@@ -166,8 +172,8 @@ def life(member: Member, kind: str, optimizer: str) -> dict[str, Any]:
     ("kind", "optimizer"),
     [("ddp", "amsgrad"), ("fsdp", "adamw"), ("hsdp", "momentum")],
 )
-def test_interrupted_loop_continues_bit_for_bit(kind: str, optimizer: str) -> None:
-    found = run(4, life, kind, optimizer)
+def test_interrupted_loop_continues_bit_for_bit(tmp_path: Path, kind: str, optimizer: str) -> None:
+    found = run(4, life, tmp_path, kind, optimizer)
     assert all(role["equal"] and role["losses"] for role in found.values()), found
     replicas = {
         "ddp": [(0, 1, 2, 3)] * 4,
