@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,26 @@ from deadpool_megatron import UserError
 ENVIRONMENT_NAME = "DEADPOOL_SETTINGS"
 #: gives one value of the second part, as ``NAME=VALUE``
 SET_FLAG = "--deadpool-set"
+
+
+class SchemeKind(StrEnum):
+    """The ways to protect state; :mod:`.layout.schemes` says how each works."""
+
+    BUDDY = "buddy"
+    PARITY = "parity"
+    LOCAL = "local"
+    LOCAL_TWICE = "local-twice"
+    RECOMPUTE = "recompute"
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether a role is kept on its own node only, so that no node may be lost."""
+        return self in (SchemeKind.LOCAL, SchemeKind.LOCAL_TWICE)
+
+    @property
+    def combines_roles(self) -> bool:
+        """Return whether blocks are kept that were computed from the state of several roles."""
+        return self is SchemeKind.PARITY
 
 
 class SettingsError(UserError, ValueError):
@@ -59,7 +80,7 @@ class Settings:
         1, "number of copies of each role's unique state on other nodes (parity: blocks of a group)"
     )
     protection: str = _setting(
-        "buddy",
+        SchemeKind.BUDDY.value,
         "buddy: copies on other nodes; parity: erasure-coded blocks for groups of roles; local: on"
         " the own node only (survives no failed node); local-twice: there twice, against damaged"
         " slots; recompute: occasional whole copies, gradients in between",
@@ -221,7 +242,7 @@ class Settings:
                 "--deadpool-health-command is a part of what nodes are judged by:"
                 " --deadpool-check must not be off"
             )
-        if self.protection == "recompute" and self.cadence not in ("auto", "1"):
+        if self.protection == SchemeKind.RECOMPUTE and self.cadence not in ("auto", "1"):
             raise SettingsError(
                 "--deadpool-cadence must be 1 with --deadpool-protection recompute, which needs the"
                 f" gradients of every iteration, got {self.cadence}"
@@ -347,7 +368,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 }
 _PLAYED = r"[\w.]+:\w+"
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "protection": ("buddy", "parity", "local", "local-twice", "recompute"),
+    "protection": tuple(kind.value for kind in SchemeKind),
     "check": ("off", "facts"),
     "rebuild": ("auto", "one-by-one", "side-by-side", "split"),
     "start_method": ("auto", "fork", "exec"),

@@ -5,7 +5,8 @@ words          the name of a group of roles, and what the bytes of a role mean, 
 history        what a coordinator that takes over must know of the run so far
 planner        what is restored from where, who plays which role, the kept line
 schemes        how state is protected, and the plan of an epoch
-replaying      steps between two generations: names and rules
+gradient_chain steps between two generations: names and rules
+rebuild        which schemes can produce parts of which no whole copy is left
 placement      the nodes that hold the copies of a role; which nodes are lost together
 parity_groups  the roles that share parity blocks, their holders, what blocks give back
 sizing         the one reckoning of memory, and the choice among plans

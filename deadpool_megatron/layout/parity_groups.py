@@ -16,12 +16,12 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.records import PARITY_BASE, BadPart, Generation, RoleLayout, Source
-from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind
+from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.wire.forms import Coded
 
 _PARITY_END = 1 << 52  # below it numbers survive any JSON reader
@@ -35,10 +35,6 @@ _SLACK = 1.25
 _MOST = 4
 # With so few nodes left to choose from they are listed instead of looked for all round the ring.
 _FEW = 128
-
-
-# Role, part, generation -> places of whole copies, best first.
-WholeCopies = Callable[[int, str, Generation], tuple[Source, ...]]
 
 
 def parity_role(roles: Sequence[int], parities: int, number: int) -> int:
@@ -127,13 +123,6 @@ class ParityPlacement:
         return parity_layout(layouts, group, block, self.parities)
 
 
-def parity_groups(record: records.EpochRecord) -> tuple[ParityGroup, ...]:
-    """All groups of an epoch; none where its plan knows no parity."""
-    if record.protection.kind is not SchemeKind.PARITY:
-        return ()
-    return ParityPlacement.of_record(record).groups
-
-
 def parity_layout(
     layouts: Mapping[int, RoleLayout], group: ParityGroup, number: int, parities: int
 ) -> RoleLayout:
@@ -212,7 +201,7 @@ class BlockMembers(Coded):
         return BlockMembers.from_dict(json.loads(bytes(text)))
 
 
-class CodedShelf:
+class ParityIndex:
     """All parity blocks in the inventories: which shard parts they can give.
 
     Looked at only for parts of which no whole copy is left, so a loss costs what was lost, not what
@@ -225,7 +214,7 @@ class CodedShelf:
         inventories: Iterable[records.Inventory],
         layouts: Mapping[int, RoleLayout],
         bad_parts: frozenset[BadPart],
-        copies: WholeCopies,
+        copies: records.WholeCopies,
     ) -> None:
         self._inventories = tuple(inventories)
         self._layouts = layouts
@@ -233,6 +222,22 @@ class CodedShelf:
         self._copies = copies
         self._of_role: dict[int, list[_Composition]] | None = None
         self._held: dict[tuple[int, Generation], list[tuple[int, frozenset[str]]]] = {}
+
+    def extend(
+        self,
+        recipe: records.Recipe,
+        layout: RoleLayout,
+        names: Collection[str],
+        generation: Generation,
+    ) -> records.Recipe:
+        """Return the recipe with the parts ``names`` that blocks of the role's groups give."""
+        ways = {name: self.decodings(layout.role, name, generation) for name in names}
+        found = {name: decodings[0] for name, decodings in ways.items() if decodings}
+        return replace(recipe, decodings={**recipe.decodings, **found})
+
+    def alternatives(self, role: int, part: str, generation: Generation) -> list[records.Recipe]:
+        """Return a recipe for each group of ``role`` that has enough blocks of a part left."""
+        return [records.Recipe({part: way}) for way in self.decodings(role, part, generation)]
 
     def decodings(self, role: int, part: str, generation: Generation) -> list[records.Decoding]:
         """All blocks that are left of each group of ``role`` that has enough of them.

@@ -8,23 +8,17 @@ each role's newest, is the consistency rule of coordinated checkpointing (Chandy
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
+from deadpool_megatron.layout.rebuild import Rebuild, rebuilds_of
 from deadpool_megatron.layout.records import Generation, Recipe, Restore, RoleLayout, Seat, Source
-from deadpool_megatron.layout.replaying import chain, keeps_steps
-
-if TYPE_CHECKING:
-    from deadpool_megatron.layout.parity_groups import CodedShelf
 
 # Node and local slot of a member.
 Place = tuple[int, int]
-# Role, part, generation -> places, best first; none for a part that the role does not have.
-Places = Callable[[int, str, Generation], tuple[Source, ...]]
 
 
 @dataclass(frozen=True)
@@ -81,12 +75,12 @@ def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
     Memory that the checkpoint has overtaken by more generations than slots hold is of a host that
     left the run long ago, and not looked at.
     """
-    shelf = Shelf(query)
+    index = PartIndex(query)
     refusals: list[str] = []
-    for generation in sorted(shelf.generations, reverse=True):
-        if shelf.is_overtaken(generation):
+    for generation in sorted(index.generations, reverse=True):
+        if index.is_overtaken(generation):
             break
-        found = shelf.produce(generation)
+        found = index.produce(generation)
         if isinstance(found, Restore):
             return found
         refusals.append(f"generation {generation.lineage}:{generation.iteration} lacks {found}")
@@ -182,7 +176,7 @@ def is_thrown_away(generation: Generation, nonfinite: Mapping[int, int]) -> bool
     )
 
 
-class Shelf:
+class PartIndex:
     """All sealed parts in the inventories, as far as they may be used for the query."""
 
     def __init__(self, query: RestoreQuery) -> None:
@@ -230,43 +224,31 @@ class Shelf:
         return self._at_latest_boundary(generation, sources, recipes)
 
     def recipe(self, layout: RoleLayout, generation: Generation) -> Recipe | None:
-        """Return how a role gets the parts that nobody holds whole; None where it cannot."""
+        """Return how a role gets the parts that no node holds whole; None where it cannot."""
         copies, role = self._whole_copies, layout.role
         lacking = [name for name in layout.shard_parts if not copies(role, name, generation)]
         found = self._recipe(layout, lacking, generation)
         return found if isinstance(found, Recipe) else None
 
-    def decodings(self, role: int, part: str, generation: Generation) -> list[records.Decoding]:
-        """Return the ways to compute a part from parity blocks, the one with the most first."""
-        return [] if self._coded is None else self._coded.decodings(role, part, generation)
+    def alternatives(self, role: int, part: str, generation: Generation) -> list[Recipe]:
+        """Return the ways to produce one part by itself, the best first."""
+        return [r for scheme in self._rebuilds for r in scheme.alternatives(role, part, generation)]
 
     def _recipe(
         self, layout: RoleLayout, lacking: list[str], generation: Generation
     ) -> Recipe | str:
-        """Return how a role gets parts that nobody holds whole, or what is missing for it."""
-        decodings, role = dict[str, records.Decoding](), layout.role
-        for name in lacking:
-            if ways := self.decodings(role, name, generation):
-                decodings[name] = ways[0]
-        left = [name for name in lacking if name not in decodings]
-        if not left:
-            return Recipe(decodings)
-        found = _replay(layout, left, generation, self._holders, self._whole_copies)
-        return f"part {left[0]} of role {role}" if found is None else Recipe(decodings, found)
+        """Return how a role gets parts that no node holds whole, or what is missing for it."""
+        recipe, left = Recipe(), lacking
+        for scheme in self._rebuilds if lacking else ():
+            recipe = scheme.extend(recipe, layout, left, generation)
+            left = [name for name in lacking if not recipe.covers(name)]
+        return f"part {left[0]} of role {layout.role}" if left else recipe
 
     @cached_property
-    def _coded(self) -> CodedShelf | None:
-        """Parity blocks, whatever the plan is now: those of the epochs before are held, too. Where
-        nobody holds any, nothing of that scheme is loaded.
-        """
-        held = self._query.inventories.values()
-        if not any(
-            records.is_parity_role(one.role) for inventory in held for one in inventory.layouts
-        ):
-            return None
-        from deadpool_megatron.layout.parity_groups import CodedShelf
-
-        return CodedShelf(held, self._layouts, self._query.bad_parts, self._whole_copies)
+    def _rebuilds(self) -> list[Rebuild]:
+        query, held = self._query, self._query.inventories.values()
+        about = self._layouts, query.bad_parts, self._holders, self._whole_copies
+        return rebuilds_of(held, *about)
 
     def _at_latest_boundary(
         self,
@@ -339,39 +321,6 @@ class Shelf:
                 nodes = holders.setdefault(part, {}).setdefault(role, [])
                 if node not in nodes:
                     nodes.append(node)
-
-
-def _replay(
-    layout: RoleLayout,
-    shards: Iterable[str],
-    generation: Generation,
-    generations: Iterable[Generation],
-    places: Places,
-) -> records.Replay | None:
-    """The way in which the role of ``layout`` recomputes parts ``shards`` of ``generation``
-    together: from a whole copy of an earlier one and all steps since.
-
-    Looked at only for parts of which no whole copy is left, so a loss costs what was lost.
-    ``generations``: all of which anything usable is held. None when a chain is broken, or when the
-    parts would begin from different bases (they never do: what travels whole travels together).
-    """
-    wanted = list(shards)
-    if not wanted or not keeps_steps(layout):
-        return None
-    role = layout.role
-    names = [*wanted, *map(records.gradients_part, wanted), records.UPDATE_PART, records.SUMS_PART]
-    earlier = [one for one in generations if one <= generation]
-    held: dict[Generation, Mapping[str, tuple[Source, ...]]] = {
-        one: {name: found for name in names if (found := places(role, name, one))}
-        for one in earlier
-    }
-    chains = {tuple(chain(held, generation, shard)) for shard in wanted}
-    if len(chains) != 1 or not (only := chains.pop()):
-        return None
-    base, *steps = only
-    needed = {base: wanted, **dict.fromkeys(steps, names[len(wanted) :])}
-    sources = {one: {name: held[one][name] for name in parts} for one, parts in needed.items()}
-    return records.Replay(base, tuple(steps), sources)
 
 
 def _is_on(seat: Seat | None, node: int) -> bool:

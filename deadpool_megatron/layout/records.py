@@ -13,7 +13,8 @@ generations. Why the gate of the design (section 4) still holds is written in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from functools import cached_property
@@ -38,7 +39,7 @@ PARITY_BASE = 1 << 32
 
 class PartKind(Enum):
     """``SHARD``: of the optimizer's state. ``EXTRAS``: all else that an iteration changes, as of a
-    boundary. ``STEP``: what recomputes an update (:mod:`.replaying`)."""
+    boundary. ``STEP``: what recomputes an update (:mod:`.gradient_chain`)."""
 
     SHARD = "shard"
     EXTRAS = "extras"
@@ -111,7 +112,7 @@ class RoleLayout(Coded):
     bytes: of the same parts, and of a role that is the same of the same model.
 
     ``peers``: the roles of its data-parallel group, itself included, ascending. ``parts`` holds the
-    shard parts first, then what recomputes an update (:mod:`.replaying`) if that is kept, and then
+    shard parts first, then what recomputes an update (:mod:`.gradient_chain`) if that is kept, then
     one extras part per boundary; an extras part's ``nbytes`` is its capacity. ``slots``: how many
     generations the owner's segment (and a copy) holds, 2+N or 3+N. ``meaning``: which role of which
     model it is, for people and for :func:`.words.difference`.
@@ -128,6 +129,20 @@ class RoleLayout(Coded):
     def shard_parts(self) -> tuple[str, ...]:
         """Names of the parts that are neither extras nor what recomputes an update."""
         return tuple(p.name for p in self.parts if kind_of(p.name) is PartKind.SHARD)
+
+    @cached_property
+    def step_parts(self) -> tuple[str, ...]:
+        """Names of the parts that recompute an update; none where slots have no room for them."""
+        return tuple(p.name for p in self.parts if kind_of(p.name) is PartKind.STEP)
+
+    def generations_kept(self, full_every: int) -> int:
+        """Return after how many newer generations no restore can need a generation, nor any that
+        is computed from it; so many steps are kept.
+
+        The oldest generation that a restore may need is ``slots`` - 1 before the one that is being
+        received, and its base at most ``full_every`` - 1 older than that.
+        """
+        return self.slots + (full_every if self.step_parts else 0)
 
     @cached_property
     def shape(self) -> tuple[int, int, int, tuple[tuple[str, int, int], ...]]:
@@ -169,6 +184,10 @@ class Seat(Listed):
     node: int
     slot: int
     incarnation: int
+
+
+# Role, part, generation -> places of whole copies, best first; none for a part that the role lacks.
+WholeCopies = Callable[[int, str, Generation], tuple["Source", ...]]
 
 
 class SeatTable(dict[int, Seat]):
@@ -265,6 +284,19 @@ class Recipe(Coded):
 
     decodings: Mapping[str, Decoding] = field(default_factory=dict)
     replay: Replay | None = None
+
+    def covers(self, part: str) -> bool:
+        """Return whether it produces a shard part."""
+        replay = self.replay
+        is_replayed = replay is not None and part in replay.sources[replay.base]
+        return part in self.decodings or is_replayed
+
+    def sources(self) -> Iterator[Source]:
+        """Yield every place that it reads from."""
+        for decoding in self.decodings.values():
+            yield from itertools.chain.from_iterable(decoding.blocks.values())
+        for parts in self.replay.sources.values() if self.replay is not None else ():
+            yield from itertools.chain.from_iterable(parts.values())
 
 
 @dataclass(frozen=True)

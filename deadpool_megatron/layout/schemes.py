@@ -9,28 +9,11 @@ blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-from deadpool_megatron.settings import Settings
+from deadpool_megatron.settings import SchemeKind, Settings
 from deadpool_megatron.wire.forms import Coded, Listed
 
 MOST_BLOCKS = 256  # of a parity group, k + m: a limit of codes over bytes
-
-
-class SchemeKind(StrEnum):
-    """The way in which the bytes of a part are kept."""
-
-    BUDDY = "buddy"
-    PARITY = "parity"
-    LOCAL = "local"
-    LOCAL_TWICE = "local-twice"
-    RECOMPUTE = "recompute"
-
-    @property
-    def is_local(self) -> bool:
-        """Return whether all that is kept of a role is on its own node, so that none may be
-        lost."""
-        return self in (SchemeKind.LOCAL, SchemeKind.LOCAL_TWICE)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from importlib.util import find_spec
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.records import PartInfo, RoleLayout, gradients_part
-from deadpool_megatron.layout.replaying import generations_kept
-from deadpool_megatron.layout.schemes import MOST_BLOCKS, SchemeKind, scheme_in_words
-from deadpool_megatron.settings import LONGEST_CADENCE, Settings
+from deadpool_megatron.layout.schemes import MOST_BLOCKS, scheme_in_words
+from deadpool_megatron.settings import LONGEST_CADENCE, SchemeKind, Settings
 
 # Of the host; 64 KB on many of aarch64.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
@@ -286,7 +285,7 @@ def kept_bytes(layout: RoleLayout, copied: Collection[str], full_every: int) -> 
     of_shards = [part.nbytes for part in layout.parts if part.name in copied]
     kept = copy_bytes(layout, (*of_shards, *extras))
     if full_every:
-        steps = generations_kept(layout, full_every)
+        steps = layout.generations_kept(full_every)
         kept += _layout_bytes(layout.shape, steps, (*of_steps, *extras))
     return kept
 

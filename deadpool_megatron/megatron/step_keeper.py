@@ -29,7 +29,7 @@ from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.replaying import from_key, key, step_parts, unpack_sums
+from deadpool_megatron.layout.gradient_chain import from_key, key, step_parts, unpack_sums
 from deadpool_megatron.megatron.optimizer import ShardState, inner_optimizers, parameters_of
 from deadpool_megatron.megatron.update_replay import (
     InnerUpdate,

@@ -3,7 +3,7 @@
 ``step`` of the live optimizer's own class does it, with its own flags, on tensors of the same
 device: whatever the implementation (for-each, fused), the same numbers come out of the same bytes.
 That this is so is not believed but shown: by a rehearsal on the first update of a run, and by the
-owner's checksums after each replay (layout.replaying).
+owner's checksums after each replay (layout.gradient_chain).
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, EpochStore
 from deadpool_megatron.events import GRADIENT_NORM, STATE, Kind
 from deadpool_megatron.failures import FailureKind, kind_of_end
+from deadpool_megatron.layout.gradient_chain import REPLAY
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
-from deadpool_megatron.layout.replaying import REPLAY
-from deadpool_megatron.layout.schemes import SchemeKind, recomputes
+from deadpool_megatron.layout.schemes import recomputes
 from deadpool_megatron.layout.sizing import extras_room_bytes, node_needs
 from deadpool_megatron.member.framework import Framework, StepCalls, UpdateAudit
 from deadpool_megatron.member.frozen_weights import FrozenWeights
@@ -33,7 +33,7 @@ from deadpool_megatron.member.role_reports import RoleReports
 from deadpool_megatron.member.update_capture import ReplayRefused, UpdateCapture
 from deadpool_megatron.ownership import check_checkpoint
 from deadpool_megatron.platform import PinnedSlots, select_platform
-from deadpool_megatron.settings import Settings
+from deadpool_megatron.settings import SchemeKind, Settings
 from deadpool_megatron.state import extras as extras_codec
 from deadpool_megatron.state.frozen_file import Wait
 from deadpool_megatron.state.parts import largest_value

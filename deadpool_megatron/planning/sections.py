@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 from deadpool_megatron import UserError
-from deadpool_megatron.layout.schemes import SchemeKind
-from deadpool_megatron.settings import LONGEST_CADENCE, Settings
+from deadpool_megatron.settings import LONGEST_CADENCE, SchemeKind, Settings
 
 _SHAPE = ("layers", "hidden", "ffn", "heads", "vocab")
 _SPEED = ("tflops_per_gpu", "efficiency", "tokens_per_step")
@@ -96,7 +95,7 @@ class Parallel:
 class PlannedProtection:
     """The settings of the run that affect the plan."""
 
-    scheme: SchemeKind = _key("--deadpool-protection", Settings.protection)
+    scheme: SchemeKind = _key("--deadpool-protection", SchemeKind(Settings.protection))
     replicas: Count = _key("--deadpool-replicas; parity: blocks of a group", Settings.replicas)
     parity_group: Several = _key("--deadpool-parity-group", Settings.parity_group)
     full_every: Several = _key("--deadpool-set full-every, for recompute", Settings.full_every)

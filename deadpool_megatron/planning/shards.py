@@ -18,12 +18,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from deadpool_megatron.layout.gradient_chain import step_parts
 from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
-from deadpool_megatron.layout.replaying import step_parts
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
 from deadpool_megatron.layout.sizing import Scene, extras_room_bytes
 from deadpool_megatron.planning.sections import Cluster, Model, Parallel, Plan
-from deadpool_megatron.settings import Settings
+from deadpool_megatron.settings import SchemeKind, Settings
 
 # Of a parameter's gradient in an update: fp32.
 GRADIENT_BYTES = 4.0
@@ -196,7 +196,7 @@ def _layout(role: int, plan: Plan, stage: StageParameters) -> RoleLayout:
     chosen = plan.protection
     shards = list(_shards(role, plan, stage))
     steps = []
-    if chosen.scheme == "recompute":
+    if chosen.scheme is SchemeKind.RECOMPUTE:
         share = GRADIENT_BYTES / plan.model.state_bytes_per_parameter
         gradients = {
             shard.name: PartInfo(shard.name, math.ceil(shard.nbytes * share), shard.replicas)

@@ -28,6 +28,7 @@ from deadpool_megatron.layout.schemes import losses_survived
 from deadpool_megatron.layout.sizing import Scene, memory_by_use
 from deadpool_megatron.planning.sections import Plan
 from deadpool_megatron.planning.shards import GRADIENT_BYTES, protection_plan, scene_of, settings_of
+from deadpool_megatron.settings import SchemeKind
 
 GIGA = 1e9
 # As in the vault's pace: the share of the time from the seal to the gate in which copies finish.
@@ -65,7 +66,7 @@ class Placement:
 def place(plan: Plan) -> Placement:
     """Place all roles, and choose the nodes of their copies."""
     scene, survived = scene_of(plan), losses_survived(settings_of(plan))
-    seats, domains, coded = scene.seats, scene.domains, plan.protection.scheme == "parity"
+    seats, domains, coded = scene.seats, scene.domains, plan.protection.scheme.combines_roles
     copies = CopyPlacement(seats, domains, scene.spares, survived)
     roles = {}
     for role, layout in scene.layouts.items():
@@ -109,7 +110,7 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
     unique, out, into = (Counter[int]() for _ in range(3))
     for number, role in placement.roles.items():
         unique[seats[number]] += role.shard_bytes + extras
-        copied = extras + (0 if plan.protection.scheme == "parity" else role.sent_bytes)
+        copied = extras + (0 if plan.protection.scheme.combines_roles else role.sent_bytes)
         for buddy in role.buddies:
             out[seats[number]] += copied
             into[buddy] += copied
@@ -128,7 +129,7 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
 def mean_share(plan: Plan) -> float:
     """Return the bytes that a step sends on average, as a share of a whole generation."""
     protection = plan.protection
-    if protection.scheme != "recompute":
+    if protection.scheme is not SchemeKind.RECOMPUTE:
         return 1.0 / protection.cadence
     step = GRADIENT_BYTES / plan.model.state_bytes_per_parameter
     return (1.0 + (protection.full_every - 1) * step) / protection.full_every
@@ -179,7 +180,7 @@ def timing(plan: Plan, placement: Placement, loads: dict[int, NodeLoad], step: f
     more_steps = plan.protection.cadence * (1 + plan.protection.max_lag) - 1
     window = forward_backward + more_steps * step
     copy = shard / (cluster.pcie_gb_s * GIGA)
-    passes = 2 if plan.protection.scheme == "local-twice" else 1
+    passes = 2 if plan.protection.scheme is SchemeKind.LOCAL_TWICE else 1
     checksum = passes * shard / (cluster.checksum_gb_s * GIGA)
     ship = shipped / (link * cluster.nic_fraction)
     at_share = shipped / (link * plan.protection.link_share)

@@ -139,9 +139,8 @@ class Scheme(ABC):
             owed = {target: names for targets, names in ways if names for target in targets}
             is_short = any(names and len(targets) < self.record.replicas for targets, names in ways)
             here = {*layout.shard_parts}
-            steps = {part.name for part in layout.parts if kind_of(part.name) is PartKind.STEP}
-            if any(steps & names for names in owed.values()):
-                here |= steps
+            if any(names.intersection(layout.step_parts) for names in owed.values()):
+                here |= {*layout.step_parts}
             found = self._owed[layout.role, kind] = Owed(owed, is_short, frozenset(here))
         return found
 

@@ -6,9 +6,9 @@ asked again until the deadline. After the last one the part is decoded (schemes.
 the record says from what. All of it lies in one slot of the member's own segment then, as what the
 member has written itself does.
 
-For parts that the member recomputes it is the parts of a chain instead (layout.replaying). They are
-read where this node has them, or come to where copies and steps of other nodes' roles are kept:
-more generations than a role has slots.
+For parts that the member recomputes, the parts of a chain are fetched instead
+(layout.gradient_chain). They are read where this node has them, or copied to where copies and steps
+of other nodes' roles are kept: more generations than a role has slots.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.planner import Shelf
-from deadpool_megatron.layout.records import Decoding, EpochRecord, Generation, RoleLayout, Source
-from deadpool_megatron.layout.replaying import key
+from deadpool_megatron.layout.gradient_chain import key
+from deadpool_megatron.layout.planner import PartIndex
+from deadpool_megatron.layout.records import EpochRecord, Generation, Recipe, RoleLayout, Source
 from deadpool_megatron.vault import room, transport
 from deadpool_megatron.vault.disk.dump import dump_files
-from deadpool_megatron.vault.disk.sources import dumped_shelf, node_of, slots_of
+from deadpool_megatron.vault.disk.sources import dumped_parts, node_of, slots_of
 from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError, is_shortage
+from deadpool_megatron.vault.schemes.registry import Obtained, Rebuilds, Tried
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
-
-if TYPE_CHECKING:
-    from deadpool_megatron.vault.schemes.parity_decode import Decoder
 
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
@@ -71,17 +69,16 @@ class Restorer:
         self._silent: set[int] = set()
         # By generation: bytes and checksum, as the role had them, of parts that its peers hold.
         self._vouched = defaultdict[Generation, dict[str, tuple[int, int]]](dict)
-        self._decoder: Decoder | None = None
         self._extras = records.extras_part(record.restore.boundary)
-        self._recipe = record.restore.recipes.get(role)
-        self._shelf: Shelf | None = None
+        self._recipe = record.restore.recipes.get(role, Recipe())
+        self._rebuilds = Rebuilds(store, record, role, self._target)
+        self._index: PartIndex | None = None
 
     def describe(self) -> RoleLayout | None:
         """Ask the sources what the role consists of, so that fetching need not wait for it."""
         found = [*self._record.restore.sources.get(self._role, {}).values()]
-        if self._recipe is not None and self._recipe.replay is not None:
-            for parts in self._recipe.replay.sources.values():
-                found += parts.values()
+        for parts in self._chain().values():
+            found += parts.values()
         nodes = {s.node for listed in found for s in listed if s.role == self._role}
         for node in sorted(nodes - {self._gate.node}):
             try:
@@ -99,8 +96,8 @@ class Restorer:
         """A verified place in this node's memory for each shard part and the extras.
 
         Instead of a part that has to be recomputed there are those of its chain, by
-        :func:`replaying.key`. Raises RestoreUnavailable, or VaultError when there is no room or the
-        epoch was closed.
+        :func:`gradient_chain.key`. Raises RestoreUnavailable, or VaultError when there is no memory
+        or the epoch was closed.
         """
         deadline = time.monotonic() + self._store.settings.restore_seconds
         with contextlib.closing(self):
@@ -122,28 +119,48 @@ class Restorer:
         restore = self._record.restore
         if restore.kind == "dump":
             known, roles = {self._role: layout}, self._record.seats
-            self._shelf = dumped_shelf(Path(restore.path), restore.generation, roles, known)
-            self._recipe = self._shelf.recipe(layout, restore.generation)
-        sources = restore.sources.get(self._role, {})
-        replay = None if self._recipe is None else self._recipe.replay
-        # Extras first: who has them knows what the others have to be like.
+            self._index = dumped_parts(Path(restore.path), restore.generation, roles, known)
+            self._recipe = self._index.recipe(layout, restore.generation) or Recipe()
+        sources, chain = restore.sources.get(self._role, {}), self._chain()
+        computed = {name for parts in chain.values() for name in parts}
+        # Extras first: a node that has them knows the checksums of what it lacks.
         wanted = {
             name: _Wanted(restore.generation, name, sources.get(name, ()))
             for name in (self._extras, *layout.shard_parts)
-            if replay is None or name not in replay.sources[replay.base]
+            if name not in computed
         }
-        for generation, parts in {} if replay is None else replay.sources.items():
+        for generation, parts in chain.items():
             for name, found in parts.items():
-                places = found if self._shelf is None else ()  # files are no live nodes
+                places = found if self._index is None else ()  # files are no live nodes
                 wanted[key(generation, name)] = _Wanted(generation, name, places, leads=True)
         return wanted
+
+    def _chain(self) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
+        """Return the parts of several generations from which the member computes others."""
+        chain: dict[Generation, Mapping[str, tuple[Source, ...]]] = {}
+        for rebuild in self._rebuilds.of(self._recipe):
+            chain |= rebuild.chain(self._recipe)
+        return chain
+
+    def accepts(
+        self, segment: Segment, slot: int, digests: Mapping[str, int], obtained: Obtained
+    ) -> bool:
+        """Return whether parts of the restored generation may be sealed, which may have been
+        recomputed. From any thread. ``obtained``: what :meth:`obtain` has returned, if it has."""
+        if not any(name in digests for name in segment.layout.shard_parts):
+            return True  # extras that were appended
+        if obtained is None and self._record.restore.kind == "dump":
+            return False  # its files have not been read
+        return all(
+            rebuild.accepts(segment, slot, digests, obtained)
+            for rebuild in self._rebuilds.of(self._recipe)
+        )
 
     def cut(self) -> None:
         """Break all connections, from any thread: the epoch is over."""
         for channel in list(self._channels.values()):
             channel.shutdown()
-        if self._decoder is not None:
-            self._decoder.cut()
+        self._rebuilds.cut()
 
     def close(self) -> None:
         """Close connections."""
@@ -173,27 +190,18 @@ class Restorer:
                         sources.remove(source)
                         tried.append((source.node, source.role, f"unreachable: {error}"))
             self._gate.pause(self._record.epoch, _PAUSE_SECONDS)
-        if self._shelf is not None:
-            return self._load(self._shelf, layout, wanted, deadline, text)
-        decoding = None if self._recipe is None else self._recipe.decodings.get(text)
-        if decoding is None:
-            raise RestoreUnavailable(text, tuple(tried))
-        return self._decode(layout, text, decoding, tried, deadline)
+        if self._index is not None:
+            return self._load(self._index, layout, wanted, deadline, text)
+        return self._rebuild(layout, text, self._recipe, tried, deadline)
 
-    def _decode(
-        self,
-        layout: RoleLayout,
-        part: str,
-        decoding: Decoding,
-        tried: list[tuple[int, int, str]],
-        deadline: float,
+    def _rebuild(
+        self, layout: RoleLayout, part: str, recipe: Recipe, tried: list[Tried], deadline: float
     ) -> Place:
-        # Imported where something has to be decoded: most runs keep no blocks.
-        from deadpool_megatron.vault.schemes.parity_decode import Decoder
-
-        if self._decoder is None:
-            self._decoder = Decoder(self._store, self._record, self._role, self._target)
-        return self._decoder.obtain(layout, part, decoding, tried, deadline)
+        """Produce a part that no node holds whole. Raises RestoreUnavailable."""
+        for rebuild in self._rebuilds.of(recipe):
+            if (place := rebuild.obtain(layout, part, recipe, tried, deadline)) is not None:
+                return place
+        raise RestoreUnavailable(part, tuple(tried))
 
     def _find(self, layout: RoleLayout, wanted: _Wanted) -> Place:
         """Checked bytes that this node holds for the role itself, laid out as it wants them."""
@@ -254,7 +262,7 @@ class Restorer:
             return store.seal_copy(segment, slot, name, nbytes, expected, epoch)
 
     def _load(
-        self, shelf: Shelf, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
+        self, index: PartIndex, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
     ) -> Place:
         """Read a part from the files of a dump: of the role, else of one with the same bytes; or
         decode it from them."""
@@ -274,10 +282,10 @@ class Restorer:
                     if place is not None:
                         return place
                 tried.append((node_of(dumped), role, why))
-        ways = shelf.decodings(self._role, wanted.name, restored)
-        for decoding in ways if wanted.generation == restored else ():
+        ways = index.alternatives(self._role, wanted.name, restored)
+        for recipe in ways if wanted.generation == restored else ():
             with contextlib.suppress(RestoreUnavailable):
-                return self._decode(layout, wanted.name, decoding, tried, deadline)
+                return self._rebuild(layout, wanted.name, recipe, tried, deadline)
         raise RestoreUnavailable(text, tuple(tried))
 
     def _slot_of(

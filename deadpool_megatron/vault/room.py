@@ -25,9 +25,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from deadpool_megatron.layout import records
-from deadpool_megatron.layout.records import Generation, PartKind, RoleLayout, Seat, successors_by
-from deadpool_megatron.layout.replaying import generations_kept, keeps_steps
+from deadpool_megatron.layout.records import Generation, RoleLayout, Seat, successors_by
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError
 from deadpool_megatron.vault.memory import Budget
 from deadpool_megatron.vault.shm import segment as segments
@@ -80,8 +78,8 @@ def ensure_copy(
     """The segment for parts of a role that is seated elsewhere, of ``generation``, which is offered
     here; steps have one of their own. Raises VaultError when there is no room or layouts differ."""
     name, slots = copy_name(layout.role), layout.slots
-    if _belong_to_step(store, layout, generation, names):
-        name, slots = steps_name(layout.role), generations_kept(layout, store.settings.full_every)
+    if layout.step_parts and _belong_to_step(store, layout, generation, names):
+        name, slots = steps_name(layout.role), layout.generations_kept(store.settings.full_every)
     return _with_room(store, generation, lambda: _ensure(store, layout, name, slots))
 
 
@@ -115,7 +113,7 @@ def _ensure(store: SlotStore, layout: RoleLayout, name: str, slots: int) -> Segm
             f"layout {layout.layout_hash} of role {layout.role} is not the"
             f" {held.layout.layout_hash} that node {node} holds"
         )
-    if keeps_steps(layout) and held.slots != slots:
+    if layout.step_parts and held.slots != slots:
         raise VaultError(
             f"{name} on node {node} has {held.slots} slots, not {slots}: continue with the"
             " --deadpool-max-lag and --deadpool-set full-every that the run began with"
@@ -126,7 +124,7 @@ def _ensure(store: SlotStore, layout: RoleLayout, name: str, slots: int) -> Segm
 def _belong_to_step(
     store: SlotStore, layout: RoleLayout, generation: Generation, names: Collection[str]
 ) -> bool:
-    if any(records.kind_of(name) is PartKind.STEP for name in names):
+    if any(name in layout.step_parts for name in names):
         return True
     if any(name in layout.shard_parts for name in names):
         return False
@@ -177,7 +175,7 @@ def give_back(store: SlotStore, offered: Generation) -> bool:
         restored = record.restore.generation
         later = successors_by(record, offered)(restored)
         for segment in table.segments.values():
-            if segment.seat is not None or keeps_steps(segment.layout):
+            if segment.seat is not None or segment.layout.step_parts:
                 continue
             owed = scheme.keeps(segment.layout, gate.node)
             for slot in range(segment.slots):
@@ -210,7 +208,7 @@ def remove_unneeded(store: SlotStore) -> None:
         newest = max((slot.generation for slot in table.sealed() if slot.parts), default=None)
         later = successors_by(record, newest or record.restore.generation)
         for segment in unused:
-            kept = generations_kept(segment.layout, store.settings.full_every)
+            kept = segment.layout.generations_kept(store.settings.full_every)
             if table.unneeded(segment, later, kept):
                 table.remove(segment)
 

@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.records import SUMS_PART, EpochRecord, Generation, RoleLayout, Seat
-from deadpool_megatron.layout.replaying import key
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Seat
 from deadpool_megatron.vault.errors import Refused, VaultError
 from deadpool_megatron.vault.replicate import Sender, sender_to
 from deadpool_megatron.vault.restore import Restorer
@@ -211,28 +210,8 @@ class RoleWorker(threading.Thread):
                     del digests[name]
                     place = Place(segment, slot, name, entry.nbytes, entry.checksum, entry.epoch)
                     store.mark_bad(place, found)
-            if generation != self._restored or self._is_replayed_well(segment, slot, digests):
+            obtained = self._outcome if isinstance(self._outcome, dict) else None
+            if generation != self._restored or self._restorer.accepts(
+                segment, slot, digests, obtained
+            ):
                 store.seal_own(segment, filled, digests, epoch)
-
-    def _is_replayed_well(self, segment: Segment, slot: int, digests: dict[str, int]) -> bool:
-        """False when the member has recomputed something else than the owner had, or when what it
-        has to be like is not here yet; of a dump nobody knows before its files have been read."""
-        if not any(name in digests for name in segment.layout.shard_parts):
-            return True  # extras that were appended
-        outcome = self._outcome if isinstance(self._outcome, dict) else None
-        place = None if outcome is None else outcome.get(key(self._restored, SUMS_PART))
-        if place is None:
-            restore = self._record.restore
-            recipe = restore.recipes.get(self._role)
-            is_recomputed = recipe is not None and recipe.replay is not None
-            return not is_recomputed and (outcome is not None or restore.kind != "dump")
-        # Whatever the plan is now: the recipe may be of an epoch before.
-        from deadpool_megatron.vault.schemes.gradients import replayed_otherwise
-
-        with self._gate.lock:  # not after a close: the slot may be that of the next epoch by then
-            is_open = self._gate.is_open(self.epoch)
-            wrong = replayed_otherwise(segment, slot, digests, place) if is_open else []
-        if wrong:
-            self._store.reports.refuse("a replay with other bytes", role=self._role, part=wrong[0])
-            self._store.on_bad(self.epoch, self._role, self._restored, wrong[0])
-        return not wrong

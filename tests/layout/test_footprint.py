@@ -7,9 +7,9 @@ from pathlib import Path
 from hypothesis import given, settings, strategies as st
 
 from deadpool_megatron.layout import sizing
+from deadpool_megatron.layout.gradient_chain import step_parts
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityGroup, parity_layout
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
-from deadpool_megatron.layout.replaying import generations_kept, step_parts
 from deadpool_megatron.vault.memory import allocated_bytes
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, steps_name
 from tests.vault.harness import segment_bytes
@@ -49,7 +49,7 @@ def test_chains(layout: RoleLayout, full_every: int) -> None:
     others = [part.name for part in layout.parts if part.name not in shards]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         Segment.create(Path(name) / copy_name(0), layout, None, [*shards, "extras@step"])
-        slots = generations_kept(layout, full_every)
+        slots = layout.generations_kept(full_every)
         Segment.create(Path(name) / steps_name(0), layout, None, others, slots)
         assert allocated_bytes(Path(name)) <= sizing.kept_bytes(layout, list(shards), full_every)
 

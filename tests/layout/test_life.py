@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.layout import planner, records, replaying, schemes, sizing
+from deadpool_megatron.layout import gradient_chain, planner, records, schemes, sizing
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered, missing_copies
@@ -61,7 +61,9 @@ class Cluster:
             "shard": records.PartInfo("shard", 70_000 + 9000 * (role % 3), own, "weights"),
             "tail": records.PartInfo("tail", 5000, same, f"tail of {same[0]}"),
         }
-        steps = replaying.step_parts(shards, 600, role) if schemes.recomputes(self.plan) else []
+        steps = (
+            gradient_chain.step_parts(shards, 600, role) if schemes.recomputes(self.plan) else []
+        )
         extras = [records.PartInfo(f"extras@{name}", 3000, own) for name in BOUNDARIES]
         parts = (*shards.values(), *steps, *extras)
         return records.RoleLayout(role, parts, peers, 2, f"hash{role}", f"role {role}")

@@ -63,7 +63,7 @@ def clusters(draw: st.DrawFn) -> tuple[records.EpochRecord, int]:
 def test_groups_of_any_cluster(drawn: tuple[records.EpochRecord, int]) -> None:
     """Each role once, distinct nodes, holders outside; m lost nodes leave k of k+m blocks."""
     record, size = drawn
-    groups, m = parity.parity_groups(record), record.replicas
+    groups, m = parity.ParityPlacement.of_record(record).groups, record.replicas
     assert sorted(r for group in groups for r in group.roles) == sorted(record.seats)
     live = len(record.nodes)
     short = missing_copies(
@@ -94,7 +94,7 @@ def test_groups_of_any_cluster(drawn: tuple[records.EpochRecord, int]) -> None:
 @given(clusters())
 def test_no_domain_twice_where_that_can_be(drawn: tuple[records.EpochRecord, int]) -> None:
     record, _ = drawn
-    groups = parity.parity_groups(record)
+    groups = parity.ParityPlacement.of_record(record).groups
     domain = {node: address.domain for node, address in record.nodes.items()}
     seated = {seat.node for seat in record.seats.values()}
     sizes = Counter(domain[node] for node in seated)
@@ -116,7 +116,7 @@ def test_what_one_exchange_mends_leaves_all_others_in_their_place() -> None:
     takes over is in a rack of the group."""
     domains = [f"rack{node}" for node in range(12)]
     domains[4] = domains[1]
-    groups = parity.parity_groups(record(domains, 0, 1, 4, 1))
+    groups = parity.ParityPlacement.of_record(record(domains, 0, 1, 4, 1)).groups
     assert sorted(len(group.roles) for group in groups) == [4, 4, 4]
     moved = {role for group in groups for role in group.roles if role % 3 != group.roles[1] % 3}
     assert len(moved) == 2
@@ -128,7 +128,7 @@ def test_what_one_exchange_mends_leaves_all_others_in_their_place() -> None:
 def test_memory_is_even(size: int, parities: int, rack: int) -> None:
     """No node keeps more than one block above a quarter more than its share."""
     found = record([f"rack{node // rack}" for node in range(70)], 6, 4, size, parities)
-    groups = parity.parity_groups(found)
+    groups = parity.ParityPlacement.of_record(found).groups
     load = Counter(holder for group in groups for holder in group.holders)
     share = load.total() / 70
     assert max(load.values()) <= 1.25 * share + 1
@@ -137,7 +137,8 @@ def test_memory_is_even(size: int, parities: int, rack: int) -> None:
 
 def test_one_node_in_a_rack_of_its_own_does_not_hold_everything() -> None:
     found = record(["all"] * 63 + ["own"], 0, 4, 4, 1)
-    load = Counter(holder for group in parity.parity_groups(found) for holder in group.holders)
+    groups = parity.ParityPlacement.of_record(found).groups
+    load = Counter(holder for group in groups for holder in group.holders)
     assert max(load, key=load.__getitem__) == 63
     assert load[63] == 4 * load.total() / 64
 
@@ -146,8 +147,9 @@ def test_one_node_in_a_rack_of_its_own_does_not_hold_everything() -> None:
 def test_a_spare_that_takes_over_takes_the_place(parities: int) -> None:
     """Other groups stay as they are, and nearly all of their blocks stay where they are."""
     domains = [f"rack{node}" for node in range(40)]
-    before = parity.parity_groups(record(domains, 4, 2, 4, parities))
-    after = parity.parity_groups(record(domains, 4, 2, 4, parities, nodes={7: 37}))
+    before = parity.ParityPlacement.of_record(record(domains, 4, 2, 4, parities)).groups
+    later = record(domains, 4, 2, 4, parities, nodes={7: 37})
+    after = parity.ParityPlacement.of_record(later).groups
     assert [group.roles for group in before] == [group.roles for group in after]
     assert [group.blocks for group in before] == [group.blocks for group in after]
     moved = [
@@ -211,5 +213,5 @@ def test_layout_of_a_parity_role() -> None:
 def test_a_large_cluster_is_decided_at_once() -> None:
     """32,768 roles on 4,096 nodes in racks: every vault does this at each epoch."""
     found = record([f"rack{node // 16}" for node in range(4160)], 64, 8, 4, 2)
-    groups = parity.parity_groups(found)
+    groups = parity.ParityPlacement.of_record(found).groups
     assert len(groups) == 8192

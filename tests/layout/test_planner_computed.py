@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout import records
+from deadpool_megatron.layout.gradient_chain import REPLAY, key, step_parts, suspects
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityPlacement, parity_role
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
-from deadpool_megatron.layout.replaying import REPLAY, key, step_parts, suspects
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from tests.layout.held import Content, chosen, holders, inventories
 

@@ -173,9 +173,9 @@ WAYS: dict[str, Callable[[Path, Layouts, Layouts], bool]] = {
         last_boundary(dump(at, peers(own[0], kept[0]), 0), NEWEST, range(2))[0]
     ),
     "dump with parity": lambda at, kept, own: bool(
-        sources.dumped_shelf(dump(at, [*own.values(), coded(kept)], 0), NEWEST, range(2)).decodings(
-            0, SHARD, NEWEST
-        )
+        sources.dumped_parts(
+            dump(at, [*own.values(), coded(kept)], 0), NEWEST, range(2)
+        ).alternatives(0, SHARD, NEWEST)
     ),
     "export of a dump": lambda at, kept, own: passes(
         sources.snapshot_of_dump, dump(at, peers(own[0], kept[0]), 0), 0, NEWEST, "step"

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from deadpool_megatron.layout.gradient_chain import key, pack_sums
 from deadpool_megatron.layout.records import SUMS_PART, UPDATE_PART, Generation, gradients_part
-from deadpool_megatron.layout.replaying import key, pack_sums
 from deadpool_megatron.megatron import step_keeper as recompute
 from deadpool_megatron.megatron.step_keeper import StepKeeper
 from deadpool_megatron.member.role_layout import role_layout

@@ -18,9 +18,9 @@ import pytest
 
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import records
+from deadpool_megatron.layout.gradient_chain import step_parts
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
-from deadpool_megatron.layout.replaying import step_parts
 from deadpool_megatron.layout.schemes import plan_of_kind
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import room

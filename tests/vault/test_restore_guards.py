@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.replaying import key, step_parts
+from deadpool_megatron.layout.gradient_chain import key, step_parts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import restore as restoring, room
 from deadpool_megatron.vault.disk.dump import dump

@@ -33,6 +33,7 @@ from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.cleanup import may_be_alive, what_remains
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.observe.narration import shown
+from deadpool_megatron.settings import SchemeKind
 
 EXIT_REFUSED = 1
 EXIT_NOT_YET = 5
@@ -85,9 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument("--node", type=int, required=True, metavar="N")
         case Verb.PROTECT:
             parser.description = _PROTECT_DESCRIPTION
-            parser.add_argument(
-                "--scheme", choices=("buddy", "parity", "local", "local-twice", "recompute")
-            )
+            parser.add_argument("--scheme", choices=[kind.value for kind in SchemeKind])
             parser.add_argument(
                 "--group", type=number(int, 2), metavar="K", help="parity: roles that share blocks"
             )
@@ -169,7 +168,7 @@ def _wish(args: argparse.Namespace) -> dict[str, Any]:
         case Verb.DRAIN:
             return {"node": args.node}
         case Verb.PROTECT:
-            if args.group is not None and args.scheme != "parity":
+            if args.group is not None and args.scheme != SchemeKind.PARITY:
                 raise CommandError("--group needs --scheme parity")
             if args.scheme is None and args.every is None:
                 raise CommandError("nothing to change: give --scheme, --every or both")

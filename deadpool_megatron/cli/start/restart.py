@@ -25,8 +25,7 @@ from deadpool_megatron.cluster.process import program
 from deadpool_megatron.cluster.run_directory import cleanup, directory
 from deadpool_megatron.events import DAMAGE, Kind, event_files, parse_line
 from deadpool_megatron.layout.records import EpochRecord, Restore
-from deadpool_megatron.layout.schemes import SchemeKind
-from deadpool_megatron.settings import Settings, flag_name
+from deadpool_megatron.settings import SchemeKind, Settings, flag_name
 
 _PAUSE_SECONDS = 0.1
 _TAIL_BYTES = 4 << 20

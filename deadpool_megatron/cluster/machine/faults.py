@@ -14,8 +14,8 @@ from deadpool_megatron.cluster.machine.epoch import close, save_and_end, step_re
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind, process_name
+from deadpool_megatron.layout.gradient_chain import REPLAY, suspects
 from deadpool_megatron.layout.records import BadPart, Generation
-from deadpool_megatron.layout.replaying import REPLAY, suspects
 from deadpool_megatron.layout.schemes import ProtectionPlan, recomputes
 
 

@@ -27,8 +27,9 @@ from deadpool_megatron.failures import (
     same_text,
     signal_name,
 )
-from deadpool_megatron.layout import records, schemes
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.placement import CopyPlacement
+from deadpool_megatron.layout.rebuild import block_holders
 from deadpool_megatron.layout.words import difference
 
 # A device that failed once may have been hit by a stray particle, and memory may have been short
@@ -114,11 +115,8 @@ def matters(state: states.State, record: records.EpochRecord, node: int) -> bool
         return True
     if not state.is_restored and any(source.node == node for source in _sources(record.restore)):
         return True
-    if record.protection.kind is schemes.SchemeKind.PARITY:
-        from deadpool_megatron.layout.parity_groups import parity_groups
-
-        if any(node in group.holders for group in parity_groups(record)):
-            return True
+    if node in block_holders(record):
+        return True
     taken_over = state.is_restored or isinstance(state.doing, states.TakingOver)
     if taken_over and len(state.memory.layouts) < len(record.seats):
         return node in record.nodes  # it is not known yet whose copies it owes
@@ -143,7 +141,7 @@ def exposed_roles(state: states.State) -> frozenset[int]:
         return found
     for one in (record,) if recovery is None else (record, recovery.record):
         lost = one.nodes.keys() - state.fleet.nodes.keys()
-        if lost and one.protection.kind is schemes.SchemeKind.PARITY:
+        if lost and one.protection.kind.combines_roles:
             return frozenset(record.seats)
         found |= {
             role
@@ -159,13 +157,7 @@ def _sources(restore: records.Restore) -> Iterator[records.Source]:
         for found in parts.values():
             yield from found
     for recipe in restore.recipes.values():
-        for decoding in recipe.decodings.values():
-            for found in decoding.blocks.values():
-                yield from found
-        if recipe.replay is not None:
-            for parts in recipe.replay.sources.values():
-                for found in parts.values():
-                    yield from found
+        yield from recipe.sources()
 
 
 def _forget_memory(state: states.State, node: int) -> None:

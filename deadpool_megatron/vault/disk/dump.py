@@ -2,7 +2,7 @@
 
 ``dump-<role>-<node>.seg`` is a segment whose first slot holds the parts which the vault of that
 node could give; files of several nodes complete each other. Where the node has a shard part only as
-a chain (layout.replaying), further slots hold what leads to it.
+a chain (layout.gradient_chain), further slots hold what leads to it.
 
 Of a directory that no vault has open the next agent learns here what lies in it, and writes that;
 whatever else the control plane wants to know of slots, a vault tells it.
@@ -19,9 +19,9 @@ import xxhash
 
 from deadpool_megatron.file_systems import sync
 from deadpool_megatron.layout import records
+from deadpool_megatron.layout.gradient_chain import predecessor
 from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import SUMS_PART, BadPart, Generation, Inventory, RoleLayout
-from deadpool_megatron.layout.replaying import predecessor
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError, is_shortage
 from deadpool_megatron.vault.memory import free_bytes

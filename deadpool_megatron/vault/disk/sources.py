@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.planner import RestoreQuery, Shelf, is_kept
+from deadpool_megatron.layout.planner import PartIndex, RestoreQuery, is_kept
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, Restore, RoleLayout
 from deadpool_megatron.layout.words import difference
 from deadpool_megatron.vault.disk.dump import dump_files
@@ -25,12 +25,12 @@ NONE_KNOWN: Mapping[int, RoleLayout] = {}
 _NAME = re.compile(r"(\d+)-(\d+)")
 
 
-def dumped_shelf(
+def dumped_parts(
     directory: Path,
     generation: Generation,
     roles: Collection[int],
     layouts: Mapping[int, RoleLayout] = NONE_KNOWN,
-) -> Shelf:
+) -> PartIndex:
     """Return what the files of a dump can give, by the same rules as the memory of live nodes.
 
     The run that wrote them gave them other lineages; all have that of ``generation`` here.
@@ -48,7 +48,7 @@ def dumped_shelf(
         for node, known in described.items()
     }
     kept = {generation.lineage: NO_LIMIT}
-    return Shelf(RestoreQuery(0, roles, found, {}, {}, kept, layouts))
+    return PartIndex(RestoreQuery(0, roles, found, {}, {}, kept, layouts))
 
 
 def node_of(dumped: Segment) -> int:
@@ -140,7 +140,7 @@ def last_boundary(
     directory: Path, generation: Generation, roles: Collection[int]
 ) -> tuple[str | None, str]:
     """The last boundary that all roles have reached in this dump, or None and what is missing."""
-    found = dumped_shelf(directory, generation, roles).produce(generation)
+    found = dumped_parts(directory, generation, roles).produce(generation)
     return (None, found) if isinstance(found, str) else (found.boundary, "")
 
 

@@ -1,4 +1,4 @@
-"""Recompute: generations travel whole now and then, as steps in between (layout.replaying).
+"""Recompute: generations travel whole now and then, as steps in between (layout.gradient_chain).
 
 A generation travels as a step if the one before it was made in this epoch (or was restored by it),
 the last whole one is less than ``full_every`` back, the member's rehearsal has shown that a replay
@@ -14,11 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.records import SUMS_PART, UPDATE_PART, Generation, PartKind, shard_of
-from deadpool_megatron.layout.replaying import chain, pack_sums, unpack_sums
+from deadpool_megatron.layout.gradient_chain import chain, key, pack_sums, unpack_sums
+from deadpool_megatron.layout.records import (
+    SUMS_PART,
+    UPDATE_PART,
+    Generation,
+    PartKind,
+    Recipe,
+    Source,
+)
 from deadpool_megatron.vault.copies import Copies, Owed
+from deadpool_megatron.vault.schemes.registry import Obtained
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.slot_store import SlotStore
 
 
 @dataclass
@@ -64,7 +73,7 @@ class Recompute(Copies):
     def lacks_base(
         self, held: Mapping[Generation, Collection[str]], follows: Any, names: Collection[str]
     ) -> bool:
-        shards = [shard for name in names if (shard := shard_of(name)) is not None]
+        shards = [shard for name in names if (shard := records.shard_of(name)) is not None]
         if not shards or follows is None:
             return bool(shards)
         before = Generation.from_list(follows)
@@ -99,8 +108,46 @@ class Recompute(Copies):
             way.base = max(way.base, generation)
 
 
+class Replayed:
+    """A role that recomputes its shard parts from a whole copy of an earlier generation and the
+    steps since. See :class:`.registry.Rebuild`."""
+
+    def __init__(self, store: SlotStore, record: records.EpochRecord, role: int) -> None:
+        self._store = store
+        self._epoch = record.epoch
+        self._restored = record.restore.generation
+        self._role = role
+
+    def chain(self, recipe: Recipe) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
+        return {} if recipe.replay is None else recipe.replay.sources
+
+    def obtain(self, *about: object) -> None:
+        """Return None: the member computes the parts."""
+
+    def accepts(
+        self, segment: Segment, slot: int, digests: Mapping[str, int], obtained: Obtained
+    ) -> bool:
+        """Return whether shard parts are what the owner had; those that differ are given up.
+
+        The member has compared them before; nothing is sealed on its word alone (rule 4).
+        """
+        sums = (obtained or {}).get(key(self._restored, SUMS_PART))
+        if sums is None:
+            return False
+        with self._store.gate.lock:  # after a close the slot may be that of the next epoch
+            is_open = self._store.gate.is_open(self._epoch)
+            wrong = replayed_otherwise(segment, slot, digests, sums) if is_open else []
+        if wrong:
+            self._store.reports.refuse("a replay with other bytes", role=self._role, part=wrong[0])
+            self._store.on_bad(self._epoch, self._role, self._restored, wrong[0])
+        return not wrong
+
+    def cut(self) -> None:
+        """Do nothing: it has no connections."""
+
+
 def replayed_otherwise(
-    segment: Segment, slot: int, digests: dict[str, int], sums: Place
+    segment: Segment, slot: int, digests: Mapping[str, int], sums: Place
 ) -> list[str]:
     """Shard parts that a member has recomputed, and that are not what the owner had by ``sums``.
     They are given up. The member has compared before; nothing is sealed on its word alone (rule 4).

@@ -29,12 +29,20 @@ import xxhash
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers
-from deadpool_megatron.layout.records import Decoding, EpochRecord, Generation, RoleLayout, Source
+from deadpool_megatron.layout.records import (
+    Decoding,
+    EpochRecord,
+    Generation,
+    Recipe,
+    RoleLayout,
+    Source,
+)
 from deadpool_megatron.vault.errors import (
     MALFORMED,
     RestoreUnavailable,
     VaultError,
 )
+from deadpool_megatron.vault.schemes.registry import Claim
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, dump_name
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
@@ -48,7 +56,6 @@ _PAUSE_SECONDS = 0.05
 _CHANCES = 2  # bytes damaged on the way come whole the next time; damaged at home they do not
 _MOST_SMALL_BYTES = 16 << 20
 
-Target = Callable[[RoleLayout], AbstractContextManager[tuple[Segment, int]]]
 # Of a part: bytes and checksum, and what fills a piece that begins at some byte, one after another.
 Asked = tuple[int, int, Callable[[int, memoryview], None]]
 # Number of a block -> the place it is taken from; None for one that is all zeros.
@@ -275,7 +282,7 @@ class Decoder:
     ``target``: the claimed slot for the role.
     """
 
-    def __init__(self, store: SlotStore, record: EpochRecord, role: int, target: Target) -> None:
+    def __init__(self, store: SlotStore, record: EpochRecord, role: int, target: Claim) -> None:
         self._store = store
         self._gate = store.gate
         self._record = record
@@ -295,15 +302,14 @@ class Decoder:
         self,
         layout: RoleLayout,
         name: str,
-        decoding: Decoding,
+        recipe: Recipe,
         tried: list[tuple[int, int, str]],
         deadline: float,
-    ) -> Place:
-        """A verified place for the part. ``deadline``: monotonic; until then places that do not
-        answer are asked again. ``tried``: gets an entry for each place that is given up.
-
-        Raises RestoreUnavailable, or VaultError when there is no room or the epoch was closed.
-        """
+    ) -> Place | None:
+        """See :class:`.registry.Rebuild`, as of the methods below."""
+        decoding = recipe.decodings.get(name)
+        if decoding is None:
+            return None
         # Not at the top: where nothing is coded a vault can do without numpy and its threads.
         from deadpool_megatron.vault.schemes.parity_code import Coder
 
@@ -338,6 +344,12 @@ class Decoder:
                     raise VaultError(f"part {name} of role {self._role}: {error}") from error
             self._gate.pause(self._record.epoch, _PAUSE_SECONDS)
         raise RestoreUnavailable(name, tuple(tried))
+
+    def chain(self, recipe: Recipe) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
+        return {}
+
+    def accepts(self, segment: Segment, slot: int, digests: object, obtained: object) -> bool:
+        return True  # each decoded part has been checked
 
     def _attempt(
         self, layout: RoleLayout, name: str, decoding: Decoding, coder: Coder, choice: Choice

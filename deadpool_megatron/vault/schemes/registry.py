@@ -5,10 +5,84 @@ Files of a scheme are imported for the records that need them only.
 
 from __future__ import annotations
 
-from deadpool_megatron.layout.records import EpochRecord
-from deadpool_megatron.layout.schemes import SchemeKind
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from deadpool_megatron.layout.records import EpochRecord, Generation, Recipe, RoleLayout, Source
+from deadpool_megatron.settings import SchemeKind
 from deadpool_megatron.vault.copies import Copies, Local, LocalTwice, Scheme
+from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
+
+Claim = Callable[[RoleLayout], AbstractContextManager[tuple[Segment, int]]]
+# Node, role, and why its bytes could not be used.
+Tried = tuple[int, int, str]
+# By name of the part, or :func:`gradient_chain.key`; None while nothing was obtained.
+Obtained = Mapping[str, Place] | None
+
+
+class Rebuild(Protocol):
+    """What one scheme does for shard parts of a role that no node holds whole. One thread, but
+    :meth:`cut` and :meth:`accepts`."""
+
+    def chain(self, recipe: Recipe) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
+        """Return the parts of several generations from which the member computes others itself."""
+
+    def obtain(
+        self, layout: RoleLayout, part: str, recipe: Recipe, tried: list[Tried], deadline: float
+    ) -> Place | None:
+        """Produce a part of the restored generation; None where the scheme has no way to it.
+
+        ``tried``: gets an entry for each place that is given up. ``deadline``: monotonic; until
+        then silent places are asked again. Raises RestoreUnavailable, or VaultError when there is
+        no memory or the epoch was closed.
+        """
+
+    def accepts(
+        self, segment: Segment, slot: int, digests: Mapping[str, int], obtained: Obtained
+    ) -> bool:
+        """Return whether what the member has made of the obtained parts may be sealed."""
+
+    def cut(self) -> None:
+        """Break all connections, from any thread: the epoch is over."""
+
+
+class Rebuilds:
+    """The schemes that the recipes of one role in one epoch need, each made for its first recipe.
+
+    ``claim``: gives the claimed slot for the role.
+    """
+
+    def __init__(self, store: SlotStore, record: EpochRecord, role: int, claim: Claim) -> None:
+        self._about = store, record, role
+        self._claim = claim
+        self._parity: Rebuild | None = None
+        self._chain: Rebuild | None = None
+
+    def of(self, recipe: Recipe) -> list[Rebuild]:
+        """Return the schemes of a recipe."""
+        found: list[Rebuild] = []
+        if recipe.decodings:
+            if self._parity is None:
+                from deadpool_megatron.vault.schemes.parity_decode import Decoder
+
+                self._parity = Decoder(*self._about, self._claim)
+            found.append(self._parity)
+        if recipe.replay is not None:
+            if self._chain is None:
+                from deadpool_megatron.vault.schemes.gradients import Replayed
+
+                self._chain = Replayed(*self._about)
+            found.append(self._chain)
+        return found
+
+    def cut(self) -> None:
+        """Break all connections, from any thread: the epoch is over."""
+        for made in (self._parity, self._chain):
+            if made is not None:
+                made.cut()
 
 
 def scheme_of(record: EpochRecord, store: SlotStore) -> Scheme:

@@ -1,8 +1,8 @@
 """One file of slots in shared memory, readable after a kill of its writer at any instruction.
 
-File: words, the description (JSON: layout, seat, slots, page size), then the slots, as many as the
-layout says, but more where steps are kept (layout.replaying). Everything that gets memory, or is
-locked in it, begins and ends with a page of the host that made the file.
+File: words, the description (JSON: layout, seat, slots, page size), then the slots: as many as the
+layout says, or more where steps are kept (layout.gradient_chain). Everything that gets memory, or
+is locked in it, begins and ends with a page of the host that made the file.
 Slot: header (words below, one entry of 4 words per part), then the parts at fixed page-aligned
 offsets. An ``own-*`` file is written by one member incarnation and sealed by the vault,
 which puts restored parts there while that member waits for them; ``copy-*`` and ``steps-*`` files

@@ -18,7 +18,6 @@ import xxhash
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, Holding, RoleLayout, Seat
-from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.errors import DamagedSegment, SegmentError
 from deadpool_megatron.vault.memory import Budget
 from deadpool_megatron.vault.shm import segment as segments
@@ -289,7 +288,7 @@ class Table:
 
         So of whole copies, of which there are as many as the owner has slots, all but the oldest
         one stay: what may still be asked for is one of them, or computed from one. Of steps there
-        are as many slots as can be between that and the newest one (layout.replaying).
+        are as many slots as can be between that and the newest one (layout.gradient_chain).
 
         ``fresh``: not the slot in which parts of the generation are sealed, which stays as it is
         until :meth:`replace`.
@@ -360,7 +359,7 @@ class Table:
         """True when a segment holds something of the generation that an epoch begins with, or may
         hold what that is computed from: the base of a chain may lie elsewhere than its end."""
         held = self.holds(segment)
-        return generation in held or (bool(held) and keeps_steps(segment.layout))
+        return generation in held or (bool(held) and bool(segment.layout.step_parts))
 
     def holds(self, segment: Segment) -> set[Generation]:
         """Generations of which a segment holds something."""
@@ -380,7 +379,7 @@ class Table:
         section 4). So as soon as anything that new is sealed here, whatever role it belongs to, g
         is not needed here either. ``successors(g)``: how many generations after g have certainly
         been written by then (layout.records). ``kept``: how many have to be, more than there are
-        slots where others may be computed from g (layout.replaying).
+        slots where others may be computed from g (layout.gradient_chain).
         """
         keys = [(segment.path.name, slot) for slot in range(segment.slots)]
         if any(self.pins[key] or key in self.writers for key in keys):

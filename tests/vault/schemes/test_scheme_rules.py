@@ -17,11 +17,11 @@ import pytest
 from hypothesis import event, given, settings, strategies as st
 
 from deadpool_megatron.layout import records
+from deadpool_megatron.layout.gradient_chain import key, step_parts
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, Restore, Seat
-from deadpool_megatron.layout.replaying import key, step_parts
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from deadpool_megatron.layout import records, replaying
+from deadpool_megatron.layout import gradient_chain, records
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout, Seat, gradients_part
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.settings import Settings
@@ -39,7 +39,7 @@ def make_layout(slots: int = 2, nbytes: int = 64, covered: bool = False) -> Role
     shared = (0, 1) if covered else (0,)
     parts = (
         PartInfo("shard0", 3 * nbytes, shared),
-        *replaying.step_parts({"shard0": PartInfo("", nbytes, shared)}, 64, 0),
+        *gradient_chain.step_parts({"shard0": PartInfo("", nbytes, shared)}, 64, 0),
         PartInfo(EXTRAS, 64, (0,)),
     )
     return RoleLayout(0, parts, (0, 1), slots, "hash")
@@ -130,7 +130,7 @@ def test_steps_never_go_into_parity_blocks() -> None:
 
 def test_sums_come_back() -> None:
     sums = {"shard0": (1 << 40, (1 << 64) - 1), "shard1": (0, 7)}
-    assert replaying.unpack_sums(replaying.pack_sums(sums)) == sums
+    assert gradient_chain.unpack_sums(gradient_chain.pack_sums(sums)) == sums
 
 
 def test_sums_are_not_written_after_a_close(
@@ -204,7 +204,7 @@ def test_a_buddy_keeps_chains_in_memory_that_stays_the_same(tmp_path: Path) -> N
         put(state, layout, g(iteration), STEP if iteration % EVERY else WHOLE)
         held = held_by(state)
         for one in range(max(0, iteration - 1), iteration + 1):
-            assert replaying.chain(held, g(one), "shard0"), (iteration, one)
+            assert gradient_chain.chain(held, g(one), "shard0"), (iteration, one)
         taken.append(blocks(tmp_path))
     assert taken[9] == taken[-1] < (2 * 3 + 6 + 1) << 20
     assert not chains.lacks_base(state.table.held(0), [1, 24], [gradients_part("shard0")])
@@ -242,10 +242,10 @@ def test_the_base_that_a_node_held_as_the_owner_stays_while_steps_lead_from_it(
     for name in WHOLE:
         old.seal_part(0, name, 9, 1, 1)
     old.set_state(0, SlotState.SEALED)
-    kept = replaying.generations_kept(layout, EVERY)
+    kept = layout.generations_kept(EVERY)
     for iteration in range(5, 4 + EVERY):
         put(state, layout, g(iteration), STEP)
-        assert len(replaying.chain(held_by(state), g(iteration), "shard0")) == iteration - 3
+        assert len(gradient_chain.chain(held_by(state), g(iteration), "shard0")) == iteration - 3
         assert table.serves(old, g(iteration))
     # Its last step may be asked for until the slots of its owner hold newer ones.
     assert kept == EVERY - 1 + layout.slots + 1
@@ -272,7 +272,7 @@ def test_no_base_of_what_may_be_asked_for_is_overwritten(
             chains.decide(layout, new, has_step=wish != "whole")
             before = held_by(state)
             recent = [g(it) for it in range(max(0, iteration - slots + 1), iteration)]
-            good = [one for one in recent if replaying.chain(before, one, "shard0")]
+            good = [one for one in recent if gradient_chain.chain(before, one, "shard0")]
             follows = chains.follows(0, new)
             shown = None if follows is None else follows.to_list()
             if follows and chains.lacks_base(table.held(0), shown, [gradients_part("shard0")]):
@@ -280,8 +280,10 @@ def test_no_base_of_what_may_be_asked_for_is_overwritten(
             step = chains.follows(0, new) is not None
             put(state, layout, new, STEP if step else WHOLE)
             after = held_by(state)
-            assert [one for one in recent if replaying.chain(after, one, "shard0")] == good
-            assert replaying.chain(after, new, "shard0"), "what counts as committed can be produced"
+            assert [one for one in recent if gradient_chain.chain(after, one, "shard0")] == good
+            assert gradient_chain.chain(after, new, "shard0"), (
+                "what counts as committed can be produced"
+            )
             if wish == "lost":  # a damaged base
                 bases = [s for s in table.sealed(0) if "shard0" in s.parts]
                 for place in table.find(0, min(s.generation for s in bases), "shard0"):
@@ -300,7 +302,7 @@ def test_what_was_recomputed_is_sealed_only_on_the_checksum_that_the_owner_had(
     segment.open_slot(0, g(5), 1)
     segment.seal_part(0, "shard0", 8, 17, 1)
     sums = {} if not known else {"shard0": (8, 17 if known == "same" else 18)}
-    place: Any = SimpleNamespace(view=memoryview(replaying.pack_sums(sums)))
+    place: Any = SimpleNamespace(view=memoryview(gradient_chain.pack_sums(sums)))
     assert replayed_otherwise(segment, 0, {"shard0": 17}, place) == wrong
     state = segment.entry(0, "shard0").state
     assert state is (PartState.BAD if wrong else PartState.SEALED)

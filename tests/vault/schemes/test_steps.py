@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.layout import records
+from deadpool_megatron.layout.gradient_chain import key, step_parts, unpack_sums
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
-from deadpool_megatron.layout.replaying import key, step_parts, unpack_sums
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member import RestoredParts

@@ -9,9 +9,11 @@ from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.membership import matters
 from deadpool_megatron.cluster.machine.state import Opening
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.gradient_chain import REPLAY, step_parts
 from deadpool_megatron.layout.history import History
-from deadpool_megatron.layout.parity_groups import ParityPlacement, parity_groups
+from deadpool_megatron.layout.parity_groups import ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement
+from deadpool_megatron.layout.rebuild import block_holders
 from deadpool_megatron.layout.records import (
     SUMS_PART,
     UPDATE_PART,
@@ -29,7 +31,6 @@ from deadpool_megatron.layout.records import (
     Source,
     gradients_part,
 )
-from deadpool_megatron.layout.replaying import REPLAY, step_parts
 from deadpool_megatron.layout.schemes import recomputes
 from deadpool_megatron.wire.framing import FrameBuffer
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, layout
@@ -41,7 +42,7 @@ LED = frozenset({gradients_part("main"), UPDATE_PART, SUMS_PART, "extras@step"})
 
 def test_places_that_a_recipe_reads_from_matter_until_all_is_restored() -> None:
     rig = Rig(nodes=2, spares=3, protection="parity", parity_group=2).run()
-    (holder,) = (h for group in parity_groups(rig.record) for h in group.holders)
+    (holder,) = block_holders(rig.record)
     first, second = sorted({2, 3, 4} - {holder})
     recipes = {
         0: Recipe(decodings={"main": Decoding((0, 1), 1, {2: (Source(first, 1 << 40),)})}),

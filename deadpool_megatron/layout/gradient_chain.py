@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.records import SUMS_PART, UPDATE_PART, BadPart, Generation, PartInfo
@@ -22,11 +23,6 @@ from deadpool_megatron.layout.records import SUMS_PART, UPDATE_PART, BadPart, Ge
 SUMS_BYTES = 4096
 #: What a member names when all bytes were intact and the replay gave other ones than the owner had.
 REPLAY = "replay"
-
-
-def keeps_steps(layout: records.RoleLayout) -> bool:
-    """Return whether slots of this layout have room for steps."""
-    return any(records.kind_of(part.name) is records.PartKind.STEP for part in layout.parts)
 
 
 def step_parts(gradients: Mapping[str, PartInfo], update_bytes: int, role: int) -> list[PartInfo]:
@@ -48,16 +44,6 @@ def unpack_sums(payload: bytes | memoryview) -> dict[str, tuple[int, int]]:
     """Inverse of :func:`pack_sums`. Raises ValueError, TypeError or AttributeError for garbage."""
     values = json.loads(bytes(payload))
     return {str(name): (int(nbytes), int(digest)) for name, (nbytes, digest) in values.items()}
-
-
-def generations_kept(layout: records.RoleLayout, full_every: int) -> int:
-    """So many generations later nobody can ask for a generation any more, nor for what is computed
-    from it; as many steps are kept.
-
-    Of the oldest generation that somebody may still ask for, ``slots`` - 1 before the one that is
-    being received, the base is at most ``full_every`` - 1 older.
-    """
-    return layout.slots + (full_every if keeps_steps(layout) else 0)
 
 
 def chain(
@@ -112,3 +98,45 @@ def suspects(recipe: records.Recipe, restored: Generation, part: str) -> Iterato
         found: tuple[records.Source, ...] = replay.sources.get(place[0], {}).get(place[1], ())
         for source in found:
             yield BadPart(source.node, source.role, *place)
+
+
+class ChainIndex:
+    """The chains that lead to shard parts of which no whole copy is left.
+
+    ``generations``: all of which anything usable is held.
+    """
+
+    def __init__(self, generations: Iterable[Generation], copies: records.WholeCopies) -> None:
+        self._generations = generations
+        self._copies = copies
+
+    def extend(
+        self,
+        recipe: records.Recipe,
+        layout: records.RoleLayout,
+        names: Collection[str],
+        generation: Generation,
+    ) -> records.Recipe:
+        """Return the recipe with the way to recompute parts ``names`` together: from a whole copy
+        of an earlier generation and all steps since. Without it when a chain is broken, or when
+        chains start from different bases (what travels whole travels together).
+        """
+        if not names or not layout.step_parts:
+            return recipe
+        wanted = [*names, *map(records.gradients_part, names), UPDATE_PART, SUMS_PART]
+        held: dict[Generation, Mapping[str, tuple[records.Source, ...]]] = {
+            earlier: {n: found for n in wanted if (found := self._copies(layout.role, n, earlier))}
+            for earlier in self._generations
+            if earlier <= generation
+        }
+        chains = {tuple(chain(held, generation, shard)) for shard in names}
+        if len(chains) != 1 or not (only := chains.pop()):
+            return recipe
+        base, *steps = only
+        needed = {base: [*names], **dict.fromkeys(steps, wanted[len(names) :])}
+        sources = {g: {name: held[g][name] for name in parts} for g, parts in needed.items()}
+        return replace(recipe, replay=records.Replay(base, tuple(steps), sources))
+
+    def alternatives(self, role: int, part: str, generation: Generation) -> list[records.Recipe]:
+        """Return none: a chain produces all parts of a role together."""
+        return []
