@@ -118,10 +118,7 @@ def is_covered(
 
 
 def missing_copies(
-    seats: Mapping[int, int],
-    domains: Mapping[int, str],
-    spares: Collection[int],
-    replicas: int,
+    seats: Mapping[int, int], domains: Mapping[int, str], spares: Collection[int], replicas: int
 ) -> frozenset[int]:
     """Roles for which too few live nodes are left: the value of EpochRecord.fewer_copies.
 

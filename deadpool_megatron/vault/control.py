@@ -40,9 +40,7 @@ class VaultControl:
 
     @staticmethod
     async def connect(
-        socket_path: str | Path,
-        on_event: Callable[[Event], None],
-        deadline_seconds: float,
+        socket_path: str | Path, on_event: Callable[[Event], None], deadline_seconds: float
     ) -> VaultControl:
         """Connect and wait until the vault answers. Raises OSError, TimeoutError or VaultError."""
         async with asyncio.timeout(deadline_seconds):

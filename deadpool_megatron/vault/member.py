@@ -345,11 +345,7 @@ class VaultClient:
             self._link, self._nameless_tries = link, 0
 
     def _ask(
-        self,
-        message: Mapping[str, Any] | None,
-        deadline: float,
-        interrupted: int | None,
-        what: str,
+        self, message: Mapping[str, Any] | None, deadline: float, interrupted: int | None, what: str
     ) -> dict[str, Any]:
         """Send a request (None: the registration itself) until it is answered."""
         sent_on: socket.socket | None = None

@@ -38,11 +38,7 @@ T = TypeVar("T")
 
 
 def ensure_own(
-    store: SlotStore,
-    layout: RoleLayout,
-    seat: Seat,
-    *,
-    epoch: int | None = None,
+    store: SlotStore, layout: RoleLayout, seat: Seat, *, epoch: int | None = None
 ) -> Segment:
     """The segment of the member on ``seat``, made if it is not there yet: with the role, or for
     what is restored before its process has come to it.
@@ -135,11 +131,7 @@ def _belong_to_step(
 
 
 def reserve(
-    store: SlotStore,
-    segment: Segment,
-    names: Collection[str],
-    slot: int,
-    generation: Generation,
+    store: SlotStore, segment: Segment, names: Collection[str], slot: int, generation: Generation
 ) -> None:
     """Have memory behind parts of a claimed slot, for ``generation``. Raises NoRoom."""
     _with_room(store, generation, lambda: segment.reserve(names, [slot]))

@@ -37,11 +37,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Source,
 )
-from deadpool_megatron.vault.errors import (
-    MALFORMED,
-    RestoreUnavailable,
-    VaultError,
-)
+from deadpool_megatron.vault.errors import MALFORMED, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.schemes.registry import Claim
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, dump_name
 from deadpool_megatron.vault.shm.table import Place

@@ -196,10 +196,7 @@ class Segment:
 
     @staticmethod
     def open(
-        path: Path,
-        writable: bool = True,
-        budget: Budget | None = None,
-        seat: Seat | None = None,
+        path: Path, writable: bool = True, budget: Budget | None = None, seat: Seat | None = None
     ) -> Segment:
         """Map an existing file; with ``seat`` one whose name says nothing yet. Raises SegmentError
         when it is not whole, OSError when absent."""
