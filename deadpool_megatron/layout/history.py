@@ -27,15 +27,15 @@ from deadpool_megatron.wire.forms import read, write
 NO_LIMIT = sys.maxsize
 # A lineage that is kept holds at least one iteration of its own, and no slot or chain of steps is
 # older than this many iterations.
-_MOST_LINEAGES = 1000
-_MOST_NONFINITE = 1000
-_LONGEST_CAUSE = 200
-_MOST_CAUSES = 100
+_MAX_LINEAGES = 1000
+_MAX_NONFINITE = 1000
+_MAX_CAUSE = 200
+_MAX_CAUSES = 100
 
 
 @dataclass(frozen=True)
 class History:
-    """``kept``: the kept line with this epoch (see layout.planner.keep_line). ``gone``: nodes that
+    """``kept``: lineages with this epoch (see layout.planner.keep_lineages). ``gone``: nodes that
     were given up, with the cause. ``wrong``: nodes that get no role any more, because they computed
     or held wrong numbers, or have a broken device; ``wrong_hosts``: hosts from which no node does.
     ``distrusted``: nodes that get a role only where a failure leaves no other. ``nonfinite``:
@@ -68,15 +68,15 @@ class History:
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the newest part of what would grow without end."""
         known = sorted(self.gone)
-        newest = [known.pop() for _ in known[-_MOST_CAUSES:]]
+        newest = [known.pop() for _ in known[-_MAX_CAUSES:]]
         return {
             **write(self),
-            "kept": [[*one] for one in sorted(self.kept.items())[-_MOST_LINEAGES:]],
-            "gone": {str(node): self.gone[node][:_LONGEST_CAUSE] for node in newest},
+            "kept": [[*one] for one in sorted(self.kept.items())[-_MAX_LINEAGES:]],
+            "gone": {str(node): self.gone[node][:_MAX_CAUSE] for node in newest},
             # To turn an old one away its number is enough. Numbers are given one after the other,
             # so that these are a few stretches, between nodes that live.
             "gone_before": _stretches(known),
-            "nonfinite": [[*one] for one in sorted(self.nonfinite.items())[-_MOST_NONFINITE:]],
+            "nonfinite": [[*one] for one in sorted(self.nonfinite.items())[-_MAX_NONFINITE:]],
         }
 
     @staticmethod

@@ -32,7 +32,7 @@ _STAGE = "parity"
 _SLACK = 1.25
 # ... and so many times before a node in a domain of the group is asked: where nearly all nodes
 # share one domain, the few others could not hold the blocks of all.
-_MOST = 4
+_MAX_SLACK = 4
 # With so few nodes left to choose from they are listed instead of looked for all round the ring.
 _FEW = 128
 
@@ -82,10 +82,10 @@ class ParityPlacement:
             roles_of.setdefault(seats[role], []).append(role)
         places = sorted(roles_of, key=lambda node: roles_of[node][0])
         idle = sorted(node for node in set(spares) - set(seats.values()) if node in domains)
-        most = max(1, min(plan.scheme.group, len(places) + len(idle) - parities))
+        max_size = max(1, min(plan.scheme.group, len(places) + len(idle) - parities))
         composed = [
             (nodes, [roles_of[node][row] for node in nodes if row < len(roles_of[node])])
-            for nodes in (_split(places, most, domains) if places else ())
+            for nodes in (_split(places, max_size, domains) if places else ())
             for row in range(max(len(roles_of[node]) for node in nodes))
         ]
         holders = _Holders(places, idle, domains, len(composed) * parities)
@@ -366,8 +366,8 @@ def _exchange(groups: list[list[int]], domains: Mapping[int, str]) -> int:
     for number, group in enumerate(groups):
         for place, node in enumerate(group):
             if counts[number][domains[node]] > 1 and (found := partner(number, domains[node])):
-                other, theirs = found
-                group[place], groups[other][theirs] = groups[other][theirs], node
+                other, place_there = found
+                group[place], groups[other][place_there] = groups[other][place_there], node
                 for of, came, went in ((number, group[place], node), (other, node, group[place])):
                     counts[of][domains[came]] += 1
                     counts[of][domains[went]] -= 1
@@ -394,7 +394,7 @@ class _Holders:
         for node in self._load:
             self._nodes.setdefault(domains[node], []).append(node)
         self._caps = dict.fromkeys(self._all, math.ceil(_SLACK * share))
-        self._most = math.ceil(_MOST * share)
+        self._max_cap = math.ceil(_MAX_SLACK * share)
         self._open = dict(self._all)
         self._all_open = len(self._load)
         self._drawn: dict[int, list[int]] = {}
@@ -409,7 +409,7 @@ class _Holders:
         used = {self._domains[node] for node in group}
         chosen: list[int] = []
         for block in range(parities):
-            node = self._one(number * parities + block, outside, used)
+            node = self._choose_node(number * parities + block, outside, used)
             if node is None:
                 break
             chosen.append(node)
@@ -418,10 +418,10 @@ class _Holders:
             self._count(node)
         return tuple(chosen)
 
-    def _one(self, block: int, outside: set[int], used: set[str]) -> int | None:
+    def _choose_node(self, block: int, outside: set[int], used: set[str]) -> int | None:
         """A node in a new domain, be it above its share; else any other, within its share first."""
         fresh = len(self._load) - sum(self._all[domain] for domain in used)
-        if fresh and self._have_room(used):
+        if fresh and self._has_capacity(used):
             return next(
                 node
                 for node in (self._few(block, used) if fresh < _FEW else self._ring(block))
@@ -435,20 +435,20 @@ class _Holders:
                 fallback = node if fallback is None else fallback
         return fallback
 
-    def _have_room(self, used: set[str]) -> bool:
+    def _has_capacity(self, used: set[str]) -> bool:
         """Return whether a node outside these domains may get a block; if all of them have had
         their share, they may get one more."""
 
-        def room() -> int:
+        def capacity() -> int:
             return self._all_open - sum(self._open[domain] for domain in used)
 
-        if not room():
+        if not capacity():
             for domain in self._all.keys() - used:
-                if self._caps[domain] < self._most:
+                if self._caps[domain] < self._max_cap:
                     self._caps[domain] += 1
                     self._open[domain] = self._all[domain]
                     self._all_open += self._all[domain]
-        return room() > 0
+        return capacity() > 0
 
     def _few(self, block: int, used: set[str]) -> list[int]:
         """The nodes of all domains that are left, beginning elsewhere for each block."""

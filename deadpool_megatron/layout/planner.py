@@ -29,7 +29,7 @@ class RestoreQuery:
     ``seats``: of the epoch to open (roles may be missing while a spare is awaited); ``owners``:
     seats of the epoch that was closed. ``layouts``: as registered by the members; a role that is
     missing here is looked up in the inventories.
-    ``kept``: lineage -> last iteration that was not abandoned (:func:`keep_line`). ``durable``: the
+    ``kept``: lineage -> last iteration that is kept (:func:`keep_lineages`). ``durable``: the
     newest valid checkpoint (its path, boundary and iteration). ``start``: what the run began with,
     as long as no role ever got further than that, else None. ``every``: iterations from one
     protected generation to the next.
@@ -146,7 +146,7 @@ def assign_seats(
     return Seating(dict(sorted(found.items())), tuple(sorted(unseated)))
 
 
-def keep_line(kept: Mapping[int, int], restore: Restore, epoch: int) -> dict[int, int]:
+def keep_lineages(kept: Mapping[int, int], restore: Restore, epoch: int) -> dict[int, int]:
     """The kept line after ``epoch`` was opened from ``restore``; the rest is abandoned for good.
 
     A run that was set back to generation (1, 7) in epoch 3 keeps lineage 1 up to iteration 7, drops
@@ -166,7 +166,7 @@ def is_kept(kept: Mapping[int, int], generation: Generation) -> bool:
     return generation.iteration <= kept.get(generation.lineage, -1)
 
 
-def is_thrown_away(generation: Generation, nonfinite: Mapping[int, int]) -> bool:
+def is_rolled_back(generation: Generation, nonfinite: Mapping[int, int]) -> bool:
     """True when a checkpoint has the update in it that a rollback has taken back, of one of the
     ``nonfinite`` iterations (:class:`History`). Nothing in its files says so.
     """
@@ -182,7 +182,7 @@ class PartIndex:
     def __init__(self, query: RestoreQuery) -> None:
         self._query = query
         unknown = set(query.roles) - query.layouts.keys()
-        found = usual_layouts(unknown, query.inventories.values())
+        found = common_layouts(unknown, query.inventories.values())
         self._layouts: dict[int, RoleLayout] = {**found, **query.layouts}
         # Generation, part, role -> nodes. One key of all three would be hashed a million times.
         self._holders: dict[Generation, dict[str, dict[int, list[int]]]] = {}
@@ -327,7 +327,7 @@ def _is_on(seat: Seat | None, node: int) -> bool:
     return seat is not None and seat.node == node
 
 
-def usual_layouts(
+def common_layouts(
     roles: set[int], inventories: Iterable[records.Inventory]
 ) -> dict[int, RoleLayout]:
     """The layout of each role that most nodes name; layouts of copies travel with the copies."""
@@ -336,9 +336,9 @@ def usual_layouts(
         for layout in (layout for inventory in inventories for layout in inventory.layouts):
             if layout.role in roles:
                 found.setdefault(layout.role, []).append(layout)
-    return {role: _most_named(layouts) for role, layouts in found.items()}
+    return {role: _most_common(layouts) for role, layouts in found.items()}
 
 
-def _most_named(layouts: list[RoleLayout]) -> RoleLayout:
+def _most_common(layouts: list[RoleLayout]) -> RoleLayout:
     counts = Counter(layout.layout_hash for layout in layouts)
     return max(layouts, key=lambda one: (counts[one.layout_hash], one.layout_hash))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from deadpool_megatron.settings import SchemeKind, Settings
 from deadpool_megatron.wire.forms import Coded, Listed
 
-MOST_BLOCKS = 256  # of a parity group, k + m: a limit of codes over bytes
+MAX_BLOCKS = 256  # of a parity group, k + m: a limit of codes over bytes
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ def losses_survived(settings: Settings, plan: ProtectionPlan | None = None) -> i
     return 0 if (plan or first_plan(settings)).kind.is_local else settings.replicas
 
 
-def plan_in_words(plan: ProtectionPlan) -> str:
+def format_plan(plan: ProtectionPlan) -> str:
     """For people: ``buddy``, or ``parity(4); every 3 iterations``."""
     cadence = "" if plan.every == 1 else f"; every {plan.every} iterations"
-    return scheme_in_words(plan.scheme) + cadence
+    return format_scheme(plan.scheme) + cadence
 
 
-def scheme_in_words(scheme: SchemeNumbers) -> str:
+def format_scheme(scheme: SchemeNumbers) -> str:
     """``parity(4)``: groups of 4; ``recompute(8)``: a whole copy every 8 generations."""
     if scheme.kind is SchemeKind.PARITY:
         return f"{scheme.kind}({scheme.group})"

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.records import PartInfo, RoleLayout, gradients_part
-from deadpool_megatron.layout.schemes import MOST_BLOCKS, scheme_in_words
+from deadpool_megatron.layout.schemes import MAX_BLOCKS, format_scheme
 from deadpool_megatron.settings import LONGEST_CADENCE, SchemeKind, Settings
 
 # Of the host; 64 KB on many of aarch64.
@@ -36,7 +36,7 @@ _EXTRAS_STEP_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class Lack:
+class Shortfall:
     """A node whose memory does not do."""
 
     node: int
@@ -51,12 +51,14 @@ class Lack:
         )
 
 
-def lacking(plan: schemes.ProtectionPlan, scene: Scene, budgets: Mapping[int, int]) -> Lack | None:
+def shortfall(
+    plan: schemes.ProtectionPlan, topology: Topology, budgets: Mapping[int, int]
+) -> Shortfall | None:
     """Return the node that lacks most memory for ``plan``; None where all have enough."""
     if not budgets:
         return None
-    needs = memory_needs(plan, scene)
-    found = [Lack(n, needs[n], has) for n, has in budgets.items() if needs.get(n, 0) > has]
+    needs = memory_needs(plan, topology)
+    found = [Shortfall(n, needs[n], has) for n, has in budgets.items() if needs.get(n, 0) > has]
     return max(found, key=lambda one: (one.needed_bytes - one.has_bytes, -one.node), default=None)
 
 
@@ -95,23 +97,23 @@ def refusal(
         )
     if kind is SchemeKind.PARITY and scheme.group < 2:
         return f"a parity group has at least 2 roles, not {scheme.group}"
-    if kind is SchemeKind.PARITY and scheme.group + blocks > MOST_BLOCKS:
+    if kind is SchemeKind.PARITY and scheme.group + blocks > MAX_BLOCKS:
         return (
-            f"a parity group has at most {MOST_BLOCKS - blocks} roles next to {blocks}"
+            f"a parity group has at most {MAX_BLOCKS - blocks} roles next to {blocks}"
             f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
         )
     # The blocks of a group of two roles lie on as many nodes; a copy beside the own node.
     needed = blocks + (2 if kind is SchemeKind.PARITY else 1)
     if (present is None or scheme != present.scheme) and live_nodes < needed:
         return (
-            f"{scheme_in_words(scheme)} that survives {blocks} lost nodes needs at least {needed}"
+            f"{format_scheme(scheme)} that survives {blocks} lost nodes needs at least {needed}"
             f" nodes, there are {live_nodes}: {needed - live_nodes} more needed"
         )
     return ""
 
 
 @dataclass(frozen=True)
-class Scene:
+class Topology:
     """The seating. ``seats``: role -> node; ``domains``: of each live node, spares too;
     ``survived``: lost nodes that any plan has to bear which does not stay on the own node (r).
     """
@@ -123,18 +125,18 @@ class Scene:
     survived: int
 
 
-def memory_by_use(plan: schemes.ProtectionPlan, scene: Scene) -> dict[int, tuple[int, int]]:
+def memory_by_use(plan: schemes.ProtectionPlan, topology: Topology) -> dict[int, tuple[int, int]]:
     """Returns what each node has its memory for, while nobody takes over from another one: bytes of
     the own slots of the roles that train there, and of what it keeps beside them (second copies,
     copies for others, parity blocks)."""
-    sizing = _Sizing(plan, scene)
+    sizing = _Sizing(plan, topology)
     own = sizing.own
     return {node: (own[node], all - own[node]) for node, all in sizing.memory.items()}
 
 
-def memory_needs(plan: schemes.ProtectionPlan, scene: Scene) -> dict[int, int]:
+def memory_needs(plan: schemes.ProtectionPlan, topology: Topology) -> dict[int, int]:
     """Returns node -> bytes of all slots: own, copies, parity blocks."""
-    return dict(_Sizing(plan, scene).memory)
+    return dict(_Sizing(plan, topology).memory)
 
 
 @dataclass(frozen=True)
@@ -198,28 +200,30 @@ def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> N
 
 
 class _Sizing:
-    def __init__(self, plan: schemes.ProtectionPlan, scene: Scene) -> None:
+    def __init__(self, plan: schemes.ProtectionPlan, topology: Topology) -> None:
         self._plan = plan
-        self._scene = scene
-        self._survived = 0 if plan.kind.is_local else scene.survived
-        self._copies = CopyPlacement(scene.seats, scene.domains, scene.spares, self._survived)
+        self._topology = topology
+        self._survived = 0 if plan.kind.is_local else topology.survived
+        self._copies = CopyPlacement(
+            topology.seats, topology.domains, topology.spares, self._survived
+        )
         self._parity = None
         if plan.kind is SchemeKind.PARITY:
             from deadpool_megatron.layout.parity_groups import ParityPlacement
 
             self._parity = ParityPlacement(
-                scene.seats, scene.domains, scene.spares, plan, scene.survived
+                topology.seats, topology.domains, topology.spares, plan, topology.survived
             )
-        self.memory = Counter(dict.fromkeys(scene.domains, 0))
+        self.memory = Counter(dict.fromkeys(topology.domains, 0))
         self.own = Counter[int]()
-        for role, layout in scene.layouts.items():
-            if role in scene.seats:
+        for role, layout in topology.layouts.items():
+            if role in topology.seats:
                 self._add_role(role, layout)
         self._add_parity()
 
     def _add_role(self, role: int, layout: RoleLayout) -> None:
         """The own slots, their second copies, and the copies that other nodes hold."""
-        node = self._scene.seats[role]
+        node = self._topology.seats[role]
         own = own_bytes(layout)
         self.memory[node] += own
         self.own[node] += own
@@ -233,10 +237,10 @@ class _Sizing:
 
     def _owed(self, role: int) -> Iterator[PartInfo]:
         """The shard parts of a role that peers do not hold anyway."""
-        scene, layout = self._scene, self._scene.layouts[role]
+        topology, layout = self._topology, self._topology.layouts[role]
         for part in layout.parts:
             if part.name in layout.shard_parts and not is_covered(
-                part.replicas, role, scene.seats, scene.domains, self._survived
+                part.replicas, role, topology.seats, topology.domains, self._survived
             ):
                 yield part
 
@@ -246,19 +250,19 @@ class _Sizing:
         for group in groups:
             longest: dict[str, int] = {}
             for role in group.roles:
-                for part in self._owed(role) if role in self._scene.layouts else ():
+                for part in self._owed(role) if role in self._topology.layouts else ():
                     longest[part.name] = max(part.nbytes, longest.get(part.name, 0))
             if longest:
-                slots = max(self._scene.layouts[r].slots for r in group.roles)
+                slots = max(self._topology.layouts[r].slots for r in group.roles)
                 for holder in group.holders:
                     self.memory[holder] += block_bytes(slots, len(group.roles), longest)
 
 
-def extras_room_bytes(extras_bytes: int, least_bytes: int = 0) -> int:
+def extras_room_bytes(extras_bytes: int, min_bytes: int = 0) -> int:
     """Room for the extras of one boundary that take so many bytes at the start: with some to grow
-    (longer counters, sums of losses that appear later), in coarse steps; at least ``least_bytes``.
+    (longer counters, sums of losses that appear later), in coarse steps; at least ``min_bytes``.
     """
-    wanted = max(int(extras_bytes * _EXTRAS_GROWTH) + _EXTRAS_STEP_BYTES, least_bytes)
+    wanted = max(int(extras_bytes * _EXTRAS_GROWTH) + _EXTRAS_STEP_BYTES, min_bytes)
     return -(-wanted // _EXTRAS_STEP_BYTES) * _EXTRAS_STEP_BYTES
 
 

@@ -46,7 +46,7 @@ from deadpool_megatron.state.template import (
 from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.disk.sources import dump_differs
-from deadpool_megatron.vault.errors import Interrupted, NoRoom, VaultError
+from deadpool_megatron.vault.errors import Interrupted, OutOfSpace, VaultError
 from deadpool_megatron.vault.member import VaultClient
 from deadpool_megatron.wire.framing import readable
 
@@ -156,7 +156,7 @@ class EpochEntry:
         try:
             self._check_memory(pinned=False)
             self._vault.park(self.protection.layout)
-        except NoRoom as error:
+        except OutOfSpace as error:
             print(f"slots are made when there is a role for them: {error}", flush=True)
             return
         self._pinned.pin(self._vault.slot_views(self.protection.copied_parts))
@@ -400,9 +400,9 @@ class EpochEntry:
         NoRoom with one line that names needs, limit and remedy."""
         needs = node_needs(self.protection.layout, self._link.place.members_per_node, self.settings)
         # Other members of the node may have taken their part of it already.
-        rooms = memory.node_rooms(self._vault.directory, self.settings.memory_bytes)
-        if trouble := memory.objection(needs, rooms):
-            raise NoRoom(trouble)
+        rooms = memory.memory_limits(self._vault.directory, self.settings.memory_bytes)
+        if trouble := memory.problem(needs, rooms):
+            raise OutOfSpace(trouble)
         return memory.warnings(needs, rooms, memory.memlock_bytes(), pinned=pinned)
 
     def _warn(self, text: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from deadpool_megatron.state import frozen_file
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import fingerprint
-from deadpool_megatron.vault.errors import NoRoom
+from deadpool_megatron.vault.errors import OutOfSpace
 
 #: of a role; so many are copied on the main thread and sent to each buddy in every iteration, more
 #: are written once
@@ -59,7 +59,7 @@ class FrozenWeights:
         try:
             frozen_file.write(self._folder, name, self._weights, wait)
         except OSError as error:
-            raise NoRoom(
+            raise OutOfSpace(
                 f"{frozen_file.size_of(self._weights)} bytes of frozen weights cannot be written to"
                 f" {self._folder}: {error.strerror or error}; make room there, or give a --run-dir"
                 " on other storage"

@@ -49,7 +49,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.template import TemplateError
-from deadpool_megatron.vault.errors import NoRoom, VaultError
+from deadpool_megatron.vault.errors import OutOfSpace, VaultError
 from deadpool_megatron.wire.framing import readable
 
 _POLL_SECONDS = 0.05
@@ -302,10 +302,10 @@ class Session:
                 )
             elif isinstance(error, CommunicatorFault):
                 self._on_fault(error.group, error.operation, error.cause)
-            elif isinstance(error, NoRoom | ExtrasOutgrown):
+            elif isinstance(error, OutOfSpace | ExtrasOutgrown):
                 # Another process would come to the same.
                 print(error, file=sys.stderr, flush=True)
-                bad = isinstance(error, NoRoom)
+                bad = isinstance(error, OutOfSpace)
                 sys.exit(ExitStatus.BAD_INPUT if bad else ExitStatus.EXTRAS_OUTGROWN)
             elif isinstance(error, TemplateError | UnsupportedState):
                 raise error  # that this program cannot be protected is no consequence of anything

@@ -73,7 +73,7 @@ class Assessment:
             "roles": len(placement.roles),
             "slots": shards.slots_of(self.plan),
             "largest_shard_bytes": max(role.shard_bytes for role in placement.roles.values()),
-            "domains": len(set(placement.scene.domains.values())),
+            "domains": len(set(placement.topology.domains.values())),
             "nodes": nodes,
             "timing": times,
             "most_lost_steps": self.lost_steps,
@@ -158,9 +158,10 @@ def _check_domains(plan: Plan, placement: Placement) -> None:
     """Check that copies of a role never share a failure domain."""
     if placement.same_domain:
         wanted = losses_survived(shards.settings_of(plan)) + 1
+        domains = {*placement.topology.domains.values()}
         raise PlanError(
             f"cluster.racks: {wanted - 1} copies on other nodes need {wanted} failure domains,"
-            f" there are {len(set(placement.scene.domains.values()))}: set it to at least {wanted},"
+            f" there are {len(domains)}: set it to at least {wanted},"
             " or take it away (each node is one then)"
         )
 

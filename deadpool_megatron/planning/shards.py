@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from deadpool_megatron.layout.gradient_chain import step_parts
 from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
-from deadpool_megatron.layout.sizing import Scene, extras_room_bytes
+from deadpool_megatron.layout.sizing import Topology, extras_room_bytes
 from deadpool_megatron.planning.sections import Cluster, Model, Parallel, Plan
 from deadpool_megatron.settings import SchemeKind, Settings
 
@@ -150,12 +150,12 @@ def slots_of(plan: Plan) -> int:
     return (2 if spans_world or world == 1 else 3) + plan.protection.max_lag
 
 
-def scene_of(plan: Plan) -> Scene:
+def topology_of(plan: Plan) -> Topology:
     """Return the seats and layouts of all roles."""
     parallel, cluster = plan.parallel, plan.cluster
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     stages = stage_parameters(plan.model, parallel)
-    return Scene(
+    return Topology(
         layouts={
             role: _layout(role, plan, stages[role // (world // parallel.pp)])
             for role in range(world)

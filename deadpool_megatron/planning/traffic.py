@@ -25,9 +25,14 @@ from dataclasses import dataclass
 from deadpool_megatron.layout.parity_groups import ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.schemes import losses_survived
-from deadpool_megatron.layout.sizing import Scene, memory_by_use
+from deadpool_megatron.layout.sizing import Topology, memory_by_use
 from deadpool_megatron.planning.sections import Plan
-from deadpool_megatron.planning.shards import GRADIENT_BYTES, protection_plan, scene_of, settings_of
+from deadpool_megatron.planning.shards import (
+    GRADIENT_BYTES,
+    protection_plan,
+    settings_of,
+    topology_of,
+)
 from deadpool_megatron.settings import SchemeKind
 
 GIGA = 1e9
@@ -49,7 +54,7 @@ class PlannedRole:
 class Placement:
     """All roles, and the nodes that a run chooses for their copies."""
 
-    scene: Scene
+    topology: Topology
     roles: Mapping[int, PlannedRole]
     groups: tuple[ParityGroup, ...]
 
@@ -58,18 +63,18 @@ class Placement:
         """The number of copies without a failure domain of their own."""
         missing = 0
         for number, role in self.roles.items():
-            holders = (self.scene.seats[number], *role.buddies)
-            missing += len(holders) - len({self.scene.domains[node] for node in holders})
+            holders = (self.topology.seats[number], *role.buddies)
+            missing += len(holders) - len({self.topology.domains[node] for node in holders})
         return missing
 
 
 def place(plan: Plan) -> Placement:
     """Place all roles, and choose the nodes of their copies."""
-    scene, survived = scene_of(plan), losses_survived(settings_of(plan))
-    seats, domains, coded = scene.seats, scene.domains, plan.protection.scheme.combines_roles
-    copies = CopyPlacement(seats, domains, scene.spares, survived)
+    topology, survived = topology_of(plan), losses_survived(settings_of(plan))
+    seats, domains, coded = topology.seats, topology.domains, plan.protection.scheme.combines_roles
+    copies = CopyPlacement(seats, domains, topology.spares, survived)
     roles = {}
-    for role, layout in scene.layouts.items():
+    for role, layout in topology.layouts.items():
         shards = [part for part in layout.parts if part.name in layout.shard_parts]
         sent = sum(
             part.nbytes
@@ -82,9 +87,11 @@ def place(plan: Plan) -> Placement:
             buddies=copies.buddies(role, layout.peers),
         )
     if not coded:
-        return Placement(scene, roles, ())
-    groups = ParityPlacement(seats, domains, scene.spares, protection_plan(plan), survived).groups
-    return Placement(scene, roles, groups)
+        return Placement(topology, roles, ())
+    groups = ParityPlacement(
+        seats, domains, topology.spares, protection_plan(plan), survived
+    ).groups
+    return Placement(topology, roles, groups)
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ class NodeLoad:
 def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
     """Return the load of each node for a protected generation (with recompute: a whole one). For
     spares it is the copies of buddies; their own slots are created only if memory is left."""
-    extras, seats = plan.protection.extras_bytes_per_role, placement.scene.seats
+    extras, seats = plan.protection.extras_bytes_per_role, placement.topology.seats
     unique, out, into = (Counter[int]() for _ in range(3))
     for number, role in placement.roles.items():
         unique[seats[number]] += role.shard_bytes + extras
@@ -119,10 +126,10 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
             for number in group.roles:
                 out[seats[number]] += placement.roles[number].sent_bytes
                 into[holder] += placement.roles[number].sent_bytes
-    memory = memory_by_use(protection_plan(plan), placement.scene)
+    memory = memory_by_use(protection_plan(plan), placement.topology)
     return {
         node: NodeLoad(unique[node], *memory[node], out[node], into[node])
-        for node in placement.scene.domains
+        for node in placement.topology.domains
     }
 
 

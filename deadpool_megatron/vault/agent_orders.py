@@ -42,7 +42,7 @@ from deadpool_megatron.vault.worker import RoleWorker
 from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
-_MOST_KEPT_EVENTS = 1000
+_MAX_KEPT_EVENTS = 1000
 _NAMES_SECONDS = 10.0
 
 
@@ -67,18 +67,18 @@ class Vault:
         )
         self._gate = store.gate
         self._ledger = store.ledger
-        self._members = member_dialogue.MemberDialogues(self.store)
+        self._members = member_dialogue.MemberConnections(self.store)
         self._server = Server(self.store, transport)
-        self._links = member_dialogue.LocalServer(local_listener, self._dialogue)
+        self._links = member_dialogue.LocalServer(local_listener, self._serve_local)
         self._order_lock = threading.Lock()
         self._event_lock = threading.Lock()
         self._agent: member_dialogue.LocalLink | None = None
         self._alone_since = time.monotonic()
-        self._kept_events: collections.deque[Event] = collections.deque(maxlen=_MOST_KEPT_EVENTS)
+        self._kept_events: collections.deque[Event] = collections.deque(maxlen=_MAX_KEPT_EVENTS)
         self._damaged: set[tuple[Segment, int, str, int]] = set()
         self._stop = threading.Event()
         self._remove = False
-        self._said_of_names = ""
+        self._names_message = ""
         self.ended_by_signal = False
 
     def start(self) -> None:
@@ -143,19 +143,19 @@ class Vault:
         except (OSError, ownership.OwnershipError) as error:
             trouble = f"and cannot be created again: {error}"
         text = f"names in {self._directory} were removed, {LIKELY_CLEANERS}: {trouble}"
-        if text != self._said_of_names:
-            self._said_of_names = text
+        if text != self._names_message:
+            self._names_message = text
             data = {"level": "warning", "text": text}
             self._emit(Event(Kind.LOG, node=self._gate.node, data=data))
 
     # Local connections.
 
-    def _dialogue(self, link: member_dialogue.LocalLink, stopping: threading.Event) -> None:
+    def _serve_local(self, link: member_dialogue.LocalLink, stopping: threading.Event) -> None:
         hello = link.receive(stopping)
         if hello is None:
             return
         if hello.get("t") == "member":
-            member_dialogue.MemberDialogue(self.store, self._members, link, hello).run(stopping)
+            member_dialogue.MemberConnection(self.store, self._members, link, hello).run(stopping)
         elif hello.get("t") == "agent":
             self._obey(link, stopping)
         else:

@@ -22,7 +22,7 @@ _SHORT = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 # Strangers must not be able to flood the event log: one event a second for each reason.
 _REFUSAL_EVENT_SECONDS = 1.0
-_MOST_REASONS = 200
+_MAX_REASONS = 200
 _NUMBERS = re.compile(r"\d+")  # reasons that differ in nothing else are counted as one
 
 
@@ -76,7 +76,10 @@ class VaultError(Exception):
     @staticmethod
     def of(code: str, text: str) -> VaultError:
         """The error that another process has sent."""
-        kinds: dict[str, type[VaultError]] = {Code.TOO_LATE: TooLate, Code.NO_SHARED_MEMORY: NoRoom}
+        kinds: dict[str, type[VaultError]] = {
+            Code.TOO_LATE: TooLate,
+            Code.NO_SHARED_MEMORY: OutOfSpace,
+        }
         return kinds.get(code, VaultError)(text)
 
 
@@ -86,7 +89,7 @@ class TooLate(VaultError):
     code = Code.TOO_LATE
 
 
-class NoRoom(VaultError):
+class OutOfSpace(VaultError):
     """There is no memory for a slot: the file system is full, or the node's limit is reached."""
 
     code = Code.NO_SHARED_MEMORY
@@ -95,10 +98,10 @@ class NoRoom(VaultError):
 class Refused(VaultError):
     """Another vault is refused something, or refuses it. ``about``: for people."""
 
-    def __init__(self, why: Refusal, about: str = "") -> None:
-        self.why = why
+    def __init__(self, reason: Refusal, about: str = "") -> None:
+        self.reason = reason
         self.about = about
-        super().__init__(f"{why}: {about}" if about else str(why))
+        super().__init__(f"{reason}: {about}" if about else str(reason))
 
     @staticmethod
     def in_answer(answer: Mapping[str, Any]) -> Refused | None:
@@ -140,8 +143,8 @@ class RestoreUnavailable(VaultError):
         self.part = part
         self.tried = tried
         listing = "; ".join(
-            f"{'parity' if is_parity_role(role) else f'role {role}'} on node {node}: {why}"
-            for node, role, why in tried
+            f"{'parity' if is_parity_role(role) else f'role {role}'} on node {node}: {reason}"
+            for node, role, reason in tried
         )
         super().__init__(f"part {part} cannot be restored: {listing or 'no source is listed'}")
 
@@ -184,16 +187,16 @@ class VaultReports:
         data = {"part": name, "where": where, **checksums}
         self.emit(Kind.CORRUPTION, role, generation, data)
 
-    def refuse(self, why: str, **facts: object) -> None:
+    def refuse(self, text: str, **facts: object) -> None:
         """Count something that was not accepted, and report it at most once a second."""
-        now, reason = time.monotonic(), _NUMBERS.sub("N", why)
+        now, reason = time.monotonic(), _NUMBERS.sub("N", text)
         with self._lock:
-            if reason not in self._refused and len(self._refused) >= _MOST_REASONS:
+            if reason not in self._refused and len(self._refused) >= _MAX_REASONS:
                 reason = "another reason"
             self.counters[f"refused: {reason}"] += 1
             if now - self._refused.get(reason, -1e9) < _REFUSAL_EVENT_SECONDS:
                 return
             self._refused[reason] = now
-        log.warning("refused: %s %s", why, facts)
-        data = {"why": why, **{key: str(value) for key, value in facts.items()}}
+        log.warning("refused: %s %s", text, facts)
+        data = {"why": text, **{key: str(value) for key, value in facts.items()}}
         self.send(Event(Kind.REFUSED, epoch=self.epoch, node=self._node, data=data))

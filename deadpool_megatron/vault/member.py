@@ -33,7 +33,7 @@ _NAMELESS_SECONDS = 30.0
 # Another thread may have connected again since the wait began; look again this often.
 _LOOK_SECONDS = 0.5
 # Sends a message to the vault if it is there.
-Tell = Callable[[Mapping[str, Any]], None]
+Notify = Callable[[Mapping[str, Any]], None]
 
 
 class VaultClient:
@@ -126,11 +126,11 @@ class VaultClient:
     def rehearsed(self, matched: bool) -> None:
         """Tell the vault whether a replay of an update gave the same bytes as the update."""
         self._rehearsed = matched
-        self.tell({"t": "rehearsed", "matched": matched})
+        self.notify({"t": "rehearsed", "matched": matched})
 
     def ended(self) -> None:
         """Tell the vault that no newer generation comes in this epoch: the run is at its end."""
-        self.tell({"t": "ended", "epoch": self._epoch})
+        self.notify({"t": "ended", "epoch": self._epoch})
 
     def sealed_part(self, generation: Generation, name: str) -> memoryview | None:
         """Bytes of a part in this member's own segment, None unless they are sealed there.
@@ -168,7 +168,7 @@ class VaultClient:
         for held in range(segment.slots) if generation == self._restored else ():
             # It stays the one of that generation, whatever parts of it have been lost since.
             if segment.state(held) is SlotState.SEALED and segment.generation(held) == generation:
-                return PartsWriter(self.tell, segment, held, generation, epoch)
+                return PartsWriter(self.notify, segment, held, generation, epoch)
         newest = self.newest_committed
         known = [newest[0] if newest else None, self._restored]
         floor = max((one for one in known if one is not None), default=None)
@@ -180,7 +180,7 @@ class VaultClient:
             segment.back_out(slot, before)
             raise Frozen(f"epoch {epoch} has been closed")
         segment.begin(slot, generation, epoch)
-        return SlotWriter(self.tell, segment, slot, generation, epoch)
+        return SlotWriter(self.notify, segment, slot, generation, epoch)
 
     def append(self, generation: Generation, part_name: str, payload: bytes) -> None:
         """Add an extras part, which fits, to a generation that is sealed or being sealed."""
@@ -195,7 +195,7 @@ class VaultClient:
                     raise VaultError(f"{part_name} of {generation} has been appended already")
                 segment.data(slot, part_name)[: len(payload)] = payload
                 segment.fill_part(slot, part_name, len(payload), self._epoch)
-                self.tell({"t": "filled"})
+                self.notify({"t": "filled"})
                 return
         raise VaultError(f"{generation} is in no slot of role {segment.layout.role}")
 
@@ -227,7 +227,7 @@ class VaultClient:
         if self._is_committed(generation, boundary):
             return True
         # Whatever spreads this generation over the iteration has to let it go now.
-        self.tell({"t": "waiting", "epoch": self._epoch, "generation": generation.to_list()})
+        self.notify({"t": "waiting", "epoch": self._epoch, "generation": generation.to_list()})
         started = time.monotonic()
         due = started + report_every_seconds
         while True:
@@ -281,11 +281,11 @@ class VaultClient:
         }
         answer = self._ask(wish, time.monotonic() + deadline_seconds, interrupted, "restore")
         if answer["t"] == "unavailable":
-            tried = tuple((int(n), int(r), str(why)) for n, r, why in answer["tried"])
+            tried = tuple((int(n), int(r), str(reason)) for n, r, reason in answer["tried"])
             raise RestoreUnavailable(str(answer["part"]), tried)
         if answer["t"] != "restored":
             raise VaultError(f"vault: {answer.get('text', answer['t'])}")
-        return RestoredParts(self.tell, self.directory, answer["parts"], self._segment)
+        return RestoredParts(self.notify, self.directory, answer["parts"], self._segment)
 
     def close(self) -> None:
         """Close the connection; the segment stays."""
@@ -295,7 +295,7 @@ class VaultClient:
 
     # The connection.
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def notify(self, message: Mapping[str, Any]) -> None:
         """Send if the vault is there; what matters is in shared memory and found again."""
         with self._lock:
             if self._link is None:
@@ -356,7 +356,7 @@ class VaultClient:
                 self._reply = None
                 sent_on = self._link
                 if message is not None:
-                    self.tell(message)
+                    self.notify(message)
             self._pump()
             reply, self._reply = self._reply, None
             if reply is not None and (message is None or reply["t"] != "registered"):
@@ -451,10 +451,10 @@ class SlotWriter:
     """
 
     def __init__(
-        self, tell: Tell, segment: Segment, slot: int, generation: Generation, epoch: int
+        self, notify: Notify, segment: Segment, slot: int, generation: Generation, epoch: int
     ) -> None:
         self.generation = generation
-        self._tell = tell
+        self._notify = notify
         self._segment = segment
         self._slot = slot
         self._epoch = epoch
@@ -470,21 +470,21 @@ class SlotWriter:
         Raises VaultError when the slot is another's though the epoch was not closed: nobody would
         ever seal them, and the gate would wait in vain.
         """
-        if self._is_mine():
+        if self._is_owned():
             self._declare(parts)
-            self._tell({"t": "filled"})
+            self._notify({"t": "filled"})
         elif self._segment.freezes() == self._freezes:  # looked at last: a close freezes first
             raise VaultError(f"slot {self._slot} is not that of {self.generation} any more")
 
     def abandon(self) -> None:
         """Give the slot back; its bytes count for nothing."""
-        if self._is_mine():
+        if self._is_owned():
             self._segment.set_state(self._slot, SlotState.EMPTY)
 
     def _declare(self, parts: Mapping[str, int]) -> None:
         self._segment.fill(self._slot, parts, self._epoch)
 
-    def _is_mine(self) -> bool:
+    def _is_owned(self) -> bool:
         segment, slot = self._segment, self._slot
         begun = segment.generation(slot), segment.epoch(slot)
         return segment.state(slot) is SlotState.WRITING and begun == (self.generation, self._epoch)
@@ -509,7 +509,7 @@ class PartsWriter(SlotWriter):
         for name, nbytes in parts.items():
             self._segment.fill_part(self._slot, name, nbytes, self._epoch)
 
-    def _is_mine(self) -> bool:
+    def _is_owned(self) -> bool:
         segment, slot = self._segment, self._slot
         is_sealed = segment.state(slot) is SlotState.SEALED
         return is_sealed and segment.generation(slot) == self.generation
@@ -523,12 +523,12 @@ class RestoredParts:
 
     def __init__(
         self,
-        tell: Tell,
+        notify: Notify,
         directory: Path,
         parts: Mapping[str, tuple[str, int, int]],
         own: Segment | None = None,
     ) -> None:
-        self._tell = tell
+        self._notify = notify
         self._parts: dict[str, memoryview] = {}
         maps: dict[str, memoryview] = {}
         for name, (file_name, offset, nbytes) in parts.items():
@@ -554,4 +554,4 @@ class RestoredParts:
     def close(self) -> None:
         """Let the vault reuse the slots. Views handed out still show whatever is there."""
         self._parts.clear()
-        self._tell({"t": "release"})
+        self._notify({"t": "release"})

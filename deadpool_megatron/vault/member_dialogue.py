@@ -33,19 +33,19 @@ from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
-_MOST_KEPT_BYTES = 64 << 20
+_MAX_KEPT_BYTES = 64 << 20
 _MESSAGE_SECONDS = 20.0
 _BACKLOG = 512
 
 
-class MemberDialogues:
+class MemberConnections:
     """All members that are connected, by role. Thread-safe."""
 
     def __init__(self, store: SlotStore) -> None:
         self._store = store
         self._ledger = store.ledger
         self._lock = threading.Lock()
-        self._dialogues: dict[int, MemberDialogue] = {}
+        self._connections: dict[int, MemberConnection] = {}
         self.workers: Mapping[int, RoleWorker] = {}
         # By role: found while its member was away. Whether it still counts, the epoch in it says.
         self._found_bad: dict[int, dict[str, Any]] = {}
@@ -56,45 +56,49 @@ class MemberDialogues:
         """The workers of a newly opened epoch; waiting members are handed to them."""
         with self._lock:
             self.workers = workers
-            dialogues = list(self._dialogues.values())
-        for dialogue in dialogues:
-            dialogue.resume()
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.resume()
 
-    def enter(self, dialogue: MemberDialogue) -> None:
+    def enter(self, connection: MemberConnection) -> None:
         """A member has registered; the newest connection of a role counts."""
         with self._lock:
-            self._dialogues[dialogue.role] = dialogue
-            bad = self._found_bad.pop(dialogue.role, None)
+            self._connections[connection.role] = connection
+            bad = self._found_bad.pop(connection.role, None)
         if bad is not None:
-            dialogue.link.send(bad)
+            connection.link.send(bad)
 
-    def leave(self, dialogue: MemberDialogue) -> None:
+    def leave(self, connection: MemberConnection) -> None:
         """Its connection has ended."""
         with self._lock:
-            if self._dialogues.get(dialogue.role) is dialogue:
-                del self._dialogues[dialogue.role]
+            if self._connections.get(connection.role) is connection:
+                del self._connections[connection.role]
 
     def _committed(self, role: int, generation: Generation, boundary: str) -> None:
         with self._lock:
-            dialogue = self._dialogues.get(role)
-        if dialogue is not None:
-            dialogue.push_committed(generation, boundary)
+            connection = self._connections.get(role)
+        if connection is not None:
+            connection.push_committed(generation, boundary)
 
     def _bad(self, epoch: int, role: int, generation: Generation, part: str) -> None:
         bad = {"t": "bad", "epoch": epoch, "generation": generation.to_list(), "part": part}
         with self._lock:
-            dialogue = self._dialogues.get(role)
-            if dialogue is None:
+            connection = self._connections.get(role)
+            if connection is None:
                 self._found_bad[role] = bad
-        if dialogue is not None:
-            dialogue.link.send(bad)
+        if connection is not None:
+            connection.link.send(bad)
 
 
-class MemberDialogue:
+class MemberConnection:
     """One connection of one member, from its ``member`` message on."""
 
     def __init__(
-        self, store: SlotStore, members: MemberDialogues, link: LocalLink, hello: Mapping[str, Any]
+        self,
+        store: SlotStore,
+        members: MemberConnections,
+        link: LocalLink,
+        hello: Mapping[str, Any],
     ) -> None:
         self._store = store
         self._gate = store.gate
@@ -106,7 +110,7 @@ class MemberDialogue:
         self._seat = Seat.from_list(hello["seat"])
         self._trusted = bool(hello["rehearsed"])
         self._has_slots = bool(hello["has_slots"])
-        self._wish: Mapping[str, Any] | None = None
+        self._request: Mapping[str, Any] | None = None
         self._pinned: list[Place] = []
         self._over = False
         self._lock = threading.Lock()
@@ -169,7 +173,7 @@ class MemberDialogue:
             if worker is not None:
                 worker.seal()  # here: another thread would have to wake up first
         elif kind == "restore":
-            self._wish = message
+            self._request = message
             self.resume()
         elif kind == "waiting":
             if self._gate.is_open(int(message["epoch"])):
@@ -193,20 +197,20 @@ class MemberDialogue:
         """Hand the member's wish to the worker of its epoch, or keep it until there is one."""
         worker = self._members.workers.get(self.role)
         with self._lock:
-            wish = self._wish
-            if wish is None:
+            request = self._request
+            if request is None:
                 return
-            epoch = int(wish["epoch"])
+            epoch = int(request["epoch"])
             refusal = self._gate.judge(epoch)
             ready = worker is not None and worker.epoch == epoch
             if refusal is Refusal.EARLY or (refusal is None and not ready):
                 return
-            self._wish = None
+            self._request = None
         if refusal is Refusal.STALE or worker is None:
             self._answer(epoch, VaultError(f"epoch {epoch} is over"))
         else:
             record = self._gate.record
-            asked = Generation.from_list(wish["generation"]), wish["boundary"]
+            asked = Generation.from_list(request["generation"]), request["boundary"]
             if record is None or asked != (record.restore.generation, record.restore.boundary):
                 self._answer(epoch, VaultError(f"epoch {epoch} does not start from {asked}"))
             elif record.seats.get(self.role) != self._seat:
@@ -281,7 +285,7 @@ class LocalLink:
             for message in messages:
                 self._kept += framing.encode(message)
             framing.send_some(self._sender, self._kept)
-            if len(self._kept) > _MOST_KEPT_BYTES:
+            if len(self._kept) > _MAX_KEPT_BYTES:
                 log.warning("a local connection does not read: cut")
                 self._shutdown()
 
@@ -324,13 +328,13 @@ def listening_at(path: Path) -> socket.socket:
 
 
 class LocalServer:
-    """Accepts local connections and runs ``dialogue(link, stopping)`` for each in a thread."""
+    """Accepts local connections and runs ``connection(link, stopping)`` for each in a thread."""
 
     def __init__(
-        self, listener: socket.socket, dialogue: Callable[[LocalLink, threading.Event], None]
+        self, listener: socket.socket, connection: Callable[[LocalLink, threading.Event], None]
     ) -> None:
         self._listener = listener
-        self._dialogue = dialogue
+        self._serve = connection
         self._stopping = threading.Event()
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._accept, name="accept-local", daemon=True)
@@ -372,7 +376,7 @@ class LocalServer:
 
     def _run(self, link: LocalLink) -> None:
         try:
-            self._dialogue(link, self._stopping)
+            self._serve(link, self._stopping)
         except framing.ConnectionClosed:
             pass
         except (WireError, VaultError, OSError, *MALFORMED) as error:

@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from deadpool_megatron import file_systems
 from deadpool_megatron.layout.sizing import NodeNeeds
-from deadpool_megatron.vault.errors import NoRoom, VaultError
+from deadpool_megatron.vault.errors import OutOfSpace, VaultError
 
 _LOCK = ".memory.lock"
 # Whoever holds the lock looks at a few files; a stopped one never lets go.
@@ -94,7 +94,7 @@ class Budget:
                 return True
         if others and not is_last:
             return False
-        raise NoRoom(
+        raise OutOfSpace(
             f"no room for {path.name}: {wanted} bytes needed, {self.limit_bytes - used} of"
             f" {self.limit_bytes} left in {self.directory}: raise --deadpool-memory-gb"
         )
@@ -153,7 +153,7 @@ def _allocate(file: int, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
         needed = sum(count for _, count in ranges)
-        raise NoRoom(
+        raise OutOfSpace(
             f"no room for {path.name}: {needed} bytes needed on {path.parent}"
             f" (shared memory, usually /dev/shm), {free_bytes(path.parent)} free:"
             " enlarge it (mount -o remount,size=..., docker --shm-size) or use fewer slots"
@@ -235,7 +235,7 @@ def memlock_bytes() -> int | None:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryLimit:
     """One thing that limits a node's memory: bytes it allows in all, and what to do about it."""
 
     name: str
@@ -243,9 +243,9 @@ class Room:
     remedy: str
 
 
-def objection(needs: NodeNeeds, rooms: Sequence[Room]) -> str:
+def problem(needs: NodeNeeds, limits: Sequence[MemoryLimit]) -> str:
     """Return why a node with these needs must not start: one line; empty when all is well."""
-    tightest = min(rooms, key=lambda room: room.nbytes, default=None)
+    tightest = min(limits, key=lambda limit: limit.nbytes, default=None)
     if tightest is None or needs.total <= tightest.nbytes:
         return ""
     return (
@@ -256,12 +256,12 @@ def objection(needs: NodeNeeds, rooms: Sequence[Room]) -> str:
 
 
 def warnings(
-    needs: NodeNeeds, rooms: Sequence[Room], memlock_bytes: int | None, *, pinned: bool
+    needs: NodeNeeds, limits: Sequence[MemoryLimit], memlock_bytes: int | None, *, pinned: bool
 ) -> list[str]:
     """Return what lets training start but may hurt later. ``pinned``: slots get locked for a
     device."""
     found = []
-    tightest = min(rooms, key=lambda room: room.nbytes, default=None)
+    tightest = min(limits, key=lambda limit: limit.nbytes, default=None)
     if tightest is not None and needs.total <= tightest.nbytes < needs.peak:
         found.append(
             f"memory for generations is tight: {needs.total} bytes in use ({needs.in_words()}),"
@@ -278,27 +278,27 @@ def warnings(
     return found
 
 
-def node_rooms(directory: Path, limit_bytes: int) -> list[Room]:
+def memory_limits(directory: Path, limit_bytes: int) -> list[MemoryLimit]:
     """Return what limits the node's generations, in all; ``limit_bytes`` is the user's, 0 for
     none."""
     used = allocated_bytes(directory)
-    rooms = [
-        Room(
+    limits = [
+        MemoryLimit(
             f"the file system of {directory} (/dev/shm)",
             free_bytes(directory) + used,
             "enlarge it (mount -o remount,size=..., docker --shm-size), 'deadpool clean'",
         )
     ]
     if limit_bytes:
-        rooms.append(Room("--deadpool-memory-gb", limit_bytes, "raise it"))
+        limits.append(MemoryLimit("--deadpool-memory-gb", limit_bytes, "raise it"))
     group = cgroup_memory()
     if group is not None:
         text = f"the memory limit of cgroup {group.path} ({group.limit_bytes} bytes)"
         remedy = "ask for more memory (sbatch --mem, docker --memory): shared memory counts in it"
-        rooms.append(Room(text, group.left_bytes + used, remedy))
-    return rooms
+        limits.append(MemoryLimit(text, group.left_bytes + used, remedy))
+    return limits
 
 
 def usable_bytes(directory: Path, limit_bytes: int) -> int:
     """Return what all of it leaves for the node's generations, those that are there included."""
-    return min(room.nbytes for room in node_rooms(directory, limit_bytes))
+    return min(limit.nbytes for limit in memory_limits(directory, limit_bytes))

@@ -47,33 +47,33 @@ LATEST = 0.7
 _PATIENT_SHARE = 0.05
 # So few intervals are not a norm yet: full speed until then. Of the most the median is taken: some
 # evaluations and saves among them do not move it.
-_LEAST_INTERVALS, _MOST_INTERVALS = 3, 15
+_MIN_INTERVALS, _MAX_INTERVALS = 3, 15
 # A gate that was found shut tells how much of an iteration there really is. So many iterations are
 # tried with it before the whole iteration is tried again.
 _GATE_ITERATIONS = 64
-_MOST_GATES = 5
-_MOST_SEALS = 16
+_MAX_GATES = 5
+_MAX_SEALS = 16
 # One piece takes about so long at the rate in force, within limits: even, but few turns of a thread
 # that has to wait for the interpreter (with 2 ms they cost as much as the bytes).
 _PIECE_SECONDS = 0.016
-_LEAST_PIECE_BYTES = 64 << 10
+_MIN_PIECE_BYTES = 64 << 10
 # Slower than this is in nobody's way either, but who receives would take a connection for dead on
 # which no piece comes for tens of seconds.
-LEAST_RATE = 1 << 20
+MIN_RATE = 1 << 20
 # Bounds what a lost wake-up could cost; the end of an epoch is seen as soon.
 _LONGEST_WAIT_SECONDS = 0.1
 _GIGABIT = 1_000_000_000
-_TELLING_BYTES = 1 << 18  # what takes fewer bytes is over before it has a speed
+_MIN_SAMPLE_BYTES = 1 << 18  # what takes fewer bytes is over before it has a speed
 # Between two readings of the interface's counters, while copies wait for their pace.
 _READ_SECONDS = 0.01
 # Between what TCP has handed over and what the interface has counted lie some milliseconds of
 # packets in queues. In such a time they come to less than the least share.
 SPAN_SECONDS = 0.05
 # Who takes less of the link than this is not disturbed, and may be acknowledgements.
-_LEAST_SHARE = 0.1
+_MIN_SHARE = 0.1
 _HEADERS = 1.05  # of packets that are not joined, which the interface counts and TCP does not
 # The interface must count at least this of what was sent, once that was a share of the link.
-_COUNTED, _TELLING_SHARE = 0.1, 0.25
+_COUNTED, _MIN_SAMPLE_SHARE = 0.1, 0.25
 _SYSFS = Path("/sys/class/net")
 _COUNTERS = Path("/proc/self/net/dev")  # of the process's own namespace, whatever is on /sys
 _SENT_COLUMN = 8  # after the name: eight columns of what was received, then the bytes sent
@@ -115,8 +115,8 @@ class Pace:
         self.shipped: dict[Generation, float] = {}  # seconds that its slowest copy took
         self.finds_gaps = False  # most of the newest shipment went in gaps of training's traffic
         self.seals: dict[Generation, float] = {}
-        self._intervals: deque[float] = deque(maxlen=_MOST_INTERVALS)
-        self._gates: deque[tuple[int, float]] = deque(maxlen=_MOST_GATES)
+        self._intervals: deque[float] = deque(maxlen=_MAX_INTERVALS)
+        self._gates: deque[tuple[int, float]] = deque(maxlen=_MAX_GATES)
         self._newest: Generation | None = None
         self._waiting: tuple[Generation, float] | None = None
         self._hurried: Generation | None = None
@@ -131,7 +131,7 @@ class Pace:
             self._intervals.append(max(0.0, now - self.seals[last] - self._stall_seconds))
         self._stall_seconds = 0.0
         self.seals[generation] = now
-        while len(self.seals) > _MOST_SEALS:
+        while len(self.seals) > _MAX_SEALS:
             del self.seals[next(iter(self.seals))]
 
     def waits(self, generation: Generation, now: float) -> None:
@@ -140,7 +140,7 @@ class Pace:
         if self._committed is not None and generation <= self._committed:
             return  # its word has crossed ours, or it waits for extras that came later
         self._waiting = generation, now
-        if len(self._intervals) >= _LEAST_INTERVALS:  # before, nothing was held back
+        if len(self._intervals) >= _MIN_INTERVALS:  # before, nothing was held back
             self._gates.append((generation.iteration, now - self.seals.get(generation, now)))
 
     def committed(self, generation: Generation, now: float) -> None:
@@ -159,7 +159,7 @@ class Pace:
 
     def seconds(self) -> float | None:
         """The time there is for one generation; None while too little has been seen."""
-        if len(self._intervals) < _LEAST_INTERVALS or self._newest is None:
+        if len(self._intervals) < _MIN_INTERVALS or self._newest is None:
             return None
         usual = statistics.median(self._intervals)
         oldest = self._newest.iteration - _GATE_ITERATIONS
@@ -186,7 +186,7 @@ class SharedNic:
         # what the IP interface on it sends as well.
         ports = self._directory.glob("device/infiniband/*/ports/*/counters/port_xmit_data")
         self._rdma_ports = sorted(ports) if name else []
-        self._is_infiniband = bool(self._rdma_ports) and self._says("type") == _ARPHRD_INFINIBAND
+        self._is_infiniband = bool(self._rdma_ports) and self._read("type") == _ARPHRD_INFINIBAND
         self.share = settings.link_share
         self.copies = max(1, settings.replicas)  # of a generation, all sent at the same time
         self.fills_gaps = settings.link_gaps == "on"
@@ -207,7 +207,7 @@ class SharedNic:
 
     # Its speed, and who uses it.
 
-    def _says(self, name: str) -> str:
+    def _read(self, name: str) -> str:
         try:
             return (self._directory / name).read_text().strip()
         except OSError:
@@ -217,7 +217,7 @@ class SharedNic:
         """Returns its speed in one direction by its own word, 0 where it does not say. A virtual
         interface (veth in a container) names a speed that nothing stands behind."""
         has_hardware = any((self._directory / part).exists() for part in ("device", "bonding"))
-        text = self._says("speed") if self.name and has_hardware else ""
+        text = self._read("speed") if self.name and has_hardware else ""
         return int(text) * 1e6 / 8 if text.isdigit() else 0.0
 
     def sent_bytes(self) -> int:
@@ -281,9 +281,9 @@ class SharedNic:
         # Early shipments, which nothing holds back, had to share the link with training.
         self.seen = max(self.seen, sent / seconds)
         bytes_there_were = self.speed()[0] * seconds
-        if own > _TELLING_SHARE * bytes_there_were and sent < _COUNTED * own:
+        if own > _MIN_SAMPLE_SHARE * bytes_there_were and sent < _COUNTED * own:
             raise ValueError("its counters do not move while copies are sent")
-        return sent - _HEADERS * own <= _LEAST_SHARE * bytes_there_were
+        return sent - _HEADERS * own <= _MIN_SHARE * bytes_there_were
 
     # What happens to generations.
 
@@ -298,12 +298,12 @@ class SharedNic:
             self.changed.notify_all()
 
     def note(
-        self, what: Callable[[Pace, Generation, float], None], role: int, generation: Generation
+        self, method: Callable[[Pace, Generation, float], None], role: int, generation: Generation
     ) -> dict[str, float | None]:
         """Have the pace of a role know what has happened now: one of its methods. Returns how its
         newest shipping fitted."""
         with self.changed:
-            what(self.pace(role), generation, time.monotonic())
+            method(self.pace(role), generation, time.monotonic())
             self.changed.notify_all()
             return self.pace(role).fit
 
@@ -334,7 +334,7 @@ class Share(AbstractContextManager["Share"]):
 
     def __init__(
         self,
-        link: SharedNic,
+        nic: SharedNic,
         role: int,
         generation: Generation,
         nbytes: int,
@@ -345,30 +345,30 @@ class Share(AbstractContextManager["Share"]):
         self._end = math.inf
         self.sent_bytes = self.gap_bytes = 0
         self.is_in_gap = False
-        self._link, self._role, self.generation, self._nbytes = link, role, generation, nbytes
+        self._nic, self._role, self.generation, self._nbytes = nic, role, generation, nbytes
         self._began, self._held_seconds = time.monotonic(), 0.0
         self._sent, self._sent_before = sent, sent()
-        with link.changed:
-            link.shares.add(self)
-            sealed, window = link.pace(role).seals.get(generation), link.pace(role).seconds()
+        with nic.changed:
+            nic.shares.add(self)
+            sealed, window = nic.pace(role).seals.get(generation), nic.pace(role).seconds()
             if generation.lineage == epoch and sealed is not None and window and nbytes:
                 self._hold_back(sealed, window)
         self.is_free = not self.seconds  # from its beginning
 
     def _hold_back(self, sealed: float, window: float) -> None:
         """Spread it over the time there is from its seal on."""
-        link = self._link
-        self._begin, self._speed = sealed, link.speed()[0] / (len(link.paces) * link.copies)
-        is_patient = link.fills_gaps and link.pace(self._role).finds_gaps
-        most = min(link.share, _PATIENT_SHARE if is_patient else 1.0)
-        self.seconds = self._nbytes / max(most * self._speed, LEAST_RATE)
-        if not link.fills_gaps or not self._speed:
+        nic = self._nic
+        self._begin, self._speed = sealed, nic.speed()[0] / (len(nic.paces) * nic.copies)
+        is_patient = nic.fills_gaps and nic.pace(self._role).finds_gaps
+        share = min(nic.share, _PATIENT_SHARE if is_patient else 1.0)
+        self.seconds = self._nbytes / max(share * self._speed, MIN_RATE)
+        if not nic.fills_gaps or not self._speed:
             self.seconds = min(HALF * window, self.seconds)
             return
         self._end = sealed + LATEST * window
-        if not link.is_watched:
-            link.is_watched = True
-            begin_thread("watch-link", link.watch)
+        if not nic.is_watched:
+            nic.is_watched = True
+            begin_thread("watch-link", nic.watch)
 
     def due(self) -> float:
         """Returns when the next byte may go, in monotonic seconds."""
@@ -378,9 +378,9 @@ class Share(AbstractContextManager["Share"]):
         return due
 
     def __exit__(self, *_: object) -> None:
-        with self._link.changed:
-            self._link.closed_bytes += self.own_bytes()
-            self._link.shares.discard(self)
+        with self._nic.changed:
+            self._nic.closed_bytes += self.own_bytes()
+            self._nic.shares.discard(self)
 
     def own_bytes(self) -> int:
         """Return what TCP has sent for it so far."""
@@ -395,8 +395,8 @@ class Share(AbstractContextManager["Share"]):
             size = self._await_turn(going)
             self._held_seconds += time.monotonic() - before
             piece = view[start : start + size]
-            with self._link.changed:
-                end = self._link.let_through(len(piece), time.monotonic_ns())
+            with self._nic.changed:
+                end = self._nic.let_through(len(piece), time.monotonic_ns())
             while going() and (left := end - time.monotonic_ns()) > 0:
                 time.sleep(min(left / 1e9, _LONGEST_WAIT_SECONDS))
             if not going():
@@ -408,37 +408,37 @@ class Share(AbstractContextManager["Share"]):
 
     def _await_turn(self, going: Callable[[], bool]) -> int:
         """Wait until the next piece may go by its pace; returns how large it may be."""
-        link, rate = self._link, None
-        with link.changed:
+        nic, rate = self._nic, None
+        with nic.changed:
             while going() and (wait := self._wait_seconds()) > 0:
-                link.changed.wait(min(wait, _LONGEST_WAIT_SECONDS))
-            self.is_in_gap = link.is_idle and self.seconds > 0
+                nic.changed.wait(min(wait, _LONGEST_WAIT_SECONDS))
+            self.is_in_gap = nic.is_idle and self.seconds > 0
             if self.seconds:
-                rate = max(self._nbytes / self.seconds, link.speed()[0] * self.is_in_gap)
-        return piece_bytes(rate, link.burst_bytes)
+                rate = max(self._nbytes / self.seconds, nic.speed()[0] * self.is_in_gap)
+        return piece_bytes(rate, nic.burst_bytes)
 
     def _wait_seconds(self) -> float:
-        if self._link.pace(self._role).is_late(self.generation):
+        if self._nic.pace(self._role).is_late(self.generation):
             self.seconds = 0.0
-        return 0.0 if not self.seconds or self._link.is_idle else self.due() - time.monotonic()
+        return 0.0 if not self.seconds or self._nic.is_idle else self.due() - time.monotonic()
 
     def end(self) -> None:
         """The other end has everything: count what it took, without what the pace held it back; but
         bytes are on their way meanwhile, too."""
         busy = self._sent().busy_seconds - self._sent_before.busy_seconds
         seconds = max(time.monotonic() - self._began - self._held_seconds, busy)
-        with self._link.changed:
-            if self.is_free and self.sent_bytes >= _TELLING_BYTES:
+        with self._nic.changed:
+            if self.is_free and self.sent_bytes >= _MIN_SAMPLE_BYTES:
                 speed = self.sent_bytes / max(seconds, 1e-9)
-                self._link.seen = max(self._link.seen, speed)
-            pace = self._link.pace(self._role)
+                self._nic.seen = max(self._nic.seen, speed)
+            pace = self._nic.pace(self._role)
             pace.finds_gaps = 2 * self.gap_bytes > self.sent_bytes
             shipped = pace.shipped
             shipped[self.generation] = max(shipped.get(self.generation, 0.0), seconds)
 
 
-def piece_bytes(rate: float | None, most_bytes: int) -> int:
+def piece_bytes(rate: float | None, max_bytes: int) -> int:
     """Bytes that go at once at a rate (bytes per second; None: full speed)."""
     if rate is None:
-        return most_bytes
-    return min(most_bytes, max(_LEAST_PIECE_BYTES, int(rate * _PIECE_SECONDS)))
+        return max_bytes
+    return min(max_bytes, max(_MIN_PIECE_BYTES, int(rate * _PIECE_SECONDS)))

@@ -86,7 +86,7 @@ class Sender(threading.Thread, ABC):
         }
 
     @abstractmethod
-    def _bring(self, work: Work) -> bool:
+    def _ship_once(self, work: Work) -> bool:
         """True to continue at once, False to try again after a pause.
 
         VaultError, or what :data:`UNREACHABLE` names, breaks the connection. A pause follows.
@@ -100,7 +100,7 @@ class Sender(threading.Thread, ABC):
             if work is None:
                 continue
             try:
-                done = self._bring(work)
+                done = self._ship_once(work)
             except (VaultError, *UNREACHABLE) as error:
                 log.info("%s: %s: %s", self.name, type(error).__name__, error)
                 self._disconnect()
@@ -170,7 +170,7 @@ def sender_to(target: Target, store: SlotStore, layout: RoleLayout, scheme: Sche
 class Replicator(Sender):
     """Thread that brings copies to one buddy."""
 
-    def _bring(self, work: Work) -> bool:
+    def _ship_once(self, work: Work) -> bool:
         """True when the buddy has the parts; False to try again after a pause."""
         generation, places = work
         failpoints.hit(
@@ -208,18 +208,18 @@ class Replicator(Sender):
         return not damaged
 
     def _refused(self, refused: Refused, generation: Generation, places: list[Place]) -> bool:
-        if refused.why is Refusal.SUPERSEDED:
+        if refused.reason is Refusal.SUPERSEDED:
             names = [place.name for place in places]
             self._ledger.acknowledge(self._layout, generation, self._node, names, self._epoch)
             return True
-        if refused.why is Refusal.NO_BASE:
+        if refused.reason is Refusal.NO_BASE:
             with self._gate.changed:  # it travels whole
                 self._scheme.make_whole(self._layout.role, generation)
                 self._gate.changed.notify_all()
             return True
-        if refused.why is Refusal.WAITED:
+        if refused.reason is Refusal.WAITED:
             return True  # there is no need for a pause: the holder makes one, and ends it in time
-        if refused.why is not Refusal.EARLY:
+        if refused.reason is not Refusal.EARLY:
             self._store.reports.refuse(f"put: {refused}", role=self._layout.role, by=self._node)
         return False
 
@@ -230,7 +230,7 @@ class LocalCopier(Sender):
 
     verb = "double"
 
-    def _bring(self, work: Work) -> bool:
+    def _ship_once(self, work: Work) -> bool:
         """True when all parts are there twice; False to try again after a pause."""
         generation, places = work
         role = self._layout.role

@@ -68,7 +68,7 @@ class Restorer:
         self._channels: dict[int, transport.Channel] = {}
         self._silent: set[int] = set()
         # By generation: bytes and checksum, as the role had them, of parts that its peers hold.
-        self._vouched = defaultdict[Generation, dict[str, tuple[int, int]]](dict)
+        self._known_sums = defaultdict[Generation, dict[str, tuple[int, int]]](dict)
         self._extras = records.extras_part(record.restore.boundary)
         self._recipe = record.restore.recipes.get(role, Recipe())
         self._rebuilds = Rebuilds(store, record, role, self._target)
@@ -109,8 +109,8 @@ class Restorer:
                     }
                 except OSError as error:  # the directory of a dump cannot be read
                     if not is_shortage(error) or time.monotonic() > deadline:
-                        why = f"{self._record.restore.path}: {error.strerror or error}"
-                        here = (self._gate.node, self._role, why)
+                        reason = f"{self._record.restore.path}: {error.strerror or error}"
+                        here = (self._gate.node, self._role, reason)
                         raise RestoreUnavailable(self._extras, (here,)) from error
                 self._gate.pause(self._record.epoch, _PAUSE_SECONDS)
                 self._gate.require_open(self._record.epoch)
@@ -207,8 +207,8 @@ class Restorer:
         """Checked bytes that this node holds for the role itself, laid out as it wants them."""
         with self._gate.lock:
             places = self._store.table.find(self._role, wanted.generation, wanted.name)
-            vouched = self._store.table.elsewhere(self._role, wanted.generation)
-            self._vouched[wanted.generation] |= vouched
+            known = self._store.table.elsewhere(self._role, wanted.generation)
+            self._known_sums[wanted.generation] |= known
         for place in places:
             if place.segment.layout.layout_hash != layout.layout_hash:
                 continue
@@ -237,7 +237,7 @@ class Restorer:
         generation, name = wanted.generation, wanted.name
         channel = self._channel(source.node)
         if name == self._extras:
-            self._vouched[generation] |= transport.ask_elsewhere(channel, source, generation)
+            self._known_sums[generation] |= transport.ask_elsewhere(channel, source, generation)
         try:
             nbytes, expected = transport.ask_part(channel, epoch, source, generation, name)
         except Refused as refused:
@@ -247,11 +247,11 @@ class Restorer:
             if not 0 <= nbytes <= segment.capacity(name):
                 self._forget(source.node)
                 raise _Hopeless(f"part of {nbytes} bytes does not fit")
-            vouched = self._vouched[generation].get(name, (nbytes, expected))
-            if (nbytes, expected) != vouched:
+            known = self._known_sums[generation].get(name, (nbytes, expected))
+            if (nbytes, expected) != known:
                 self._forget(source.node)
                 where = f"role {source.role} on node {source.node}"
-                store.reports.corruption(self._role, generation, name, where, vouched[1], expected)
+                store.reports.corruption(self._role, generation, name, where, known[1], expected)
                 raise _Hopeless("not the bytes that the role had")
             store.open_part(segment, slot, name, epoch)
             found = transport.receive_part(channel, segment, slot, name, nbytes)
@@ -271,17 +271,17 @@ class Restorer:
         same = {part.name: part.replicas for part in layout.parts}.get(wanted.name, ())
         for role in (self._role, *(other for other in same if other != self._role)):
             for dumped in dump_files(directory, role):
-                source, why = self._slot_of(dumped, layout, wanted)
+                source, reason = self._slot_of(dumped, layout, wanted)
                 if source is not None:
                     try:
                         place = self._read_patiently(dumped, source, layout, wanted, deadline)
                     except OSError as error:  # its disk fails: on to the next place
                         if is_shortage(error):
                             raise
-                        place, why = None, f"{type(error).__name__}: {error}"
+                        place, reason = None, f"{type(error).__name__}: {error}"
                     if place is not None:
                         return place
-                tried.append((node_of(dumped), role, why))
+                tried.append((node_of(dumped), role, reason))
         ways = index.alternatives(self._role, wanted.name, restored)
         for recipe in ways if wanted.generation == restored else ():
             with contextlib.suppress(RestoreUnavailable):

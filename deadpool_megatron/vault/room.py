@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat, successors_by
-from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError
+from deadpool_megatron.vault.errors import OutOfSpace, SegmentError, VaultError
 from deadpool_megatron.vault.memory import Budget
 from deadpool_megatron.vault.shm import segment as segments
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name, steps_name
@@ -84,7 +84,7 @@ def _with_room(store: SlotStore, offered: Generation | None, make: Callable[[], 
     by ``offered``, or what the epoch began with."""
     try:
         return make()
-    except NoRoom:
+    except OutOfSpace:
         if offered is None and store.gate.record is not None:
             offered = store.gate.record.restore.generation
         if offered is None or not give_back(store, offered):
@@ -142,13 +142,13 @@ def require_fit(segment: Segment, sizes: Mapping[str, int]) -> None:
     layouts whose extras have other room count as the same."""
     for name, nbytes in sizes.items():
         if nbytes > segment.capacity(name):
-            raise NoRoom(
+            raise OutOfSpace(
                 f"{segment.path.name} has room for {segment.capacity(name)} bytes of {name},"
                 f" not for {nbytes}"
             )
 
 
-def own_come_first(store: SlotStore) -> bool:
+def own_slots_missing(store: SlotStore) -> bool:
     """True when memory is limited, and a member has yet to get its slots: it ends if there is no
     room for them, while a copy that comes too early comes again."""
     with store.gate.lock:
@@ -210,8 +210,8 @@ def _unneeded(segment: Segment, slot: int, owed: Collection[str], *, is_old: boo
     names = []
     for part in segment.layout.parts:
         entry = segment.entry(slot, part.name)
-        vouched_for = entry.state in (PartState.SEALED, PartState.ELSEWHERE)
-        is_sealed = segment.state(slot) is SlotState.SEALED and vouched_for
+        has_checksum = entry.state in (PartState.SEALED, PartState.ELSEWHERE)
+        is_sealed = segment.state(slot) is SlotState.SEALED and has_checksum
         if part.name in owed or (is_sealed and not is_old):
             continue
         segment.invalidate_part(slot, part.name, PartState.ABSENT)

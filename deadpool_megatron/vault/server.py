@@ -31,7 +31,7 @@ from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 log = logging.getLogger(__name__)
 # Who has not proved yet to know the run secret: so many at once, each for so long. In a crowd the
 # next one waits in the kernel's queue until somebody has proved it, or had his shorter time.
-_MOST_UNAUTHENTICATED = 64
+_MAX_UNAUTHENTICATED = 64
 _UNAUTHENTICATED_SECONDS = HANDSHAKE_SECONDS
 _CROWDED_SECONDS = 0.5
 _PAUSE_SECONDS = 0.02
@@ -68,7 +68,7 @@ class Server:
 
     def _accept(self) -> None:
         while not self._stopping.is_set():
-            if not self._has_room():
+            if not self._has_capacity():
                 self._stopping.wait(_PAUSE_SECONDS)
                 continue
             try:
@@ -84,17 +84,17 @@ class Server:
                 self._unauthenticated[channel] = time.monotonic()
             begin_thread(f"serve-{next(self._numbers)}", partial(self._serve, channel))
 
-    def _has_room(self) -> bool:
+    def _has_capacity(self) -> bool:
         """Put out strangers who have had their time; False: too many of them are left."""
         with self._lock:
-            crowded = len(self._unauthenticated) >= _MOST_UNAUTHENTICATED
+            crowded = len(self._unauthenticated) >= _MAX_UNAUTHENTICATED
             limit = _CROWDED_SECONDS if crowded else _UNAUTHENTICATED_SECONDS
             began = time.monotonic() - limit
             late = [channel for channel, at in self._unauthenticated.items() if at < began]
             for channel in late:
                 del self._unauthenticated[channel]
                 channel.shutdown()  # its thread counts it
-            return len(self._unauthenticated) < _MOST_UNAUTHENTICATED
+            return len(self._unauthenticated) < _MAX_UNAUTHENTICATED
 
     def _serve(self, channel: Channel) -> None:
         try:
@@ -139,10 +139,10 @@ class _Connection:
         try:
             self._answer(message)
         except Refused as refused:
-            if refused.why not in NO_OFFENCE:
+            if refused.reason not in NO_OFFENCE:
                 about = {key: message[key] for key in ("node", "role", "epoch") if key in message}
                 self._store.reports.refuse(str(refused), **about)
-            self._channel.send({"t": "refused", "why": str(refused.why), "about": refused.about})
+            self._channel.send({"t": "refused", "why": str(refused.reason), "about": refused.about})
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         kind = message.get("t")
@@ -193,7 +193,7 @@ class _Connection:
     ) -> list[str]:
         """Ask for the parts that are not here, and take them; returns those that are sealed."""
         store, generation = self._store, offer.generation
-        if room.own_come_first(store):
+        if room.own_slots_missing(store):
             raise Refused(Refusal.EARLY)
         try:
             segment = room.ensure_copy(store, offer.layout, generation, wanted)
@@ -265,8 +265,8 @@ class _Connection:
         return Offer(epoch, generation, layout, parts, elsewhere)
 
     def _require_open(self, epoch: int) -> None:
-        if why := self._gate.judge(epoch):
-            raise Refused(why)
+        if reason := self._gate.judge(epoch):
+            raise Refused(reason)
 
     # Handing out.
 
@@ -282,7 +282,7 @@ class _Connection:
         if asked is not None and again is not None:
             self._ledger.forget(role, Generation.from_list(asked), int(again))
         described = layout.to_dict() if layout else None
-        others = [[name, *vouched] for name, vouched in elsewhere.items()]
+        others = [[name, *checked] for name, checked in elsewhere.items()]
         self._channel.send({"t": "layout", "layout": described, "elsewhere": others})
 
     def _fetch(self, message: Mapping[str, Any]) -> None:

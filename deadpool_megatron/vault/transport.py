@@ -194,7 +194,7 @@ def ask_part(
     channel.send({"t": "fetch", "epoch": epoch, **about})
     answer = channel.receive()
     if refused := Refused.in_answer(answer):
-        if refused.why is Refusal.EARLY:
+        if refused.reason is Refusal.EARLY:
             raise ConnectionError("has not adopted the epoch yet")
         raise refused
     return int(answer["nbytes"]), int(answer["checksum"])

@@ -117,8 +117,8 @@ class RoleWorker(threading.Thread):
             # What was recomputed from is gigabytes, and mapped as long as somebody holds it.
             self._outcome = None
             return
-        rotten = self._rotten()
-        if rotten:
+        corrupt = self._corrupt_part()
+        if corrupt:
             self._outcome = None
         if self._outcome is None and not wanted and not self._may_restore_unasked():
             return
@@ -128,9 +128,9 @@ class RoleWorker(threading.Thread):
             except VaultError as error:
                 log.warning("role %d: %s", self._role, error)
                 self._outcome = error
-                if rotten:  # nobody asks for it, but the gate waits: another epoch is needed
+                if corrupt:  # nobody asks for it, but the gate waits: another epoch is needed
                     restored = self._restored
-                    self._store.on_bad(self.epoch, self._role, restored, rotten)
+                    self._store.on_bad(self.epoch, self._role, restored, corrupt)
         self._answer(self._outcome)
 
     def _is_over(self) -> bool:
@@ -140,7 +140,7 @@ class RoleWorker(threading.Thread):
             committed = self._ledger.committed.get(self._role)
         return committed is not None and committed[0] > self._restored
 
-    def _rotten(self) -> str:
+    def _corrupt_part(self) -> str:
         """A part that was restored, and found damaged before it could be sent on; empty if none."""
         outcome = self._outcome if isinstance(self._outcome, dict) else {}
         restored = self._restored

@@ -85,11 +85,11 @@ class Cluster:
         if self.plan.kind is schemes.SchemeKind.PARITY:
             for group in ParityPlacement(*placed, self.plan, self.survived).groups:
                 self.say(f"group {short(group.roles)} has blocks on", group.holders)
-        scene = sizing.Scene(self.layouts, *placed, self.survived)
+        scene = sizing.Topology(self.layouts, *placed, self.survived)
         used = sizing.memory_by_use(self.plan, scene)
         self.say("own and kept bytes", {n: used[n] for n in self.live})
         budgets = {n: sum(used[n]) - 1000 * n for n in self.live if n}
-        lack = sizing.lacking(self.plan, scene, budgets)
+        lack = sizing.shortfall(self.plan, scene, budgets)
         self.say("lacks", lack and lack.in_words())
         needs = sizing.node_needs(self.layouts[0], self.per_node, self.settings)
         self.say(f"each needs {needs.total}, at most {needs.peak} bytes", needs.in_words())
@@ -173,7 +173,7 @@ class Cluster:
             self.say("nothing", found.reason)
             return
         self.seats = dict(query.seats)
-        self.kept = planner.keep_line(self.kept, found, self.epoch)
+        self.kept = planner.keep_lineages(self.kept, found, self.epoch)
         self.say(f"{found.kind} {found.path}", (found.generation, found.boundary))
         self.say("kept", {k: "" if v == NO_LIMIT else v for k, v in self.kept.items()})
         for role, sources in found.sources.items():

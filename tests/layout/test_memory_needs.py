@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
-from deadpool_megatron.layout.sizing import Scene, lacking, memory_needs
+from deadpool_megatron.layout.sizing import Topology, memory_needs, shortfall
 from deadpool_megatron.settings import Settings
 
 GIGA = 10**9
@@ -19,7 +19,7 @@ def scene(
     survived: int = 1,
     sizes: tuple[int, ...] = (10,),
     racks: int = 0,
-) -> Scene:
+) -> Topology:
     """Roles on consecutive nodes, all in one data-parallel group; sizes of shard parts in GB."""
     world = nodes * per_node
     peers = tuple(range(world))
@@ -29,7 +29,7 @@ def scene(
         extras = [PartInfo(extras_part(name), 1000, (role,)) for name in BOUNDARIES]
         layouts[role] = RoleLayout(role, (*shards, *extras), peers, SLOTS, f"h{role}")
     domains = {n: f"rack{n % racks}" if racks else f"node{n}" for n in range(nodes)}
-    return Scene(layouts, {r: r // per_node for r in range(world)}, domains, (), survived)
+    return Topology(layouts, {r: r // per_node for r in range(world)}, domains, (), survived)
 
 
 SCENES = st.builds(
@@ -45,13 +45,13 @@ SCENES = st.builds(
 @settings(max_examples=40)
 @given(SCENES, st.lists(st.integers(10, 140), min_size=4, max_size=4), st.integers(0, 3))
 def test_a_plan_lacks_memory_where_a_node_has_less_than_it_needs(
-    of: Scene, gigabytes: list[int], group: int
+    of: Topology, gigabytes: list[int], group: int
 ) -> None:
     """The node that lacks most is named; a node that has not said how much it has lacks none."""
     plan = plan_of_kind("parity", Settings(), 1, 2) if group else ProtectionPlan()
     limits = {node: size * GIGA for node, size in zip(of.domains, gigabytes, strict=False)}
     needs = memory_needs(plan, of)
-    lack = lacking(plan, of, limits)
+    lack = shortfall(plan, of, limits)
     missing = {node: needs[node] - has for node, has in limits.items()}
     if lack is None:
         assert max(missing.values()) <= 0
@@ -78,8 +78,8 @@ def test_the_node_that_lacks_most_is_named() -> None:
     plan = ProtectionPlan()
     needs = memory_needs(plan, of)
     short = {0: 5, 1: 9, 2: 9}
-    lack = lacking(plan, of, {node: needs[node] - short[node] for node in needs})
+    lack = shortfall(plan, of, {node: needs[node] - short[node] for node in needs})
     assert lack is not None
     assert (lack.node, lack.needed_bytes - lack.has_bytes) == (1, 9)
-    assert lacking(plan, of, needs) is None
-    assert lacking(plan, of, {}) is None
+    assert shortfall(plan, of, needs) is None
+    assert shortfall(plan, of, {}) is None

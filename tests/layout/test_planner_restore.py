@@ -128,7 +128,7 @@ def test_after_memory_comes_the_checkpoint_then_the_start_then_nothing() -> None
 def test_a_checkpoint_is_thrown_away_by_what_it_includes(
     lineage: int, iteration: int, nonfinite: dict[int, int], is_away: bool
 ) -> None:
-    assert planner.is_thrown_away(g(iteration, lineage), nonfinite) is is_away
+    assert planner.is_rolled_back(g(iteration, lineage), nonfinite) is is_away
 
 
 @st.composite

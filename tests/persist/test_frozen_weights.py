@@ -16,7 +16,7 @@ from deadpool_megatron.member.frozen_weights import FrozenWeights
 from deadpool_megatron.state import frozen_file
 from deadpool_megatron.state.frozen_file import FrozenFileError
 from deadpool_megatron.state.optimizer_state import UnsupportedState
-from deadpool_megatron.vault.errors import NoRoom
+from deadpool_megatron.vault.errors import OutOfSpace
 from tests.faults.harness.jobs import (
     MODEL,
     Program,
@@ -164,7 +164,9 @@ def test_without_room_the_run_ends_with_one_line(
 
     monkeypatch.setattr(frozen_file.os, "fsync", is_full)
     frozen = FrozenWeights(extras.large_frozen_weights(program_of(model)), tmp_path / "frozen")
-    with pytest.raises(NoRoom, match=r"256 bytes .* No space left on device; make room") as error:
+    with pytest.raises(
+        OutOfSpace, match=r"256 bytes .* No space left on device; make room"
+    ) as error:
         frozen.leave(never)
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "frozen").iterdir())

@@ -54,7 +54,7 @@ def test_a_node_of_the_run_asks_for_what_was_planned(scheme: str) -> None:
     found = assess(
         make(protection={"scheme": scheme}, cluster={"host_memory_gb": 5000, "spares": 0})
     )
-    layouts = found.placement.scene.layouts
+    layouts = found.placement.topology.layouts
     needs = node_needs(layouts[0], 2, Settings(protection=scheme, parity_group=4))
     assert total(found, "own_slots_bytes") == 8 * needs.own
     # A member rounds the part of a block that falls to one role up.

@@ -50,10 +50,10 @@ def test_copies_lie_in_other_domains_where_there_are_enough(
         cluster={"racks": racks, "spares": spares},
     )
     placement = place(plan)
-    if len(set(placement.scene.domains.values())) > replicas:
+    if len(set(placement.topology.domains.values())) > replicas:
         assert placement.same_domain == 0
     for number, role in placement.roles.items():
-        assert placement.scene.seats[number] not in role.buddies
+        assert placement.topology.seats[number] not in role.buddies
 
 
 @pytest.mark.parametrize("untied", [False, True])

@@ -20,7 +20,7 @@ from deadpool_megatron.vault.commit_ledger import CommitLedger
 from deadpool_megatron.vault.copies import Target
 from deadpool_megatron.vault.epoch_gate import EpochGate
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
-from deadpool_megatron.vault.member_dialogue import LocalLink, MemberDialogue, MemberDialogues
+from deadpool_megatron.vault.member_dialogue import LocalLink, MemberConnection, MemberConnections
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Filled, Segment, SlotState, checksum, own_name
@@ -59,7 +59,7 @@ class Node:
             return note(what, role, generation)
 
         self.state.nic.note = noted  # type: ignore[method-assign]
-        self.members = MemberDialogues(self.state)
+        self.members = MemberConnections(self.state)
         self.state.on_bad = lambda epoch, role, generation, part: self.bad.append(generation)
         self.state.adopt(self.record(LATE))
         path = directory / own_name(0, SEATS[0])
@@ -223,7 +223,7 @@ def converse(node: Node, *messages: Mapping[str, Any]) -> list[dict[str, Any]]:
     ours, theirs = socket.socketpair()
     told = {"has_slots": True, "rehearsed": False}
     hello = {"layout": OWN.to_dict(), "seat": SEATS[0].to_list(), **told}
-    dialogue = MemberDialogue(node.state, node.members, LocalLink(ours), hello)
+    dialogue = MemberConnection(node.state, node.members, LocalLink(ours), hello)
     for message in messages:
         framing.send(theirs, message)
     theirs.shutdown(socket.SHUT_WR)
@@ -271,7 +271,7 @@ def of_peer(
             except ConnectionError:
                 return [{"t": "refused", "why": Refusal.EARLY}]
             except Refused as refused:
-                return [{"t": "refused", "why": refused.why}]
+                return [{"t": "refused", "why": refused.reason}]
             finally:
                 channel.close()
                 server.stop()

@@ -124,7 +124,7 @@ class Vault:
     def start(self) -> None:
         """The first one, or the next one after :meth:`stop`."""
         self.state = SlotStore(scheme_of, 0, self.directory, Settings(), lambda _: None)
-        self.members = member_dialogue.MemberDialogues(self.state)
+        self.members = member_dialogue.MemberConnections(self.state)
         seats = {role: Seat(0, 0, 0) for role in range(2)}
         self.state.adopt(record_of(1, seats=seats))
         self.listener = QuickListener(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -145,7 +145,7 @@ class Vault:
 
         link.receive = hear  # type: ignore[method-assign]
         if (hello := hear(stopping)) is not None:
-            member_dialogue.MemberDialogue(self.state, self.members, link, hello).run(stopping)
+            member_dialogue.MemberConnection(self.state, self.members, link, hello).run(stopping)
 
     def stop(self) -> None:
         self.server.stop()

@@ -16,7 +16,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import member_dialogue
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member import VaultClient
-from deadpool_megatron.vault.member_dialogue import LocalLink, MemberDialogue, MemberDialogues
+from deadpool_megatron.vault.member_dialogue import LocalLink, MemberConnection, MemberConnections
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from deadpool_megatron.vault.slot_store import SlotStore
@@ -28,13 +28,13 @@ LAYOUT = make_layout(3, nbytes=100)
 
 
 def greeted(
-    state: SlotStore, members: MemberDialogues, seat: Seat, *, has_slots: bool = False
-) -> tuple[MemberDialogue, socket.socket]:
+    state: SlotStore, members: MemberConnections, seat: Seat, *, has_slots: bool = False
+) -> tuple[MemberConnection, socket.socket]:
     """A member has said who it is; also its end of the connection."""
     ours, theirs = socket.socketpair()
     told = {"has_slots": has_slots, "rehearsed": False}
     hello = {"layout": LAYOUT.to_dict(), "seat": seat.to_list(), **told}
-    return MemberDialogue(state, members, LocalLink(ours), hello), theirs
+    return MemberConnection(state, members, LocalLink(ours), hello), theirs
 
 
 def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched(
@@ -49,7 +49,7 @@ def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched
     segment.seal_part(slot, "shard", 10, checksum(segment.data(slot, "shard", 10)), 1)
     state.table.release(segment, slot)
     places = {"shard": state.table.find(3, Generation(1, 4), "shard")[0]}
-    dialogue, theirs = greeted(state, MemberDialogues(state), Seat(0, 0, 0), has_slots=True)
+    dialogue, theirs = greeted(state, MemberConnections(state), Seat(0, 0, 0), has_slots=True)
     answer = dialogue._answer
     answer(1, places)
     assert state.table.pins[places["shard"].key] == 1, "its member has not released it yet"
@@ -68,7 +68,7 @@ def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path: Path
     restored = Generation(1, 4)
     restore = Restore("memory", restored)
     state.adopt(record_of(2, count=1, seats={3: Seat(0, 0, 1)}, restore=restore))
-    members, asked = MemberDialogues(state), list[RoleLayout]()
+    members, asked = MemberConnections(state), list[RoleLayout]()
     worker: Any = SimpleNamespace(epoch=2, want=lambda layout, answer: asked.append(layout))
     members.set_workers({3: worker})
     wish = {"t": "restore", "epoch": 2, "generation": restored.to_list(), "boundary": "step"}
@@ -130,7 +130,7 @@ def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(
     """A vault that was restarted finds it before the member connects again. Nothing else would ever
     end its wait for a commit of that part."""
     state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
-    members = MemberDialogues(state)
+    members = MemberConnections(state)
     state.on_bad(1, 3, Generation(1, 4), "shard")
     dialogue, theirs = greeted(state, members, Seat(0, 0, 0))
     theirs.shutdown(socket.SHUT_WR)

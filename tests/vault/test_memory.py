@@ -14,11 +14,17 @@ from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
-from deadpool_megatron.layout.sizing import PAGE_BYTES, Scene, memory_needs, node_needs
+from deadpool_megatron.layout.sizing import PAGE_BYTES, Topology, memory_needs, node_needs
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import memory
-from deadpool_megatron.vault.errors import NoRoom
-from deadpool_megatron.vault.memory import Budget, Room, allocated_bytes, objection, usable_bytes
+from deadpool_megatron.vault.errors import OutOfSpace
+from deadpool_megatron.vault.memory import (
+    Budget,
+    MemoryLimit,
+    allocated_bytes,
+    problem,
+    usable_bytes,
+)
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, own_name
 from tests.vault.harness import make_layout, segment_bytes
 
@@ -36,7 +42,7 @@ def _take_all(directory: str, first: int, limit: int, results: multiprocessing.Q
             made.append(
                 Segment.create(path, layout, None, NAMES, budget=Budget(Path(directory), limit))
             )
-        except NoRoom:
+        except OutOfSpace:
             break
     results.put(len(made))
 
@@ -162,7 +168,7 @@ def test_memory_is_filled_beside_others_and_counts_from_the_beginning(
     assert filling.wait(30)
     create(1)
     monkeypatch.setattr("deadpool_megatron.vault.memory._LOCK_SECONDS", 0.05)
-    with pytest.raises(NoRoom):
+    with pytest.raises(OutOfSpace):
         create(2)
     go_on.set()
     first.join(30)
@@ -177,10 +183,10 @@ def test_memory_is_filled_beside_others_and_counts_from_the_beginning(
     roles=st.integers(1, 8),
     replicas=st.integers(1, 3),
     scheme=st.sampled_from(["buddy", "parity", "local", "local-twice", "recompute"]),
-    room=st.integers(0, 1 << 32),
+    limit=st.integers(0, 1 << 32),
 )
 def test_needs_and_objection_agree(
-    nbytes: int, slots: int, roles: int, replicas: int, scheme: str, room: int
+    nbytes: int, slots: int, roles: int, replicas: int, scheme: str, limit: int
 ) -> None:
     settings = Settings(protection=scheme, replicas=replicas)
     layout = make_layout(0, nbytes=nbytes, slots=slots)
@@ -191,15 +197,17 @@ def test_needs_and_objection_agree(
     assert (needs.kept == 0) == (scheme == "local")
     if scheme == "local-twice":
         assert needs.own - 150_000 * roles <= needs.kept <= needs.own, "whatever the replicas"
-    text = objection(needs, [Room("it", room, "enlarge it"), Room("other", 1 << 60, "no")])
-    assert bool(text) == (needs.total > room)
+    text = problem(
+        needs, [MemoryLimit("it", limit, "enlarge it"), MemoryLimit("other", 1 << 60, "no")]
+    )
+    assert bool(text) == (needs.total > limit)
     if text:
         assert str(needs.total) in text
-        assert str(room) in text
+        assert str(limit) in text
         assert "enlarge it" in text
-    found = memory.warnings(needs, [Room("it", room, "enlarge it")], 1, pinned=True)
+    found = memory.warnings(needs, [MemoryLimit("it", limit, "enlarge it")], 1, pinned=True)
     assert any("lock" in line for line in found)
-    assert any("tight" in line for line in found) == (needs.total <= room < needs.peak)
+    assert any("tight" in line for line in found) == (needs.total <= limit < needs.peak)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +218,7 @@ def test_a_member_asks_for_what_the_plan_is_reckoned_with(kind: str, group: int)
     roles = range(4)
     layouts = {role: make_layout(role, nbytes=1 << 20, peers=tuple(roles)) for role in roles}
     nodes = {role: role for role in roles}
-    scene = Scene(layouts, nodes, {node: f"rack{node}" for node in roles}, (), 1)
+    scene = Topology(layouts, nodes, {node: f"rack{node}" for node in roles}, (), 1)
     scheme = (
         SchemeNumbers(SchemeKind(kind), group=group) if group else SchemeNumbers(SchemeKind(kind))
     )

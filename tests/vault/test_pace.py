@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import pace
-from deadpool_megatron.vault.pace import HALF, LATEST, LEAST_RATE, Pace, Share, SharedNic
+from deadpool_megatron.vault.pace import HALF, LATEST, MIN_RATE, Pace, Share, SharedNic
 from tests.vault.harness import wait_until
 
 NEWEST = Generation(1, 5)
@@ -65,7 +65,7 @@ def test_a_shipment_is_even_over_its_share_or_half_of_the_window(
     link = link_of(link_share=0.5, replicas=2)
     sealed = run(link.pace(0), [window] * 5)
     share = shipment(link, nbytes, speed=speed)
-    least = nbytes / max(0.5 * speed / 2, LEAST_RATE)
+    least = nbytes / max(0.5 * speed / 2, MIN_RATE)
     assert share.seconds == pytest.approx(min(HALF * window, least))
     share.sent_bytes = int(part * nbytes)
     assert share.due() == pytest.approx(sealed + share.seconds * share.sent_bytes / nbytes)

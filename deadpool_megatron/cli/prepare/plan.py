@@ -16,7 +16,7 @@ from typing import Any
 
 from deadpool_megatron.cli.common import CommandError, size, table
 from deadpool_megatron.cli.run_result import ResultError, read_story
-from deadpool_megatron.layout.schemes import losses_survived, scheme_in_words
+from deadpool_megatron.layout.schemes import format_scheme, losses_survived
 from deadpool_megatron.observe.narration import count
 from deadpool_megatron.observe.story import Story
 from deadpool_megatron.planning.assessment import OVERHEAD_SHARE, SWAP_SECONDS, Assessment, assess
@@ -159,9 +159,9 @@ def _headline(name: str, found: Assessment) -> list[str]:
     parallel, cluster, protection = found.plan.parallel, found.plan.cluster, found.plan.protection
     sizes = (("tp", parallel.tp), ("cp", parallel.cp), ("ep", parallel.ep), ("pp", parallel.pp))
     shown = "".join(f"{key} {value} x " for key, value in sizes if value > 1)
-    domains = len(set(found.placement.scene.domains.values()))
+    domains = len(set(found.placement.topology.domains.values()))
     survived = count(losses_survived(settings_of(found.plan)), "lost node")
-    scheme = scheme_in_words(protection_plan(found.plan).scheme)
+    scheme = format_scheme(protection_plan(found.plan).scheme)
     return [
         f"{name}: {total_parameters(found.plan.model) / 1e9:.1f} B parameters,"
         f" {len(found.placement.roles)} roles ({shown}dp {parallel.dp})",

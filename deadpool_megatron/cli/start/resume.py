@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.process import program
 from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.history import History
-from deadpool_megatron.layout.planner import is_thrown_away
+from deadpool_megatron.layout.planner import is_rolled_back
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.state import frozen_file
 from deadpool_megatron.vault.disk.sources import last_boundary, newest_whole
@@ -200,7 +200,7 @@ def _problem_of(restore: Restore, roles: Collection[int], history: History | Non
         boundary, lacking = last_boundary(Path(restore.path), restore.generation, roles)
         return f"{restore.path} lacks {lacking}" if boundary is None else ""
     # It became valid before the failure was known; the next checkpoint would have replaced it.
-    if history and is_thrown_away(restore.generation, history.nonfinite):
+    if history and is_rolled_back(restore.generation, history.nonfinite):
         return (
             f"{restore.path} was computed from numbers that were not finite, and that run had gone"
             " back to an older state"

@@ -145,7 +145,7 @@ class Commands:
             plan = schemes.plan_of_kind(str(message["scheme"]), settings, plan.every, group)
         if message.get("every") is not None:
             plan = replace(plan, every=int(message["every"]))
-        words = schemes.plan_in_words(plan)
+        words = schemes.format_plan(plan)
         why = plan_refusal(plan, len(state.fleet.nodes), settings, state.protection.plan)
         why = why or memory_refusal(plan, state, settings)
         if why:

@@ -49,7 +49,7 @@ from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.file_systems import run_to_end
-from deadpool_megatron.layout.planner import is_kept, is_thrown_away
+from deadpool_megatron.layout.planner import is_kept, is_rolled_back
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.wire import auth
@@ -412,7 +412,7 @@ class Coordinator:
         line, nonfinite = self.state.lineage, self.state.blame.nonfinite
         for one in found:
             known = one.path in {other.path for other in line.valid} | line.struck
-            bad = is_thrown_away(one.generation, nonfinite)
+            bad = is_rolled_back(one.generation, nonfinite)
             if one.kind == "durable" and not known and not bad:
                 where = (one.generation.iteration, one.path, one.boundary, one.identity)
                 self.feed(inputs.DurableValid(*where))

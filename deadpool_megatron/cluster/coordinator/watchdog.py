@@ -111,8 +111,8 @@ class Watchdog:
                 for node, found in sorted(self._slowness.slow.items())
             },
             "rpo": {
-                "plan": schemes.plan_in_words(plan),
-                "wanted": "" if plan == wanted else schemes.plan_in_words(wanted),
+                "plan": schemes.format_plan(plan),
+                "wanted": "" if plan == wanted else schemes.format_plan(wanted),
                 "every": plan.every,
                 "survives": schemes.losses_survived(self._settings, plan),
                 "most_lost": lost if holds else None,

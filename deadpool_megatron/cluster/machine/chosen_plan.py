@@ -16,17 +16,17 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.layout.schemes import (
     ProtectionPlan,
+    format_plan,
     losses_survived,
     most_lost,
-    plan_in_words,
 )
-from deadpool_megatron.layout.sizing import Scene, lacking, refusal
+from deadpool_megatron.layout.sizing import Topology, refusal, shortfall
 from deadpool_megatron.settings import Settings
 
 ASKED_FOR = "asked for by 'deadpool protect'"
 
 
-def scene_of(state: State, settings: Settings) -> Scene | None:
+def topology_of(state: State, settings: Settings) -> Topology | None:
     """Return seats, layouts and nodes as they are; None before all members have registered."""
     layouts = dict(state.memory.layouts)  # others ask in a thread
     if len(layouts) < len(state.seats):
@@ -35,7 +35,7 @@ def scene_of(state: State, settings: Settings) -> Scene | None:
     domains = {node: known.domain for node, known in dict(state.fleet.nodes).items()}
     training = set(seated.values())
     spares = [node for node in domains if node not in training]
-    return Scene(layouts, seated, domains, spares, settings.replicas)
+    return Topology(layouts, seated, domains, spares, settings.replicas)
 
 
 def budgets_of(state: State) -> dict[int, int]:
@@ -49,10 +49,10 @@ def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> st
     """Return why the nodes have too little memory for ``plan``; empty when they have enough, when
     that is not known yet, or when only the cadence is another one: slots stay what they are then.
     """
-    scene = scene_of(state, settings)
-    if scene is None or (state.record and state.record.protection.scheme == plan.scheme):
+    topology = topology_of(state, settings)
+    if topology is None or (state.record and state.record.protection.scheme == plan.scheme):
         return ""
-    lack = lacking(plan, scene, budgets_of(state))
+    lack = shortfall(plan, topology, budgets_of(state))
     return "" if lack is None else f"{lack.in_words()}: choose parity with a larger --group"
 
 
@@ -79,8 +79,8 @@ def tell_plan(core: Core) -> None:
     state.protection.told = plan
     core.emit(
         Kind.PROTECTION,
-        old="" if old is None else plan_in_words(old),
-        new=plan_in_words(plan),
+        old="" if old is None else format_plan(old),
+        new=format_plan(plan),
         why=state.protection.why or record.cause,
         every=plan.every,
         survives=losses_survived(settings, plan),
@@ -96,4 +96,4 @@ def most_lost_by(plan: ProtectionPlan, layouts: Iterable[RoleLayout], settings: 
 
 def pause_cause(state: State) -> str:
     """Return why members pause for a change of the plan; it becomes the cause of the record."""
-    return f"protection becomes {plan_in_words(state.protection.plan)}: {state.protection.why}"
+    return f"protection becomes {format_plan(state.protection.plan)}: {state.protection.why}"

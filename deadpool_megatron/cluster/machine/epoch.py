@@ -266,7 +266,7 @@ def _history(state: states.State, restore: Restore) -> History:
     recovery = state.recoveries.current
     again = 0 if recovery is None else recovery.recomputed(restore)
     return History(
-        kept=planner.keep_line(state.lineage.kept, restore, state.epoch + 1),
+        kept=planner.keep_lineages(state.lineage.kept, restore, state.epoch + 1),
         gone=dict(sorted(state.fleet.removed.items())),
         wrong=state.fleet.quarantined,
         wrong_hosts=state.fleet.quarantined_hosts,

@@ -26,7 +26,7 @@ from deadpool_megatron.cluster.machine import (
 from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.blame import Failure
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.layout.planner import is_thrown_away
+from deadpool_megatron.layout.planner import is_rolled_back
 from deadpool_megatron.layout.records import EpochRecord, Restore, Seat, SeatTable
 from deadpool_megatron.layout.schemes import first_plan
 
@@ -134,7 +134,7 @@ class Machine(Core):
         line.kept, line.ever_ran = history.kept, last.restore.kind == "memory"
         line.newest = max(last.emitted_up_to, config.finished)
         for one in reversed(valid):
-            if not is_thrown_away(one.generation, history.nonfinite):
+            if not is_rolled_back(one.generation, history.nonfinite):
                 line.add_valid(one)
         line.remove(history.struck)
         line.struck = history.struck

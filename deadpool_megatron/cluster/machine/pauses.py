@@ -20,7 +20,7 @@ from deadpool_megatron.cluster.machine.state import (
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus, FailureKind
 from deadpool_megatron.layout.records import next_due
-from deadpool_megatron.layout.schemes import plan_in_words
+from deadpool_megatron.layout.schemes import format_plan
 
 # Of the time that is left to a run: the rest is for the dump that follows.
 _SHARE_OF_PAUSE = 0.2
@@ -103,7 +103,7 @@ def drain_slow(core: Core, event: inputs.DrainRequested) -> None:
 def protect_otherwise(core: Core, event: inputs.ProtectionRequested) -> None:
     """A measurement wants another plan."""
     if why := take_request(core, event):
-        core.refuse(f"protection {plan_in_words(event.plan)}", why)
+        core.refuse(f"protection {format_plan(event.plan)}", why)
     consider_pause(core)
 
 

@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.machine import chosen_plan, ending, inputs as ev,
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.pauses import consider_pause, drain
-from deadpool_megatron.layout.schemes import ProtectionPlan, plan_in_words
+from deadpool_megatron.layout.schemes import ProtectionPlan, format_plan
 
 STARTED_AGAIN = "all processes of the run were started again"
 _ENDING = "the run is ending"
@@ -167,7 +167,7 @@ def _protect(core: Core, request: Request) -> Request:
         return request.at(Stage.UNDER_WAY, "comes with the next protected iteration")
     if state.protection.plan != plan:
         return request.at(
-            Stage.REFUSED, f"replaced by a later one: {plan_in_words(state.protection.plan)}"
+            Stage.REFUSED, f"replaced by a later one: {format_plan(state.protection.plan)}"
         )
     return request
 

@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.journal.user_requests import Request, Verb
 from deadpool_megatron.cluster.machine.blame import Blame, Failure, LastWords
 from deadpool_megatron.cluster.machine.recoveries import Recoveries
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.planner import is_kept, usual_layouts
+from deadpool_megatron.layout.planner import common_layouts, is_kept
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.preflight.eligibility import Agreed, Eligibility, HostFacts, Judgement
 from deadpool_megatron.settings import Settings
@@ -183,7 +183,7 @@ class Memory:
         """Return the layouts that the slots tell of roles whose members have not told this
         coordinator yet how they lay out their state."""
         unknown = set(roles) - self.layouts.keys()
-        return usual_layouts(unknown, self.held.values()) if unknown else {}
+        return common_layouts(unknown, self.held.values()) if unknown else {}
 
     def drop_node(self, node: int) -> None:
         """Forget what a node held."""
@@ -196,7 +196,7 @@ class Memory:
 
 @dataclass
 class LineageProgress:
-    """``kept``: see layout.planner.keep_line. ``newest``: last iteration reported by an open
+    """``kept``: see layout.planner.keep_lineages. ``newest``: last iteration reported by an open
     epoch. ``valid``: what the run can fall back to on disk, the newest first; ``seen``: whether
     that was looked at since the last epoch was closed. ``struck``: paths of checkpoints that could
     not be loaded; ``why_struck``: the reason of the last one, as this coordinator knows it;

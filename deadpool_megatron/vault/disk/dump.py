@@ -23,7 +23,7 @@ from deadpool_megatron.layout.gradient_chain import predecessor
 from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import SUMS_PART, BadPart, Generation, Inventory, RoleLayout
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError, is_shortage
+from deadpool_megatron.vault.errors import OutOfSpace, SegmentError, VaultError, is_shortage
 from deadpool_megatron.vault.memory import free_bytes
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm import segment as segments
@@ -288,12 +288,12 @@ def _write_dump(
                 dumped.seal_part(slot, name, place.nbytes, place.checksum, one.lineage)
         dumped.flush()
         unfinished.rename(path)
-    except (NoRoom, OSError) as error:
+    except (OutOfSpace, OSError) as error:
         unfinished.unlink(missing_ok=True)
-        why = getattr(error, "strerror", None) or "no room"
+        reason = getattr(error, "strerror", None) or "no room"
         needed, free = sum(place.nbytes for place in places.values()), free_bytes(path.parent)
         raise VaultError(
-            f"{path} cannot be written ({why}): {needed} bytes needed, {free} free"
+            f"{path} cannot be written ({reason}): {needed} bytes needed, {free} free"
         ) from error
     except BaseException:
         unfinished.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, extras_part
-from deadpool_megatron.vault.errors import NoRoom, TooLate, VaultError
+from deadpool_megatron.vault.errors import OutOfSpace, TooLate, VaultError
 from deadpool_megatron.vault.shm.segment import checksum
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
@@ -119,9 +119,9 @@ class _Taker:
         try:
             os.ftruncate(self._file, max(1, needed))
             if failpoints.ACTIVE and failpoints.hit("persist.reserve", role=self._role):
-                raise NoRoom(f"{needed} bytes needed on {self.path.parent}, as a test wants it")
+                raise OutOfSpace(f"{needed} bytes needed on {self.path.parent}, as a test wants it")
             self._store.table.budget.allocate(self._file, self.path, [(0, max(1, needed))])
-        except NoRoom as error:
+        except OutOfSpace as error:
             text = f"no room to pin the state of role {self._role}: {error}"
             raise VaultError(text) from error
 

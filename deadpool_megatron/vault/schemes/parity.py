@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 # How long an owner is kept waiting, which holds up nobody but its own next question, and how long
 # others are waited for before they are asked.
 _WAIT_SECONDS = 1.0
-_MOST_PIECE_BYTES = 1 << 20
+_MAX_PIECE_BYTES = 1 << 20
 
 
 class Parity(Copies):
@@ -125,7 +125,7 @@ class _Sum:
         self.given: dict[int, tuple[int, int] | None] = {}
 
 
-class _Making:
+class BlockBuild:
     """One generation of a block, in a claimed slot. Guarded by the vault's lock."""
 
     def __init__(self, begin: Callable[[str], Combination], segment: Segment, slot: int) -> None:
@@ -133,12 +133,12 @@ class _Making:
         self.slot = slot
         self.sums: dict[str, _Sum] = {}
         self.is_sealed = self.is_being_sealed = False
-        self._begin = begin
+        self._start_build = begin
 
     def begin(self, name: str) -> _Sum:
         """Sum up a part from nothing; what has gone into it, and is still coming, is lost."""
         self.give_up(name)
-        self.sums[name] = _Sum(self._begin(name))
+        self.sums[name] = _Sum(self._start_build(name))
         return self.sums[name]
 
     def give_up(self, name: str) -> None:
@@ -169,30 +169,32 @@ class ParityBlock:
         self._epoch = scheme.record.epoch
         self._number = number
         self._group, self._index = place
-        self._piece_bytes = min(store.settings.chunk_bytes, _MOST_PIECE_BYTES)
+        self._piece_bytes = min(store.settings.chunk_bytes, _MAX_PIECE_BYTES)
         self._wait_seconds = min(_WAIT_SECONDS, store.settings.connect_seconds / 4)
         known = {role: store.table.layout(role) for role in self._group.roles}
         self._layouts = {role: one for role, one in known.items() if one is not None}
-        self._told: set[int] = set()  # whose layout is that of this epoch
-        self._makings: dict[records.Generation, _Making] = {}
-        self._beginning = threading.Lock()  # memory is taken, for one generation after the other
+        self._reported: set[int] = set()  # whose layout is that of this epoch
+        self._builds: dict[records.Generation, BlockBuild] = {}
+        self._creation_lock = (
+            threading.Lock()
+        )  # memory is taken, for one generation after the other
         self._is_asking = self._is_over = False
 
     def cut(self) -> None:
         """Give up what is unfinished: the epoch is over."""
         with self._gate.lock:
             self._is_over = True
-            for generation in list(self._makings):
+            for generation in list(self._builds):
                 self._give_up(generation)
 
     def _going(self) -> bool:
         return not self._is_over and self._gate.is_open(self._epoch)
 
     def _give_up(self, generation: records.Generation) -> None:
-        making = self._makings.pop(generation)
-        for name in making.sums:
-            making.give_up(name)
-        self._store.release(making.segment, making.slot)
+        build = self._builds.pop(generation)
+        for name in build.sums:
+            build.give_up(name)
+        self._store.release(build.segment, build.slot)
 
     # What an owner puts.
 
@@ -202,34 +204,34 @@ class ParityBlock:
         with WAITED when that takes too long."""
         with self._gate.changed:
             self._layouts[offer.role] = offer.layout
-            self._told.add(offer.role)
+            self._reported.add(offer.role)
             self._gate.changed.notify_all()
             if not {*offer.parts} <= {*self._scheme.coded(offer.layout)}:
                 raise Refused(Refusal.WRONG_BLOCK_PART)
-        making = self._making(offer)
-        needed = [] if making is None else self._needed(making, offer)
+        build = self._build_of(offer)
+        needed = [] if build is None else self._needed(build, offer)
         channel.send({"t": "need", "parts": needed})
-        if making is not None and needed:
-            taken = [name for name in needed if self._take(channel, making, name, offer)]
+        if build is not None and needed:
+            taken = [name for name in needed if self._take(channel, build, name, offer)]
             channel.send({"t": "taken", "parts": taken})
             return
-        if making is not None:
-            self._seal(offer.generation, making)
-            self._await(making, offer)
+        if build is not None:
+            self._seal(offer.generation, build)
+            self._await(build, offer)
         channel.send({"t": "sealed", "parts": offer.names})
 
-    def _making(self, offer: Offer) -> _Making | None:
+    def _build_of(self, offer: Offer) -> BlockBuild | None:
         """The making of a generation; None when its block is sealed with these very bytes."""
         store, generation = self._store, offer.generation
         with self._gate.changed:
             if not self._gate.changed.wait_for(
-                lambda: not self._going() or not self._untold(), self._wait_seconds
+                lambda: not self._going() or not self._unreported(), self._wait_seconds
             ):
-                self._ask_absent(generation, self._untold())
+                self._ask_absent(generation, self._unreported())
                 raise Refused(Refusal.WAITED)
             self._require_going()
-            if (making := self._makings.get(generation)) is not None:
-                return making
+            if (build := self._builds.get(generation)) is not None:
+                return build
         if (sealed := self._sealed(generation)) is not None:
             if any(sealed[offer.role][name] != part for name, part in offer.parts.items()):
                 raise Refused(Refusal.OTHER_BYTES)
@@ -240,17 +242,17 @@ class ParityBlock:
             slots = store.table.sealed(self._number)
             if any(slot.generation > generation for slot in slots if slot.parts):
                 raise Refused(Refusal.SUPERSEDED)
-        with self._beginning:
+        with self._creation_lock:
             with self._gate.lock:
-                making = self._makings.get(generation)
-            return making or self._begin(generation)
+                build = self._builds.get(generation)
+            return build or self._start_build(generation)
 
-    def _untold(self) -> list[int]:
+    def _unreported(self) -> list[int]:
         """Roles that may have something to put into it, and have not said in this epoch what."""
         return [
             role
             for role in self._group.roles
-            if role not in self._layouts or (role not in self._told and self._coded(role))
+            if role not in self._layouts or (role not in self._reported and self._coded(role))
         ]
 
     def _coded(self, role: int) -> list[str]:
@@ -281,10 +283,10 @@ class ParityBlock:
         )
         return contributions if whole else None
 
-    def _begin(self, generation: records.Generation) -> _Making:
+    def _start_build(self, generation: records.Generation) -> BlockBuild:
         """Take a slot for a generation. Raises Refused."""
         store, roles = self._store, self._group.roles
-        if room.own_come_first(store):
+        if room.own_slots_missing(store):
             raise Refused(Refusal.EARLY)
         try:
             # Not at the top: most vaults keep no parity and can do without numpy and its threads.
@@ -307,7 +309,7 @@ class ParityBlock:
                         view = segment.data(slot, name)
                         return coder.begin(range(len(roles)), len(roles) + self._index, view)
 
-                    making = self._makings[generation] = _Making(begin, segment, slot)
+                    build = self._builds[generation] = BlockBuild(begin, segment, slot)
             except BaseException:
                 store.release(segment, slot)
                 raise
@@ -315,7 +317,7 @@ class ParityBlock:
             raise
         except (OSError, VaultError, ModuleNotFoundError) as error:
             raise Refused(Refusal.NO_BLOCK_POSSIBLE, str(error)) from error
-        return making
+        return build
 
     def _claim(self, segment: Segment, generation: records.Generation) -> int:
         # Of the generation that the epoch began with there may be a block that others rely on,
@@ -324,33 +326,33 @@ class ParityBlock:
         with self._gate.lock:
             slot = self._store.claim(segment, generation, self._epoch, fresh=fresh)
             # Whoever puts this one puts what follows it when it is done, not before.
-            for newer in [one for one in self._makings if one > generation and slot is None]:
+            for newer in [one for one in self._builds if one > generation and slot is None]:
                 self._give_up(newer)
         if slot is None:
             raise Refused(Refusal.EARLY)
         return slot
 
-    def _needed(self, making: _Making, offer: Offer) -> list[str]:
+    def _needed(self, build: BlockBuild, offer: Offer) -> list[str]:
         """Parts that a role has yet to send."""
         with self._gate.lock:
             return [
                 name
                 for name, part in offer.parts.items()
-                if name not in making.sums or making.sums[name].given.get(offer.role) != part
+                if name not in build.sums or build.sums[name].given.get(offer.role) != part
             ]
 
-    def _take(self, channel: Channel, making: _Making, name: str, offer: Offer) -> bool:
+    def _take(self, channel: Channel, build: BlockBuild, name: str, offer: Offer) -> bool:
         """Add the bytes of a part as they come; False when they are damaged. Raises
         ConnectionClosed when the part has been begun again meanwhile."""
         store, role, (nbytes, expected) = self._store, offer.role, offer.parts[name]
         number, digest = self._group.roles.index(role), xxhash.xxh3_64()
         buffer = memoryview(bytearray(min(nbytes, self._piece_bytes)))
         with self._gate.lock:
-            if self._makings.get(offer.generation) is not making:
+            if self._builds.get(offer.generation) is not build:
                 raise ConnectionClosed("the block is begun again")
-            found = making.sums.get(name)
+            found = build.sums.get(name)
             if found is None or role in found.given:  # on its way already, or other bytes
-                found = making.begin(name)
+                found = build.begin(name)
             found.given[role] = None
         is_whole = False
         try:
@@ -365,12 +367,12 @@ class ParityBlock:
             is_whole = digest.intdigest() == expected
         finally:
             with self._gate.changed:
-                is_current = self._makings.get(offer.generation) is making
-                if is_current and making.sums[name] is found:
+                is_current = self._builds.get(offer.generation) is build
+                if is_current and build.sums[name] is found:
                     if is_whole:
                         found.given[role] = nbytes, expected
                     else:
-                        making.begin(name)
+                        build.begin(name)
                     self._gate.changed.notify_all()
         if not is_whole:
             where = f"from node {self._scheme.record.seats[role].node}"
@@ -380,18 +382,18 @@ class ParityBlock:
 
     # Sealing.
 
-    def _absent(self, making: _Making) -> list[int]:
+    def _absent(self, build: BlockBuild) -> list[int]:
         """Roles that have yet to put something into it."""
-        return [r for r in self._group.roles if making.lacks(r, self._coded(r))]
+        return [r for r in self._group.roles if build.lacks(r, self._coded(r))]
 
-    def _seal(self, generation: records.Generation, making: _Making) -> None:
+    def _seal(self, generation: records.Generation, build: BlockBuild) -> None:
         """Seal the block of a generation if all is in it."""
         store = self._store
         with self._gate.lock:
-            if making.is_sealed or making.is_being_sealed or self._absent(making):
+            if build.is_sealed or build.is_being_sealed or self._absent(build):
                 return
-            making.is_being_sealed = True
-            sums, segment, slot = dict(making.sums), making.segment, making.slot
+            build.is_being_sealed = True
+            sums, segment, slot = dict(build.sums), build.segment, build.slot
             given = {
                 role: {n: one for n in sorted(self._coded(role)) if (one := sums[n].given[role])}
                 for role in self._group.roles
@@ -413,33 +415,33 @@ class ParityBlock:
                 store.seal_copy(segment, slot, name, nbytes, digest, self._epoch)
 
         with self._gate.changed:
-            making.is_being_sealed = False
-            is_mine = self._makings.get(generation) is making and making.sums == sums
-            if not is_mine or not self._going():
+            build.is_being_sealed = False
+            is_current = self._builds.get(generation) is build and build.sums == sums
+            if not is_current or not self._going():
                 return
             store.table.replace(segment, slot, seal)
-            making.is_sealed = True
+            build.is_sealed = True
             self._give_up(generation)
             self._gate.changed.notify_all()
         shards = [name for name in parts if name != parity_groups.MEMBERS]
         store.fail_point_corrupt("vault.received", segment, slot, shards)
 
-    def _await(self, making: _Making, offer: Offer) -> None:
+    def _await(self, build: BlockBuild, offer: Offer) -> None:
         """Wait until the block is sealed. Raises Refused."""
         generation = offer.generation
 
         def has_news() -> bool:
-            is_current = self._makings.get(generation) is making
-            is_lost = not is_current or bool(making.lacks(offer.role, offer.parts))
-            return making.is_sealed or is_lost or not self._going()
+            is_current = self._builds.get(generation) is build
+            is_lost = not is_current or bool(build.lacks(offer.role, offer.parts))
+            return build.is_sealed or is_lost or not self._going()
 
         with self._gate.changed:
             came = self._gate.changed.wait_for(has_news, self._wait_seconds)
-            if making.is_sealed:
+            if build.is_sealed:
                 return
             self._require_going()
             if not came:
-                self._ask_absent(generation, self._absent(making))
+                self._ask_absent(generation, self._absent(build))
         raise Refused(Refusal.WAITED)
 
     def _ask_absent(self, generation: records.Generation, roles: Collection[int]) -> None:
@@ -462,9 +464,9 @@ class ParityBlock:
                 log.info("block %d: role %d: %s", self._number, role, error)
                 continue
             with self._gate.changed:
-                if layout is not None and layout.role == role and role not in self._told:
+                if layout is not None and layout.role == role and role not in self._reported:
                     self._layouts[role] = layout
-                    self._told.add(role)
+                    self._reported.add(role)
                     self._gate.changed.notify_all()
         with self._gate.lock:
             self._is_asking = False

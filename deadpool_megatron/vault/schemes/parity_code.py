@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy
 from numpy.typing import NDArray
 
-from deadpool_megatron.layout.schemes import MOST_BLOCKS
+from deadpool_megatron.layout.schemes import MAX_BLOCKS
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 _ALL_BYTES = bytes(range(256))
@@ -36,7 +36,7 @@ class Coder:
     """
 
     def __init__(self, data: int, parities: int) -> None:
-        if data < 1 or parities < 1 or data + parities > MOST_BLOCKS:
+        if data < 1 or parities < 1 or data + parities > MAX_BLOCKS:
             raise ValueError(f"no code for {data} data and {parities} parity blocks")
         self.data = data
         self.parities = parities

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
 _CHANCES = 2  # bytes damaged on the way come whole the next time; damaged at home they do not
-_MOST_SMALL_BYTES = 16 << 20
+_MAX_SMALL_BYTES = 16 << 20
 
 # Of a part: bytes and checksum, and what fills a piece that begins at some byte, one after another.
 Asked = tuple[int, int, Callable[[int, memoryview], None]]
@@ -74,13 +74,13 @@ class BlockError(Exception):
 
     number: int
     source: Source | None
-    why: str
+    reason: str
     final: bool = False
     damaged: bool = False
     members: bool = False
 
     def __str__(self) -> str:
-        return self.why
+        return self.reason
 
 
 class BlockSource(ABC):
@@ -115,11 +115,11 @@ class BlockSource(ABC):
             if self._wanted not in (None, (nbytes, expected)):
                 raise VaultError("holds other bytes than the parity was computed from")
             size = self._store.settings.chunk_bytes
-            room, digest = memoryview(bytearray(min(nbytes, size))), xxhash.xxh3_64()
+            buffer, digest = memoryview(bytearray(min(nbytes, size))), xxhash.xxh3_64()
             for start in range(0, nbytes, size):
                 about = {"role": self._source.role, "part": self._part}
                 failpoints.hit("vault.decode", iteration=self._generation.iteration, **about)
-                piece = room[: nbytes - start]
+                piece = buffer[: nbytes - start]
                 read(start, piece)
                 self.moved = time.monotonic()
                 digest.update(piece)
@@ -130,17 +130,17 @@ class BlockSource(ABC):
     def small(self) -> bytes:
         """The whole part, which has to be a small one."""
         with self._asked() as (nbytes, expected, read):
-            if not 0 <= nbytes <= _MOST_SMALL_BYTES:
+            if not 0 <= nbytes <= _MAX_SMALL_BYTES:
                 raise VaultError(f"{self._part} of {nbytes} bytes")
             content = bytearray(nbytes)
             read(0, memoryview(content))
             self._check(xxhash.xxh3_64_intdigest(content), expected)
         return bytes(content)
 
-    def error(self, why: str, *, final: bool = False, damaged: bool = False) -> BlockError:
+    def error(self, reason: str, *, final: bool = False, damaged: bool = False) -> BlockError:
         """The error of this block."""
         is_members = self._part == MEMBERS
-        return BlockError(self._number, self._source, why, final, damaged, is_members)
+        return BlockError(self._number, self._source, reason, final, damaged, is_members)
 
     def cut(self) -> None:  # noqa: B027  a file keeps nobody waiting
         """Make the other methods fail soon; from any thread."""
@@ -225,7 +225,7 @@ class _Candidates:
         self._zeros = {number for number, places in decoding.blocks.items() if not places}
         self._left = {n: list(places) for n, places in decoding.blocks.items() if places}
         self._wrong: set[frozenset[tuple[int, Source | None]]] = set()
-        self._untold: set[Source] = set()
+        self._without_members: set[Source] = set()
         self._damaged: Counter[tuple[Source, bool]] = Counter()
 
     def choose(self) -> Choice | None:
@@ -244,8 +244,10 @@ class _Candidates:
             places = [[*left.get(number, (None,))] for number in sorted(numbers)]
             for chosen in itertools.product(*places):
                 choice = dict(zip(sorted(numbers), chosen, strict=True))
-                told = any(n >= self._count and s not in self._untold for n, s in choice.items())
-                if told and frozenset(choice.items()) not in self._wrong:
+                has_members = any(
+                    n >= self._count and s not in self._without_members for n, s in choice.items()
+                )
+                if has_members and frozenset(choice.items()) not in self._wrong:
                     return choice
         return None
 
@@ -266,7 +268,7 @@ class _Candidates:
         if not error.final and not late and self._damaged[about] < _CHANCES:
             return False
         if error.members:
-            self._untold.add(source)
+            self._without_members.add(source)
         else:
             self._left[error.number].remove(source)
         return True
@@ -326,8 +328,8 @@ class Decoder:
                 where = ", ".join(f"role {one.role} on node {one.node}" for one in blocks)
                 about = (self._role, self._generation, name, f"decoded from {where}")
                 store.reports.corruption(*about, *error.args)
-                why = f"block of {sorted(choice)}, which give other bytes than the role had"
-                tried += [(one.node, one.role, why) for one in blocks]
+                reason = f"block of {sorted(choice)}, which give other bytes than the role had"
+                tried += [(one.node, one.role, reason) for one in blocks]
                 if late:
                     break
                 continue
@@ -358,8 +360,8 @@ class Decoder:
             with self._target(layout) as (segment, slot):
                 if nbytes > segment.capacity(name):
                     number = max(choice)
-                    why = f"names a part of {nbytes} bytes, which does not fit"
-                    raise BlockError(number, choice[number], why, final=True)
+                    reason = f"names a part of {nbytes} bytes, which does not fit"
+                    raise BlockError(number, choice[number], reason, final=True)
                 store.open_part(segment, slot, name, epoch)
                 view, wanted = segment.data(slot, name, nbytes), decoding.group.index(self._role)
                 self._add_up(blocks, coder.begin(choice, wanted, view))
@@ -379,7 +381,7 @@ class Decoder:
         ended: queue.SimpleQueue[tuple[BlockSource, BlockError | None]] = queue.SimpleQueue()
         limit = 3 * self._store.settings.connect_seconds  # connect, prove, answer
 
-        def fetch_one(block: BlockSource) -> None:
+        def fetch(block: BlockSource) -> None:
             try:
                 block.add_to(combination)
                 ended.put((block, None))
@@ -388,7 +390,7 @@ class Decoder:
 
         try:
             for block in blocks:
-                begin_thread(block.name, partial(fetch_one, block))
+                begin_thread(block.name, partial(fetch, block))
             left = {*blocks}
             while left:
                 try:
@@ -433,13 +435,15 @@ class Decoder:
             if number < len(decoding.group) or source is None:
                 break
             try:
-                return self._told_by(number, source, name, decoding)
+                return self._members_from(number, source, name, decoding)
             except BlockError as error:
                 failed = failed or error
         assert failed is not None, "a parity block is always among them, and is never all zeros"
         raise failed
 
-    def _told_by(self, number: int, source: Source, name: str, decoding: Decoding) -> BlockMembers:
+    def _members_from(
+        self, number: int, source: Source, name: str, decoding: Decoding
+    ) -> BlockMembers:
         members = self._members.get(source)
         if members is None:
             block = self._block(number, source, MEMBERS, None)
@@ -447,8 +451,8 @@ class Decoder:
             try:
                 members = BlockMembers.decode(block.small())
             except MALFORMED as error:
-                why = f"{MEMBERS}: {error}"
-                raise BlockError(number, source, why, members=True, final=True) from error
+                reason = f"{MEMBERS}: {error}"
+                raise BlockError(number, source, reason, members=True, final=True) from error
             finally:
                 block.cut()
                 self._blocks = []

@@ -533,8 +533,8 @@ def read_description(file: int, path: Path, seat: Seat | None) -> tuple[RoleLayo
     if words[W_MAGIC] != MAGIC:
         raise SegmentError(f"{path} is no segment of this version")
     if (digest := xxhash.xxh3_64_intdigest(text)) != words[W_CHECKSUM]:
-        why = f"{path} is not a whole segment: its description is damaged"
-        raise DamagedSegment(why, words[W_CHECKSUM], digest)
+        reason = f"{path} is not a whole segment: its description is damaged"
+        raise DamagedSegment(reason, words[W_CHECKSUM], digest)
     try:
         described = json.loads(text)
         layout = RoleLayout.from_dict(described["layout"])

@@ -9,7 +9,7 @@ import pytest
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.requests import refusal
-from deadpool_megatron.layout.schemes import plan_in_words
+from deadpool_megatron.layout.schemes import format_plan
 from tests.cluster.machine.bootstrapping.test_takeover import rejoin
 from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
@@ -136,7 +136,7 @@ def test_a_new_start_ends_what_was_open_at_once() -> None:
 
 def plan(rig: Rig, every: int) -> dict[str, Any]:
     wanted = replace(rig.state.protection.plan, every=every)
-    return {"plan": wanted.to_dict(), "words": plan_in_words(wanted)}
+    return {"plan": wanted.to_dict(), "words": format_plan(wanted)}
 
 
 def test_a_checkpoint_that_is_being_published_as_the_run_is_to_end_is_done_all_the_same() -> None:

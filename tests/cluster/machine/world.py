@@ -21,7 +21,7 @@ from deadpool_megatron.cluster.machine.state import (
     State,
 )
 from deadpool_megatron.events import to_line
-from deadpool_megatron.layout.planner import keep_line
+from deadpool_megatron.layout.planner import keep_lineages
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.layout.schemes import SchemeKind as SchemeKind
 from deadpool_megatron.settings import Settings
@@ -288,7 +288,7 @@ class World(Agents):
             self.machine.take_over(self.journaled[-1], (), gone=self.noted)
             line: dict[int, int] = {}
             for record in self.journaled:
-                line = keep_line(line, record.restore, record.epoch)
+                line = keep_lineages(line, record.restore, record.epoch)
             assert self.state.lineage.kept == line, "the newest record has it whole"
         last = self.journaled[-1] if self.journaled else None
         if last is not None and last.epoch > max((r.epoch for r in self.announced), default=0):

@@ -19,7 +19,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddres
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import room
-from deadpool_megatron.vault.errors import NoRoom
+from deadpool_megatron.vault.errors import OutOfSpace
 from deadpool_megatron.vault.replicate import Sender, sender_to
 from deadpool_megatron.vault.schemes.parity import Parity, ParityBlock
 from deadpool_megatron.vault.schemes.registry import scheme_of
@@ -105,7 +105,7 @@ class Making:
         assert isinstance(scheme, Parity)
         block = scheme.block(self.block, 0)
         block._layouts |= self.layouts
-        block._told |= {*self.layouts}
+        block._reported |= {*self.layouts}
 
     def start(self, *roles: int) -> None:
         """Have vaults of owners bring what they owe to the holder."""
@@ -387,7 +387,7 @@ def test_a_half_made_one_gives_way_to_what_has_to_come_before(begin: Begin) -> N
     ("what", "lack"),
     [
         ("parity_code.Coder", ModuleNotFoundError("No module named 'zfec'")),
-        ("parity.room.reserve", NoRoom("9 bytes needed")),
+        ("parity.room.reserve", OutOfSpace("9 bytes needed")),
     ],
 )
 def test_a_holder_that_lacks_something_says_what(

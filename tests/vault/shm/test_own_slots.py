@@ -11,7 +11,7 @@ import pytest
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.errors import NoRoom
+from deadpool_megatron.vault.errors import OutOfSpace
 from deadpool_megatron.vault.memory import allocated_bytes
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, copy_name, own_name
@@ -210,7 +210,7 @@ def test_the_own_slots_are_all_that_a_restore_needs(
         if fits:
             Member(spare, layouts[1], 2).check(record)
         else:
-            with pytest.raises(NoRoom, match="raise --deadpool-memory-gb"):
+            with pytest.raises(OutOfSpace, match="raise --deadpool-memory-gb"):
                 Member(spare, layouts[1], 2)
 
 
