@@ -14,7 +14,7 @@ from deadpool_megatron.layout.records import Generation, Inventory, Recipe, Role
 
 
 class Rebuild(Protocol):
-    """What one scheme can produce from the parts that live nodes hold."""
+    """The parts that one scheme can produce from what live nodes hold."""
 
     def extend(
         self, recipe: Recipe, layout: RoleLayout, names: Collection[str], generation: Generation

@@ -24,7 +24,7 @@ Obtained = Mapping[str, Place] | None
 
 
 class Rebuild(Protocol):
-    """What one scheme does for shard parts of a role that no node holds whole. One thread, but
+    """A way to produce shard parts of a role that no node holds whole. One thread, but
     :meth:`cut` and :meth:`accepts`."""
 
     def chain(self, recipe: Recipe) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
