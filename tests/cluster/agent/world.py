@@ -51,6 +51,7 @@ from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.sealed_records import RecordReader
+from tests.cluster.link.streams import Stream
 from tests.common.virtual_time import VirtualLoop
 
 FACTS = HostFacts("h0", noted="an earlier run")
@@ -122,13 +123,13 @@ class _Control:
         return order
 
 
-class _Connection:
+class _Connection(Stream):
     """One to the coordinator, which acknowledges beats there."""
 
     def __init__(self, world: World) -> None:
+        super().__init__()
         self._world, self.reader, self._sent = world, RecordReader(), framing.FrameBuffer()
         self._had = 0
-        self.transport = self
 
     def write(self, data: bytes) -> None:
         for message in self._sent.feed(data):
@@ -138,12 +139,6 @@ class _Connection:
             if sent_at is not None and self._world.acknowledges:
                 ack = {"t": "ack", "n": self._had, "beat": sent_at}
                 self.reader.feed_data(framing.encode(ack))
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def get_extra_info(self, _: str) -> Any:
-        return SimpleNamespace(setsockopt=lambda *_: None)
 
     def close(self) -> None:
         self._world.note("the connection is closed")

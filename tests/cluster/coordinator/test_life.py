@@ -29,6 +29,7 @@ from deadpool_megatron.wire.forms import write
 from deadpool_megatron.wire.framing import FrameBuffer
 from tests.cluster.coordinator.asked import deliver
 from tests.cluster.journal.journal_steps import coordinator
+from tests.cluster.link.streams import Stream
 from tests.cluster.machine.rig import STEP, layout
 from tests.common import lives
 
@@ -41,28 +42,6 @@ _NAMES = {kind: name for name, kind in protocol.OF_MEMBERS.items()}
 
 
 text_of = partial(lives.text, volatile=_VOLATILE)
-
-
-class Stream:
-    """The stream to an agent; what is written is kept."""
-
-    def __init__(self) -> None:
-        self.transport = self
-        self.sent = bytearray()
-        self.is_closed = False
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def write(self, data: bytes) -> None:
-        assert not self.is_closed
-        self.sent += data
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 class Life:

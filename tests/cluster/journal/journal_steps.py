@@ -30,6 +30,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer
+from tests.cluster.link.streams import Stream
 
 DIED = 9
 NODES = 2
@@ -65,18 +66,12 @@ class Death:
         return self._line
 
 
-class PipeWriter:
-    """As much of a stream as a peer needs; what is written is out at once."""
+class PipeWriter(Stream):
+    """What is written is out at once."""
 
     def __init__(self, handle: int) -> None:
+        super().__init__()
         self._handle = handle
-        self.transport = self
-
-    def is_closing(self) -> bool:
-        return False
-
-    def get_write_buffer_size(self) -> int:
-        return 0
 
     def write(self, data: bytes) -> None:
         os.write(self._handle, data)

@@ -10,14 +10,15 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer, encode
 from deadpool_megatron.wire.sealed_records import RecordReader
+from tests.cluster.link.streams import Stream
 
 
-class Connection:
+class Connection(Stream):
     """One connection to ``peers``, from its first message on; ``size``: bytes that wait in it."""
 
     def __init__(self, heard: Heard, name: str, *messages: Mapping[str, Any]) -> None:
-        self.name, self.size, self.is_closed, self.transport = name, 0, False, self
-        self.reader, self._frames = RecordReader(), FrameBuffer()
+        super().__init__()
+        self.name, self.reader, self._frames = name, RecordReader(), FrameBuffer()
         given: Any = self
         self.task = asyncio.create_task(heard.peers.serve(self.reader, given, name))
         self.say(*messages)
@@ -29,22 +30,16 @@ class Connection:
         for message in self._frames.feed(data):
             print(f"to {self.name}: {message}")
 
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def get_write_buffer_size(self) -> int:
-        return self.size
-
-    def get_extra_info(self, _: str) -> None:
+    def get_extra_info(self, name: str) -> Any:
         return None
 
     def close(self) -> None:
         print(f"{self.name} is closed")
-        self.is_closed = True
+        super().close()
 
     def abort(self) -> None:
         print(f"{self.name} is reset")
-        self.is_closed = True
+        super().abort()
 
     async def drain(self) -> None:
         """Nothing waits."""

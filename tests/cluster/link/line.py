@@ -26,6 +26,7 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.sealed_records import RecordReader
+from tests.cluster.link.streams import Stream
 from tests.common.virtual_time import VirtualLoop
 
 NODE = 3
@@ -90,40 +91,32 @@ class _Connection:
             what()
 
 
-class _Writer:
-    """As much of a stream as the two classes use."""
+class _Writer(Stream):
+    """That of one end of a connection."""
 
     def __init__(self, connection: _Connection, end: int) -> None:
+        super().__init__()
         self._connection = connection
         self._end = end
-        self._closed = False
         self._lingers = True
-        self.transport = self
 
     def write(self, data: bytes) -> None:
-        if not self._closed:
+        if not self.is_closed:
             self._connection.carry(self._end, data)
 
     def is_closing(self) -> bool:
-        return self._closed or self._connection.over
+        return self.is_closed or self._connection.over
 
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def get_extra_info(self, name: str) -> _Writer:
-        assert name == "socket"
-        return self
-
-    def setsockopt(self, level: int, option: int, _value: bytes) -> None:
-        assert (level, option) == (socket.SOL_SOCKET, socket.SO_LINGER)
+    def setsockopt(self, *option: int | bytes) -> None:
+        assert option[:2] == (socket.SOL_SOCKET, socket.SO_LINGER)
         self._lingers = False
 
     def close(self) -> None:
-        self._closed = True
+        super().close()
         self._connection.end()
 
     def abort(self) -> None:
-        self._closed = True
+        super().abort()
         self._connection.end(None if self._lingers else ConnectionResetError("reset"))
 
 

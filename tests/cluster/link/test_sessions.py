@@ -20,6 +20,7 @@ from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import TRANSLATED
 from deadpool_megatron.wire.framing import reset
 from tests.cluster.link.line import Agent, How, Line, play
+from tests.cluster.link.streams import Stream
 from tests.cluster.link.test_orders_once import beginning
 from tests.cluster.link.test_peers import SECONDS, SECRET, Events, connect, join, serve
 
@@ -35,19 +36,9 @@ def made(
     )
 
 
-class Nowhere:
-    """Stands for a connection's sending half."""
-
-    def write(self, data: bytes) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def session(term: int) -> Contact:
     welcome = {"t": "welcome", "term": term, "boot": f"coordinator {term}", "seen": 0}
-    writer = cast(asyncio.StreamWriter, Nowhere())
+    writer = cast(asyncio.StreamWriter, Stream())
     return Contact(asyncio.StreamReader(), writer, ("h", 1), 0.0, welcome)
 
 
