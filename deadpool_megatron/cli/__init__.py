@@ -1,10 +1,9 @@
-"""The ``deadpool`` command: one module per group of sub-commands, imported when it is asked for.
+"""The ``deadpool`` command: a module for each group of sub-commands, imported when it is used.
 
-Each module offers ``add_arguments(parser)`` and ``run(args) -> int``, and its text describes the
-sub-command. The sub-command's name is ``args.subcommand``; what follows the first ``--`` is
-``args.command``, what comes before it ``args.options``. Whatever a user can get wrong, or the
-system refuses before anything is started, ends in one clear line on standard error and exit
-status 2.
+Each module has ``add_arguments(parser)`` and ``run(args) -> int``, and its docstring describes the
+sub-command. ``args.subcommand`` is the name of the sub-command, ``args.command`` the part after the
+first ``--``, ``args.options`` the part before it. A user's error, or an error of the system before
+anything is started, prints a line on standard error; the exit status is 2.
 """
 
 from __future__ import annotations
@@ -66,14 +65,14 @@ TOPICS = {
     },
 }
 COMMANDS = {name: module for topic in TOPICS.values() for name, (module, _) in topic.items()}
-# What these write is for the run's user alone, unless the variable says otherwise.
-# Programs that start others, as the first words of a command or behind -m.
+# Programs that start others, at the start of a command or after -m.
 _LAUNCHER = re.compile(
     r"torchrun|srun|mpirun|accelerate|python[\d.]*|(torch\.distributed|accelerate\.commands)\.\w+"
 )
+# Their files are private to the run's user, unless the variable changes the mask.
 _WRITERS = {"run", "demo", "check", "agent", "standby"}
-# On these a run depends, for as long as it lasts. Where the system refuses them something they look
-# at themselves until they have started a process; later a traceback tells more than a line.
+# A run depends on these commands. They report errors of the system as a line only until they have
+# started a process; later a traceback tells more.
 _PARTS_OF_A_RUN = {"run", "agent", "standby"}
 _ADVICE = "see --help; a command follows '--'"
 UMASK_VARIABLE = "DEADPOOL_UMASK"
@@ -92,9 +91,9 @@ examples:
 
 
 class _Output(io.FileIO):
-    """Standard output or error of a command that outlives who reads it: a terminal goes away,
-    ``head`` has seen enough, the disk behind ``> run.log`` is full. What cannot be written is lost;
-    ``failed``: for what reason, but that nobody reads any more."""
+    """Standard output or error that survives the end of its reader: a terminal closes, ``head``
+    ends, the disk of ``> run.log`` is full. Failed writes are dropped. ``failed``: their error,
+    unless the reader ended."""
 
     failed: OSError | None = None
 
@@ -109,60 +108,60 @@ class _Output(io.FileIO):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; returns the exit status. ``argv``: None for that of this process, whose
-    standard streams are then such as outlive their readers."""
+    """Run a sub-command; return the exit status. ``argv``: None for that of this process, whose
+    standard streams then survive the end of their readers."""
     if argv is not None:
         return _carry_out(list(argv))
     output = _open_streams()
     status = _carry_out(sys.argv[1:])
     sys.stdout.flush()
-    # Of a command that prints what it has found, nobody has the answer then.
+    # The result of a command that only prints is then lost.
     if output.failed is not None and sys.argv[1] not in _PARTS_OF_A_RUN:
-        why = f"its output could not be written: {output.failed.strerror}"
-        print(f"deadpool {sys.argv[1]}: {why}", file=sys.stderr)
+        text = f"its output could not be written: {output.failed.strerror}"
+        print(f"deadpool {sys.argv[1]}: {text}", file=sys.stderr)
         return ExitStatus.BAD_INPUT
     return status
 
 
 def _open_streams() -> _Output:
-    """Make them, and have those that were closed lead nowhere; returns standard output."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a socket would get its number
+    """Create the standard streams, with the null device for closed ones; return standard output."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # or a socket would get the number
         os.set_inheritable(number, True)
     os.close(number)
     sys.stdin = sys.stdin or os.fdopen(0)
     output, errors = (_Output(number, "w", closefd=False) for number in (1, 2))
     sys.stdout, sys.stderr = (
-        # Letters that a terminal does not have are written in others.
-        io.TextIOWrapper(io.BufferedWriter(one), errors="backslashreplace", line_buffering=at_once)
-        for one, at_once in ((output, output.isatty()), (errors, True))
+        # Characters that a terminal lacks are escaped.
+        io.TextIOWrapper(io.BufferedWriter(raw), errors="backslashreplace", line_buffering=by_line)
+        for raw, by_line in ((output, output.isatty()), (errors, True))
     )
     return output
 
 
-def _without_launcher(words: list[str]) -> list[str]:
-    """Return the script, or ``-m MODULE``, of a command that was pasted with a launcher, and what
-    follows it; any other command as it is."""
-    heads = [n for n, word in enumerate(words) if _LAUNCHER.fullmatch(Path(word).name)]
-    if not heads or heads[0] != (words[0] == "-m"):
-        return words
-    begins = [n for n, word in enumerate(words) if word == "-m" or word.endswith(".py")]
-    at = next((n for n in begins if n + 1 not in heads), 0)
-    if at:
-        left = " ".join(words[:at])
+def _without_launcher(tokens: list[str]) -> list[str]:
+    """Return a command that was pasted with a launcher from its script, or ``-m MODULE``, on; any
+    other command as it is."""
+    heads = [n for n, token in enumerate(tokens) if _LAUNCHER.fullmatch(Path(token).name)]
+    if not heads or heads[0] != (tokens[0] == "-m"):
+        return tokens
+    starts = [n for n, token in enumerate(tokens) if token == "-m" or token.endswith(".py")]
+    start = next((n for n in starts if n + 1 not in heads), 0)
+    if start:
+        left = " ".join(tokens[:start])
         print(f"deadpool: '{left}' is left out: deadpool starts the processes", file=sys.stderr)
-    return words[at:]
+    return tokens[start:]
 
 
 def _carry_out(given: list[str]) -> int:
-    # Everything behind the first "--" is the user's command and not to be parsed here.
+    # The part after the first "--" is the user's command and is not parsed here.
     options, command = given, []
     if "--" in given:
         cut = given.index("--")
         options, command = given[:cut], given[cut + 1 :]
-    words = ["--help" if word == "--help-all" else word for word in options]
-    args = _parser(options).parse_args(words)
+    tokens = ["--help" if token == "--help-all" else token for token in options]
+    args = _parser(options).parse_args(tokens)
     args.options, args.command = options, _without_launcher(command)
-    # Of a part of a run other errors of the system are told with where they happened.
+    # Parts of a run report later errors of the system with a traceback.
     is_part = args.subcommand in _PARTS_OF_A_RUN
     try:
         if args.subcommand in _WRITERS:
@@ -178,7 +177,7 @@ def _carry_out(given: list[str]) -> int:
 
 
 def _flag_of(cause: BaseException | None, args: argparse.Namespace) -> str:
-    """Return the option that names the file of which the system complains; empty for none."""
+    """Return the option that names the file of a system error; empty without one."""
     file = str(getattr(cause, "filename", None))
     names = [name.replace("_", "-") for name, value in vars(args).items() if str(value) == file]
     for word in filter(None, args.options):
@@ -188,7 +187,7 @@ def _flag_of(cause: BaseException | None, args: argparse.Namespace) -> str:
 
 
 def _umask() -> int:
-    """Raises CommandError for a variable that is no mask."""
+    """Return the file mode mask. Raises CommandError for an invalid variable."""
     text = os.environ.get(UMASK_VARIABLE, "077")
     if not re.fullmatch("0*[0-7]{1,3}", text):
         raise CommandError(f"{UMASK_VARIABLE}={text} is no umask: give three digits, like 027")
@@ -196,12 +195,12 @@ def _umask() -> int:
 
 
 class _HelpParser(argparse.ArgumentParser):
-    """Keeps the line breaks of descriptions and examples, as do those of its sub-commands, and
-    leaves the settings of a run out of the help unless it ``shows_all``. Its errors are one line,
-    with the option that a wrong one is near to."""
+    """Keeps the line breaks of descriptions and examples, also in sub-commands, and omits the
+    settings of a run from the help unless it ``shows_all``. An error is a line, with the option
+    closest to an unknown one."""
 
     def __init__(self, *, shows_all: bool = False, description: str = "", **options: Any) -> None:
-        # Of one text, examples and exit statuses come after the options.
+        # Examples and exit statuses of the description come after the options.
         head, *rest = re.split(r"\n(?=examples:|[Ee]xit status:)", description, maxsplit=1)
         shown = {"description": head, "epilog": "".join(rest), **options}
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **shown)
@@ -210,7 +209,7 @@ class _HelpParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """See the base class."""
         groups = self._action_groups
-        shown = [one for one in groups if not str(one.title).startswith(arguments.TITLE)]
+        shown = [group for group in groups if not str(group.title).startswith(arguments.TITLE)]
         if self._shows_all or len(shown) == len(groups):
             return super().format_help()
         self._action_groups = shown
@@ -221,16 +220,16 @@ class _HelpParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """See the base class."""
         found, unknown = super().parse_known_args(args, namespace)
-        if wrong := next((word for word in unknown if word.startswith("-")), ""):
-            near = difflib.get_close_matches(wrong, self._option_string_actions, 1)
+        if option := next((token for token in unknown if token.startswith("-")), ""):
+            near = difflib.get_close_matches(option, self._option_string_actions, 1)
             hint = f"do you mean {near[0]}?" if near else _ADVICE
-            self.error(f"there is no option {wrong}: {arguments.successor(wrong) or hint}")
+            self.error(f"there is no option {option}: {arguments.successor(option) or hint}")
         if unknown:
             self.error(f"unexpected {unknown[0]!r}: {_ADVICE}")
         return found, unknown
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """An empty path, as from a variable that is not set, would be the current directory."""
+        """Refuse an empty path, as of an unset variable: it would be the current directory."""
         if action.type is Path and not arg_string:
             raise argparse.ArgumentError(action, "the path is empty")
         return super()._get_value(action, arg_string)
@@ -241,16 +240,16 @@ class _HelpParser(argparse.ArgumentParser):
 
 
 def _parser(options: Sequence[str]) -> argparse.ArgumentParser:
-    """With one sub-command named, its module is imported, else none."""
+    """Return the parser; import only the module of the sub-command in ``options``."""
     parser = _HelpParser(
         prog="deadpool",
         description="Train with Megatron; lose nodes; keep training.",
         epilog=_EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"deadpool {__version__}")
-    each: Any = functools.partial(_HelpParser, shows_all="--help-all" in options)
+    kind: Any = functools.partial(_HelpParser, shows_all="--help-all" in options)
     subparsers = parser.add_subparsers(
-        dest="subcommand", metavar="COMMAND", required=True, parser_class=each
+        dest="subcommand", metavar="COMMAND", required=True, parser_class=kind
     )
     named = options[0] if options else ""
     if named in COMMANDS:

@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunD
 from deadpool_megatron.observe.narration import count, shown
 from deadpool_megatron.observe.story import Story
 
-# How many differences are listed; a run that went astray differs everywhere afterwards.
+# Limits of listed differences: after the first, a run differs everywhere.
 _SHOWN = 12
 _LISTED = 1000
 _UNSEEDED = "a program that never seeds 'random' and 'numpy' has other states of them in each run"
@@ -36,7 +36,7 @@ _STEP_FIELDS = ("loss", "grad_norm", "learning_rate", "skipped", "samples")
 
 @dataclass(frozen=True)
 class Difference:
-    """One fact in which the runs differ; ``iteration`` None: a fact about the end."""
+    """A difference of the runs; ``iteration`` None: at the end."""
 
     what: str
     iteration: int | None
@@ -53,11 +53,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything compared. ``differences`` in the order of training, the first ones of them;
-    empty means bit-identical. ``more``: so many are not listed.
+    """A comparison. ``differences``: the first ones, in the order of training; none if the runs are
+    bit-identical. ``more``: the number of differences that are not listed.
 
-    ``compared`` counts what was compared: role hashes at the end, steps, evaluations, and hashes
-    of roles at iterations where both runs took them.
+    ``compared``: counts of role hashes at the end, steps, evaluations, and role hashes at
+    iterations at which both runs have them.
     """
 
     differences: tuple[Difference, ...]
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Return whether no compared fact differs."""
+        """Return whether there are no differences."""
         return not self.differences
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,9 +80,8 @@ class Comparison:
 
 
 def compare_results(first: RunResult, second: RunResult) -> Comparison:
-    """Compare two finished runs fact by fact. Raises ResultError when one has nothing to compare.
-
-    Two runs that hold no steps or no state hashes are not called identical: that is an error.
+    """Compare two finished runs. Raises ResultError if a run has no steps or no state hashes, as
+    such runs must not count as identical.
     """
     for result in (first, second):
         if not result.roles or not result.story.steps:
@@ -90,34 +89,34 @@ def compare_results(first: RunResult, second: RunResult) -> Comparison:
             if result.reason:
                 ending += f", {result.reason}"
             raise ResultError(f"{result.directory} ended without results ({ending})")
-    # A resumed run holds only what it trained itself.
+    # A resumed run has only its own steps.
     start = max(first.resumed_after, second.resumed_after)
     compared = Counter({"roles": len(first.roles.keys() | second.roles.keys())})
-    on_the_way = heapq.merge(
+    during = heapq.merge(
         _steps(first.story, second.story, start, compared),
         _evaluations(first.story, second.story, start, compared),
         _hashes(first.story, second.story, compared),
         key=lambda entry: (entry.iteration or 0, -1 if entry.role is None else entry.role),
     )
-    found = itertools.chain(on_the_way, _ends(first, second))
+    found = itertools.chain(during, _ends(first, second))
     listed = tuple(itertools.islice(found, _LISTED))
     more = sum(1 for _ in found)
     return Comparison(listed, {name: compared[name] for name in _COMPARED}, more)
 
 
 def _steps(first: Story, second: Story, start: int, compared: Counter[str]) -> Iterator[Difference]:
-    """In order; a run holds up to millions of steps, of which two are looked at at a time."""
+    """Yield the differences of steps in order, with two of millions of steps in memory."""
     sides = first.steps.after(start), second.steps.after(start)
     in_order = heapq.merge(*sides, key=attrgetter("iteration"))
     for iteration, group in itertools.groupby(in_order, attrgetter("iteration")):
         compared["steps"] += 1
-        one, *others = group
+        step, *others = group
         if not others:
-            has_first = next(first.steps.after(iteration - 1), None) == one
+            has_first = next(first.steps.after(iteration - 1), None) == step
             yield from _unequal("step", iteration, None, *_presence(has_first, not has_first))
             continue
-        for name in _STEP_FIELDS if one != others[0] else ():
-            values = getattr(one, name), getattr(others[0], name)
+        for name in _STEP_FIELDS if step != others[0] else ():
+            values = getattr(step, name), getattr(others[0], name)
             yield from _unequal(name.replace("_", " "), iteration, None, *values)
 
 
@@ -132,13 +131,13 @@ def _evaluations(
 
 
 def _hashes(first: Story, second: Story, compared: Counter[str]) -> Iterator[Difference]:
-    """Hashes taken on the way; what only one run took (another interval) is no difference."""
-    all_ours, all_theirs = first.hashes or {}, second.hashes or {}
-    for iteration in sorted(all_ours.keys() & all_theirs.keys()):
-        ours, theirs = all_ours[iteration], all_theirs[iteration]
-        for role in sorted(ours.keys() & theirs.keys()):
+    """Yield the differences of hashes during the runs, at iterations at which both have them."""
+    sides = first.hashes or {}, second.hashes or {}
+    for iteration in sorted(sides[0].keys() & sides[1].keys()):
+        one, other = (hashes[iteration] for hashes in sides)
+        for role in sorted(one.keys() & other.keys()):
             compared["hashes"] += 1
-            yield from _unequal("state", iteration, role, ours[role], theirs[role])
+            yield from _unequal("state", iteration, role, one[role], other[role])
 
 
 def _ends(first: RunResult, second: RunResult) -> Iterator[Difference]:
@@ -154,12 +153,12 @@ def _ends(first: RunResult, second: RunResult) -> Iterator[Difference]:
 
 
 def _state(first: RoleResult, second: RoleResult) -> str:
-    """Return what differs in two states, by the names of their entries, if they have any."""
+    """Return the name of a difference of states, by their differing entries if they have any."""
     if not (first.entries and second.entries):
         return "state"
     names = sorted(name for name, _ in first.entries.items() ^ second.entries.items())
-    words = [name.replace("rng.", "random state of ") for name in dict.fromkeys(names)]
-    return f"state ({', '.join(words) or 'weights or optimizer state'})"
+    texts = [name.replace("rng.", "random state of ") for name in dict.fromkeys(names)]
+    return f"state ({', '.join(texts) or 'weights or optimizer state'})"
 
 
 def _unequal(
@@ -169,12 +168,12 @@ def _unequal(
         yield Difference(what, iteration, role, str(first), str(second))
 
 
-def _presence(*are_there: bool) -> list[str]:
-    return ["present" if there else "missing" for there in are_there]
+def _presence(*are_present: bool) -> list[str]:
+    return ["present" if is_present else "missing" for is_present in are_present]
 
 
 def _shown(text: str) -> str:
-    """A fact for people: hexadecimal floats with their value, hashes cut to their start."""
+    """Format a value: hexadecimal floats with their value, hashes shortened."""
     if len(text) == 64 and all(c in "0123456789abcdef" for c in text):
         return text[:12]
     if text.startswith(("0x", "-0x")):
@@ -184,17 +183,17 @@ def _shown(text: str) -> str:
 
 
 def command_note(first: Path, second: Path) -> str:
-    """A line when the runs were started with different commands: that explains differences."""
+    """Return lines with the commands of the runs if they differ, which explains differences."""
     try:
         infos = [RunDirectory(path).read_run(only_to_show=True) for path in (first, second)]
     except RunDirectoryError:
         return ""
-    one, other = (" ".join(info.command) for info in infos)
-    return "" if one == other else f"the commands differ:\n  {one}\n  {other}"
+    commands = [" ".join(info.command) for info in infos]
+    return "" if len({*commands}) == 1 else "\n  ".join(["the commands differ:", *commands])
 
 
 def describe(comparison: Comparison) -> list[str]:
-    """Lines for people: the verdict, what it rests on, and the differences, first one first."""
+    """Return lines with the verdict, its basis, and the differences in order."""
     counts = comparison.compared
     extent = f"{count(counts['roles'], 'final state')} and {count(counts['steps'], 'step')}"
     if counts["evaluations"]:

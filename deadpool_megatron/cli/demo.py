@@ -41,11 +41,11 @@ from deadpool_megatron.process_names import interpreter
 CONFIG = "configs/tiny.args"
 _POLL_SECONDS = 0.05
 # The learning rate of the configuration warms up for five.
-_FEWEST_ITERATIONS = 8
+_MIN_ITERATIONS = 8
 
 
 class DemoError(Exception):
-    """The demo cannot run, or one of its runs failed; the message says what and where to look."""
+    """The demo cannot run, or one of its runs failed."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -54,21 +54,18 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class DemoRun:
-    """One finished run of the demo; ``struck_at``: wall clock of the kill."""
+    """A finished run of the demo; ``killed_at``: wall clock of the kill."""
 
     directory: Path
     command: list[str]
     seconds: float
     result: RunResult
-    struck_at: float | None = None
+    killed_at: float | None = None
 
 
 @dataclass(frozen=True)
 class DemoSize:
-    """The size of the runs, and what they compute on, whatever this machine has.
-
-    ``environment``: of the runs, besides the inherited one.
-    """
+    """The size of the runs, and their devices. ``environment``: added to the inherited one."""
 
     nproc_per_node: int
     tensor: int
@@ -79,14 +76,14 @@ class DemoSize:
     pipeline: int = 2
 
 
-#: Without a GPU to be seen, so that the numbers of both runs can be held against each other.
+#: Without visible GPUs, so that the numbers of both runs can be compared.
 ON_CPUS = DemoSize(2, 2, "gloo", {VISIBLE: ""})
-#: Each process needs a GPU of its own, those of the spare node, too.
+#: Each process needs a GPU of its own, also on the spare node.
 ON_GPUS = DemoSize(1, 1, "nccl", {})
 
 
 def launch_command(run_directory: Path, iterations: int, shape: DemoSize = ON_CPUS) -> list[str]:
-    """Return what a user would type, with this interpreter."""
+    """Return the command that a user would type, with this interpreter."""
     return [
         *interpreter("-m", "deadpool_megatron", "run"),
         *("--nodes", str(shape.nodes), "--spares", str(shape.spares)),
@@ -100,7 +97,7 @@ def launch_command(run_directory: Path, iterations: int, shape: DemoSize = ON_CP
 
 
 def kill_in_backward(iteration: int, target: str = "node") -> dict[str, Any]:
-    """The fault that kills the process of role 0 (``self``) or all of its node (``node``)."""
+    """Return the fault that kills the process of role 0 (``self``) or its whole node (``node``)."""
     return {
         "id": f"kill-{target}-of-role-0",
         "point": "backward",
@@ -114,17 +111,17 @@ def kill_in_backward(iteration: int, target: str = "node") -> dict[str, Any]:
 def train(
     command: list[str], environment: Mapping[str, str], directory: Path, display: Display
 ) -> int:
-    """Run ``deadpool run`` and tell its events; returns its exit status. Interrupted, it ends the
-    run first. ``directory``: its run directory.
+    """Run ``deadpool run`` and show its events; return its exit status. An interrupt ends the run
+    first. ``directory``: its run directory.
     """
     follower = Follower(RunDirectory(directory), display)
-    # Ctrl-C in the terminal comes to us; the run hears of it once.
+    # In its own session: Ctrl-C in the terminal reaches only the demo.
     child = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
     )
     try:
         while child.poll() is None:
-            follower.look()
+            follower.poll()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(_POLL_SECONDS)
     finally:
@@ -142,7 +139,7 @@ def run_once(
     fault: dict[str, Any] | None = None,
     shape: DemoSize = ON_CPUS,
 ) -> DemoRun:
-    """Run to the end in ``base/name``, struck by ``fault`` if given. Raises DemoError."""
+    """Run to the end in ``base/name``, with ``fault`` if given. Raises DemoError."""
     directory = base / name
     environment = {**os.environ, **shape.environment}
     environment.pop(FAULTS_VARIABLE, None)
@@ -161,25 +158,21 @@ def run_once(
         result = read_result(directory)
     except ResultError as error:
         raise DemoError(f"{name} run: {error}", 1) from error
-    return DemoRun(
-        directory=directory,
-        command=command,
-        seconds=time.monotonic() - began,
-        result=result,
-        struck_at=fired.stat().st_mtime if fired is not None and fired.exists() else None,
-    )
+    seconds = time.monotonic() - began
+    killed_at = fired.stat().st_mtime if fired is not None and fired.exists() else None
+    return DemoRun(directory, command, seconds, result, killed_at)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The findings of the demo. ``kill_to_next_step``: seconds from the kill to the end of the step
-    it interrupted, by the demo's own watch."""
+    """The findings of the demo. ``kill_to_next_step``: seconds from the kill to the end of the
+    interrupted step, by the demo's own clock."""
 
     undisturbed: DemoRun
-    struck: DemoRun
+    failed: DemoRun
     comparison: Comparison
     recovery: Interruption
-    strike: int
+    killed_in: int
     kill_to_next_step: float | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,7 +180,7 @@ class Outcome:
         return {
             **self.comparison.to_dict(),
             "iterations": self.undisturbed.result.iterations,
-            "killed_in_iteration": self.strike,
+            "killed_in_iteration": self.killed_in,
             "cause": self.recovery.cause,
             "phases": dict(self.recovery.phases),
             "recovery_seconds": self.recovery.seconds,
@@ -197,77 +190,69 @@ class Outcome:
             "runs": {
                 name: {
                     "seconds": demo_run.seconds,
-                    # which interpreter it was is a fact of this machine and of no other
+                    # without the interpreter's path on this machine
                     "command": [Path(demo_run.command[0]).name, *demo_run.command[1:]],
                 }
-                for name, demo_run in (("undisturbed", self.undisturbed), ("struck", self.struck))
+                for name, demo_run in (("undisturbed", self.undisturbed), ("struck", self.failed))
             },
         }
 
 
-def judge(undisturbed: DemoRun, struck: DemoRun, strike: int) -> Outcome:
-    """Compare the runs. Raises DemoError when the strike or the recovery did not happen."""
-    if struck.struck_at is None:
+def judge(undisturbed: DemoRun, failed: DemoRun, killed_in: int) -> Outcome:
+    """Compare the runs. Raises DemoError if the kill or the recovery did not happen."""
+    if failed.killed_at is None:
         raise DemoError("the node was not killed: the planned fault was never injected", 1)
-    if not struck.result.recoveries:
+    if not failed.result.recoveries:
         raise DemoError("the run reports no recovery, although a node was killed", 1)
     try:
-        comparison = compare_results(undisturbed.result, struck.result)
+        comparison = compare_results(undisturbed.result, failed.result)
     except ResultError as error:
         raise DemoError(str(error), 1) from error
-    ends = [step.wall_seconds for step in struck.result.story.steps.after(strike - 1)]
-    took = min(ends) - struck.struck_at if ends else None
-    recovery = struck.result.recoveries[0]
-    return Outcome(undisturbed, struck, comparison, recovery, strike, took)
+    ends = [step.wall_seconds for step in failed.result.story.steps.after(killed_in - 1)]
+    seconds = min(ends) - failed.killed_at if ends else None
+    recovery = failed.result.recoveries[0]
+    return Outcome(undisturbed, failed, comparison, recovery, killed_in, seconds)
 
 
 def summary_lines(outcome: Outcome) -> list[str]:
-    """The table at the end, the verdict, and one sentence for people as the last line."""
+    """Return the lines of the table and the verdict, with a sentence as the last line."""
     recovery = outcome.recovery
-    told = {
+    times = {
         **{f"{name}: {PHASES.get(name)}": value for name, value in recovery.phases.items()},
         "from the kill to the next finished step": outcome.kill_to_next_step,
         "without all copies in memory": recovery.exposed_seconds,
     }
-    rows = [[what, f"{value:.3f}"] for what, value in told.items() if value and value >= 0.0005]
+    rows = [[name, f"{value:.3f}"] for name, value in times.items() if value and value >= 0.0005]
     lines = ["", *table(["recovery", "seconds"], rows)]
     lines += ["", f"steps recomputed: {recovery.steps_recomputed}"]
-    if more := len(outcome.struck.result.recoveries) - 1:
+    if more := len(outcome.failed.result.recoveries) - 1:
         lines.append(f"further recoveries in the same run: {more}")
     lines += describe(outcome.comparison)
-    took = outcome.kill_to_next_step
     end = "and ended with other numbers: the differences are listed above"
     if outcome.comparison.identical:
         end = f"and its {outcome.comparison.compared['steps']} losses are the same bits"
-    seconds = "" if took is None else f" for {took:.1f} s"
-    return [*lines, "", f"The run lost a node{seconds}, {end}."]
+    seconds = outcome.kill_to_next_step
+    text = "" if seconds is None else f" for {seconds:.1f} s"
+    return [*lines, "", f"The run lost a node{text}, {end}."]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    parser.add_argument(
-        "--gpu",
-        action="store_true",
-        help=f"on {ON_GPUS.nodes + ON_GPUS.spares} GPUs with NCCL, whose sums may come out in"
-        " another order on the spare's GPU: different bits are then no fault",
-    )
+    text = f"on {ON_GPUS.nodes + ON_GPUS.spares} GPUs with NCCL, whose sums may come out in another"
+    text += " order on the spare's GPU: different bits are then no fault"
+    parser.add_argument("--gpu", action="store_true", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the facts to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and timeline")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keep both runs, in DIR")
-    parser.add_argument(
-        "--iterations",
-        type=number(int, _FEWEST_ITERATIONS),
-        default=30,
-        metavar="N",
-        help="steps to train (default: 30)",
-    )
+    count, text = number(int, _MIN_ITERATIONS), "steps to train (default: 30)"
+    parser.add_argument("--iterations", type=count, default=30, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``deadpool demo``. Raises CommandError."""
     _check(args)
     base, display = _base_directory(args), Display()
-    # A demo that is told to end takes its run along, whichever way it is told.
+    # SIGTERM ends the demo with its run, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         outcome = _both_runs(display, base, args.iterations, ON_GPUS if args.gpu else ON_CPUS)
@@ -280,7 +265,7 @@ def run(args: argparse.Namespace) -> int:
         return 130
     identical = outcome.comparison.identical
     if args.run_dir is not None or not identical:
-        report = f"deadpool report {outcome.struck.directory}"
+        report = f"deadpool report {outcome.failed.directory}"
         display.line(f"The runs are kept in {base}; try: {report}")
     else:
         shutil.rmtree(base)
@@ -290,40 +275,39 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _both_runs(display: Display, base: Path, iterations: int, shape: DemoSize) -> Outcome:
-    strike = iterations // 2 + 1
+    killed_in = iterations // 2 + 1
     processes = shape.nodes * shape.nproc_per_node
     display.line(
         f"A small GPT in {processes} processes on {shape.nodes} nodes, and {shape.spares} spare"
         f" node.\n\n1. Undisturbed, {iterations} steps"
     )
     undisturbed = run_once(display, base, "undisturbed", iterations, shape=shape)
-    display.line(
-        f"\n2. The same run, but the node of role 0 is killed in the backward pass of step {strike}"
-    )
-    struck = run_once(display, base, "struck", iterations, kill_in_backward(strike), shape)
-    return judge(undisturbed, struck, strike)
+    text = "The same run, but the node of role 0 is killed in the backward pass of step"
+    display.line(f"\n2. {text} {killed_in}")
+    failed = run_once(display, base, "struck", iterations, kill_in_backward(killed_in), shape)
+    return judge(undisturbed, failed, killed_in)
 
 
 def _check(args: argparse.Namespace) -> None:
-    complaint = ""
+    problem = ""
     if find_shipped(CONFIG) is None:
-        complaint = f"{CONFIG} is missing: install the package again"
+        problem = f"{CONFIG} is missing: install the package again"
     elif not all(map(importlib.util.find_spec, ("torch", "megatron"))):
-        complaint = (
+        problem = (
             "it trains with torch and megatron-core, which are not installed here:"
             " pip install '.[megatron]' in the checkout"
         )
     elif args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        complaint = "--plot needs matplotlib: pip install matplotlib"
+        problem = "--plot needs matplotlib: pip install matplotlib"
     elif args.plot is not None and args.plot.suffix not in (".png", ".pdf", ".svg"):
-        complaint = f"--plot {args.plot}: give the name of a file, as in FILE.png"
+        problem = f"--plot {args.plot}: give the name of a file, as in FILE.png"
     elif args.gpu and len(visible_gpus(os.environ)) < (needed := ON_GPUS.nodes + ON_GPUS.spares):
-        complaint = f"--gpu needs {needed} visible GPUs: leave it out"
+        problem = f"--gpu needs {needed} visible GPUs: leave it out"
     for path in (args.json, args.plot):
         if path is not None and not path.absolute().parent.is_dir():
-            complaint = complaint or f"the folder of {path} does not exist"
-    if complaint:
-        raise CommandError(complaint)
+            problem = problem or f"the folder of {path} does not exist"
+    if problem:
+        raise CommandError(problem)
 
 
 def _base_directory(args: argparse.Namespace) -> Path:
@@ -341,7 +325,7 @@ def _write_files(outcome: Outcome, args: argparse.Namespace) -> None:
         if args.json is not None:
             args.json.write_text(json.dumps(outcome.to_dict(), indent=1) + "\n")
         if args.plot is not None:
-            stories = outcome.undisturbed.result.story, outcome.struck.result.story
+            stories = outcome.undisturbed.result.story, outcome.failed.result.story
             plot.draw(args.plot, *stories, identical=outcome.comparison.identical)
     except (OSError, CommandError) as error:
         raise DemoError(str(error), 2) from error

@@ -1,4 +1,4 @@
-"""The place on a terminal, or in a log, where a command says what happens."""
+"""The output of a command on a terminal or in a log: lines, and a status."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _STYLES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
 
 
 class Display:
-    """The place where lines and a status go, which says what happens right now.
+    """Prints lines, and a status of the present activity.
 
-    On a terminal lines have colours and the status is one line at the bottom; elsewhere it becomes
-    a line at most once a second, if it is another one. ``stream``: None for standard output;
-    ``quiet``: nothing is shown.
+    On a terminal lines have colours, and the status is a line at the bottom; elsewhere a changed
+    status becomes a line, at most once a second. ``stream``: None for standard output; ``quiet``:
+    print nothing.
     """
 
     def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
         self._stream, self._quiet = stream, quiet
-        there = sys.stdout if stream is None else stream
-        self._on_terminal = there.isatty() and os.environ.get("TERM") != "dumb"
+        target = sys.stdout if stream is None else stream
+        self._on_terminal = target.isatty() and os.environ.get("TERM") != "dumb"
         self._status = self._last = ""
         self._printed = -_STATUS_SECONDS
 
@@ -42,8 +42,8 @@ class Display:
             self.status(status)
 
     def status(self, text: str, part: float | None = None) -> None:
-        """Show what happens right now, in place of the last status. ``part``: of all there is to
-        do so much is done (0 to 1), where the end is known; a terminal shows it as a bar.
+        """Replace the status. ``part``: the completed share of the work (0 to 1), if known; a
+        terminal shows it as a bar.
         """
         text, now = shown(text), time.monotonic()
         if self._on_terminal:
@@ -68,6 +68,6 @@ class Display:
 
 
 def _bar(part: float) -> str:
-    """``[#####...............]``, in characters that each terminal has."""
+    """Return ``[#####...............]``, in characters of every terminal."""
     full = round(_BAR_CHARACTERS * min(1.0, max(0.0, part)))
     return f"[{'#' * full:.<{_BAR_CHARACTERS}}]"

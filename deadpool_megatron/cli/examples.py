@@ -22,7 +22,7 @@ from pathlib import Path
 import deadpool_megatron
 from deadpool_megatron.cli.common import CommandError
 
-# A file by which their folder is known.
+# A file that identifies the folder.
 _KNOWN = "configs/tiny.args"
 
 
@@ -31,28 +31,24 @@ def add_arguments(_parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``deadpool examples``. Raises CommandError where there are none."""
+    """Carry out ``deadpool examples``. Raises CommandError if the files are missing."""
     del args
     if (found := find_shipped(_KNOWN)) is None:
-        looked = ", ".join(map(str, shipped_roots()))
-        raise CommandError(f"{_KNOWN} is missing: install the package again (looked in {looked})")
+        roots = ", ".join(map(str, shipped_roots()))
+        raise CommandError(f"{_KNOWN} is missing: install the package again (looked in {roots})")
     print(found.parents[1])
     return 0
 
 
 def shipped_roots() -> list[Path]:
-    """Return where such files can be, under their names in the repository.
+    """Return the folders that may hold such files, under their names in the repository.
 
-    First beside the package (a checkout, or an editable installation), then where pip puts data.
+    First the package's parent (a checkout, or an editable installation), then pip's data folders.
     """
-    beside = Path(deadpool_megatron.__file__).parents[1]
-    prefixes = [
-        beside,
-        Path(sys.prefix),
-        Path(sysconfig.get_path("data")),
-        Path(site.getuserbase()),
-    ]
-    return list(dict.fromkeys([beside, *(p / "share" / "deadpool_megatron" for p in prefixes)]))
+    parent = Path(deadpool_megatron.__file__).parents[1]
+    prefixes = [str(parent), sys.prefix, sysconfig.get_path("data"), site.getuserbase()]
+    roots = (Path(prefix, "share", "deadpool_megatron") for prefix in prefixes)
+    return list(dict.fromkeys([parent, *roots]))
 
 
 def find_shipped(name: str) -> Path | None:

@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> int:
     """Carry out ``deadpool explain``. Raises CommandError."""
     if args.code is None:
         rows = [
-            f"| `{code}` | {one.called} | {one.noticed} | {one.to_do or 'nothing'} |"
-            for code, one in MEANINGS.items()
+            f"| `{code}` | {row.called} | {row.noticed} | {row.to_do or 'nothing'} |"
+            for code, row in MEANINGS.items()
         ]
         print("\n".join([_HEAD, *rows]))
     elif (found := MEANINGS.get(args.code.lower())) is None:

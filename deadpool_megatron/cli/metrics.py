@@ -25,13 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deadpool_megatron
-from deadpool_megatron.cli.common import (
-    CommandError,
-    StatusPoller,
-    add_run_directory,
-    listen_address,
-    url_host,
-)
+from deadpool_megatron.cli import common
+from deadpool_megatron.cli.common import CommandError, StatusPoller
 from deadpool_megatron.cli.http_server import LimitedServer
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, EventTail, Kind
@@ -45,7 +40,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 _INTERVAL_SECONDS = 5.0
-# After the end of a run its last numbers can be fetched for so long.
+# After the end of a run its last numbers remain available for this time.
 _LINGER_SECONDS = 60.0
 _AT = "_timestamp_seconds"
 #: upper bounds of the histogram of recoveries, in seconds
@@ -54,22 +49,20 @@ RECOVERY_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    add_run_directory(parser)
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--listen", metavar="ADDR:PORT", help="answer GET /metrics there")
-    where.add_argument(
-        "--textfile", type=Path, metavar="FILE.prom", help="rewrite the file every few seconds"
-    )
+    common.add_run_directory(parser)
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--listen", metavar="ADDR:PORT", help="answer GET /metrics there")
+    text = "rewrite the file every few seconds"
+    target.add_argument("--textfile", type=Path, metavar="FILE.prom", help=text)
 
 
-class WatchedMetrics:
-    """A run whose metrics can be collected at any time; the collector of ``prometheus_client``.
-
-    One lock: a server may scrape from several threads.
+class RunCollector:
+    """The metrics of a run, as a collector of ``prometheus_client``. Thread-safe, as a server may
+    scrape from several threads.
     """
 
     def __init__(self, run: RunDirectory) -> None:
-        """Raises RunDirectoryError when there is no run."""
+        """Raises RunDirectoryError if there is no run."""
         self._run, self._poller, self._tail = run, StatusPoller(run), EventTail(run.events)
         info = run.read_run(only_to_show=True)
         self._about = {"run": info.run_id, "version": deadpool_megatron.__version__}
@@ -93,43 +86,43 @@ def run(args: argparse.Namespace) -> int:
         import prometheus_client
     except ImportError:
         raise CommandError("it needs prometheus-client: pip install prometheus-client") from None
-    watched = WatchedMetrics(RunDirectory(args.run_dir))
+    collector = RunCollector(RunDirectory(args.run_dir))
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
-    registry.register(watched)
+    registry.register(collector)
     try:
         if args.listen is not None:
-            host, port = listen_address(args.listen)
-            answers = prometheus_client.MetricsHandler.factory(registry)
-            server = LimitedServer(host, port, answers)
+            host, port = common.listen_address(args.listen)
+            handler = prometheus_client.MetricsHandler.factory(registry)
+            server = LimitedServer(host, port, handler)
             threading.Thread(target=server.serve_forever, daemon=True).start()
-            print(f"http://{url_host(host)}:{server.server_port}/metrics", flush=True)
-            _stay(watched, lambda: None)
+            print(f"http://{common.url_host(host)}:{server.server_port}/metrics", flush=True)
+            _repeat(collector, lambda: None)
         elif args.textfile is not None:
             write = prometheus_client.write_to_textfile
-            _stay(watched, lambda: write(str(args.textfile), registry))
+            _repeat(collector, lambda: write(str(args.textfile), registry))
         else:
             print(prometheus_client.generate_latest(registry).decode(), end="")
     except OSError as error:
-        where = args.listen or args.textfile or args.run_dir
-        raise CommandError(f"{where}: {error.strerror or error}") from error
+        target = args.listen or args.textfile or args.run_dir
+        raise CommandError(f"{target}: {error.strerror or error}") from error
     return 0
 
 
-def _stay(watched: WatchedMetrics, look: Callable[[], None]) -> None:
-    """Look every few seconds, until some time after the end of the run. Raises OSError where the
-    first look fails; a later one is told, once for each reason, and made again.
+def _repeat(collector: RunCollector, write: Callable[[], None]) -> None:
+    """Write every few seconds, until some time after the end of the run. Raises OSError if the
+    first attempt fails; later errors are printed once for each reason, and retried.
     """
-    look()
-    said = ""
+    write()
+    last_error = ""
     ended: float | None = None
     while ended is None or time.monotonic() - ended < _LINGER_SECONDS:
-        if ended is None and watched.is_over():
+        if ended is None and collector.is_over():
             ended = time.monotonic()
         try:
-            look()
+            write()
         except OSError as error:
-            if str(error) != said:
-                said = str(error)
+            if str(error) != last_error:
+                last_error = str(error)
                 print(f"deadpool metrics: {error}; it is tried again", file=sys.stderr, flush=True)
         time.sleep(_INTERVAL_SECONDS)
 
@@ -138,8 +131,8 @@ def metrics(seen: View, about: Mapping[str, str]) -> Iterator[Metric]:
     """Yield all metrics of a run. ``about``: labels.
 
     Names follow Prometheus' conventions: base units, ``_total`` for counters. Labels are few:
-    kinds, phases, uses, states, and the node where memory is meant. What is counted is there from
-    the start: a series that begins at 1 has no increase that a server could see.
+    kinds, phases, uses, states, and for memory the node. Counters exist from the start: a server
+    sees no increase in a series that begins at 1.
     """
     run = _core().GaugeMetricFamily("deadpool_run_info", "The run.", labels=list(about))
     run.add_metric(list(about.values()), 1)
@@ -161,7 +154,7 @@ def _gauges(seen: View) -> Iterator[Metric]:
     newest, saved = story.steps.newest(1), story.kept[Kind.DURABLE]
     since, goodput = story.started_at, story.goodput(seen.until)
     at = None if ago is None else seen.now + seen.skew - ago  # by the clock of this host
-    failures, ended = [one for one in story.failures if not one.planned], story.ended
+    failures, ended = [each for each in story.failures if not each.planned], story.ended
     text = "Share of the time of nodes with roles that was spent on training."
     rpo = "Most iterations that a failure would cost; +Inf: perhaps all since the last checkpoint."
     exposed = None if seen.exposed is None else len(seen.exposed)
@@ -178,10 +171,7 @@ def _gauges(seen: View) -> Iterator[Metric]:
         *(("loss", "Loss of the newest finished iteration.", decimal(s.loss)) for s in newest),
         *(("checkpoint_iteration", "The newest durable one.", e.iteration) for e in saved[-1:]),
         *((f"checkpoint{_AT}", "When it was written.", e.wall_seconds) for e in saved[-1:]),
-        *(
-            (f"last_failure{_AT}", "Start of the newest failure.", one.began)
-            for one in failures[-1:]
-        ),
+        *((f"last_failure{_AT}", "Start of the newest failure.", f.began) for f in failures[-1:]),
         ("step_seconds", f"Median time of the last {RECENT_STEPS} iterations.", story.pace()),
         (f"end{_AT}", "When the run ended.", ended.wall_seconds if ended else None),
     ]
@@ -194,17 +184,17 @@ def _counters(seen: View) -> Iterator[Metric]:
     story = seen.story
     text = "From a failure to the next finished iteration."
     seconds = _core().HistogramMetricFamily("deadpool_recovery_seconds", text, labels=["kind"])
-    over = [one for one in story.failures if one.is_over]
+    over = [failure for failure in story.failures if failure.is_over]
     recovered: dict[str, list[float]] = {kind: [] for kind in FailureKind}
     phases = dict.fromkeys(PHASES, 0.0)
-    for one in over:
-        recovered.setdefault(one.kind or "unknown", []).append(one.seconds or 0.0)
-        for phase, spent in one.phases.items():
+    for failure in over:
+        recovered.setdefault(failure.kind or "unknown", []).append(failure.seconds or 0.0)
+        for phase, spent in failure.phases.items():
             phases[phase] = phases.get(phase, 0.0) + spent
     for kind, found in sorted(recovered.items()):
         counts = [(str(b), float(sum(s <= b for s in found))) for b in RECOVERY_BUCKETS]
         seconds.add_metric([kind], [*counts, ("+Inf", float(len(found)))], sum(found))
-    kinds = [one.kind for one in story.shown if not one.planned]
+    kinds = [failure.kind for failure in story.shown if not failure.planned]
     failed = {kind: float(kinds.count(kind)) for kind in sorted({*recovered, *kinds})}
     text = "Failures by kind, with those that ended the run."
     yield _by("Counter", "failures", text, "kind", failed)
@@ -214,7 +204,7 @@ def _counters(seen: View) -> Iterator[Metric]:
     text = "Seconds of recoveries by phase."
     yield _by("Counter", "recovery_phase_seconds", text, "phase", dict(sorted(phases.items())))
     text = "Iterations computed again."
-    yield _counter("steps_recomputed", text, sum(one.steps_recomputed or 0 for one in over))
+    yield _counter("steps_recomputed", text, sum(failure.steps_recomputed or 0 for failure in over))
     text = "Seconds of all roles at the commit gate."
     yield _counter("gate_wait_seconds", text, story.gate_seconds)
     shipped = story.bytes_by_kind.get(Kind.COMMITTED, 0)
@@ -257,5 +247,5 @@ def _by(family: str, name: str, text: str, label: str, values: Mapping[str, floa
 
 
 def _core() -> Any:
-    """The classes of ``prometheus_client``, which need not be there for other commands."""
+    """Return the classes of ``prometheus_client``, which other commands do not need."""
     return importlib.import_module("prometheus_client.core")

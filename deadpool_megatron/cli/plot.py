@@ -1,4 +1,4 @@
-"""One picture of a demo: the loss of both runs, and where the seconds of the recovery went."""
+"""The picture of a demo: the losses of both runs, and the phases of the recovery."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from deadpool_megatron.observe.story import PHASES, Interruption, Story
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours: told apart by people with any kind of colour vision.
+# Okabe and Ito's colours, which are distinct for people with any kind of colour vision.
 _SHADES = """
 #D55E00 #E69F00 #B9B4A2 #F0E442 #CC79A7 #0072B2 #009E73 #44803F #7A6FAC #8FD6C1 #56B4E9 #555555
 """
 _COLOURS = dict(zip(PHASES, _SHADES.split(), strict=True))
 _OTHER = "#999999"
-_CALM, _STRUCK, _ALARM = "#B8C4CE", "#0B5394", "#C0392B"
+_UNDISTURBED, _FAILED, _KILL = "#B8C4CE", "#0B5394", "#C0392B"
 
 
-def draw(path: Path, undisturbed: Story, struck: Story, *, identical: bool) -> None:
+def draw(path: Path, undisturbed: Story, failed: Story, *, identical: bool) -> None:
     """Write the picture to ``path`` (the suffix names the format). Raises CommandError.
 
     ``identical``: whether the runs ended bit-identical, for the title. Only the first failure of
-    ``struck`` is drawn.
+    ``failed`` is drawn.
     """
     try:
         import matplotlib
@@ -34,9 +34,9 @@ def draw(path: Path, undisturbed: Story, struck: Story, *, identical: bool) -> N
         from matplotlib import pyplot
     except ImportError as error:
         raise CommandError(f"a plot needs matplotlib: pip install matplotlib ({error})") from error
-    if not undisturbed.steps or not struck.steps:
+    if not undisturbed.steps or not failed.steps:
         raise CommandError("there are no steps to draw")
-    failure = struck.failures[0] if struck.failures else None
+    failure = failed.failures[0] if failed.failures else None
     lanes = _lanes(failure) if failure is not None else []
     heights = [3.6, 0.9 + 0.24 * max(4, len(lanes))]
     with pyplot.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
@@ -46,7 +46,7 @@ def draw(path: Path, undisturbed: Story, struck: Story, *, identical: bool) -> N
         verdict = f"bit-identical: {'yes' if identical else 'no'}"
         figure.suptitle(f"A node dies in the middle of a step   ·   {verdict}", fontsize=13)
         label = "run that lost a node" + (": the same losses" if identical else "")
-        _draw_losses(upper, undisturbed, struck, failure, label)
+        _draw_losses(upper, undisturbed, failed, failure, label)
         if failure is None or not lanes:
             lower.text(0.5, 0.5, "no recovery recorded", ha="center", transform=lower.transAxes)
             lower.set_axis_off()
@@ -61,24 +61,24 @@ def draw(path: Path, undisturbed: Story, struck: Story, *, identical: bool) -> N
 
 
 def _draw_losses(
-    axes: Axes, undisturbed: Story, struck: Story, failure: Interruption | None, label: str
+    axes: Axes, undisturbed: Story, failed: Story, failure: Interruption | None, label: str
 ) -> None:
-    """Loss over iteration, one run on the other; the kill is between two finished iterations."""
-    calm: dict[str, Any] = {"color": _CALM, "linewidth": 7.0, "solid_capstyle": "round"}
-    thin: dict[str, Any] = {"color": _STRUCK, "linewidth": 1.4, "marker": "o", "markersize": 3.5}
-    axes.plot(*curve_of(undisturbed), label="undisturbed run", **calm)
-    axes.plot(*curve_of(struck), label=label, **thin)
+    """Draw loss over iteration of both runs; the kill is between two finished iterations."""
+    thick: dict[str, Any] = {"color": _UNDISTURBED, "linewidth": 7.0, "solid_capstyle": "round"}
+    thin: dict[str, Any] = {"color": _FAILED, "linewidth": 1.4, "marker": "o", "markersize": 3.5}
+    axes.plot(*curve_of(undisturbed), label="undisturbed run", **thick)
+    axes.plot(*curve_of(failed), label=label, **thin)
     axes.legend(loc="lower left", frameon=False)
     if failure is not None:
         killed = failure.last_iteration + 0.5
-        axes.axvline(killed, color=_ALARM, linewidth=1.4)
+        axes.axvline(killed, color=_KILL, linewidth=1.4)
         axes.annotate(
             f"  a node is killed in iteration {failure.last_iteration + 1};\n  it is finished"
-            f" {(failure.ended or struck.last_wall) - failure.began:.2f} s later, on the spare",
+            f" {(failure.ended or failed.last_wall) - failure.began:.2f} s later, on the spare",
             xy=(killed, 0.97),
             xycoords=("data", "axes fraction"),
             va="top",
-            color=_ALARM,
+            color=_KILL,
         )
     axes.set_xlabel("iteration")
     axes.set_ylabel("training loss")
@@ -86,7 +86,7 @@ def _draw_losses(
 
 
 def curve_of(run: Story) -> tuple[list[int], list[float]]:
-    """Iterations and their losses."""
+    """Return the iterations and their losses."""
     losses = [float("nan") if s.loss is None else float.fromhex(s.loss) for s in run.steps]
     return [s.iteration for s in run.steps], losses
 
@@ -95,13 +95,13 @@ Bar = tuple[str, float, float]  # phase, start, end; seconds since the failure
 
 
 def _lanes(failure: Interruption) -> list[tuple[str, list[Bar]]]:
-    """Lanes of bars, top one first: the whole run, what runs beside it, then each role."""
+    """Return lanes of bars from the top: the whole run, the copies, then each role."""
     if not failure.is_over:
         return []
     whole, decided = list[Bar](), 0.0
     lanes = [("whole run", whole)]
     for phase, length in failure.phases.items():
-        if phase == "reprotect":  # it runs beside the others, from the decision on
+        if phase == "reprotect":  # it is concurrent with the others, from the decision on
             lanes.append(("copies", [(phase, decided, decided + length)]))
             continue
         began = whole[-1][2] if whole else 0.0

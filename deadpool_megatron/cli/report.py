@@ -23,7 +23,7 @@ from deadpool_megatron.observe.view import View
 
 _SHOWN_STACKS = 3
 # Characters of a name in a table.
-_MOST_CELL = 48
+_MAX_CELL = 48
 _COUNTED = {
     Kind.CORRUPTION: "corrupted copies caught",
     Kind.DECODED: "lost parts computed from parity",
@@ -33,7 +33,7 @@ _COUNTED = {
 
 
 def describe(directory: Path, seen: View) -> list[str]:
-    """The whole report as lines."""
+    """Return the lines of the whole report."""
     story = seen.story
     first = f"{directory}: {seen.title}"
     first += f" ({seen.reason})" if seen.reason else ""
@@ -55,13 +55,13 @@ def describe(directory: Path, seen: View) -> list[str]:
 
 
 def describe_failure(failure: Interruption, seen: View) -> list[str]:
-    """About a dozen lines about one failure."""
+    """Return about a dozen lines on a failure."""
     story = seen.story
     began = story.started.wall_seconds if story.started is not None else failure.began
     meaning = MEANINGS.get(failure.kind)
-    # The title has the cause; what is ended on purpose loses nothing.
-    others = [one for one in failure.losses if one.data.get("cause") != failure.cause]
-    losses = [one for one in others if "kind" in one.data]
+    # The title has the cause; a planned end loses nothing.
+    others = [loss for loss in failure.losses if loss.data.get("cause") != failure.cause]
+    losses = [loss for loss in others if "kind" in loss.data]
     facts: list[tuple[str, str]] = [
         (
             "when",
@@ -87,8 +87,8 @@ def describe_failure(failure: Interruption, seen: View) -> list[str]:
             ("cost", f"{cost}, {failure.exposed_seconds:.3f} s without all copies in memory"),
         ]
     else:
-        told = [part.phase for part in failure.parts if part.phase in PHASES]
-        at = f"{seen.title}; last phase reported: {(told or ['close'])[-1]}"
+        reported = [part.phase for part in failure.parts if part.phase in PHASES]
+        at = f"{seen.title}; last phase reported: {(reported or ['close'])[-1]}"
         facts.append(("now", "the run ended here" if failure.is_cut_short else at))
     facts.append(("to do", seen.advice(failure)))
     lines = [f"  {name:<8} {value}" for name, value in facts if value]
@@ -97,7 +97,7 @@ def describe_failure(failure: Interruption, seen: View) -> list[str]:
 
 
 def describe_hang(event: Event) -> list[str]:
-    """Lines of a table: for each group that somebody waits in, how far its roles are."""
+    """Return the lines of a table: the positions of roles in each group with a waiting role."""
     rows, culprits = [], set(event.data["roles"])
     for group in event.data.get("groups", ()):
         name = _cut(str(group["group"]))
@@ -123,7 +123,7 @@ def describe_hang(event: Event) -> list[str]:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _MOST_CELL else f"{text[: _MOST_CELL - 3]}..."
+    return text if len(text) <= _MAX_CELL else f"{text[: _MAX_CELL - 3]}..."
 
 
 def _describe_steps(story: Story) -> list[str]:
@@ -133,50 +133,45 @@ def _describe_steps(story: Story) -> list[str]:
     text = f"  {count(len(story.steps), 'step')} finished, the last is iteration {last.iteration}"
     lines = [text if last.loss is None else f"{text} with loss {decimal(last.loss):.4f}"]
     if times["count"]:
-        told = ", ".join(f"{name} {times[name]:.3f}" for name in ("mean", "p50", "p95", "p99"))
-        lines.append(f"  seconds per step: {told}")
+        text = ", ".join(f"{name} {times[name]:.3f}" for name in ("mean", "p50", "p95", "p99"))
+        lines.append(f"  seconds per step: {text}")
     return lines
 
 
 def _phase_table(timed: list[Interruption]) -> list[str]:
-    """A row per phase; each failure has its own seconds. Planned changes have columns of their
-    own."""
-    failures = [one for one in timed if not one.planned]
+    """Return a table with a row per phase, and columns for failures and for planned changes."""
     header, parts = ["phase"], list[list[Interruption]]()
-    for noun, found in (("failures", failures), ("planned", [o for o in timed if o.planned])):
-        if found:
+    for noun in ("failures", "planned"):
+        if found := [each for each in timed if each.planned == (noun == "planned")]:
             header, parts = [*header, noun, "mean", "longest"], [*parts, found]
-    known = {name for one in timed for name in one.phases}
+    known = {name for failure in timed for name in failure.phases}
     names = [name for name in PHASES if name in known] + sorted(known - PHASES.keys())
     rows = [[name, *_spent(name, parts)] for name in names]
     return table(header, [*rows, ["to next step", *_spent("", parts)]])
 
 
 def _spent(name: str, parts: list[list[Interruption]]) -> list[str]:
-    """Count, mean and longest of the seconds in a phase, or of the whole, for each part."""
+    """Return count, mean and maximum of the seconds in a phase, or in total, for each part."""
     cells = list[str]()
     for part in parts:
-        found = [one.phases.get(name) if name else one.seconds for one in part]
-        spent = [one for one in found if one is not None]
+        found = [failure.phases.get(name) if name else failure.seconds for failure in part]
+        spent = [value for value in found if value is not None]
         mean = statistics.fmean(spent) if spent else None
         cells += [str(len(spent)), seconds(mean), seconds(max(spent, default=None))]
     return cells
 
 
 def _describe_time(seen: View) -> list[str]:
-    """A row per use, in seconds of nodes."""
+    """Return a table of the seconds of nodes by use."""
     account, goodput = seen.story.account, seen.story.goodput(seen.until)
     if goodput is None:
         return []
     spent = {use: value for use, value in account.uses(seen.until).items() if value > 0}
     whole = sum(spent.values())
     rows = [[use.value, seconds(value), f"{value / whole:.1%}"] for use, value in spent.items()]
-    lines = [
-        "",
-        f"Node time by use, until {'the last event' if seen.until is None else 'now'}:"
-        f" goodput {goodput:.1%} of those with roles",
-    ]
-    return [*lines, *table(["use", "seconds", "part"], rows)]
+    until = "the last event" if seen.until is None else "now"
+    title = f"Node time by use, until {until}: goodput {goodput:.1%} of those with roles"
+    return ["", title, *table(["use", "seconds", "part"], rows)]
 
 
 def _describe_protection(seen: View) -> list[str]:
@@ -201,8 +196,8 @@ def _describe_protection(seen: View) -> list[str]:
     lines += map(narration.describe_protection, story.protections)
     lines += map(narration.describe_slowness, story.kept[Kind.SLOW_NODE])
     if story.audits:
-        half, most = statistics.median(story.audits), max(story.audits)
-        spent = f"half of them in {half:.3f} s, the longest {most:.3f} s"
+        half, longest = statistics.median(story.audits), max(story.audits)
+        spent = f"half of them in {half:.3f} s, the longest {longest:.3f} s"
         lines.append(f"audits without a find: {len(story.audits)}, {spent}")
     lines += [
         f"{text}: {story.counts[kind]}" for kind, text in _COUNTED.items() if kind in story.counts
@@ -219,14 +214,14 @@ def _describe_protection(seen: View) -> list[str]:
 
 
 def _joined(parts: Iterable[str], limit: int = 4) -> str:
-    """The first few; a report line stays a line."""
+    """Join the first parts, so that the text stays a line."""
     found = list(parts)
     more = len(found) - limit
     return "; ".join(found[:limit]) + (f"; and {more} more" if more > 0 else "")
 
 
 def to_dict(directory: Path, seen: View) -> dict[str, Any]:
-    """The same facts as JSON values."""
+    """Return the same facts as JSON values."""
     story = seen.story
     return {
         "directory": str(directory),
@@ -263,7 +258,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``deadpool report``. Raises ResultError when DIR is no run directory."""
+    """Carry out ``deadpool report``. Raises ResultError if DIR is no run directory."""
     run = RunDirectory(args.directory)
     result = read_result(args.directory) if run.final.exists() else None
     story = read_story(args.directory) if result is None else result.story

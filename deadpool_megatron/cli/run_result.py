@@ -1,4 +1,4 @@
-"""The results of a run: ``final.json`` as typed values, and the story that its events tell."""
+"""The results of a run: ``final.json`` as typed values, and the story of its events."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunDirectoryError,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 from deadpool_megatron.events import DAMAGE, EventTail, complain, date, event_files
 from deadpool_megatron.observe.narration import describe_loss
 from deadpool_megatron.observe.story import RECENT_STEPS, Interruption, Story
@@ -23,13 +20,13 @@ _RECENT_BYTES = 16 << 20
 
 
 class ResultError(CommandError):
-    """A run directory has no usable result; one clear line."""
+    """A run directory has no usable result."""
 
 
 @dataclass(frozen=True)
 class RoleResult:
-    """The end state of one role: hash over everything training depends on, samples consumed, and
-    short digests of the entries beside weights and optimizer state."""
+    """The final state of a role: the hash of all state, the consumed samples, and short digests of
+    the entries other than weights and optimizer state."""
 
     sha256: str
     samples: int | None
@@ -40,7 +37,7 @@ class RoleResult:
 class RunResult:
     """The contents of ``final.json``, with the story.
 
-    ``resumed_after``: the iteration whose state another run handed over; 0 for a whole run.
+    ``resumed_after``: the iteration from which the run was resumed; 0 for a whole run.
     """
 
     directory: Path
@@ -59,8 +56,8 @@ class RunResult:
 
 
 def read_story(directory: Path, *, hashes: bool = False) -> Story:
-    """The story that the events tell; ``hashes``: with those of the state. Raises ResultError when
-    there is none.
+    """Return the story of the events; ``hashes``: with hashes of the state. Raises ResultError if
+    there are no events.
     """
     path, story = RunDirectory(directory).events, Story(hashes=hashes)
     if not event_files(path):
@@ -73,19 +70,19 @@ def read_story(directory: Path, *, hashes: bool = False) -> Story:
 
 
 def read_recent(directory: Path) -> Story:
-    """The story that the newest events tell, whatever the length of the run; an empty one where
-    they cannot be read."""
+    """Return the story of the newest events, whatever the length of the run; an empty one if they
+    cannot be read."""
     run, story = RunDirectory(directory), Story(RECENT_STEPS + 1)
     with contextlib.suppress(OSError, OwnershipError, RunDirectoryError):
         info, tail = run.read_run(only_to_show=True), EventTail(run.events)
-        story.wanted = info.nodes, info.spares  # the first event may be left out
+        story.wanted = info.nodes, info.spares  # the first event may be skipped
         tail.leave_out(_RECENT_BYTES)
         tail.feed(story.take)
     return story
 
 
 def failure_to_dict(failure: Interruption, seen: View) -> dict[str, Any]:
-    """All facts about one failure as JSON values; ``kind`` is its code."""
+    """Return all facts about a failure as JSON values; ``kind`` is its code."""
     node, story = failure.best.node, seen.story
     plain = (
         *("number", "cause", "kind", "planned", "last_iteration", "closes", "generation"),
@@ -109,11 +106,11 @@ def failure_to_dict(failure: Interruption, seen: View) -> dict[str, Any]:
 
 
 def read_result(directory: Path) -> RunResult:
-    """The result of the run in ``directory``. Raises ResultError with one clear line."""
+    """Return the result of the run in ``directory``. Raises ResultError."""
     run = RunDirectory(directory)
     if not run.has_final():
-        why = "it is not the directory of a run, or the run is not over, or was killed as a whole"
-        raise ResultError(f"{directory} has no final.json: {why}")
+        text = "it is not the directory of a run, or the run is not over, or was killed as a whole"
+        raise ResultError(f"{directory} has no final.json: {text}")
     try:
         values = run.read_final()
         return RunResult(
@@ -141,5 +138,5 @@ def _resumed_after(directory: Path) -> int:
     try:
         restore = RunDirectory(directory).read_run(only_to_show=True).restore
     except RunDirectoryError:
-        return 0  # a result without its run directory, as a copy may be
+        return 0  # a copy of the result without the run directory
     return int(restore["generation"][1]) if restore else 0

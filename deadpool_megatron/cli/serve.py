@@ -39,7 +39,7 @@ from deadpool_megatron.observe.steps import StepTable, decimal
 from deadpool_megatron.observe.story import PHASES, Interruption, Story
 from deadpool_megatron.observe.view import State, View
 
-_ROOM = Path(observe.__file__).parent
+_PAGE_FOLDER = Path(observe.__file__).parent
 _FILES = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -48,12 +48,12 @@ _FILES = {
 _POLL_SECONDS = 0.5
 _SHOWN_LINES = 200
 _SHOWN_RECOVERIES = 50
-_SHOWN_NODES = 50  # of those that were lost
-# The curve of the loss has so many points at most, whatever the length of the run.
-_POINTS = 400
+_SHOWN_NODES = 50  # lost nodes
+# The maximum number of points of the loss curve.
+_MAX_POINTS = 400
 _LONG = ("hangs", "stacks", "losses", "seats_changed")
 _HEADERS = {
-    # Nothing but what this server itself answers is ever loaded, whatever a run's texts hold.
+    # The page loads only answers of this server, whatever a run's texts contain.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'",
@@ -66,17 +66,13 @@ _HEADERS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     common.add_run_directory(parser)
-    parser.add_argument(
-        "--listen",
-        default="127.0.0.1:0",
-        metavar="ADDR:PORT",
-        help="address of the page (default: a free port, on this host only)",
-    )
+    text = "address of the page (default: a free port, on this host only)"
+    parser.add_argument("--listen", default="127.0.0.1:0", metavar="ADDR:PORT", help=text)
 
 
-class WatchedPage:
-    """A run as the page's JSON, as its program (``page.js``) takes it, made again at most once a
-    second however many people look. What is for the eye alone (colours, places) is there.
+class RunPage:
+    """The JSON of the page, which its program (``page.js``) displays. It is rebuilt at most every
+    half a second, for any number of readers. Colours and layout are up to the program.
     """
 
     def __init__(self, run_id: str, run: RunDirectory) -> None:
@@ -86,32 +82,32 @@ class WatchedPage:
         self._narrator = Narrator(self.story)
         self._lines: deque[tuple[float, str, str]] = deque(maxlen=_SHOWN_LINES)
         self._lock = threading.Lock()
-        self._made = b""
-        self._good_until = 0.0
+        self._cached = b""
+        self._valid_until = 0.0
 
     def answer(self) -> bytes:
-        """Return the state as of now, or of so little ago that nobody sees the difference."""
+        """Return the present state, or that of a moment ago."""
         with self._lock:
-            if time.monotonic() >= self._good_until:
+            if time.monotonic() >= self._valid_until:
                 self._tail.feed(self.take)
                 found = self.to_dict(self._poller.view(self.story))
-                self._made = json.dumps(found, allow_nan=False).encode()
-                self._good_until = time.monotonic() + _POLL_SECONDS
-            return self._made
+                self._cached = json.dumps(found, allow_nan=False).encode()
+                self._valid_until = time.monotonic() + _POLL_SECONDS
+            return self._cached
 
     def take(self, event: Event) -> None:
-        """Take in one event; a damaged one raises one of :data:`events.DAMAGE`."""
+        """Add an event. Raises one of :data:`events.DAMAGE` if it is damaged."""
         for line in self._narrator.take(event):
             if not line.passes:
                 text = line.text.replace("--run-dir DIR", f"--run-dir {self._run}")
                 self._lines.append((event.wall_seconds, text, line.style))
 
     def to_dict(self, seen: View) -> dict[str, Any]:
-        """Return everything."""
+        """Return all values of the page."""
         story, until = seen.story, seen.until
-        far = story.progress()
+        progress = story.progress()
         if seen.state is State.GONE:
-            far |= dict.fromkeys(("samples_per_second", "tokens_per_second", "seconds_left"))
+            progress |= dict.fromkeys(("samples_per_second", "tokens_per_second", "seconds_left"))
         uses = {use.value: spent for use, spent in story.account.uses(until).items() if spent > 0}
         return {
             "run": self._run_id,
@@ -119,12 +115,12 @@ class WatchedPage:
             **_seen(seen),
             "ended": dict(seen.final) if seen.state is State.OVER else None,
             "iteration": seen.iteration,
-            "progress": far,
+            "progress": progress,
             "step_seconds": story.pace(),
             "goodput": story.goodput(until),
             "node_seconds": uses,
             "loss": _losses(story.steps),
-            "recoveries": [_failure(one, seen) for one in story.shown[-_SHOWN_RECOVERIES:]],
+            "recoveries": [_failure(each, seen) for each in story.shown[-_SHOWN_RECOVERIES:]],
             "survived": story.survived,
             "lost": [
                 {
@@ -142,9 +138,9 @@ class WatchedPage:
 
 
 def _losses(steps: StepTable) -> list[tuple[int, float | None, float]]:
-    """Iteration, loss, wall clock. None for what is not finite: JSON has no such numbers."""
+    """Return (iteration, loss, wall clock); None for losses that are not finite, as in JSON."""
     found = list[tuple[int, float | None, float]]()
-    every = max(1, -(-len(steps) // _POINTS))
+    every = max(1, -(-len(steps) // _MAX_POINTS))
     for at in [*range(0, len(steps), every), *([len(steps) - 1] if len(steps) else [])]:
         step, loss = steps[at], decimal(steps[at].loss)
         if loss is not None:
@@ -154,11 +150,11 @@ def _losses(steps: StepTable) -> list[tuple[int, float | None, float]]:
 
 
 def _seen(seen: View) -> dict[str, Any]:
-    """Return what the coordinator's answer says, and the banner: the answer to "is it all right?",
-    the newest failure, spares (left, wanted), when the last step was.
+    """Return the coordinator's facts, and the banner: the answer to "is it all right?", the newest
+    failure, spares (left, wanted), the time of the last step.
     """
     story, status, ago = seen.story, seen.status, seen.step_seconds_ago
-    failures = [one for one in story.shown if not one.planned]
+    failures = [failure for failure in story.shown if not failure.planned]
     banner = {
         **{name: getattr(seen, name) for name in ("state", "look", "title", "to_do")},
         "why": seen.reason,
@@ -166,19 +162,19 @@ def _seen(seen: View) -> dict[str, Any]:
         "last_step_at": None if ago is None else seen.now - ago,
         "failure": _failure(failures[-1], seen) if failures else None,
     }
-    told = list[tuple[str, str]]()
+    facts = list[tuple[str, str]]()
     if status is not None:
         epoch = f"{status['epoch']} (each change of the nodes makes a new one)"
-        told = [*common.facts(seen, status), ("epoch", epoch)]
-        if seen.exposed is not None:  # else all are still to come
+        facts = [*common.facts(seen, status), ("epoch", epoch)]
+        if seen.exposed is not None:  # otherwise no node has joined
             uses = [status["nodes"][str(node)]["use"] for node in status["spares"]]
             banner["spares"] = uses.count(NodeUse.SPARE), story.wanted[1]
-    return {"banner": banner, "facts": told, "status": _drawn(seen)}
+    return {"banner": banner, "facts": facts, "status": _nodes_and_roles(seen)}
 
 
-def _drawn(seen: View) -> dict[str, Any]:
-    """Return what is drawn of nodes and roles: all nodes that the events know, also while the
-    coordinator has not heard of them yet, or is away."""
+def _nodes_and_roles(seen: View) -> dict[str, Any]:
+    """Return nodes and roles, with nodes of the events that the coordinator does not know yet, or
+    while it does not answer."""
     story, status = seen.story, seen.status
     here = {node: host for node, host in story.hosts.items() if node not in story.lost_nodes}
     unknown = {"use": "", "spare": True, "restarts": 0, "vault": dict[str, Any]()}
@@ -195,7 +191,7 @@ def _drawn(seen: View) -> dict[str, Any]:
 
 
 def _failure(failure: Interruption, seen: View) -> dict[str, Any]:
-    """Return all that JSON has of a failure, but for what is long, and what is for the eye."""
+    """Return the facts on a failure without long ones, and its text."""
     whole = failure_to_dict(failure, seen)
     return {
         **{name: value for name, value in whole.items() if name not in _LONG},
@@ -206,17 +202,17 @@ def _failure(failure: Interruption, seen: View) -> dict[str, Any]:
     }
 
 
-def make_server(watched: WatchedPage, host: str, port: int, token: str) -> LimitedServer:
-    """Return a server that answers the page to whoever names the token. Raises OSError."""
+def make_server(page: RunPage, host: str, port: int, token: str) -> LimitedServer:
+    """Return a server that requires the token for all answers. Raises OSError."""
 
     class Handler(BaseHTTPRequestHandler):
-        """Three files and one JSON answer."""
+        """Serves three files and a JSON answer."""
 
         server_version, sys_version = "deadpool", ""
 
         def do_GET(self) -> None:
-            """Answer one request; without the token nothing is answered but that it is missing."""
-            status, kind, body = self._found()
+            """Answer a request; without the token, only with an error."""
+            status, kind, body = self._response()
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
@@ -225,7 +221,7 @@ def make_server(watched: WatchedPage, host: str, port: int, token: str) -> Limit
             self.end_headers()
             self.wfile.write(body)
 
-        def _found(self) -> tuple[HTTPStatus, str, bytes]:
+        def _response(self) -> tuple[HTTPStatus, str, bytes]:
             try:
                 parts = urlsplit(self.path)
             except ValueError:
@@ -234,18 +230,18 @@ def make_server(watched: WatchedPage, host: str, port: int, token: str) -> Limit
             if not hmac.compare_digest(given.encode(), token.encode()):
                 return HTTPStatus.FORBIDDEN, "text/plain", b"the token is missing\n"
             if parts.path == "/state":
-                return HTTPStatus.OK, "application/json", watched.answer()
+                return HTTPStatus.OK, "application/json", page.answer()
             if parts.path not in _FILES:
                 return HTTPStatus.NOT_FOUND, "text/plain", b"there is nothing\n"
             name, kind = _FILES[parts.path]
-            body = (_ROOM / name).read_bytes()
-            if name == "page.html":  # data, which no text of a run can end
-                first = watched.answer().replace(b"<", b"\\u003c")
+            body = (_PAGE_FOLDER / name).read_bytes()
+            if name == "page.html":  # escaped: no text of a run can end the script
+                first = page.answer().replace(b"<", b"\\u003c")
                 body = body.replace(b"TOKEN", token.encode()).replace(b"FIRST", first)
             return HTTPStatus.OK, kind, body
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing: the address has the token in it."""
+            """Log nothing, as the address contains the token."""
 
     return LimitedServer(host, port, Handler)
 
@@ -256,9 +252,8 @@ def run(args: argparse.Namespace) -> int:
     run, token = RunDirectory(args.run_dir), secrets.token_urlsafe(16)
     run_id = run.read_run(only_to_show=True).run_id
     name = f"{run_id}, {socket.gethostname()}:{run.path}"
-    watched = WatchedPage(name, run)
     try:
-        server = make_server(watched, host, port, token)
+        server = make_server(RunPage(name, run), host, port, token)
     except OSError as error:
         raise common.CommandError(f"--listen {args.listen}: {error.strerror or error}") from error
     seen = socket.gethostname() if host in ("0.0.0.0", "::") else host

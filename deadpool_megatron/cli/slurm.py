@@ -4,12 +4,13 @@ line reports this. The command ends with the run. Start it on a host that has si
 directory.
 """
 
-# ``deadpool agent --from-slurm`` takes node id and failure domain from here. Tested with Slurm
-# 22.05; the variables are those of srun's manual page. Following needs no right in Slurm.
+# ``deadpool agent --from-slurm`` takes node id and failure domain from here, too. Tested with Slurm
+# 22.05; the variables are those of srun's manual page. Following needs no privileges in Slurm.
 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import secrets
 import shutil
@@ -20,28 +21,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_megatron.cli.common import (
-    TRANSIENT,
-    CommandError,
-    RequestRefused,
-    add_run_directory,
-    ask,
-    number,
-)
+from deadpool_megatron.cli import common
+from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
 _ANSWER_SECONDS = 60.0
 _PAUSE_SECONDS = 0.2
-_LONGEST_SECONDS = 86_400.0
+_MAX_SECONDS = 86_400.0
 _TASK_COUNTS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
 
 
 @dataclass(frozen=True)
 class SlurmNode:
-    """One node of a job step. ``host``: Slurm's name of it.
+    """A node of a job step. ``host``: its name in Slurm.
 
-    ``domain`` is the lowest switch (or block) above the node, empty where the site names none.
+    ``domain`` is the lowest switch (or block) above the node, empty if the site names none.
     """
 
     node_id: int
@@ -56,7 +51,7 @@ def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
             "--from-slurm: this is no Slurm job (no SLURM_JOB_ID): start it with sbatch and srun,"
             " or give --node-id and --host"
         )
-    # sbatch's script has SLURM_PROCID, too, but is no step.
+    # sbatch's script has SLURM_PROCID, too, but is not a step.
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         raise CommandError(
             "--from-slurm: this is no task of a job step: put 'srun --ntasks-per-node=1' before it"
@@ -77,8 +72,8 @@ def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
 
 
 def step_size(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Fill in the size of a run that ``args`` leave open, as Slurm knows it of this step. GPUs are
-    those that were asked for: a node that has lost one does not make the run smaller."""
+    """Set the sizes that ``args`` leave open to those of this step in Slurm. GPUs are the requested
+    ones: a node that has lost a GPU does not make the run smaller."""
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "0"))
     gpus = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
     if args.nproc_per_node is None and gpus.isdigit():
@@ -90,7 +85,7 @@ def step_size(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """``2(x3),1`` -> [2, 1]; the numbers of nodes do not matter here."""
+    """Parse ``2(x3),1`` -> [2, 1], without the numbers of nodes."""
     found = [_TASK_COUNTS.fullmatch(part) for part in text.split(",")]
     if not all(found):
         raise CommandError(f"--from-slurm: SLURM_STEP_TASKS_PER_NODE is {text!r}: start it by srun")
@@ -98,24 +93,19 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _domain(environment: Mapping[str, str]) -> str:
-    """``core.rack0.node1`` with the pattern ``switch.switch.node`` -> ``rack0``."""
+    """Parse ``core.rack0.node1`` with the pattern ``switch.switch.node`` -> ``rack0``."""
     names = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
-    # A node's name may have dots itself; what stands above it does not.
+    # A node's name may contain dots; the names above it do not.
     above = [name for name, kind in zip(names, kinds, strict=False) if kind not in ("node", "")]
     return above[-1] if above else ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    add_run_directory(parser)
-    parser.add_argument(
-        "--every",
-        type=number(float, 1, _LONGEST_SECONDS),
-        default=15.0,
-        metavar="SECONDS",
-        help="between looks (default: 15)",
-    )
+    common.add_run_directory(parser)
+    kind, text = common.number(float, 1, _MAX_SECONDS), "between looks (default: 15)"
+    parser.add_argument("--every", type=kind, default=15.0, metavar="SECONDS", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,34 +114,35 @@ def run(args: argparse.Namespace) -> int:
     directory.read_run()
     if shutil.which("sinfo") is None:
         raise CommandError("sinfo was not found: start it on a host of the Slurm cluster")
-    follower = SlurmFollower(directory, drained_hosts, lambda message: ask(directory, message))
+    send = functools.partial(common.ask, directory)
+    follower = SlurmFollower(directory, drained_hosts, send)
     while not directory.has_final():
-        follower.look()
-        again = time.monotonic() + args.every
-        while time.monotonic() < again and not directory.has_final():
+        follower.poll()
+        poll_at = time.monotonic() + args.every
+        while time.monotonic() < poll_at and not directory.has_final():
             time.sleep(_PAUSE_SECONDS)
     return 0
 
 
 class SlurmFollower:
-    """``drained``: names of the hosts that Slurm drains; raises CommandError when it does not say.
-    ``tell``: sends a message to the run; raises RequestRefused, or one of TRANSIENT.
+    """Drains the nodes of a run that Slurm drains. ``drained``: returns the names of the hosts;
+    raises CommandError. ``send``: sends a message to the run; raises RequestRefused or TRANSIENT.
     """
 
     def __init__(
         self,
         directory: RunDirectory,
         drained: Callable[[], frozenset[str]],
-        tell: Callable[[dict[str, Any]], dict[str, Any]],
+        send: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
-        self._directory, self._drained, self._tell = directory, drained, tell
-        # One request for each node, however often it is sent.
+        self._directory, self._drained, self._send = directory, drained, send
+        # A single request for each node, even if it is repeated.
         self._tokens: dict[int, str] = {}
         self._over: set[int] = set()
         self._printed: dict[int | None, str] = {}
 
-    def look(self) -> None:
-        """Ask Slurm, and have the run drain what Slurm drains; print what is new."""
+    def poll(self) -> None:
+        """Poll Slurm, have the run drain the same nodes, and print changes."""
         try:
             drained = self._drained()
         except CommandError as error:
@@ -166,20 +157,20 @@ class SlurmFollower:
     def _drain(self, node: int, host: str) -> None:
         token = self._tokens.setdefault(node, secrets.token_hex(8))
         try:
-            answer = self._tell({"command": str(Verb.DRAIN), "token": token, "node": node})
-        except RequestRefused as error:
+            answer = self._send({"command": str(Verb.DRAIN), "token": token, "node": node})
+        except common.RequestRefused as error:
             self._over.add(node)
             self._print(node, f"Slurm drains {host}, node {node} is not drained: {error}")
             return
-        except TRANSIENT as error:
+        except common.TRANSIENT as error:
             self._print(node, f"the run does not know yet that Slurm drains {host}: {error}")
             return
         known = Request.from_dict(answer["request"])
         if not known.is_open:
             self._over.add(node)
         stage = {Stage.REFUSED: "refused", Stage.DONE: "done"}.get(known.stage, "")
-        said = ", ".join(filter(None, (stage, known.why)))
-        self._print(node, f"Slurm drains {host}: node {node} is drained{said and f': {said}'}")
+        text = ", ".join(filter(None, (stage, known.why)))
+        self._print(node, f"Slurm drains {host}: node {node} is drained{text and f': {text}'}")
 
     def _print(self, about: int | None, text: str) -> None:
         if text and self._printed.get(about) != text:
@@ -188,7 +179,7 @@ class SlurmFollower:
 
 
 def drained_hosts() -> frozenset[str]:
-    """Hosts that Slurm drains or has drained, without their domains. Raises CommandError."""
+    """Return the hosts that Slurm drains or has drained, without domains. Raises CommandError."""
     try:
         done = subprocess.run(
             ["sinfo", "--noheader", "--Node", "--format=%n|%T"],
@@ -204,10 +195,10 @@ def drained_hosts() -> frozenset[str]:
     except OSError as error:
         raise CommandError(f"sinfo cannot be run: {error}") from error
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or ["no message"]
-        raise CommandError(f"sinfo ended with status {done.returncode}: {said[-1]}")
-    lines = (line.partition("|") for line in done.stdout.splitlines())
-    return frozenset(_short(host.strip()) for host, _, state in lines if state.startswith("drain"))
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise CommandError(f"sinfo ended with status {done.returncode}: {lines[-1]}")
+    rows = (line.partition("|") for line in done.stdout.splitlines())
+    return frozenset(_short(host.strip()) for host, _, state in rows if state.startswith("drain"))
 
 
 def _short(host: str) -> str:

@@ -18,12 +18,12 @@ from deadpool_megatron.observe.narration import Line, Narrator, describe_progres
 from deadpool_megatron.observe.story import RECENT_STEPS, Story
 
 _POLL_SECONDS = 0.5
-_LAST_LOOKS = 10
-# After so long without an event the coordinator is asked: perhaps events cannot be written. What
-# that says is shown at once if they cannot, else and again after a longer time.
+_LAST_POLLS = 10
+# After this time without an event, poll the coordinator: perhaps it cannot write events. Its answer
+# is shown at once in that case, otherwise after a longer silence, and again.
 _ASK_SECONDS = 5.0
 _SILENCE_SECONDS = 60.0
-# Of what is there already so much is read, for its newest lines.
+# Bytes of older events that are read for the newest lines.
 _RECENT_BYTES = 4 << 20
 
 
@@ -40,29 +40,29 @@ def run(args: argparse.Namespace) -> int:
     directory.read_run(only_to_show=True)
     follower = Follower(directory, Display())
     follower.skip(args.lines)
-    looks = 0
-    # Of a run that has its result, the event of its end is on its way, or lost.
-    while not follower.is_over and not (looks > _LAST_LOOKS and directory.final.exists()):
-        looks = 0 if follower.look() else looks + 1
-        time.sleep(_POLL_SECONDS if looks else 0.0)
+    polls = 0
+    # Once the run has its result, its last event may still arrive, or be lost.
+    while not follower.is_over and not (polls > _LAST_POLLS and directory.final.exists()):
+        polls = 0 if follower.poll() else polls + 1
+        time.sleep(_POLL_SECONDS if polls else 0.0)
     follower.close_with_report()
     return 0
 
 
 class Follower:
-    """Tells a display what the events of a run say. ``look`` may be called at any time."""
+    """Shows the events of a run on a display. ``poll`` may be called at any time."""
 
     def __init__(self, run: RunDirectory, display: Display) -> None:
         self._run, self._tail, self._display = run, EventTail(run.events), display
         self._story = Story(RECENT_STEPS + 1)
         self._narrator = Narrator(self._story)
         self._day, self._poller = "", StatusPoller(run)
-        self._asked_at = self._told_at = time.monotonic()
-        self._is_told = False
+        self._polled_at = self._shown_at = time.monotonic()
+        self._is_shown = False
 
     def skip(self, all_but_lines: int = 0) -> None:
-        """Leave out what has been told so far, but for so many newest lines: it was shown by an
-        earlier start of the run, or is old. Raises OSError."""
+        """Skip the present events, except the newest lines: an earlier start of the run has shown
+        them, or they are old. Raises OSError."""
         self._tail.leave_out(_RECENT_BYTES)
         kept = deque[tuple[Event, Line]](maxlen=all_but_lines)
         while events := self._tail.poll():
@@ -73,44 +73,44 @@ class Follower:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the run has told its end."""
+        """Return whether the run has reported its end."""
         return self._story.ended is not None
 
-    def look(self) -> bool:
-        """Tell what is new; return whether there was anything."""
+    def poll(self) -> bool:
+        """Show new events; return whether there were any."""
         try:
             events = self._tail.poll()
-        except OSError:  # a run must not end because nobody can be told of it for a moment
+        except OSError:  # an unreadable directory must not end the run
             return False
         for event in events:
             for line in self._lines(event):
                 self._show(event, line)
         now = time.monotonic()
         if events:
-            self._asked_at = self._told_at = now
-            self._is_told = False
-        elif now - self._asked_at > _ASK_SECONDS and not self.is_over:
-            self._asked_at = now
-            self._ask(is_long=now - self._told_at > _SILENCE_SECONDS)
+            self._polled_at = self._shown_at = now
+            self._is_shown = False
+        elif now - self._polled_at > _ASK_SECONDS and not self.is_over:
+            self._polled_at = now
+            self._poll_status(is_long=now - self._shown_at > _SILENCE_SECONDS)
         return bool(events)
 
-    def _ask(self, *, is_long: bool) -> None:
-        """Show what the coordinator says where no events come."""
+    def _poll_status(self, *, is_long: bool) -> None:
+        """Show the coordinator's status when no events arrive."""
         seen = self._poller.view(self._story)
-        if is_long or (seen.events_waiting and not self._is_told):
-            self._is_told, self._told_at = True, time.monotonic()
+        if is_long or (seen.events_waiting and not self._is_shown):
+            self._is_shown, self._shown_at = True, time.monotonic()
             at, todo = date(seen.now)[11:19], f". To do: {seen.to_do}" if seen.to_do else ""
             text = f"{seen.title}; iteration {seen.iteration}{todo}"
             self._display.line(f"{at}  {text}", "yellow")
 
     def close(self) -> None:
-        """Tell the rest."""
-        self.look()
+        """Show the remaining events."""
+        self.poll()
         self._display.close()
 
     def close_with_report(self) -> None:
-        """Tell the rest, and the command that shows all of it."""
-        self.look()
+        """Show the remaining events, and the command for a report."""
+        self.poll()
         if self.is_over:
             self._display.line(f"report: deadpool report {self._run.path}")
         self.close()
@@ -119,7 +119,7 @@ class Follower:
         try:
             return self._narrator.take(event)
         except DAMAGE as error:
-            # Of an agent that has lost its mind; whoever watches must not end the run.
+            # A malformed event must not end the run.
             return [Line(f"event {event.kind} cannot be shown: {error!r}", "red")]
 
     def _show(self, event: Event, line: Line) -> None:
@@ -127,10 +127,10 @@ class Follower:
         if at[:10] != self._day:
             self._day = at[:10]
             self._display.line(f"{self._day}, UTC{at[23:]}")
-        told = line.text.replace("--run-dir DIR", f"--run-dir {self._run.path}")
-        text = f"{at[11:19]}  {told}"
+        text = line.text.replace("--run-dir DIR", f"--run-dir {self._run.path}")
+        text = f"{at[11:19]}  {text}"
         story, part = self._story, None
-        is_step = event.kind is Kind.STEP and line.passes  # losses are told before it
+        is_step = event.kind is Kind.STEP and line.passes  # after the lines of failures
         if is_step and (far := describe_progress(story, event.wall_seconds)):
             text += f"  ({far})"
             part = story.iterations and story.last_iteration / story.iterations

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cli.metrics import WatchedMetrics, metrics
+from deadpool_megatron.cli.metrics import RunCollector, metrics
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
@@ -89,7 +89,7 @@ def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(
         claim_term(Journal(silent_run.journal), 1, *second.getsockname(), None)
         began = time.monotonic()
         found = {
-            metric.name: metric.samples[0].value for metric in WatchedMetrics(silent_run).collect()
+            metric.name: metric.samples[0].value for metric in RunCollector(silent_run).collect()
         }
         assert time.monotonic() - began < PROMETHEUS_SECONDS
     assert found["deadpool_up"] == 0.0

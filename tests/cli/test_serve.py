@@ -92,13 +92,13 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
 
 
 def drawn(
-    page: serve.WatchedPage, status: dict[str, Any] | None, now: float, left: str = ""
+    page: serve.RunPage, status: dict[str, Any] | None, now: float, left: str = ""
 ) -> dict[str, Any]:
     return page.to_dict(view(page.story, status, "R", now, left=left))
 
 
-def page_of(*losses: str, run: str = "run") -> serve.WatchedPage:
-    page = serve.WatchedPage(run, serve.RunDirectory(Path("R")))
+def page_of(*losses: str, run: str = "run") -> serve.RunPage:
+    page = serve.RunPage(run, serve.RunDirectory(Path("R")))
     page.take(Event(Kind.RUN_STARTED, data={"spares": 2}, wall_seconds=0.5))
     for k, loss in enumerate(losses, 1):
         values = {"loss": loss, "samples": 8 * k}
@@ -309,10 +309,10 @@ def test_requests_that_never_end_take_neither_its_threads_nor_its_answers() -> N
     with ExitStack() as stack:
         stack.callback(server.server_close)
         stack.callback(server.shutdown)
-        for _ in range(3 * http_server.MOST_REQUESTS):
+        for _ in range(3 * http_server.MAX_REQUESTS):
             one = stack.enter_context(socket.create_connection(server.server_address[:2]))
             one.sendall(b"GET / HTTP/1.0\r\n")
         with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}", timeout=10) as answer:
             assert answer.status == 204
-        most = before + 1 + http_server.MOST_REQUESTS
+        most = before + 1 + http_server.MAX_REQUESTS
         wait_for("threads to end", lambda: threading.active_count() <= most)

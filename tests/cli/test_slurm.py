@@ -52,11 +52,11 @@ def test_a_drain_is_passed_on_once_and_its_wait_for_a_spare_is_told(
 
     follower = slurm.SlurmFollower(run, slurm.drained_hosts, tell)
     says(sinfo, "a1|allocated", "a2|mixed", "b3|drained")
-    follower.look()
+    follower.poll()
     assert sent == [], "of other nodes nothing is said"
     says(sinfo, "a1|allocated", "a2|draining@", "a2|draining@")
     for _ in range(5):
-        follower.look()
+        follower.poll()
     assert answers == [], "until it is done, and not again"
     assert len({one["token"] for one in sent}) == 1
     assert {(one["command"], one["node"]) for one in sent} == {("drain", 1)}

@@ -96,13 +96,13 @@ def test_events_that_cannot_be_read_now_are_told_later(tmp_path: Path) -> None:
     run, heard = RunDirectory(tmp_path), Heard()
     follower, second = Follower(run, heard), tmp_path / "events-0002.jsonl"
     run.events.symlink_to(run.events.name)  # a real failure of the system, for root as well
-    assert not follower.look()
+    assert not follower.poll()
     run.events.unlink()
     run.events.write_bytes(to_line(Event(Kind.EPOCH_OPENED, epoch=1)))
     second.symlink_to(tmp_path / "away")
-    assert [follower.look(), follower.look()] == [True, False]
+    assert [follower.poll(), follower.poll()] == [True, False]
     (tmp_path / "away").write_bytes(to_line(Event(Kind.EPOCH_OPENED, epoch=2)))
-    assert follower.look()
+    assert follower.poll()
     assert len(heard.lines) == 2
 
 
@@ -152,6 +152,6 @@ def test_silence_is_told_as_the_coordinator_sees_it(
         status = {**status_of(2, 4), "events": events, "iteration": 7, "fewer_copies": []}
         monkeypatch.setattr(watch.StatusPoller, "status", Mock(return_value=status))
         heard.lines.clear()
-        assert not follower.look()
+        assert not follower.poll()
         assert len(heard.lines) == len(told)
         assert all(part in line for part, line in zip(told, heard.lines, strict=True))

@@ -144,7 +144,7 @@ ENDS = ("end", "end_by_bug", "end_saved", "lose_coordinator")
 def shown(run: Synthetic, skew: float = 0.0) -> tuple[View, dict[str, dict[str, Any]]]:
     """The view, and what each of those that show a run has of it."""
     known = run.events if run.status is None else run.events[: run.written]
-    story, page = Story(), serve.WatchedPage("r", RunDirectory(RUN))
+    story, page = Story(), serve.RunPage("r", RunDirectory(RUN))
     for event in known:
         story.take(event)
         page.take(event)
@@ -219,7 +219,7 @@ def watched(status: Mapping[str, Any], story: Story, now: float) -> dict[str, An
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deadpool_megatron.cli.common.time.time", lambda: now)
         patch.setattr(StatusPoller, "status", lambda _: status)
-        follower._ask(is_long=True)
+        follower._poll_status(is_long=True)
     (line,) = said
     first, _, to_do = line.split("  ", 1)[1].partition(". To do: ")
     title, _, iteration = first.rpartition("; iteration ")

@@ -1,4 +1,4 @@
-"""Sends a request to a run until a coordinator has taken it, and with --wait until it is done.
+"""Sends a request to a run until a coordinator accepts it, and with --wait until it is done.
 
 exit status: 0 done (without --wait: taken); 1 refused; 2 bad input, or no coordinator that can take
 it; 5 not done within the seconds of --wait
@@ -17,20 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import (
-    CommandError,
-    DumpFailed,
-    NotNow,
-    RequestRefused,
-    RunNotReachable,
-    add_run_directory,
-    ask,
-    number,
-)
+from deadpool_megatron.cli import common
+from deadpool_megatron.cli.common import CommandError, RequestRefused, RunNotReachable
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.coordinator.commands import PARTS, SIGNALS
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
-from deadpool_megatron.cluster.run_directory.cleanup import may_be_alive, what_remains
+from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.observe.narration import shown
 from deadpool_megatron.settings import SchemeKind
@@ -38,10 +30,10 @@ from deadpool_megatron.settings import SchemeKind
 EXIT_REFUSED = 1
 EXIT_NOT_YET = 5
 _POLL_SECONDS = 0.3
-# One that could not wait for the journal is not known to a coordinator that took over.
+# A stop that the journal did not record is unknown to a coordinator after a takeover.
 _REPEAT_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
-# A coordinator that has just died is followed by another one within this, by default settings.
+# Within this time, by default settings, a standby follows a coordinator that has just died.
 _TAKEOVER_SECONDS = 10.0
 _KILL = "kill"
 _KILL_DESCRIPTION = "Sends a signal to processes of a run, to see how it recovers."
@@ -69,8 +61,8 @@ examples:
   deadpool persist RUN                        into --deadpool-persist-directory, or RUN/exports
   deadpool persist RUN /shared/before-update --wait 600
 """
-# Printed of a request that is not waited for, with what it says.
-_TAKEN = {
+# Printed for an accepted request without --wait, with the request's values.
+_ACCEPTED = {
     Verb.DRAIN: "node {node} leaves as soon as a spare can take its roles",
     Verb.PROTECT: "from the next protected iteration on: {words}",
     Verb.PERSIST: "a checkpoint will be written to {directory}: see 'deadpool status'",
@@ -79,59 +71,47 @@ _TAKEN = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes that the parser is named after."""
-    add_run_directory(parser)
+    """Add the arguments of the command that the parser is named after."""
+    common.add_run_directory(parser)
     match parser.prog.split()[-1]:
         case Verb.DRAIN:
             parser.add_argument("--node", type=int, required=True, metavar="N")
         case Verb.PROTECT:
-            parser.description = _PROTECT_DESCRIPTION
-            parser.add_argument("--scheme", choices=[kind.value for kind in SchemeKind])
-            parser.add_argument(
-                "--group", type=number(int, 2), metavar="K", help="parity: roles that share blocks"
-            )
-            parser.add_argument(
-                "--every", type=number(int, 1), metavar="N", help="protect each N-th iteration only"
-            )
+            _add_protect(parser)
         case Verb.STOP:
             _add_stop(parser)
         case Verb.PERSIST:
             parser.description = _PERSIST_DESCRIPTION
             parser.epilog = f"{_PERSIST_EXAMPLES}\n{parser.epilog}"
-            parser.add_argument(
-                "directory", type=Path, nargs="?", metavar="TO", help="a directory of all nodes"
-            )
+            text = "a directory of all nodes"
+            parser.add_argument("directory", type=Path, nargs="?", metavar="TO", help=text)
         case _:
             _add_kill(parser)
             return
-    parser.add_argument(
-        "--wait",
-        type=_seconds,
-        nargs="?",
-        const=math.inf,
-        metavar="SECONDS",
-        help="wait until it is done; exit with 0 if it was, 1 if it was refused, 5 if it was not"
-        " done by then (without SECONDS: as long as it takes)",
-    )
+    text = "wait until it is done; exit with 0 if it was, 1 if it was refused, 5 if it was not"
+    text += " done by then (without SECONDS: as long as it takes)"
+    add = parser.add_argument
+    add("--wait", type=_seconds, nargs="?", const=math.inf, metavar="SECONDS", help=text)
+
+
+def _add_protect(parser: argparse.ArgumentParser) -> None:
+    parser.description = _PROTECT_DESCRIPTION
+    parser.add_argument("--scheme", choices=[kind.value for kind in SchemeKind])
+    text = "parity: roles that share blocks"
+    parser.add_argument("--group", type=common.number(int, 2), metavar="K", help=text)
+    text = "protect each N-th iteration only"
+    parser.add_argument("--every", type=common.number(int, 1), metavar="N", help=text)
 
 
 def _add_stop(parser: argparse.ArgumentParser) -> None:
     state = parser.add_mutually_exclusive_group()
-    state.add_argument(
-        "--dump",
-        action="store_true",
-        help="save the state first, for --resume (exit status 75 of the run); without it the state"
-        " stays in memory: the same command continues, 'deadpool clean' on each host removes it",
-    )
+    text = "save the state first, for --resume (exit status 75 of the run); without it the state"
+    text += " stays in memory: the same command continues, 'deadpool clean' on each host removes it"
+    state.add_argument("--dump", action="store_true", help=text)
     state.add_argument("--discard", action="store_true", help="remove the state from memory")
-    parser.add_argument(
-        "--within",
-        type=float,
-        metavar="SECONDS",
-        help="with --dump: the time until a limit ends the run; where exports are"
-        " configured it trains on and writes a last checkpoint before the dump, for half that time"
-        " at most",
-    )
+    text = "with --dump: the time until a limit ends the run; where exports are configured it"
+    text += " trains on and writes a last checkpoint before the dump, for half that time at most"
+    parser.add_argument("--within", type=float, metavar="SECONDS", help=text)
 
 
 def _add_kill(parser: argparse.ArgumentParser) -> None:
@@ -146,13 +126,13 @@ def _add_kill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the sub-command; returns the exit status."""
+    """Carry out the sub-command; return the exit status."""
     try:
         if args.subcommand == _KILL:
             print(_kill(args))
             return 0
         with contextlib.closing(Display(sys.stderr)) as display:
-            outcome = _request(args, Verb(args.subcommand), _wish(args), display)
+            outcome = _request(args, Verb(args.subcommand), _values(args), display)
         if outcome is None:
             return EXIT_NOT_YET
         print(outcome)
@@ -162,8 +142,8 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_REFUSED
 
 
-def _wish(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the request says. Raises CommandError."""
+def _values(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the request. Raises CommandError."""
     match args.subcommand:
         case Verb.DRAIN:
             return {"node": args.node}
@@ -184,54 +164,54 @@ def _wish(args: argparse.Namespace) -> dict[str, Any]:
             }
     if args.directory is None:
         return {"directory": ""}
-    wanted = args.directory.absolute()
-    there = next(one for one in (wanted, *wanted.parents) if one.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise CommandError(f"{there} is not a directory that can be written")
-    return {"directory": str(wanted)}
+    target = args.directory.absolute()
+    existing = next(path for path in (target, *target.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise CommandError(f"{existing} is not a directory that can be written")
+    return {"directory": str(target)}
 
 
 def _request(
-    args: argparse.Namespace, verb: Verb, wish: Mapping[str, Any], display: Display
+    args: argparse.Namespace, verb: Verb, values: Mapping[str, Any], display: Display
 ) -> str | None:
-    """Send the request until it is taken, or has ended if the user waits for it; the display shows
-    its stage. Returns the outcome; None if it has not ended in time. Raises CommandError.
+    """Send the request until it is accepted, with --wait until it has ended; the display shows its
+    stage. Return the outcome; None if it has not ended in time. Raises CommandError.
     """
-    run, began = RunDirectory(args.run_dir), time.monotonic()
-    limit = began + (0.0 if args.wait is None else args.wait)
-    patience = began + _TAKEOVER_SECONDS if args.wait is None else limit
-    message = {"command": str(verb), "token": secrets.token_hex(8), **wish}
+    run, start = RunDirectory(args.run_dir), time.monotonic()
+    limit = start + (0.0 if args.wait is None else args.wait)
+    accept_limit = start + _TAKEOVER_SECONDS if args.wait is None else limit
+    message = {"command": str(verb), "token": secrets.token_hex(8), **values}
     known: Request | None = None
-    is_told = False
+    is_reported = False
     while True:
         if verb is Verb.STOP and args.within is not None:
-            message["seconds"] = max(0.0, args.within - (time.monotonic() - began))
+            message["seconds"] = max(0.0, args.within - (time.monotonic() - start))
         try:
-            known = Request.from_dict(ask(run, message)["request"])
+            known = Request.from_dict(common.ask(run, message)["request"])
         except RunNotReachable as error:
-            # Once it is taken, a standby takes over, which may not have heard of it; before, it is
-            # in vain where no other coordinator can come.
+            # An accepted request is repeated to the standby that takes over, which may not know it.
+            # Before that, retry only as long as another coordinator may come.
             is_over = run.final.exists()
-            may_come = isinstance(error, NotNow) or may_be_alive(run)
+            may_come = isinstance(error, common.NotNow) or cleanup.may_be_alive(run)
             if known is None and not (is_over and verb is Verb.STOP and args.wait is not None):
-                if is_over or not may_come or time.monotonic() > patience:
+                if is_over or not may_come or time.monotonic() > accept_limit:
                     raise
-                if not is_told:
+                if not is_reported:
                     display.line(f"deadpool {verb}: {error}; tried again")
-                is_told = True
+                is_reported = True
         if known is not None:
             if known.stage is Stage.REFUSED:
                 raise RequestRefused(known.why)
             if known.stage is Stage.FAILED:
-                raise DumpFailed(known.why)
+                raise common.DumpFailed(known.why)
             if not known.is_open and verb is not Verb.STOP:
                 return f"{known.in_words()}: done{f': {known.why}' if known.why else ''}"
             if args.wait is None:
-                return _TAKEN[verb].format(**known.what)
+                return _ACCEPTED[verb].format(**known.what)
             display.status(known.told())
-        again = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _POLL_SECONDS)
-        until = patience if known is None else limit
-        while time.monotonic() < min(again, until) and not run.final.exists():
+        repeat_at = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _POLL_SECONDS)
+        repeat_at = min(repeat_at, accept_limit if known is None else limit)
+        while time.monotonic() < repeat_at and not run.final.exists():
             time.sleep(_PAUSE_SECONDS)
         if run.final.exists():
             line = final_line(run)
@@ -239,34 +219,34 @@ def _request(
                 raise RequestRefused(f"the run is {line}")
             return line
         if known is not None and time.monotonic() >= limit:
-            why = f"{known.stage}{f', {known.why}' if known.why else ''}; it continues"
+            state = f"{known.stage}{f', {known.why}' if known.why else ''}; it continues"
             if verb is Verb.STOP:
-                why = f"the run in {args.run_dir} did not end"
-            display.line(f"deadpool {verb}: not done within {args.wait:g} s: {why}")
+                state = f"the run in {args.run_dir} did not end"
+            display.line(f"deadpool {verb}: not done within {args.wait:g} s: {state}")
             return None
 
 
 def final_line(run: RunDirectory) -> str:
-    """Return how a run ended, and what is left of it in memory, in one line."""
+    """Return the end of a run, and its remaining memory, in a line."""
     final = run.read_final()
-    why = f": {final['reason']}" if final["reason"] else ""
-    line = f"over, exit status {final['exit_status']}{why}; {final['iterations']} iterations"
-    return shown("; ".join(filter(None, (line, what_remains(run)))))
+    reason = f": {final['reason']}" if final["reason"] else ""
+    line = f"over, exit status {final['exit_status']}{reason}; {final['iterations']} iterations"
+    return shown("; ".join(filter(None, (line, cleanup.what_remains(run)))))
 
 
 def _kill(args: argparse.Namespace) -> str:
-    """Have the signal sent; returns to what. Raises CommandError."""
+    """Have the signal sent; return a line with its target. Raises CommandError."""
     numbers = {part: getattr(args, part) for part in PARTS if part != "coordinator"}
     given = {part: number for part, number in numbers.items() if number is not None}
     part, number = next(iter(given.items()), ("coordinator", None))
     message = {"command": _KILL, "part": part, "number": number, "signal": args.signal}
-    run, patience = RunDirectory(args.run_dir), time.monotonic() + _TAKEOVER_SECONDS
+    run, limit = RunDirectory(args.run_dir), time.monotonic() + _TAKEOVER_SECONDS
     while True:
         try:
-            ask(run, message)
+            common.ask(run, message)
             return f"SIG{args.signal} to {part if number is None else f'{part} {number}'}"
         except RunNotReachable:
-            if time.monotonic() > patience or run.final.exists() or not may_be_alive(run):
+            if time.monotonic() > limit or run.final.exists() or not cleanup.may_be_alive(run):
                 raise
             time.sleep(_POLL_SECONDS)
 

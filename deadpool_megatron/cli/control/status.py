@@ -17,19 +17,13 @@ from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.failures import process_name
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.words import in_short
-from deadpool_megatron.observe.narration import (
-    Line,
-    count,
-    describe_progress,
-    describe_when,
-    label,
-    node_troubles,
-)
+from deadpool_megatron.observe import narration
+from deadpool_megatron.observe.narration import Line, count
 from deadpool_megatron.observe.story import Interruption
 from deadpool_megatron.observe.view import View, view
 
 _SHOWN_FAILURES = 3
-# More kinds of what roles do are not told apart.
+# Groups of roles with the same activity.
 _SHOWN_GROUPS = 8
 
 
@@ -39,11 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="also show every role and node")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    form.add_argument(
-        "--verdict",
-        action="store_true",
-        help="exit with the run's own exit status (2 while it has none)",
-    )
+    text = "exit with the run's own exit status (2 while it has none)"
+    form.add_argument("--verdict", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,22 +73,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _to_dict(seen: View) -> dict[str, Any]:
-    """Return the answer of the coordinator, or the result, with what the events add."""
+    """Return the coordinator's answer, or the result, with the facts of the events."""
     story = seen.story
     final = {k: seen.final.get(k) for k in ("exit_status", "reason", "iterations")}
-    # Of all coordinators, where the present one knows of those alone that it has seen.
-    told = [failure_to_dict(failure, seen) for failure in story.shown[-_SHOWN_FAILURES:]]
+    # Failures under all coordinators; the present one knows only its own.
+    failures = [failure_to_dict(failure, seen) for failure in story.shown[-_SHOWN_FAILURES:]]
     waiting = None if story.waiting is None else dict(story.waiting.data)
     known = {"phase": "over", **final} if seen.status is None else seen.status
-    words = {"state": seen.state, "title": seen.title, "to_do": seen.to_do}
-    return {**known, **words, "failures": told, "waiting": waiting}
+    texts = {"state": seen.state, "title": seen.title, "to_do": seen.to_do}
+    return {**known, **texts, "failures": failures, "waiting": waiting}
 
 
 def status_lines(run: RunDirectory, seen: View, *, every: bool) -> list[Line]:
     story, status = seen.story, seen.status
     failures = [
         Line(
-            f"  {describe_when(failure)} {label(failure, story.hosts)}{_cost(failure)}",
+            f"  {narration.describe_when(failure)} {narration.label(failure, story.hosts)}"
+            f"{_cost(failure)}",
             "" if failure.planned else "red",
         )
         for failure in story.shown[-_SHOWN_FAILURES:]
@@ -109,58 +101,58 @@ def status_lines(run: RunDirectory, seen: View, *, every: bool) -> list[Line]:
     advice = [Line(f"  to do: {seen.to_do}", "yellow")] if seen.to_do else []
     if status is None:
         return [Line(final_line(run), style), *advice, *failures]
-    pace = describe_progress(story, seen.until)
+    pace = narration.describe_progress(story, seen.until)
     first = f"{seen.title}; iteration {seen.iteration}{pace and f' ({pace})'}"
     first += f"; epoch {status['epoch']}"
     uses = {int(node): known["use"] for node, known in status["nodes"].items()}
     drained = in_short([node for node, use in uses.items() if use == NodeUse.DRAINED])
-    told = [
+    lines = [
         f"  {count(len(status['roles']), 'role')} on {count(len(status['nodes']), 'node')};"
         f" spares: {status['spares'] or 'none'}{drained and f' (drained, used last: {drained})'};"
         f" failures survived: {story.survived}",
         *(f"  {name}: {text}" for name, text in common.facts(seen, status)),
     ]
-    troubles = [f"  node {node}: {why}" for node, why in node_troubles(status)]
+    problems = [f"  node {node}: {text}" for node, text in narration.node_troubles(status)]
     for role, known in status["roles"].items() if every else ():
-        told.append(f"  role {role:>3}: {process_name(*known['seat'])}, {_doing(known)}")
+        lines.append(f"  role {role:>3}: {process_name(*known['seat'])}, {_activity(known)}")
     for node, known in status["nodes"].items():
         if every:
             protection = "  ".join(f"{k}={v}" for k, v in sorted(known["vault"].items()))
-            told.append(f"  node {node}, {known['use']}: {known['host']} {protection}")
+            lines.append(f"  node {node}, {known['use']}: {known['host']} {protection}")
         if known["restarts"]:
-            told.append(f"  node {node}: {count(known['restarts'], 'restart')} of its processes")
+            lines.append(f"  node {node}: {count(known['restarts'], 'restart')} of its processes")
     events = status["events"]
     if events["trouble"] or events["dropped"]:
         wait = f"{count(seen.events_waiting, 'event')} wait in memory"
         lost = f"{events['dropped']} were dropped" if events["dropped"] else "none is lost"
-        troubles.append(f"  {events['trouble'] or 'events can be written again'}; {wait}, {lost}")
+        problems.append(f"  {events['trouble'] or 'events can be written again'}; {wait}, {lost}")
     if status["diverged"]:
-        troubles.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
-    # Beats are a moment older than the newest iteration.
+        problems.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
+    # Heartbeats are slightly older than the newest iteration.
     beats = Line("  roles, by their last heartbeats:")
     roles = [] if every else [beats, *summary_of_roles(status["roles"])]
-    yellow = (Line(text, "yellow") for text in troubles)
-    return [Line(first, style), *advice, *map(Line, told), *roles, *failures, *yellow]
+    yellow = (Line(text, "yellow") for text in problems)
+    return [Line(first, style), *advice, *map(Line, lines), *roles, *failures, *yellow]
 
 
-def _doing(known: Mapping[str, Any]) -> str:
+def _activity(known: Mapping[str, Any]) -> str:
     entered, iteration = known["waiting"], known["iteration"]
     wait = f", waits in {entered[1]} of {entered[0]} ({entered[2]})" if entered else ""
     return f"{known['section']}{'' if iteration is None else f' {iteration}'}{wait}"
 
 
 def summary_of_roles(roles: Mapping[str, Any]) -> list[Line]:
-    """Return a line for all roles that do the same; those that are behind stand first."""
-    alike: dict[tuple[int, str], list[int]] = {}
+    """Return a line for each group of roles with the same activity; late roles come first."""
+    groups: dict[tuple[int, str], list[int]] = {}
     for role, known in roles.items():
-        key = (-1 if known["iteration"] is None else known["iteration"], _doing(known))
-        alike.setdefault(key, []).append(int(role))
+        key = (-1 if known["iteration"] is None else known["iteration"], _activity(known))
+        groups.setdefault(key, []).append(int(role))
     lines = []
-    for (iteration, doing), found in sorted(alike.items()):
-        # Beats of roles that step together are not of one moment.
-        late, style = ("  late: ", "yellow") if iteration + 1 < max(alike)[0] else ("  ", "")
+    for (iteration, activity), found in sorted(groups.items()):
+        # Heartbeats of synchronous roles may differ by an iteration.
+        late, style = ("  late: ", "yellow") if iteration + 1 < max(groups)[0] else ("  ", "")
         nodes = in_short(sorted({roles[str(role)]["seat"][0] for role in found}))
-        lines.append(Line(f"{late}roles {in_short(found)} (nodes {nodes}): {doing}", style))
+        lines.append(Line(f"{late}roles {in_short(found)} (nodes {nodes}): {activity}", style))
     if (left := len(lines) - _SHOWN_GROUPS) > 0:
         lines[_SHOWN_GROUPS:] = [Line(f"  and {left} more kinds: --all")]
     return lines

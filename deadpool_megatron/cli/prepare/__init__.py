@@ -1,5 +1,5 @@
-"""Questions before a run.
+"""Commands before a run.
 
-support: would it be protected? plan: will it hold? check: is this host fit? bad_nodes: which hosts
-were bad? gpu_health: does a GPU fail? patch: is Megatron-LM marked?
+support: would it be protected? plan: can it hold? check: is this host fit? bad_nodes: quarantined
+hosts. gpu_health: does a GPU fail? patch: marks the functions of Megatron-LM.
 """

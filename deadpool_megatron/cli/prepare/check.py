@@ -41,26 +41,14 @@ _HEADER = ("node", "host", "rack", "GPUs", "/dev/shm free", "memory", "verdict")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     common.add_address(parser)
-    parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="plan that has the shared memory a node needs"
-    )
-    parser.add_argument(
-        "--health-command", default="", metavar="CMD", help="as --deadpool-health-command"
-    )
-    parser.add_argument(
-        "--health-seconds",
-        type=common.number(float, 0.1, LONGEST_SECONDS),
-        default=60.0,
-        metavar="S",
-        help="limit for it",
-    )
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        metavar="RUNS",
-        help="also check whether a run in RUNS has quarantined this host",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    add, seconds = parser.add_argument, common.number(float, 0.1, LONGEST_SECONDS)
+    text = "plan that has the shared memory a node needs"
+    add("--plan", type=Path, metavar="FILE", help=text)
+    add("--health-command", default="", metavar="CMD", help="as --deadpool-health-command")
+    add("--health-seconds", type=seconds, default=60.0, metavar="S", help="limit for it")
+    text = "also check whether a run in RUNS has quarantined this host"
+    add("--runs", type=Path, metavar="RUNS", help=text)
+    add("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,19 +76,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def judged_nodes(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Returns what was found out about each node, from the events of a run; by node."""
+    """Return the judgement of each node from the events of a run, by node."""
     found = {e.node: dict(e.data) for e in events if e.kind is Kind.NODE_JUDGED}
     return [{"node": node, **data} for node, data in sorted(found.items())]
 
 
-def show(nodes: Sequence[Mapping[str, Any]], why_not: str, wanted: int) -> None:
+def show(nodes: Sequence[Mapping[str, Any]], problem: str, wanted: int) -> None:
     """Print a table of :func:`judged_nodes`, and whether ``wanted`` of them are good."""
     rows = [_row(entry) for entry in nodes]
-    print("\n".join([*common.table(_HEADER, rows), *_remarks(nodes, why_not, wanted)]))
+    print("\n".join([*common.table(_HEADER, rows), *_remarks(nodes, problem, wanted)]))
 
 
 def describe_host(facts: HostFacts, problems: Sequence[str]) -> list[str]:
-    """Returns the lines about one host alone."""
+    """Return the lines about one host."""
     address = facts.address or "no address that others reach"
     memlock = "unlimited" if facts.memlock_bytes is None else common.size(facts.memlock_bytes)
     files = "unlimited" if facts.open_files is None else str(facts.open_files)
@@ -120,17 +108,15 @@ def describe_host(facts: HostFacts, problems: Sequence[str]) -> list[str]:
 
 
 def _address(args: argparse.Namespace) -> str:
-    """Empty where no other host could reach this one, which is of no interest to it alone."""
+    """Return this host's address, empty if other hosts cannot reach it."""
     if args.host is not None:
         common.listen(args.host, 0, flags=("", "--host")).close()
         return str(args.host)
     interface = args.interface or os.environ.get(common.INTERFACE_VARIABLE, "")
     try:
-        return (
-            common.interface_address(interface)
-            if interface
-            else common.host_address(socket.gethostname())
-        )
+        if interface:
+            return common.interface_address(interface)
+        return common.host_address(socket.gethostname())
     except common.CommandError:
         if args.interface:
             raise
@@ -151,32 +137,25 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     return (str(entry["node"]), *host, str(entry["standing"]))
 
 
-def _remarks(nodes: Sequence[Mapping[str, Any]], why_not: str, wanted: int) -> list[str]:
+def _remarks(nodes: Sequence[Mapping[str, Any]], problem: str, wanted: int) -> list[str]:
     lines = [
         f"node {entry['node']}: {entry['standing']}: {reason}"
         for entry in nodes
         for reason in entry["reasons"]
     ]
-    if why_not:
-        return [*lines, f"{why_not}{_advice(nodes)}"]
-    standings = [entry["standing"] for entry in nodes]
-    out = standings.count(Eligibility.EXCLUDED)
-    spares = len(nodes) - out - wanted
-    return [
-        *lines,
-        f"ok: {count(wanted, 'node')} to train on, {count(spares, 'spare')}, {out} excluded",
-    ]
+    if problem:
+        return [*lines, f"{problem}{_advice(nodes)}"]
+    excluded = [entry["standing"] for entry in nodes].count(Eligibility.EXCLUDED)
+    spares = count(len(nodes) - excluded - wanted, "spare")
+    return [*lines, f"ok: {count(wanted, 'node')} to train on, {spares}, {excluded} excluded"]
 
 
 def _advice(nodes: Sequence[Mapping[str, Any]]) -> str:
     names = [
         (entry["facts"]["hostname"], entry["standing"]) for entry in nodes if entry.get("facts")
     ]
-    # Where all nodes are on one host, leaving hosts out would leave nothing.
+    # If all nodes are on one host, no host can be excluded.
     good = {name for name, standing in names if standing == Eligibility.GOOD}
-    bad = sorted({name for name, _ in names} - good)
-    return (
-        f": mend what is named above, or take others (sbatch --exclude={','.join(bad)})"
-        if bad
-        else ""
-    )
+    if bad := sorted({name for name, _ in names} - good):
+        return f": mend what is named above, or take others (sbatch --exclude={','.join(bad)})"
+    return ""

@@ -29,7 +29,7 @@ def run(
     args: argparse.Namespace,
     read_log: Callable[[], Iterable[bytes]] = health.read_kernel_log,
 ) -> int:
-    """Answer as a health command does, in one line."""
+    """Print a line and return a status, as a health command does."""
     now = health.boot_seconds()
     try:
         bad = health.newest_broken(read_log(), now - args.hours * 3600)

@@ -30,8 +30,8 @@ from deadpool_megatron.cli.common import CommandError, system_error_line, table
 from deadpool_megatron.cli.examples import shipped_roots
 from deadpool_megatron.observe.narration import count
 
-# A patch set is a directory named after the tag that it is for, with patches and one table of
-# hashes, which says what each file of a tree is.
+# A patch set is a directory named after its tag, with patches and a table of hashes, which
+# identifies the files of a tree.
 _HASHES = "hashes"
 _VERSION_FILE = "megatron/core/package_info.py"
 _GIT_SECONDS = 60.0
@@ -41,7 +41,7 @@ _OPTIONS = {"apply": (), "check": ("--check",), "revert": ("--reverse",)}
 
 @dataclass(frozen=True)
 class PatchSet:
-    """The patches for one release: the hash of each file without them, and with them if patched."""
+    """The patches of a release: the hash of each file without them, and with them if patched."""
 
     directory: Path
     hashes: dict[str, tuple[str, str | None]]
@@ -54,7 +54,7 @@ class PatchSet:
 
 @dataclass(frozen=True)
 class Tree:
-    """A user's tree, and the patch set that fits it best; ``files``: the state of each."""
+    """A user's tree, and the patch set that fits it best; ``files``: the state of each file."""
 
     root: Path
     patch_set: PatchSet
@@ -91,10 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the action; with ``--json`` a refusal is an object as well."""
+    """Carry out the action; with ``--json`` a refusal is an object, too."""
     try:
         tree = _read_tree(args.tree, find_patch_sets())
-        said = _status(tree) if args.action == "status" else _change(tree, args.action)
+        text = _status(tree) if args.action == "status" else _change(tree, args.action)
         tree = _read_tree(tree.root, [tree.patch_set])
     except (CommandError, OSError) as error:
         line = system_error_line(error) if isinstance(error, OSError) else str(error)
@@ -109,17 +109,17 @@ def run(args: argparse.Namespace) -> int:
         "files": tree.files,
         "apply_refused": _refusal_to_apply(tree),
     }
-    print(json.dumps({"ok": True, "action": args.action, **facts}) if args.json else said)
+    print(json.dumps({"ok": True, "action": args.action, **facts}) if args.json else text)
     return 0
 
 
 def _change(tree: Tree, action: str) -> str:
-    """Do it, or with ``check`` see whether it could be done; returns what to say."""
-    # Back to what they were go the patched files, whatever else has been edited since.
+    """Patch or revert the tree, or with ``check`` test whether it can be patched; return a line."""
+    # A revert restores the patched files, whatever other files have been edited since.
     reverts = action == "revert"
-    why = _refusal(tree, tree.patched_files) if reverts else _refusal_to_apply(tree)
-    if why is not None:
-        raise CommandError(why)
+    reason = _refusal(tree, tree.patched_files) if reverts else _refusal_to_apply(tree)
+    if reason is not None:
+        raise CommandError(reason)
     tag, wanted = tree.patch_set.tag, _RELEASED if reverts else _PATCHED
     left = tree.files_not(wanted)
     if not left:
@@ -143,18 +143,18 @@ def _status(tree: Tree) -> str:
     ]
     if tree.state == "half-patched":
         lines.append("half-patched: 'deadpool patch apply' finishes it, 'revert' undoes it")
-    if (why := _refusal_to_apply(tree)) is not None:
-        lines.append(f"apply would be refused: {why}")
+    if (reason := _refusal_to_apply(tree)) is not None:
+        lines.append(f"apply would be refused: {reason}")
     return "\n".join(lines)
 
 
 def patch_roots() -> list[Path]:
-    """Return where patch sets can be."""
+    """Return the directories that may hold patch sets."""
     return [root / "patches" for root in shipped_roots()]
 
 
 def find_patch_sets() -> list[PatchSet]:
-    """Return the patch sets of the first place that has any; raise CommandError if none has."""
+    """Return the patch sets of the first directory with any. Raises CommandError without one."""
     for root in patch_roots():
         if tables := sorted(root.glob(f"*/{_HASHES}")):
             return [_read_patch_set(path) for path in tables]
@@ -171,19 +171,19 @@ def _read_patch_set(path: Path) -> PatchSet:
 
 
 def _read_tree(root: Path, patch_sets: Iterable[PatchSet]) -> Tree:
-    """The tree beside the patch set that knows most of its files. Raises CommandError when ``root``
-    is no tree of Megatron-LM.
+    """Return the tree with the patch set that knows most of its files. Raises CommandError if
+    ``root`` is no tree of Megatron-LM.
     """
     if not root.is_dir():
-        wrong = "is not a directory" if root.exists() else "does not exist"
-        raise CommandError(f"{root} {wrong}: name a checkout of Megatron-LM")
+        problem = "is not a directory" if root.exists() else "does not exist"
+        raise CommandError(f"{root} {problem}: name a checkout of Megatron-LM")
 
     def known(tree: Tree) -> int:
         return sum(state in (_RELEASED, _PATCHED) for state in tree.files.values())
 
     trees = [
-        Tree(root, one, {name: _state(root / name, *pair) for name, pair in one.hashes.items()})
-        for one in patch_sets
+        Tree(root, each, {name: _state(root / name, *pair) for name, pair in each.hashes.items()})
+        for each in patch_sets
     ]
     best = max(trees, key=known)
     if {best.files[name] for name in best.patched_files} == {_MISSING}:
@@ -201,7 +201,7 @@ def _state(path: Path, released: str, patched: str | None) -> str:
 
 
 def _refusal_to_apply(tree: Tree) -> str | None:
-    # A tree of another release differs in much; its version says more than any one file.
+    # A tree of another release differs in many files; the version file explains it best.
     return _refusal(tree, sorted(tree.files, key=lambda name: name != _VERSION_FILE))
 
 
@@ -217,11 +217,11 @@ def _refusal(tree: Tree, names: Iterable[str]) -> str | None:
 
 
 def _git_apply(tree: Tree, names: Iterable[str], options: Iterable[str]) -> None:
-    # Inside a repository git silently leaves out files that are not below the directory of the
-    # call, and obeys settings of the user. With no repository and no settings it does neither.
+    # Inside a repository git silently skips files outside of the current directory, and obeys the
+    # user's settings. Without repository and settings it does neither.
     environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
     alone = {"GIT_DIR": os.devnull, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    # As one patch: of several files on its command line git applies some and then stops.
+    # As a single patch: given several files, git applies some before it stops at an error.
     diff = b"".join(path.read_bytes() for path in sorted(tree.patch_set.directory.glob("*.patch")))
     included = [f"--include={name}" for name in names]
     try:
@@ -238,8 +238,8 @@ def _git_apply(tree: Tree, names: Iterable[str], options: Iterable[str]) -> None
     except subprocess.TimeoutExpired as error:
         raise CommandError(f"git apply in {tree.root} took over {_GIT_SECONDS:.0f} s") from error
     if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}"
+        text = done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}"
         raise CommandError(
-            f"git apply in {tree.root}: {said.splitlines()[0]}; 'deadpool patch status' shows what"
+            f"git apply in {tree.root}: {text.splitlines()[0]}; 'deadpool patch status' shows what"
             " was changed"
         )

@@ -57,30 +57,21 @@ _NODE_ROWS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     parser.epilog = _EPILOGUE.format(keys="\n".join(_keys()))
-    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="the plan, YAML")
-    parser.add_argument(
-        "--args",
-        type=Path,
-        metavar="ARGS",
-        help="file of arguments of a Megatron-LM script: model, split and batch, unless FILE has"
-        " them; without FILE, assumptions about the cluster, which are printed",
-    )
-    parser.add_argument("--nodes", type=int, metavar="N", help="with --args: nodes that train")
-    parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="a run that has measured steps and recoveries"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override a value of the file; may be repeated",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add = parser.add_argument
+    add("file", type=Path, nargs="?", metavar="FILE", help="the plan, YAML")
+    text = "file of arguments of a Megatron-LM script: model, split and batch, unless FILE has"
+    text += " them; without FILE, assumptions about the cluster, which are printed"
+    add("--args", type=Path, metavar="ARGS", help=text)
+    add("--nodes", type=int, metavar="N", help="with --args: nodes that train")
+    text = "a run that has measured steps and recoveries"
+    add("--run", type=Path, metavar="DIR", help=text)
+    text = "override a value of the file; may be repeated"
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
+    add("--json", action="store_true", help="one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the answer; with ``--json`` a refusal is an object as well."""
+    """Print the assessment; with ``--json`` a refusal is an object, too."""
     name = str(args.file or args.args)
     try:
         story = None if args.run is None else read_story(args.run)
@@ -93,12 +84,12 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"ok": False, "error": str(error)}))
         raise CommandError(str(error)) from error
-    swap, where = _swap(story)
+    swap, source = _swap(story)
     if args.json:
         answer = {"ok": True, "file": name, **found.to_dict(), "swap_seconds": swap}
         print(json.dumps(answer, allow_nan=False))
         return 0
-    print("\n".join(_describe(name, found, f"{swap:.1f} s{where}")))
+    print("\n".join(_describe(name, found, f"{swap:.1f} s{source}")))
     if args.file is None:
         assumed = ", ".join(f"{key} {value}" for key, value in ASSUMED.items())
         print(f"assumed of the cluster (--set cluster.KEY=VALUE): {assumed}")
@@ -106,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _given(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Raises PlanError where there is neither a file nor arguments."""
+    """Return the sections of ``--args``. Raises PlanError without a file and arguments."""
     if args.args is None and args.nodes is not None:
         raise PlanError("--nodes belongs to --args: a FILE has its own")
     if args.args is not None and args.nodes is not None:
@@ -120,7 +111,7 @@ def _given(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def _measured(story: Story | None) -> list[str]:
-    """Raises PlanError where the run has no steps to measure by."""
+    """Return overrides with the run's step time. Raises PlanError if it has too few steps."""
     if story is None:
         return []
     if not (steps := story.step_seconds()):
@@ -131,7 +122,7 @@ def _measured(story: Story | None) -> list[str]:
 
 
 def _swap(story: Story | None) -> tuple[float, str]:
-    """Return the seconds that a lost node costs, and where they were measured if not here."""
+    """Return the seconds that a lost node costs, and their source if it is a run."""
     failures = () if story is None else story.failures
     if seconds := [each.seconds for each in failures if each.seconds and not each.planned]:
         return statistics.median(seconds), " in the run"

@@ -47,7 +47,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class _Case:
-    """A command line and its environment."""
+    """A command line with its environment."""
 
     id: str
     command: Sequence[str]
@@ -56,18 +56,14 @@ class _Case:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    parser.add_argument(
-        "--megatron",
-        type=Path,
-        metavar="DIR",
-        help="take the defaults from the parser of this checkout (default: from the table)",
-    )
+    text = "take the defaults from the parser of this checkout (default: from the table)"
+    parser.add_argument("--megatron", type=Path, metavar="DIR", help=text)
     parser.add_argument("--batch", type=Path, metavar="FILE", help="judge many command lines")
     parser.add_argument("--json", action="store_true", help="one object a command line")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry it out; returns the exit status."""
+    """Judge the command lines; return the exit status."""
     if bool(args.batch) == bool(args.command):
         raise CommandError("give either --batch FILE, or -- and the script with its arguments")
     words = [
@@ -113,29 +109,29 @@ def _judge(cases: Sequence[_Case], tree: Path | None) -> list[list[SupportFindin
     parsed = [None for _ in cases] if tree is None else _parsed(cases, tree)
     return [
         findings.judge(case.command, args, version)
-        # What plays no part without NCCL is not judged.
+        # The variables have no effect without NCCL.
         + ([] if "gloo" in case.command else findings.judge_environment(case.environment))
         for case, args in zip(cases, parsed, strict=True)
     ]
 
 
 def _parsed(cases: Sequence[_Case], tree: Path) -> list[argparse.Namespace | None]:
-    """Return what the parser of ``tree`` makes of each; None where it takes it not. Raises
-    CommandError with its reason where there is one only."""
-    asked = [sys.executable, "-P", "-m", "deadpool_megatron.megatron_lm.parser"]
+    """Return the arguments that the parser of ``tree`` reads from each case, None if it refuses.
+    Raises CommandError with the parser's reason if there is a single case."""
+    parser = [sys.executable, "-P", "-m", "deadpool_megatron.megatron_lm.parser"]
     lines = "".join(json.dumps(list(case.command[1:])) + "\n" for case in cases)
     try:
         done = subprocess.run(
-            [*asked, str(tree)], input=lines, capture_output=True, text=True, timeout=_SECONDS
+            [*parser, str(tree)], input=lines, capture_output=True, text=True, timeout=_SECONDS
         )
     except subprocess.TimeoutExpired as error:
         raise CommandError(f"the parser of {tree} took over {_SECONDS:.0f} s") from error
     if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise CommandError(f"the parser of {tree} cannot be had: {said}; leave --megatron out")
+        text = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise CommandError(f"the parser of {tree} cannot be had: {text}; leave --megatron out")
     found = list(map(json.loads, done.stdout.splitlines()))
-    if len(cases) == 1 and (why := found[0].get("refused")):
-        raise CommandError(f"the parser of {tree} takes it not: {why}")
+    if len(cases) == 1 and (reason := found[0].get("refused")):
+        raise CommandError(f"the parser of {tree} takes it not: {reason}")
     return [None if "refused" in each else argparse.Namespace(**each) for each in found]
 
 

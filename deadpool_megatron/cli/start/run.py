@@ -139,7 +139,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         modules=modules,
         refills=args.refill,
         say=display.line,
-        look=follower.look,
+        look=follower.poll,
         numbers=numbers,
         gpus=gpus,
     )

@@ -12,12 +12,8 @@ import sys
 from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunDirectoryError,
-    segment_root,
-)
+from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.ownership import OwnershipError
 
 
@@ -29,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Clean and say what was removed."""
+    """Clean up, and print what was removed."""
     if args.run_dir is not None:
         directory = RunDirectory(args.run_dir)
         run_id = directory.read_run().run_id
@@ -58,29 +54,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _agrees(held: str) -> bool:
-    """Raises CommandError where nobody can be asked."""
+    """Return whether the user confirms. Raises CommandError without a terminal."""
     if not sys.stdin.isatty():
         raise CommandError(f"{held}; without a terminal, confirm with --yes")
     return input(f"{held}. Remove it? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _directory_of(run_id: str, path: Path | None) -> RunDirectory:
-    """The run directory that the shared memory names, or the shared memory itself, which lists no
-    processes, where that directory is gone, is another run's by now, or is another user's."""
+    """Return the run directory that the shared memory names. If it is removed, another run's or
+    another user's, return the shared memory, which lists no processes."""
     if path is not None:
         directory = RunDirectory(path)
         try:
             if directory.read_run().run_id == run_id:
                 return directory
-        except (OSError, RunDirectoryError):
+        except (OSError, run_files.RunDirectoryError):
             pass
         except OwnershipError as error:
             print(f"run {run_id}: {error}")
-    return RunDirectory(segment_root(run_id))
+    return RunDirectory(run_files.segment_root(run_id))
 
 
 def _is_alive(directory: RunDirectory, run_id: str) -> bool:
-    """A run lives as long as its launcher's coordinator or any agent does; vaults are orphans."""
+    """Return whether a process other than a vault, which may be an orphan, is alive."""
     return bool(cleanup.working_processes(directory, run_id)) or cleanup.is_held(run_id)
 
 

@@ -43,25 +43,19 @@ from deadpool_megatron.events import Kind, read_events
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.state import frozen_file
 from deadpool_megatron.vault.disk import extras_file
-from deadpool_megatron.vault.shm.slot_check import (
-    Finding,
-    Meter,
-    Progress,
-    Verdict,
-    segment_files,
-    verify_segment,
-)
+from deadpool_megatron.vault.shm import slot_check
+from deadpool_megatron.vault.shm.slot_check import Finding, Progress, Verdict, segment_files
 
 EXIT_BAD, EXIT_NOT_VERIFIED = 1, 2
 # The index of a torch_dist checkpoint.
 _INDEX = ".metadata"
-# The files of one of Megatron's older format, each an archive of torch.
+# The files of a checkpoint in Megatron's older format, each an archive of torch.
 _OF_RANKS = "mp_rank_*/*.pt"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One directory (or file) to look at, and how."""
+    """A directory (or file) to verify, and its method."""
 
     kind: str
     path: Path
@@ -75,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify and say what was found."""
+    """Verify, and print the findings."""
     subjects = find_subjects(args.directory)
     found: list[tuple[Subject, Finding]] = []
     display = Display(sys.stderr, quiet=args.json or not sys.stderr.isatty())
@@ -84,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     def show(done: int) -> None:
         display.status(f"{size(done)} of at most {size(total)}", done / max(1, total))
 
-    meter = Meter(show)
+    meter = slot_check.Meter(show)
     for subject in subjects:
         found += [(subject, finding) for finding in subject.verify(subject.path, meter)]
     display.close()
@@ -99,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_subjects(directory: Path) -> list[Subject]:
-    """Return what is to be verified in a directory. Raises CommandError when there is nothing."""
+    """Return the subjects to verify in a directory. Raises CommandError if there are none."""
     if not directory.is_dir():
         raise CommandError(f"{directory} is not a directory")
     found = list(dict.fromkeys(_subjects(directory)))
@@ -145,33 +139,32 @@ def _of_run(run: RunDirectory) -> Iterator[Subject]:
 
 def _segments(directory: Path, progress: Progress) -> Iterator[Finding]:
     for path in segment_files(directory):
-        yield from verify_segment(path, progress)
+        yield from slot_check.verify_segment(path, progress)
 
 
 def _frozen(folder: Path, progress: Progress) -> Iterator[Finding]:
     for path in frozen_file.files_in(folder):
-        yield _judged(path, "frozen weights", frozen_file.problem_in(path, progress))
+        yield _finding(path, "frozen weights", frozen_file.problem_in(path, progress))
 
 
-def _judged(path: Path, what: str, trouble: str) -> Finding:
-    verdict = Verdict.BAD if trouble else Verdict.GOOD
-    return Finding(path, what, path.stat().st_size, verdict, trouble)
+def _finding(path: Path, noun: str, reason: str, nbytes: int | None = None) -> Finding:
+    verdict = Verdict.BAD if reason else Verdict.GOOD
+    return Finding(path, noun, path.stat().st_size if nbytes is None else nbytes, verdict, reason)
 
 
 def _latest(path: Path, _: Progress) -> Iterator[Finding]:
-    reason = _trouble_with(path, "kind", "")
+    reason = _problem_of(path, "kind", "")
     newest = {} if reason else read_json(path)
     place = path.parent / str(newest.get("path"))
     if newest.get("kind") in ("durable", "dump") and not place.is_dir():
         reason = f"names {place}, which is not there"
-    verdict = Verdict.BAD if reason else Verdict.GOOD
-    yield Finding(path, "what --resume continues from", 0, verdict, reason)
+    yield _finding(path, "what --resume continues from", reason, nbytes=0)
 
 
-def _trouble_with(path: Path, name: str, without: str) -> str:
-    """Return why a file is no JSON object, or ``without`` for one that lacks ``name``."""
+def _problem_of(path: Path, name: str, missing: str) -> str:
+    """Return why a file is no JSON object, or ``missing`` if it lacks ``name``."""
     try:
-        return "" if name in read_json(path) else without
+        return "" if name in read_json(path) else missing
     except OSError as error:
         return error.strerror or str(error)
     except (ValueError, RecursionError) as error:
@@ -179,22 +172,22 @@ def _trouble_with(path: Path, name: str, without: str) -> str:
 
 
 def _durable(run: RunDirectory) -> Iterator[Path]:
-    """Those that were ever written. Older ones may have been removed since, by whoever trains."""
+    """Yield all checkpoints that were written; older ones may have been removed since."""
     for event in read_events(run.events):
         if event.kind is Kind.DURABLE and "path" in event.data:
             yield Path(str(event.data["path"]))
-    with contextlib.suppress(OSError, ValueError, KeyError, RecursionError):  # said of the file
+    # _latest() reports these errors.
+    with contextlib.suppress(OSError, ValueError, KeyError, RecursionError):
         newest = read_json(run.latest)
         if newest.get("kind") == "durable":
             yield run.path / str(newest["path"])
 
 
 def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
-    """A finding for each file of a checkpoint: the index of a torch_dist one can be read, all files
-    and byte ranges that it names are there, and the checksums of the archives that torch writes
-    match.
+    """Yield a finding for each file of a checkpoint. Its torch_dist index must be readable, the
+    files and byte ranges in it must exist, and the checksums of torch's archives must match.
 
-    Nothing more once the directory is gone: a run that is alive prunes.
+    Stops once the directory is removed: a live run prunes.
     """
     for finding in _of_checkpoint(directory, progress):
         if finding.verdict is Verdict.BAD and not directory.is_dir():
@@ -206,77 +199,75 @@ def _of_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     for path in extras_file.files_in(directory):
-        yield _judged(path, "extras", extras_file.trouble_with(path))
+        yield _finding(path, "extras", extras_file.trouble_with(path))
     if files := sorted(directory.glob(_OF_RANKS)):
-        yield from (_verify_file(one, None, progress) for one in files)
+        yield from (_verify_file(file, None, progress) for file in files)
         return
     path, ranges = directory / _INDEX, defaultdict[str, list[tuple[int, int]]](list)
     try:
-        check_checkpoint(directory)  # an index is unpickled: one of somebody else could do anything
+        check_checkpoint(directory)  # the index is unpickled: another user's could run any code
         index = FileSystemReader(directory).read_metadata()
         is_in_index = any(key.startswith("common_state/") for key in index.state_dict_metadata)
         for place in index.storage_data.values():
             ranges[place.relative_path].append((place.offset, place.length))
     except (ImportError, AttributeError, OwnershipError) as error:
-        # It names what is not installed here, or is not to be believed.
+        # The index needs a package that is not installed, or is another user's.
         yield Finding(path, "index", 0, Verdict.UNKNOWN, str(error))
         return
-    except Exception as error:  # what a parser makes of damaged bytes cannot be listed
-        yield Finding(path, "index", 0, Verdict.BAD, f"cannot be read: {error!r}")
+    except Exception as error:  # damaged bytes may raise any error in a parser
+        yield _finding(path, "index", f"cannot be read: {error!r}", nbytes=0)
         return
     count = sum(map(len, ranges.values()))
-    yield Finding(path, f"index of {count} entries", path.stat().st_size, Verdict.GOOD)
+    yield _finding(path, f"index of {count} entries", "")
     for name, found in sorted(ranges.items()):
         if "/" in name:  # it would lead out of the checkpoint
-            yield Finding(directory / name, "entries", 0, Verdict.BAD, "is no name of a file in it")
+            yield _finding(directory / name, "entries", "is no name of a file in it", nbytes=0)
         else:
             yield _verify_file(directory / name, found, progress)
-    # What Megatron adds to those of torch. From 0.19 on the common values are in the index.
+    # Files that Megatron adds to torch's. From 0.19 on the common values are in the index.
     common, configuration = directory / "common.pt", directory / "metadata.json"
     if common.exists() or (configuration.exists() and not is_in_index):
         yield _verify_file(common, None, progress)
     if common.exists() or configuration.exists() or is_in_index:
-        # Without it Megatron takes the directory for no checkpoint of this format.
-        reason = _trouble_with(
-            configuration, "sharded_backend", "does not say how it is to be read"
-        )
-        yield Finding(configuration, "format", 0, Verdict.BAD if reason else Verdict.GOOD, reason)
+        # Without it Megatron does not recognize the format.
+        text = "does not say how it is to be read"
+        reason = _problem_of(configuration, "sharded_backend", text)
+        yield _finding(configuration, "format", reason, nbytes=0)
 
 
 def _verify_file(path: Path, ranges: list[tuple[int, int]] | None, progress: Progress) -> Finding:
-    """``ranges``: of the archives in it; None for a file that is one."""
-    what = "1 entry" if ranges is None else f"{len(ranges)} entries"
+    """Verify a file. ``ranges``: of the archives in it; None if the file is an archive."""
+    noun = "1 entry" if ranges is None else f"{len(ranges)} entries"
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             for offset, length in sorted([(0, size)] if ranges is None else ranges):
                 if offset < 0 or length < 0 or offset + length > size:
                     reason = f"has {size} bytes, an entry lies at {offset} + {length}"
-                    return Finding(path, what, size, Verdict.BAD, reason)
+                    return _finding(path, noun, reason, size)
                 if reason := _damage(_Slice(file, offset, length), is_archive=ranges is None):
                     text = f"entry at {offset} + {length}: {reason}"
-                    return Finding(path, what, size, Verdict.BAD, text)
+                    return _finding(path, noun, text, size)
                 progress(length)
     except OSError as error:
-        return Finding(path, what, 0, Verdict.BAD, error.strerror or str(error))
-    return Finding(path, what, size, Verdict.GOOD)
+        return _finding(path, noun, error.strerror or repr(error), 0)
+    return _finding(path, noun, "", size)
 
 
 def _damage(entry: _Slice, *, is_archive: bool) -> str:
-    """Return why an entry cannot be used; torch writes each as an archive with a CRC of every
-    record."""
+    """Return the damage of an entry; torch writes an archive with a CRC for each record."""
     head = entry.read(4)
     if head != b"PK\x03\x04":
         if is_archive or (head and not head.strip(b"\0")):
             return "is no archive of torch" if head.strip(b"\0") else "is empty"
-        return ""  # another way to write; that its bytes are there is all that can be said
+        return ""  # another format, of which only the presence can be verified
     entry.seek(0)
     try:
         with zipfile.ZipFile(entry) as archive:
             broken = archive.testzip()
     except OSError:
-        raise  # of the file, not of what is in it
-    except Exception as error:  # what a parser makes of damaged bytes cannot be listed
+        raise  # an error of the file, not of its content
+    except Exception as error:  # damaged bytes may raise any error in a parser
         return str(error) or repr(error)
     return f"CRC of {broken} does not match" if broken else ""
 
@@ -322,13 +313,12 @@ def _to_dict(subject: Subject, finding: Finding) -> dict[str, Any]:
 def _lines(subjects: Iterable[Subject], found: list[tuple[Subject, Finding]]) -> list[str]:
     rows = []
     for subject in subjects:
-        mine = [finding for of, finding in found if of == subject]
-        generations = sorted({f.generation for f in mine if f.generation is not None})
+        own = [finding for of, finding in found if of == subject]
+        generations = sorted({f.generation for f in own if f.generation is not None})
         for generation in [*reversed(generations), None]:
-            those = [f for f in mine if f.generation == generation]
-            if those:
-                rows.append(_row(subject, generation, those))
-        if not mine:
+            findings = [f for f in own if f.generation == generation]
+            rows += [_row(subject, generation, findings)] if findings else []
+        if not own:
             rows.append([f"{subject.kind} {subject.path}", "-", "-", "0", "0 B", "nothing sealed"])
     header = ("where", "generation", "roles", "parts", "size", "verdict")
     lines = table(header, rows)
@@ -356,8 +346,8 @@ def _row(subject: Subject, generation: Any, findings: list[Finding]) -> list[str
 
 
 def _bytes_in(path: Path) -> int:
-    """Bytes of a file or of the files below a folder, some of which need not be verified."""
+    """Return the bytes of a file or below a folder, including files that are not verified."""
     files = path.rglob("*") if path.is_dir() else [path]
-    with contextlib.suppress(OSError):  # a run that is alive removes some
+    with contextlib.suppress(OSError):  # a live run removes files
         return sum(file.stat().st_size for file in files if file.is_file())
     return 0

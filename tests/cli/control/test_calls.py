@@ -27,7 +27,7 @@ class Coordinator:
         self.asked = list[dict[str, Any]]()
         self._answers = list[Any]()
         patch.chdir(directory)
-        patch.setattr(client, "ask", self._answer)
+        patch.setattr(client.common, "ask", self._answer)
         for name in ("_POLL_SECONDS", "_REPEAT_SECONDS", "_PAUSE_SECONDS"):
             patch.setattr(client, name, 0.001)
         patch.setattr(client, "_TAKEOVER_SECONDS", 0.05)
