@@ -10,24 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness import jobs
-from tests.faults.harness.cells import (
-    EVALUATION_INTERVAL,
-    PHASES,
-    SAVE_INTERVAL,
-    TENSOR_PHASE,
-    Cell,
-    cells,
-    chains,
-    last_iteration,
-    pairwise,
-)
+from tests.faults.harness import cells as harness, jobs
 from tests.faults.harness.jobs import Layout, Outcome, restart_kinds
 from tests.faults.harness.layouts import PP2_DP2, TP2_PP2_DP2
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 CHAIN_LENGTH = 9
-EVALUATION = f"--eval-interval {EVALUATION_INTERVAL} --eval-iters 1"
+EVALUATION = f"--eval-interval {harness.EVALUATION_INTERVAL} --eval-iters 1"
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ SCHEMES = {
 def strike(
     tmp_path: Path,
     layout: Layout,
-    part: list[Cell],
+    part: list[harness.Cell],
     plan: list[dict[str, object]],
     iterations: int,
     settings: str = "",
@@ -72,11 +61,13 @@ def strike(
         raise AssertionError(f"{alone}\n{error}") from error
 
 
-def survives_alone(tmp_path: Path, layout: Layout, cell: Cell, settings: str) -> bool:
+def survives_alone(tmp_path: Path, layout: Layout, cell: harness.Cell, settings: str) -> bool:
     """Whether a job with this one fault ends as the undisturbed one."""
-    ((part, plan),) = chains([cell], 1)
+    ((part, plan),) = harness.chains([cell], 1)
     try:
-        strike_once(tmp_path / cell.name, layout, part, plan, last_iteration(plan), settings)
+        strike_once(
+            tmp_path / cell.name, layout, part, plan, harness.last_iteration(plan), settings
+        )
     except AssertionError:
         return False
     return True
@@ -85,7 +76,7 @@ def survives_alone(tmp_path: Path, layout: Layout, cell: Cell, settings: str) ->
 def strike_once(
     tmp_path: Path,
     layout: Layout,
-    part: list[Cell],
+    part: list[harness.Cell],
     plan: list[dict[str, object]],
     iterations: int,
     settings: str = "",
@@ -99,7 +90,7 @@ def strike_once(
         spares=2,
         refill=len(part),
         flags=EVALUATION,
-        saving=f"--save {tmp_path / 'checkpoints'} --save-interval {SAVE_INTERVAL}",
+        saving=f"--save {tmp_path / 'checkpoints'} --save-interval {harness.SAVE_INTERVAL}",
         settings=settings,
     )
 
@@ -107,12 +98,12 @@ def strike_once(
 CHAINED = "layout", "part", "plan", "iterations"
 
 
-def chained(layout: Layout, chosen: list[Cell]) -> list[Any]:
+def chained(layout: Layout, chosen: list[harness.Cell]) -> list[Any]:
     """Chains of these cells, all of one length, so that one undisturbed run serves them. A person
     waits for the last one, which has the evaluations and the saves."""
-    found = list(chains(chosen, CHAIN_LENGTH))
+    found = list(harness.chains(chosen, CHAIN_LENGTH))
     names = [f"{layout.name}-{part[0].name}..{part[-1].name}" for part, _ in found]
-    iterations = max(last_iteration(plan) for _, plan in found)
+    iterations = max(harness.last_iteration(plan) for _, plan in found)
     marks = [*([pytest.mark.full] * (len(found) - 1)), ()]
     return [
         pytest.param(layout, part, plan, iterations, marks=mark, id=name)
@@ -124,12 +115,12 @@ def chained(layout: Layout, chosen: list[Cell]) -> list[Any]:
 @pytest.mark.parametrize(
     CHAINED,
     [
-        *chained(PP2_DP2, cells(PP2_DP2, PHASES)),
-        *chained(TP2_PP2_DP2, cells(TP2_PP2_DP2, (*PHASES, TENSOR_PHASE))),
+        *chained(PP2_DP2, harness.cells(PP2_DP2, harness.PHASES)),
+        *chained(TP2_PP2_DP2, harness.cells(TP2_PP2_DP2, (*harness.PHASES, harness.TENSOR_PHASE))),
     ],
 )
 def test_every_cell(
-    tmp_path: Path, layout: Layout, part: list[Cell], plan: list[Any], iterations: int
+    tmp_path: Path, layout: Layout, part: list[harness.Cell], plan: list[Any], iterations: int
 ) -> None:
     strike(tmp_path, layout, part, plan, iterations)
 
@@ -143,11 +134,11 @@ def test_four_roles_covering_array_of_each_scheme(tmp_path: Path, name: str) -> 
     scheme = SCHEMES[name]
     array = [
         replace(cell, target=scheme.target) if cell.target == "node" else cell
-        for cell in pairwise(PP2_DP2, PHASES, scheme.shift)
+        for cell in harness.pairwise(PP2_DP2, harness.PHASES, scheme.shift)
     ]
-    ((part, plan),) = chains(array, len(array))
+    ((part, plan),) = harness.chains(array, len(array))
     settings = f"--deadpool-protection {scheme.flags}"
-    outcome = strike(tmp_path, PP2_DP2, part, plan, last_iteration(plan), settings)
+    outcome = strike(tmp_path, PP2_DP2, part, plan, harness.last_iteration(plan), settings)
     kinds = restart_kinds(outcome)
     assert kinds.count("memory") >= len(array), outcome.story()
     assert "durable" not in kinds, outcome.story()
@@ -160,10 +151,11 @@ def test_four_roles_covering_array_of_each_scheme(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    CHAINED, chained(TP2_PP2_DP2, pairwise(TP2_PP2_DP2, (*PHASES, TENSOR_PHASE)))
+    CHAINED,
+    chained(TP2_PP2_DP2, harness.pairwise(TP2_PP2_DP2, (*harness.PHASES, harness.TENSOR_PHASE))),
 )
 def test_eight_roles_covering_array(
-    tmp_path: Path, layout: Layout, part: list[Cell], plan: list[Any], iterations: int
+    tmp_path: Path, layout: Layout, part: list[harness.Cell], plan: list[Any], iterations: int
 ) -> None:
     strike(tmp_path, layout, part, plan, iterations)
 
@@ -173,6 +165,8 @@ def test_one_cell(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     wanted = request.config.getoption("--cell")
     layout_name, _, name = wanted.partition(":")
     layout = {found.name: found for found in (PP2_DP2, TP2_PP2_DP2)}[layout_name]
-    (cell,) = [c for c in cells(layout, (*PHASES, TENSOR_PHASE)) if c.name == name]
-    ((part, plan),) = chains([cell], 1)
-    strike_once(tmp_path / "cell", layout, part, plan, last_iteration(plan))
+    (cell,) = [
+        c for c in harness.cells(layout, (*harness.PHASES, harness.TENSOR_PHASE)) if c.name == name
+    ]
+    ((part, plan),) = harness.chains([cell], 1)
+    strike_once(tmp_path / "cell", layout, part, plan, harness.last_iteration(plan))

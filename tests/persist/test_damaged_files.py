@@ -11,13 +11,7 @@ from deadpool_megatron.cli.start import resume
 from deadpool_megatron.cluster.coordinator.succession import valid_checkpoints
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.state.template import (
-    StateTemplate,
-    TemplateError,
-    read_template,
-    template_path,
-    write_template,
-)
+from deadpool_megatron.state import template
 from tests.persist.harness.exported import exported, saved_at
 
 INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
@@ -54,8 +48,8 @@ def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left", [0, 1, 300, -1])
 def test_a_skeleton_that_was_cut(tmp_path: Path, left: int) -> None:
     """The exporter says so in its last line, of which the coordinator makes the warning."""
-    write_template(tmp_path, StateTemplate(3, "hash"))
-    path = template_path(tmp_path, 3)
+    template.write_template(tmp_path, template.StateTemplate(3, "hash"))
+    path = template.template_path(tmp_path, 3)
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(TemplateError, match=r"skeleton-3\.pt is damaged: \w+$"):
-        read_template(tmp_path, 3, "hash")
+    with pytest.raises(template.TemplateError, match=r"skeleton-3\.pt is damaged: \w+$"):
+        template.read_template(tmp_path, 3, "hash")

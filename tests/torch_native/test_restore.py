@@ -169,8 +169,7 @@ def life(member: Member, directory: Path, kind: str, optimizer: str) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer"),
-    [("ddp", "amsgrad"), ("fsdp", "adamw"), ("hsdp", "momentum")],
+    ("kind", "optimizer"), [("ddp", "amsgrad"), ("fsdp", "adamw"), ("hsdp", "momentum")]
 )
 def test_interrupted_loop_continues_bit_for_bit(tmp_path: Path, kind: str, optimizer: str) -> None:
     found = run(4, life, tmp_path, kind, optimizer)
