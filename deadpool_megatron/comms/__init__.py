@@ -24,13 +24,5 @@ def is_detached(group: object) -> bool:
     return isinstance(group, ReconfigurableGroup) and group.inner.detached
 
 
-__all__ = [
-    "CommunicatorFault",
-    "Communicators",
-    "EpochClosed",
-    "EpochStore",
-    "Limits",
-    "ReconfigurableGroup",
-    "StreamWaits",
-    "is_detached",
-]
+__all__ = ["CommunicatorFault", "Communicators", "EpochClosed", "EpochStore", "Limits"]
+__all__ += ["ReconfigurableGroup", "StreamWaits", "is_detached"]

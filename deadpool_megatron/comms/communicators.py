@@ -127,16 +127,10 @@ class Communicators(Observation):
         spec = inner.GroupSpec("", "unnamed", ranks, rank, device, None, timeout, options)
         return ReconfigurableGroup(self, spec, transport, requested)
 
-    def group_created(
-        self,
-        ranks: tuple[int, ...],
-        requested: str,
-        description: str,
-        group: ReconfigurableGroup | None,
-    ) -> None:
+    def group_created(self, entry: Entry) -> None:
         """Add the group; connect it at once while attached (collective over its ranks)."""
-        self._roster.add(Entry(ranks, requested, description, group))
-        epoch = self._current
+        self._roster.add(entry)
+        group, epoch = entry.group, self._current
         if group is None or epoch is None:
             return
         if epoch.closed or self._store is None:

@@ -42,18 +42,11 @@ from torch._C._distributed_c10d import BarrierOptions, HashStore, Store
 from torch.distributed import ProcessGroup
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.comms import inner
 from deadpool_megatron.comms.in_flight import works
 from deadpool_megatron.comms.in_flight.device_time import CudaClock, read_positions
 from deadpool_megatron.comms.in_flight.epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.waiters import WaiterPool
-from deadpool_megatron.comms.inner import (
-    OPENS_A_GROUP,
-    EpochClosed,
-    Fabric,
-    GroupSpec,
-    InnerGroup,
-    Position,
-)
 
 #: Megatron's names of the groups whose neighbours send to one another: all around with virtual
 #: stages, and for TransformerEngine's attention over a split context
@@ -144,7 +137,7 @@ class Blocks:
             time.sleep(_POLL_SECONDS)
 
 
-class NcclFabric(Fabric):
+class NcclFabric(inner.Fabric):
     """The NCCL communicators of one epoch, aborted together."""
 
     def __init__(self, epoch: Epoch) -> None:
@@ -166,7 +159,7 @@ class NcclFabric(Fabric):
         """Return whether the calling thread is in a group of NCCL that no block will end."""
         return is_left_open()
 
-    def create(self, spec: GroupSpec, store: Store) -> NcclGroup:
+    def create(self, spec: inner.GroupSpec, store: Store) -> NcclGroup:
         # torch numbers them as they are made; only their connecting takes time.
         with self._making:
             plain, backend = self._build(spec, store)
@@ -178,7 +171,7 @@ class NcclFabric(Fabric):
         if self._epoch.closed:
             # No abort could reach it before this moment, and none will look for it afterwards.
             self._abort(backend)
-            raise EpochClosed(self._epoch.number, "attach")
+            raise inner.EpochClosed(self._epoch.number, "attach")
         group = NcclGroup(spec, self._epoch, plain, backend, self._blocks)
         if spec.description in RINGS:
             group.connect({(spec.rank + 1) % spec.size, (spec.rank - 1) % spec.size} - {spec.rank})
@@ -189,7 +182,7 @@ class NcclFabric(Fabric):
         world = self._groups[0]
         world.backend().perform_nocolor_split(world._device)
 
-    def positions(self) -> Mapping[str, Position]:
+    def positions(self) -> Mapping[str, inner.Position]:
         groups = list(self._groups)
         found = read_positions(self._recorded(), {group.uid for group in groups})
         return {
@@ -211,7 +204,7 @@ class NcclFabric(Fabric):
         dump = getattr(_distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009
         return bytes(dump(includeCollectives=False, onlyActive=False))
 
-    def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
+    def _build(self, spec: inner.GroupSpec, store: Store) -> tuple[Any, Any]:
         """Return a plain ProcessGroup with an NCCL backend, made as by c10d's own helper."""
         from torch.distributed import ProcessGroupNCCL
 
@@ -293,7 +286,7 @@ class NcclFabric(Fabric):
         self._groups.clear()
 
 
-class NcclGroup(InnerGroup):
+class NcclGroup(inner.InnerGroup):
     """An NCCL communicator."""
 
     coalesces = True
@@ -302,7 +295,7 @@ class NcclGroup(InnerGroup):
     sequence = 0
 
     def __init__(
-        self, spec: GroupSpec, epoch: Epoch, plain: Any, backend: Any, blocks: Blocks
+        self, spec: inner.GroupSpec, epoch: Epoch, plain: Any, backend: Any, blocks: Blocks
     ) -> None:
         self.epoch = epoch
         self.description = spec.description
@@ -321,7 +314,7 @@ class NcclGroup(InnerGroup):
         epoch = self.epoch
         if ruin := self._blocks.begin(operation):
             epoch.fault(self.description, operation, ruin)
-        if operation in OPENS_A_GROUP and not self._blocks.is_open_here():
+        if operation in inner.OPENS_A_GROUP and not self._blocks.is_open_here():
             self._ask(operation)
         if failpoints.ACTIVE:
             failpoints.hit("comm", op=operation, group=self.description, size=self.size)
@@ -337,9 +330,9 @@ class NcclGroup(InnerGroup):
                 self._check(operation)
                 if self._blocks.cut:
                     return None
-            inner = self._start(getattr(self._plain, operation), args, kwargs)
+            work = self._start(getattr(self._plain, operation), args, kwargs)
         except RuntimeError as error:
-            if operation in OPENS_A_GROUP:
+            if operation in inner.OPENS_A_GROUP:
                 self._blocks.lose(operation)
             if self._blocks.is_open_here():
                 self._blocks.keep(error)
@@ -351,7 +344,7 @@ class NcclGroup(InnerGroup):
             del waits[ident]
         if problem is not None:
             epoch.fault(self.description, operation, problem)
-        return self._work(inner, operation, sequence)
+        return self._work(work, operation, sequence)
 
     def _start(
         self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -361,14 +354,14 @@ class NcclGroup(InnerGroup):
             return operation(*args, **kwargs)
         return self.epoch.progress.stream_waits.around(lambda: operation(*args, **kwargs))
 
-    def _work(self, inner: Any, operation: str, sequence: int) -> dist.Work | None:
-        if inner is None:
+    def _work(self, work: Any, operation: str, sequence: int) -> dist.Work | None:
+        if work is None:
             # Collected in a block, or on the current stream, so without a wait.
             if not self._blocks.is_open_here():
                 self.epoch.check(operation)
                 works.count_finished(self, operation)
             return None
-        return works.StreamWork(inner, self, operation, sequence)
+        return works.StreamWork(work, self, operation, sequence)
 
     def connect(self, peers: Collection[int]) -> None:
         """Exchange a byte with each peer, in the thread that makes the group."""
@@ -389,11 +382,11 @@ class NcclGroup(InnerGroup):
         found = "SUCCESS" if ask is None else str(ask().name)
         return "" if found == "SUCCESS" else found
 
-    def position(self, enqueued: int, started: int | None, completed: int) -> Position:
+    def position(self, enqueued: int, started: int | None, completed: int) -> inner.Position:
         """Return the device's progress with the group, by these numbers of the flight recorder."""
         if self.error():
             completed = min(completed, enqueued - 1)
-        return Position(enqueued, started, completed, collective=not self.messages)
+        return inner.Position(enqueued, started, completed, collective=not self.messages)
 
     def backend(self) -> Any:
         return self._backend
@@ -422,7 +415,7 @@ class NcclGroup(InnerGroup):
         if not self._blocks.is_open_here():
             self._ask("coalesced")
         if not self._blocks.enter():
-            raise EpochClosed(self.epoch.number, "start of a block")
+            raise inner.EpochClosed(self.epoch.number, "start of a block")
         try:
             self._plain._start_coalescing(device)
         except BaseException:
@@ -494,7 +487,7 @@ def warm(device: torch.device, make: Callable[[Epoch], NcclFabric] = NcclFabric)
     fabric = make(epoch)
     epoch.fabrics["nccl"] = fabric
     limit = timedelta(seconds=_WARM_UP_SECONDS)
-    spec = GroupSpec("warm-up", "deadpool-warm-up", (0,), 0, device, requested_timeout=limit)
+    spec = inner.GroupSpec("warm-up", "deadpool-warm-up", (0,), 0, device, requested_timeout=limit)
     try:
         group = fabric.create(spec, HashStore())
         for operation, args in _warm_up_operations(device):

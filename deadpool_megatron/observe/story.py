@@ -131,12 +131,10 @@ class Interruption:
 
     def end(self, values: Mapping[str, Any]) -> None:
         """Take the data of a RECOVERED event."""
-        exposed, seconds, again = (
-            values.get(name) for name in ("exposed_seconds", "seconds", "steps_recomputed")
-        )
+        exposed, spent, again = map(values.get, ("exposed_seconds", "seconds", "steps_recomputed"))
         self.phases = ordered_phases(values.get("phases", {}))
         self.generation = _generation(values) or self.generation
-        self.seconds = None if seconds is None else float(seconds)
+        self.seconds = None if spent is None else float(spent)
         self.steps_recomputed = None if again is None else int(again)
         self.exposed_seconds = max(self.exposed_seconds, float(exposed or 0.0))
         self.seats_changed = {

@@ -23,28 +23,11 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import filesystem, metadata as dcp
 
 from deadpool_megatron.layout.records import extras_part
-from deadpool_megatron.state import frozen_file
+from deadpool_megatron.state import frozen_file, template
 from deadpool_megatron.state.extras import ExtrasError, decode
-from deadpool_megatron.state.template import (
-    FROZEN,
-    ZEROS,
-    Piece,
-    StateTemplate,
-    dtype_name,
-    dtype_of,
-    fill,
-)
 from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.shm.segment import checksum
@@ -90,27 +73,27 @@ class GenerationSource:
 
     def number(self, part: str, offset_bytes: int, dtype: str) -> Tensor:
         """Return a tensor without axes over one number of a shard part."""
-        return self._run(part, offset_bytes, dtype_of(dtype), 1).view(())
+        return self._run(part, offset_bytes, template.dtype_of(dtype), 1).view(())
 
-    def tensor(self, piece: Piece) -> Tensor:
+    def tensor(self, piece: template.Piece) -> Tensor:
         """Return the values of a piece, with its shape and dtype, in memory of its own extent."""
         count = math.prod(piece.sizes)
         if piece.is_extra:
             kept = self.extras.get(piece.part)
             if not isinstance(kept, Tensor):
                 raise WritingError(f"{piece.key}: the extras do not hold {piece.part}")
-            first = piece.offset_bytes // dtype_of(piece.stored).itemsize
+            first = piece.offset_bytes // template.dtype_of(piece.stored).itemsize
             found = kept.reshape(-1)[first : first + count].clone()
             return found.view(piece.sizes)
-        if piece.part == ZEROS:
-            return torch.zeros(piece.sizes, dtype=dtype_of(piece.dtype))
-        found = self._run(piece.part, piece.offset_bytes, dtype_of(piece.stored), count)
-        return found.to(dtype_of(piece.dtype)).view(piece.sizes)
+        if piece.part == template.ZEROS:
+            return torch.zeros(piece.sizes, dtype=template.dtype_of(piece.dtype))
+        found = self._run(piece.part, piece.offset_bytes, template.dtype_of(piece.stored), count)
+        return found.to(template.dtype_of(piece.dtype)).view(piece.sizes)
 
     def _run(self, part: str, offset_bytes: int, dtype: torch.dtype, count: int) -> Tensor:
         if not count:
             return torch.empty(0, dtype=dtype)
-        if part == FROZEN and part not in self._parts:
+        if part == template.FROZEN and part not in self._parts:
             self._parts[part] = self._frozen_part()
         try:
             return torch.frombuffer(
@@ -159,30 +142,30 @@ def file_name(role: int) -> str:
 
 
 def write_role(
-    template: StateTemplate, source: GenerationSource, directory: Path
+    recipe: template.StateTemplate, source: GenerationSource, directory: Path
 ) -> dict[str, Any]:
     """Write the role's file, read it back from the disk, and return its index as JSON values.
 
     Raises WritingError, also where a number is not finite, and OSError.
     """
-    path = directory / file_name(template.role)
+    path = directory / file_name(recipe.role)
     tensors: list[list[Any]] = []
     objects: list[list[Any]] = []
     with _checked(path) as counted:
-        for piece in template.pieces:
+        for piece in recipe.pieces:
             start, value = counted.count, source.tensor(piece)
             is_judged = not piece.is_extra and value.is_floating_point() and value.itemsize > 1
             if is_judged and not value.isfinite().all():
-                raise WritingError(f"{piece.key} of role {template.role} is not finite")
+                raise WritingError(f"{piece.key} of role {recipe.role} is not finite")
             _save(value, counted)
             place = [start, counted.count - start]
             box = [list(piece.shape), list(piece.offsets), list(piece.sizes)]
-            tensors.append([piece.key, *box, dtype_name(value.dtype), *place])
-        for key, recipe in template.objects.items():
+            tensors.append([piece.key, *box, template.dtype_name(value.dtype), *place])
+        for key, value in recipe.objects.items():
             start = counted.count
-            _save([filled(recipe, source)], counted)
+            _save([filled(value, source)], counted)
             objects.append([key, start, counted.count - start])
-    facts = {"role": template.role, "file": path.name, "bytes": counted.count}
+    facts = {"role": recipe.role, "file": path.name, "bytes": counted.count}
     return {**facts, "tensors": tensors, "objects": objects}
 
 
@@ -192,9 +175,9 @@ def write_extras(source: GenerationSource, directory: Path, role: int, roles: in
         counted.write(extras_file.with_checksum(source.encoded_extras))
 
 
-def filled(recipe: Any, source: GenerationSource) -> Any:
+def filled(value: Any, source: GenerationSource) -> Any:
     """Return a value of the checkpoint as it is in the generation. Raises TemplateError."""
-    return fill(recipe, source.extras, source.number)
+    return template.fill(value, source.extras, source.number)
 
 
 @contextlib.contextmanager
@@ -238,34 +221,35 @@ def _overlap(first: _Box, second: _Box) -> bool:
     return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in axes)
 
 
-def metadata_of(indexes: Iterable[Mapping[str, Any]]) -> Metadata:
+def metadata_of(indexes: Iterable[Mapping[str, Any]]) -> dcp.Metadata:
     """Return the metadata of a checkpoint made of these files. Raises WritingError unless every
     tensor is complete and every object there once.
     """
     boxes: dict[str, list[_Box]] = defaultdict(list)
     known: dict[str, tuple[tuple[int, ...], str]] = {}
     entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
+    places: dict[dcp.MetadataIndex, Any] = {}
     for role in indexes:
         for key, shape, offsets, sizes, dtype, start, length in role["tensors"]:
             if known.setdefault(key, (tuple(shape), dtype)) != (tuple(shape), dtype):
                 raise WritingError(f"{key}: roles do not agree on its shape or dtype")
             boxes[key].append((tuple(offsets), tuple(sizes)))
-            index = MetadataIndex(key, torch.Size(offsets), len(boxes[key]) - 1)
+            index = dcp.MetadataIndex(key, torch.Size(offsets), len(boxes[key]) - 1)
             places[index] = filesystem._StorageInfo(str(role["file"]), start, length)
         for key, start, length in role["objects"]:
             if key in entries:
                 raise WritingError(f"{key} was written twice")
-            entries[key] = BytesStorageMetadata()
-            places[MetadataIndex(key)] = filesystem._StorageInfo(str(role["file"]), start, length)
+            entries[key] = dcp.BytesStorageMetadata()
+            info = filesystem._StorageInfo(str(role["file"]), start, length)
+            places[dcp.MetadataIndex(key)] = info
     for key, (shape, dtype) in known.items():
         check_cover(key, shape, boxes[key])
-        entries[key] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=dtype_of(dtype)),
+        entries[key] = dcp.TensorStorageMetadata(
+            properties=dcp.TensorProperties(dtype=template.dtype_of(dtype)),
             size=torch.Size(shape),
-            chunks=[ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes[key]],
+            chunks=[dcp.ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes[key]],
         )
-    return Metadata(state_dict_metadata=entries, storage_data=places)
+    return dcp.Metadata(state_dict_metadata=entries, storage_data=places)
 
 
 def join(directory: Path, indexes: Sequence[Mapping[str, Any]], common: Any) -> None:

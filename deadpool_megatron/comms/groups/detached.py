@@ -25,9 +25,7 @@ class DetachedBackend:
     """The c10d Backend of a detached group, which can be split without a communicator."""
 
     supports_splitting = True
-    supports_coalescing = False
-    supports_time_estimate = False
-    supports_shrinking = False
+    supports_coalescing = supports_time_estimate = supports_shrinking = False
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

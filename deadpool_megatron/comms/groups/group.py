@@ -304,7 +304,7 @@ class Installation:
             if device is not None:
                 world.bound_device_id = torch.device(device)
             _restore_name(world, self._requested)
-            self._host.group_created(world.ranks, self._requested, "default_pg", world)
+            self._host.group_created(Entry(world.ranks, self._requested, "default_pg", world))
 
         return init_process_group
 
@@ -347,7 +347,8 @@ class Installation:
             else:
                 made = None
             try:
-                self._host.group_created(members, requested, values["group_desc"] or "", made)
+                entry = Entry(members, requested, values["group_desc"] or "", made)
+                self._host.group_created(entry)
             except BaseException:
                 # The caller gets no group, and its peers may never make this call: every later
                 # epoch would wait for them in vain.
@@ -451,10 +452,6 @@ def _wrap_set_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
     return _set_pg_timeout
 
 
-def _nothing(_: Any) -> None:
-    return None
-
-
 def _first_received(values: dict[str, Any]) -> None:
     sent = values["scatter_object_input_list"]
     if sent:
@@ -463,8 +460,8 @@ def _first_received(values: dict[str, Any]) -> None:
 
 #: object collectives that would unpickle a buffer without received bytes
 _DETACHED_OBJECTS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "broadcast_object_list": _nothing,
-    "recv_object_list": _nothing,
+    "broadcast_object_list": lambda _: None,
+    "recv_object_list": lambda _: None,
     "scatter_object_list": _first_received,
 }
 
