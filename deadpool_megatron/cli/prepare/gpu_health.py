@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(
-    args: argparse.Namespace,
-    read_log: Callable[[], Iterable[bytes]] = health.read_kernel_log,
+    args: argparse.Namespace, read_log: Callable[[], Iterable[bytes]] = health.read_kernel_log
 ) -> int:
     """Print a line and return a status, as a health command does."""
     now = health.boot_seconds()

@@ -19,15 +19,10 @@ from deadpool_megatron.cli.run_result import ResultError, read_story
 from deadpool_megatron.layout.schemes import format_scheme, losses_survived
 from deadpool_megatron.observe.narration import count
 from deadpool_megatron.observe.story import Story
+from deadpool_megatron.planning import shards
 from deadpool_megatron.planning.assessment import OVERHEAD_SHARE, SWAP_SECONDS, Assessment, assess
 from deadpool_megatron.planning.megatron_args import ASSUMED, sections_of
 from deadpool_megatron.planning.sections import SECTIONS, PlanError, read_plan
-from deadpool_megatron.planning.shards import (
-    protection_plan,
-    settings_of,
-    slots_of,
-    total_parameters,
-)
 
 _EPILOGUE = """\
 docs/planning.md explains each number, and the limits of the model.
@@ -151,15 +146,15 @@ def _headline(name: str, found: Assessment) -> list[str]:
     sizes = (("tp", parallel.tp), ("cp", parallel.cp), ("ep", parallel.ep), ("pp", parallel.pp))
     shown = "".join(f"{key} {value} x " for key, value in sizes if value > 1)
     domains = len(set(found.placement.topology.domains.values()))
-    survived = count(losses_survived(settings_of(found.plan)), "lost node")
-    scheme = format_scheme(protection_plan(found.plan).scheme)
+    survived = count(losses_survived(shards.settings_of(found.plan)), "lost node")
+    scheme = format_scheme(shards.protection_plan(found.plan).scheme)
     return [
-        f"{name}: {total_parameters(found.plan.model) / 1e9:.1f} B parameters,"
+        f"{name}: {shards.total_parameters(found.plan.model) / 1e9:.1f} B parameters,"
         f" {len(found.placement.roles)} roles ({shown}dp {parallel.dp})",
         f"  {count(cluster.nodes, 'node')} of {count(cluster.gpus_per_node, 'GPU')},"
         f" {count(cluster.spares, 'spare')}, {count(domains, 'failure domain')}",
         f"  {scheme} for {survived}, every {count(protection.cadence, 'step')}, lag"
-        f" {protection.max_lag}, {slots_of(found.plan)} slots",
+        f" {protection.max_lag}, {shards.slots_of(found.plan)} slots",
     ]
 
 

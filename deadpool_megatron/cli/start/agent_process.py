@@ -11,23 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cli.common import (
-    TRANSIENT,
-    CommandError,
-    RequestRefused,
-    ask,
-    ask_at,
-    listen,
-)
+from deadpool_megatron.cli import common
+from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start.preconditions import read_domains
 from deadpool_megatron.cluster.agent.options import NO_NUMBER, AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
 from deadpool_megatron.cluster.journal.journal import Journal
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunDirectoryError,
-    RunInfo,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.cluster.run_directory.leftover_slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.layout import placement as domains
@@ -71,7 +62,7 @@ def serve(options: AgentOptions, standby_port: int | None, rejoins: int = 0) -> 
         node = NO_NUMBER
     try:
         ended = int(run.read_final()["exit_status"])
-    except RunDirectoryError:
+    except run_files.RunDirectoryError:
         return status
     if ended == 0:  # otherwise the memory of dead agents may complete a dump
         remove_unclaimed(run, info.run_id)
@@ -85,13 +76,13 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
     while True:
         try:
             if fixed is not None and not run.coordinator.exists():
-                answer = ask_at(fixed, run, info.run_id, message)
+                answer = common.ask_at(fixed, run, info.run_id, message)
             else:
-                answer = ask(run, message)
+                answer = common.ask(run, message)
             return int(answer["node"])
-        except RequestRefused:
+        except common.RequestRefused:
             raise
-        except TRANSIENT as error:
+        except common.TRANSIENT as error:
             # After a cut the shared run directory may be unavailable, too.
             if run.has_final() or time.monotonic() > limit:
                 raise CommandError(f"cannot attach: {error}") from error
@@ -127,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         secret=auth.load_secret(run.path),
         node=args.node_id,
         host=args.host,
-        listen=lambda: listen(args.host, args.port),
+        listen=lambda: common.listen(args.host, args.port),
         report_fd=args.report_fd,
     )
     standby = Standby(options, journal)

@@ -47,8 +47,8 @@ class Launcher:
     """A run on this host. Call :meth:`run` once; ``failure``: the reason of a failure that the
     coordinator has not recorded.
 
-    ``refills``: the number of lost nodes that are replaced by new spares; ``say``: prints a line
-    for the user; ``look``: called regularly, to show progress. ``numbers``: of the first nodes.
+    ``refills``: the number of lost nodes that are replaced by new spares; ``report``: prints a
+    line; ``refresh``: called regularly, to show progress. ``numbers``: of the first nodes.
     ``gpus``: divided among the nodes; if empty, each node sees all GPUs of this process.
     """
 
@@ -56,8 +56,8 @@ class Launcher:
     info: run_files.RunInfo
     modules: tuple[str, ...]
     refills: int
-    say: Callable[[str], None]
-    look: Callable[[], object]
+    report: Callable[[str], None]
+    refresh: Callable[[], object]
     numbers: tuple[int, ...]
     gpus: tuple[str, ...] = ()
     failure: str = field(default="", init=False)
@@ -101,7 +101,7 @@ class Launcher:
                 self.directory.create(self.info)
                 auth.create_secret(self.directory.path)
                 self._held = cleanup.claim_segments(self.directory, self.info.run_id)
-            self.say(f"starting {len(self.numbers)} nodes; their logs: {self.directory.logs}")
+            self.report(f"starting {len(self.numbers)} nodes; their logs: {self.directory.logs}")
             ignore_notices()
             self._server = preload_modules(self.info.settings, self.modules)
             for node in sorted(self.numbers, reverse=True):
@@ -189,7 +189,7 @@ class Launcher:
                 refresh_at = time.monotonic() + _REFRESH_SECONDS
                 if orphans is not None:
                     orphans.reap()
-                self.look()
+                self.refresh()
                 self._check_directory()
                 coordinators = cleanup.coordinator_processes(self.directory)
                 if not coordinators and self.directory.has_final():
@@ -198,7 +198,7 @@ class Launcher:
                     self._stopped.add(pid)
                     posix.kill(pid, signal.SIGTERM if self._discards else signal.SIGINT)
             if self._stop_deadline and time.monotonic() > self._stop_deadline:
-                self.say("the run does not end: killing it")
+                self.report("the run does not end: killing it")
                 return
             self._wait()
 
@@ -209,7 +209,7 @@ class Launcher:
         except OSError as error:
             if str(error) != self._directory_problem:
                 self._directory_problem = str(error)
-                self.say(
+                self.report(
                     f"{error.filename}: {error.strerror}. The run trains, but nobody can steer it:"
                     " put its directory back; Ctrl-C ends it and keeps its state in memory"
                 )
@@ -229,7 +229,7 @@ class Launcher:
             if found
         }
         if ended:
-            self.look()
+            self.refresh()
         for node in ended:
             del self._agents[node]
             self._close_pipe(node)
@@ -248,7 +248,7 @@ class Launcher:
             self._status, self.failure = ExitStatus.BAD_INPUT, self._final_output(max(ended))
             return
         for node, status in ended.items():
-            self.say(f"node {node}: agent {ProcessEnd.from_wait_status(status)}")
+            self.report(f"node {node}: agent {ProcessEnd.from_wait_status(status)}")
         self._due_refills = min(self._due_refills + len(ended), self.refills)
         if not self._ended_at or not self._agents:  # a spare attaches to memory on its host
             self._refill()
@@ -266,9 +266,9 @@ class Launcher:
             except OSError as error:
                 if self._last_shortage != str(error):
                     self._last_shortage = str(error)
-                    self.say(f"no new spare yet: {error}")
+                    self.report(f"no new spare yet: {error}")
                 return
-            self.say(f"node {self._next_node} starts as a new spare")
+            self.report(f"node {self._next_node} starts as a new spare")
             self._next_node += 1
             self.refills -= 1
             self._due_refills -= 1
@@ -315,7 +315,7 @@ class Launcher:
             final = self.directory.read_final()
         except run_files.RunDirectoryError:
             return ExitStatus.STOPPED if self._signals else ExitStatus.FAILED
-        self.look()
+        self.refresh()
         return int(final["exit_status"])
 
     # Ending.
@@ -365,7 +365,7 @@ class Launcher:
         try:
             yield
         except OSError as error:
-            self.say(f"{noun} was not removed as a whole: {error}")
+            self.report(f"{noun} was not removed as a whole: {error}")
 
     def _close_pipe(self, node: int) -> None:
         """Close the pipe to an agent, which ends a live agent."""

@@ -160,9 +160,7 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
     if not nodes_with_slots(info.run_id):  # slots use memory that this node gets again
         preconditions.check_shared_memory(info, 1)
     if not args.domain:
-        preconditions.read_domains(
-            info.settings
-        )  # it may be there on the host that made the run only
+        preconditions.read_domains(info.settings)  # the file may be on the first host only
     host, domain = _place(args, slurm, info.settings)
     preconditions.check_address(run, host)
     _check_listening(run, args, host)
@@ -171,18 +169,9 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
         # Fails at once for a wrong address or secret, not only after the time limit.
         common.ask_at(fixed, run, info.run_id, {"command": "info"})
     if not info.check_only and (script := scripts.script_of(info.command)) is not None:
-        preconditions.check_command(
-            [script]
-        )  # this may be another host than the one that made the run
+        preconditions.check_command([script])  # another host may have created the run
     return AgentOptions(
-        node,
-        run,
-        info,
-        secret,
-        host,
-        domain,
-        fixed_address=fixed,
-        leave_seconds=args.leave_seconds,
+        node, run, info, secret, host, domain, fixed_address=fixed, leave_seconds=args.leave_seconds
     )
 
 

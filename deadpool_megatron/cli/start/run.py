@@ -138,8 +138,8 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         info=info,
         modules=modules,
         refills=args.refill,
-        say=display.line,
-        look=follower.poll,
+        report=display.line,
+        refresh=follower.poll,
         numbers=numbers,
         gpus=gpus,
     )

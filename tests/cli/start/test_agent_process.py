@@ -28,7 +28,7 @@ class Coordinator:
 
 
 def attach(run: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator) -> int:
-    monkeypatch.setattr(agent_process, "ask", coordinator)
+    monkeypatch.setattr(agent_process.common, "ask", coordinator)
     monkeypatch.setattr(agent_process, "_ATTACH_PAUSE_SECONDS", 0.0)
     settings = Settings(spare_timeout_seconds=60.0)
     info = directory.RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), settings)
@@ -69,7 +69,7 @@ def test_a_fenced_node_comes_back_though_the_file_of_domains_is_away(
         return 0 if options.node == 7 else ExitStatus.FENCED
 
     monkeypatch.setattr(agent_process, "run_agent", serve_once)
-    monkeypatch.setattr(agent_process, "ask", lambda *_: {"ok": True, "node": 7})
+    monkeypatch.setattr(agent_process.common, "ask", lambda *_: {"ok": True, "node": 7})
     options = AgentOptions(3, run, info, b"", "127.0.0.1", "")
     status = agent_process.serve(options, standby_port=None, rejoins=1)
     assert (status, served) == (0, [(3, "rack-a"), (7, "rack-b")])
