@@ -2,9 +2,10 @@
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
 from deadpool_megatron.member import Session
 from deadpool_megatron.torch_native import TorchLoop, TorchProgram
-from torch.nn.parallel import DistributedDataParallel
 
 ITERATIONS, BATCH = 12, 8
 
