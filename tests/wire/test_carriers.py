@@ -63,8 +63,8 @@ def kinds_in_source() -> Iterator[str]:
                 kind = values.get("t")
                 if {"epoch", "record"} & values.keys() and isinstance(kind, ast.Constant):
                     yield str(kind.value)
-        if path.is_relative_to(PACKAGE / "member"):  # RoleReports.say() adds the present epoch
-            yield from re.findall(r"\.say\(\s*\"([a-z-]+)\"", path.read_text())
+        if path.is_relative_to(PACKAGE / "member"):  # RoleReports.send() adds the present epoch
+            yield from re.findall(r"\.send\(\s*\"([a-z-]+)\"", path.read_text())
 
 
 def kinds_in_tables() -> Iterator[str]:
