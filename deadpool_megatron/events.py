@@ -126,11 +126,9 @@ class Event:
 
 _FIELD_TYPES: Mapping[str, Any] = {
     "epoch": int,
-    "node": int | None,
-    "role": int | None,
-    "iteration": int | None,
-    "phase": str | None,
     "data": dict,
+    "phase": str | None,
+    **dict.fromkeys(("node", "role", "iteration"), int | None),
     **dict.fromkeys(("wall_seconds", "monotonic_seconds"), int | float),
 }
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -35,6 +36,7 @@ def failure_of(work: Any) -> str | None:
     return None
 
 
+@dataclass(eq=False)
 class SeveralWorks:
     """Several gloo Works in a single object; ``copy_results`` moves results from buffers at the
     end.
@@ -43,12 +45,9 @@ class SeveralWorks:
     where the operations write into the caller's outputs themselves. ``kept`` lives as long as this.
     """
 
-    def __init__(
-        self, works: list[Any], results: list[tuple[torch.Tensor, torch.Tensor]], kept: list[Any]
-    ) -> None:
-        self._works = works
-        self._results = results
-        self._kept = kept
+    _works: list[Any]
+    _results: list[tuple[torch.Tensor, torch.Tensor]]
+    _kept: list[Any]
 
     @property
     def private(self) -> bool:

@@ -182,8 +182,7 @@ class GlooGroup(inner.InnerGroup):
 
     def close(self) -> None:
         self._starts.clear()
-        self._plain = None
-        self._backend = None
+        self._plain = self._backend = None
 
 
 def _create_known_device(address: str) -> tuple[Any, int]:

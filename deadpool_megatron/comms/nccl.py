@@ -448,8 +448,7 @@ class NcclGroup(inner.InnerGroup):
         self._backend._set_default_timeout(timeout)
 
     def close(self) -> None:
-        self._plain = None
-        self._backend = None
+        self._plain = self._backend = None
 
 
 def _barrier_options(

@@ -24,14 +24,8 @@ from typing import Any
 
 from deadpool_megatron import UserError, ownership
 from deadpool_megatron.file_systems import write_once
-from deadpool_megatron.wire import framing
+from deadpool_megatron.wire import framing, sealed_records as records
 from deadpool_megatron.wire.framing import ConnectionClosed, OtherVersion, WireError
-from deadpool_megatron.wire.sealed_records import (
-    Direction,
-    RecordReader,
-    RecordSocket,
-    RecordWriter,
-)
 
 ENVIRONMENT_NAME = "DEADPOOL_SECRET"
 # The largest frame of a handshake.
@@ -152,9 +146,9 @@ class Handshake:
         """Check the third message, on the accepting side."""
         self._check(answer, "answer", "connect")
 
-    def direction(self, label: str) -> Direction:
+    def direction(self, label: str) -> records.Direction:
         """Return the records that the side with this label ("connect" or "accept") will send."""
-        return Direction(self._digest(f"records of {label}"))
+        return records.Direction(self._digest(f"records of {label}"))
 
     def _digest(self, label: str) -> bytes:
         text = f"{label}|{self._realm}|{self._address}|{self._nonces}"
@@ -173,12 +167,12 @@ class Handshake:
 
 def connect(
     address: tuple[str, int], secret: bytes, realm: str, timeout_seconds: float
-) -> RecordSocket:
+) -> records.RecordSocket:
     """Open an authenticated TCP connection; the timeout stays set on the socket.
 
     Raises OSError without a listener, and AuthenticationError for a peer of another run.
     """
-    connection = RecordSocket.of(socket.create_connection(address, timeout=timeout_seconds))
+    connection = records.RecordSocket.of(socket.create_connection(address, timeout=timeout_seconds))
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         handshake = Handshake(secret, realm, address_of(connection.getpeername()))
@@ -191,7 +185,7 @@ def connect(
     return connection
 
 
-def accept(connection: RecordSocket, secret: bytes, realm: str) -> None:
+def accept(connection: records.RecordSocket, secret: bytes, realm: str) -> None:
     """Authenticate an accepted connection, which then uses records; its timeout is set."""
     handshake = Handshake(secret, realm, address_of(connection.getsockname()))
     try:
@@ -206,7 +200,7 @@ def accept(connection: RecordSocket, secret: bytes, realm: str) -> None:
 
 
 async def connect_stream(
-    reader: RecordReader, writer: RecordWriter, secret: bytes, realm: str
+    reader: records.RecordReader, writer: records.RecordWriter, secret: bytes, realm: str
 ) -> None:
     """Asyncio form of the connecting side; the caller bounds the time."""
     handshake = Handshake(secret, realm, address_of(writer.get_extra_info("peername")))
@@ -219,8 +213,8 @@ async def connect_stream(
 
 
 async def accept_stream(
-    reader: RecordReader,
-    writer: RecordWriter,
+    reader: records.RecordReader,
+    writer: records.RecordWriter,
     secret: bytes,
     realm: str,
     greeted: Callable[[], None] = lambda: None,
