@@ -1,6 +1,6 @@
-"""Steps: what turns a role's generation k - 1 into k without a copy of k. Names and rules. Pure.
+"""Gradient steps: the data that recomputes generation k of a role from k - 1. Pure.
 
-Beside the shard parts and extras a slot may hold the *step* that led to it: for each shard part the
+In addition to shard parts and extras a slot may hold the *step* that led to it: for each shard part
 gradients that its update used (reduced and clipped), the values of the parameter groups which the
 update used, and the checksums of the shard parts after it. Who holds a whole copy of a generation
 and all later steps can compute every later generation, and knows whether the bytes are right. The
@@ -21,7 +21,7 @@ from deadpool_megatron.layout import records
 from deadpool_megatron.layout.records import SUMS_PART, UPDATE_PART, BadPart, Generation, PartInfo
 
 SUMS_BYTES = 4096
-#: What a member names when all bytes were intact and the replay gave other ones than the owner had.
+#: Reported by a member whose replay of intact bytes gave other bytes than the owner had.
 REPLAY = "replay"
 
 

@@ -1,4 +1,4 @@
-"""The planner: frozen inventories -> what to restore from where, and who plays which role. Pure.
+"""The planner: frozen inventories -> the restore, its sources, and the seats of the roles. Pure.
 
 Nothing here knows time, processes or connections, so every decision can be replayed from the
 journal and tested by properties. Choosing the newest state that *all* roles can produce, instead of
@@ -30,7 +30,7 @@ class RestoreQuery:
     seats of the epoch that was closed. ``layouts``: as registered by the members; a role that is
     missing here is looked up in the inventories.
     ``kept``: lineage -> last iteration that is kept (:func:`keep_lineages`). ``durable``: the
-    newest valid checkpoint (its path, boundary and iteration). ``start``: what the run began with,
+    newest valid checkpoint (path, boundary, iteration). ``start``: the first state of the run,
     as long as no role ever got further than that, else None. ``every``: iterations from one
     protected generation to the next.
     """
@@ -112,8 +112,8 @@ def assign_seats(
     that have built. ``leaving``: live nodes that must lose their roles. ``deprioritized``: live
     nodes that take roles only when no other spare is left.
 
-    A spare is a live node without a role that has every slot the block needs: the one with the
-    most warm members there, then the lowest id.
+    A spare is a live node without a role that has every slot the block needs: that with the
+    most warm members, then the lowest id.
     """
     found: dict[int, Seat] = {}
     moving: dict[int, list[int]] = {}
@@ -167,8 +167,8 @@ def is_kept(kept: Mapping[int, int], generation: Generation) -> bool:
 
 
 def is_rolled_back(generation: Generation, nonfinite: Mapping[int, int]) -> bool:
-    """True when a checkpoint has the update in it that a rollback has taken back, of one of the
-    ``nonfinite`` iterations (:class:`History`). Nothing in its files says so.
+    """Return whether a checkpoint contains an update that a rollback has undone, of any of the
+    ``nonfinite`` iterations (:class:`History`). Its files do not show that.
     """
     return any(
         generation.iteration >= bad and generation.lineage <= lineage
@@ -291,7 +291,7 @@ class PartIndex:
         return tuple(found)
 
     def _nearest(self, role: int, nodes: list[int]) -> list[int]:
-        """Own node, previous owner's, then others cyclically, so that not all ask the same one."""
+        """Own node, previous owner's, then others cyclically, so that not all ask the same node."""
         if len(nodes) < 2:
             return nodes
         own, owner = self._query.seats.get(role), self._query.owners.get(role)

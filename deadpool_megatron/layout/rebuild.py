@@ -1,7 +1,7 @@
 """Rebuilding: how schemes produce shard parts of which no whole copy is left. Pure.
 
-Blocks and steps that were kept under an earlier plan count, too: what the inventories hold decides
-which schemes are asked, not the plan of the new epoch. Files of other schemes are not imported.
+Blocks and steps that were kept under an earlier plan count, too: the inventories decide which
+schemes are asked, not the plan of the new epoch. Files of other schemes are not imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deadpool_megatron.layout.records import Generation, Inventory, Recipe, Role
 
 
 class Rebuild(Protocol):
-    """The parts that one scheme can produce from what live nodes hold."""
+    """Parts that a scheme can produce from the parts that live nodes hold."""
 
     def extend(
         self, recipe: Recipe, layout: RoleLayout, names: Collection[str], generation: Generation
@@ -34,7 +34,7 @@ def rebuilds_of(
 ) -> list[Rebuild]:
     """Return the schemes of which the inventories hold anything, in the order of preference.
 
-    ``layouts``: of the roles of the run; ``generations``: all of which usable parts are held.
+    ``layouts``: those of the run's roles; ``generations``: all of which usable parts are held.
     """
     found: list[Rebuild] = []
     if any(

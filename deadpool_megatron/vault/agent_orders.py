@@ -99,7 +99,7 @@ class Vault:
         self._links.start()
 
     def wait(self) -> None:
-        """Until told to stop, or for lack of an agent. Then everything is stopped."""
+        """Wait for the order to stop, or until the agent is gone for too long; then stop all."""
         looked = time.monotonic()
         while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
             room.remove_unneeded(self.store)
@@ -129,8 +129,8 @@ class Vault:
         self._stop.set()
 
     def _keep_names(self) -> None:
-        """Whoever comes next looks for what is here by its name: names that somebody else has
-        removed lead to what is held open again."""
+        """Restore names that another program has removed, by links to the files that are held open:
+        the next vault and new members find them by name."""
         try:
             with self._gate.lock:
                 for directory in (self._directory.parent, self._directory):
@@ -202,7 +202,7 @@ class Vault:
                 reply = {"ok": False, "code": code, "text": f"{kind}: {error}"}
             link.send({"t": "reply", "id": number, **reply})
 
-        if kind in ("dump", "take"):  # slow: an order to close must not wait behind it
+        if kind in ("dump", "take"):  # slow: an order to close must not wait for it
             begin_thread(kind, answer)
         else:
             answer()
@@ -228,7 +228,7 @@ class Vault:
                 self._cut()
             if not self.store.adopt(record):
                 return
-            self.store.table.removed.clear()  # what is made for new roles may need the room
+            self.store.table.removed.clear()  # the slots of new roles may need the memory
             workers = {
                 role: RoleWorker(self.store, record, role, seat)
                 for role, seat in self._gate.own_roles().items()
@@ -267,7 +267,7 @@ class Vault:
             }
 
     def _report_damage(self) -> None:
-        """Tell once of state words that nobody of ours has stored: a stray store, or bad memory."""
+        """Report once each state word that has no meaning: a stray store, or bad memory."""
         with self._gate.lock:
             segments = list(self.store.table.segments.values())
             found = {(one, *word) for one in segments for word in one.foreign_words()}

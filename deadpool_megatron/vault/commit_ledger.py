@@ -1,4 +1,4 @@
-"""The commit ledger: what is owed to other nodes, what they have acknowledged, what is committed.
+"""The commit ledger: parts owed to other nodes, their acknowledgements, and commits.
 
 A generation of a role is committed at a boundary when its own slot has all shard parts and the
 extras up to that boundary sealed, and every target that the scheme names has acknowledged what it

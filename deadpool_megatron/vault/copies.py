@@ -1,13 +1,12 @@
-"""The scheme of an epoch: what has to be where before a generation counts.
+"""The scheme of an epoch: which copies must exist before a generation is committed.
 
-One object per epoch and vault, made of the record's protection; the files of parity and of
-gradients are imported where it asks for them only. It is asked who is owed what (the commit rule,
-and whoever has it sent there), told of what is about to be sealed, and asked what may be given
-back.
+Each epoch of a vault has one scheme object (:mod:`.schemes.registry`). It answers which parts are
+owed to which nodes, adds to slots that are about to be sealed, and answers which memory may be
+given back. Here are the schemes that are made of copies.
 
-Where a part of a restored generation comes from is not asked here, for it does not depend on the
-plan of the new epoch: blocks and steps that were kept under the one before stand in the record's
-recipes, and in the files of a dump (:mod:`deadpool_megatron.vault.restore`).
+The sources of a restored generation do not depend on the plan of the new epoch: blocks and steps of
+earlier epochs stand in the record's recipes, and in the files of a dump
+(:class:`.schemes.registry.Rebuild`).
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ class Offer:
 
     @property
     def names(self) -> list[str]:
-        """Of the parts, in their order."""
+        """Return the names of the parts, in their order."""
         return list(self.parts)
 
 
 @dataclass(frozen=True)
 class Owed:
     """``names``: the parts that each target must have. ``is_short``: fewer nodes are left for some
-    of them than are wanted. ``here``: the parts that must be in the own slot, beside extras."""
+    of them than are wanted. ``here``: parts other than extras that the own slot must have."""
 
     names: Mapping[Target, frozenset[str]]
     is_short: bool
@@ -108,7 +107,7 @@ class Scheme(ABC):
         """Own parts with these checksums are about to be sealed; others may be added to them."""
 
     def follows(self, role: int, generation: Generation) -> Generation | None:
-        """The generation that a step leads from; None for one that travels whole."""
+        """Return the generation that a step starts from; None if the generation travels whole."""
         return None
 
     def make_whole(self, role: int, generation: Generation) -> None:  # noqa: B027  most are whole
@@ -117,8 +116,8 @@ class Scheme(ABC):
     def lacks_base(
         self, held: Mapping[Generation, Collection[str]], follows: Any, names: Collection[str]
     ) -> bool:
-        """True when ``held``, of a role here, is not what offered parts begin from; ``follows``:
-        what is said of that."""
+        """Return whether ``held``, the parts of a role here, lack the base of offered steps.
+        ``follows``: the base that the owner names."""
         return False
 
     def combine(self, channel: Channel, block: int, offer: Offer) -> None:
@@ -126,8 +125,8 @@ class Scheme(ABC):
         lock is not held."""
         raise Refused(Refusal.WRONG_BLOCK)
 
-    def cut(self) -> None:  # noqa: B027  most have nothing that goes on
-        """The epoch is over: what runs by itself ends."""
+    def cut(self) -> None:  # noqa: B027  most run nothing
+        """End the scheme's own activity: the epoch is over."""
 
     def _covered(self, layout: RoleLayout, replicas: tuple[int, ...]) -> bool:
         return is_covered(replicas, layout.role, self._seats, self._domains, self.record.replicas)
@@ -178,9 +177,9 @@ class Local(Scheme):
 
 
 class LocalTwice(Scheme):
-    """All is owed to the own node once more, whatever peers hold, and acknowledged like the copy of
-    a buddy. A damaged slot of a process that has died is repaired without the network: a restore
-    looks at every place of a part on its node, and takes the first one whose checksum matches."""
+    """A second copy of everything is owed to the own node, whatever peers hold, and acknowledged
+    like the copy of a buddy. A damaged slot of a dead process is repaired without the network: a
+    restore takes the first place of a part on its node whose checksum matches."""
 
     def _ways(
         self, layout: RoleLayout, kind: PartKind

@@ -34,8 +34,8 @@ class EpochGate:
         self.transport = transport
 
     def judge(self, epoch: int) -> Refusal | None:
-        """Return None for the open epoch, EARLY for one whose record has not arrived here yet,
-        STALE for one that is over."""
+        """Return None for the open epoch, EARLY for an epoch whose record has not arrived yet,
+        STALE for an epoch that is over."""
         with self.lock:
             if epoch == self.open_epoch:
                 return None
@@ -62,7 +62,7 @@ class EpochGate:
         self.changed.notify_all()
 
     def close(self, epoch: int) -> bool:
-        """Close this epoch and older ones; False when a newer one is open. Called under the
+        """Close an epoch and all older epochs; False when a newer epoch is open. Called under the
         lock."""
         if epoch < self.open_epoch:
             return False

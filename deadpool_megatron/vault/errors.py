@@ -1,4 +1,4 @@
-"""Errors of a vault, in words its callers can act on; and what it counts and tells of them."""
+"""Errors of a vault, which its callers can act on, and its counters and events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deadpool_megatron.layout.records import Generation, is_parity_role
 
 log = logging.getLogger(__name__)
 _SHORT = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-# What comes of values of the wrong type or size; an infinite "integer" overflows.
+# Raised by values of the wrong type or size; an infinite "integer" overflows.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 # Strangers must not be able to flood the event log: one event a second for each reason.
 _REFUSAL_EVENT_SECONDS = 1.0
@@ -27,13 +27,13 @@ _NUMBERS = re.compile(r"\d+")  # reasons that differ in nothing else are counted
 
 
 def is_shortage(error: Exception) -> bool:
-    """Return whether it says nothing of a file or a disk: processes, descriptors or memory are
-    short for a moment."""
+    """Return whether an error is a passing shortage of processes, descriptors or memory, which
+    proves nothing about a file or a disk."""
     return isinstance(error, OSError) and error.errno in _SHORT
 
 
 class Code(StrEnum):
-    """The meaning of a refusal to another process, beside its text."""
+    """The meaning of a refusal to another process, for programs."""
 
     FAILED = "failed"
     TOO_LATE = "too-late"  # a later iteration can be had
@@ -46,7 +46,7 @@ class Refusal(StrEnum):
     EARLY = "early"  # the epoch, or a slot, is not there yet: ask again soon
     WAITED = "waited"  # others have not come yet: ask again at once
     SUPERSEDED = "superseded"  # something newer of the role is here: this counts as taken
-    NO_BASE = "no base"  # what a step begins from was lost here
+    NO_BASE = "no base"  # the base of a step was lost here
     NOT_HELD = "not held"
     STALE = "stale"  # the epoch is over
     NO_SHARED_MEMORY = "no copy possible"
@@ -84,7 +84,7 @@ class VaultError(Exception):
 
 
 class TooLate(VaultError):
-    """An answer that is late: what was asked for has been overwritten by then."""
+    """An answer that is late: the generation has been overwritten."""
 
     code = Code.TOO_LATE
 
@@ -105,8 +105,8 @@ class Refused(VaultError):
 
     @staticmethod
     def in_answer(answer: Mapping[str, Any]) -> Refused | None:
-        """Returns the refusal that an answer is, if it is one. Raises ValueError for an unknown
-        one, KeyError for none."""
+        """Return the refusal in an answer, if any. Raises ValueError for an unknown reason,
+        KeyError for a refusal without a reason."""
         if answer["t"] != "refused":
             return None
         return Refused(Refusal(answer["why"]), str(answer.get("about", "")))
@@ -125,7 +125,7 @@ class SegmentError(VaultError):
 
 
 class DamagedSegment(SegmentError):
-    """The file is one of this version, but what it says of itself is not what was written."""
+    """The file is of this version, but its description is not as it was written."""
 
     def __init__(self, text: str, expected: int, found: int) -> None:
         super().__init__(text)
@@ -153,7 +153,7 @@ class VaultReports:
     """Counters and events of a vault. Thread-safe; its lock is a leaf: nothing else is locked while
     it is held.
 
-    ``send`` takes events without waiting for anybody; ``epoch``: the one that is open, or 0.
+    ``send`` takes events and never waits; ``epoch``: the open epoch, or 0.
     """
 
     def __init__(self, node: int, send: Callable[[Event], None]) -> None:

@@ -1,8 +1,8 @@
-"""The vault's side of the dialogue with a member: register, look again, restore.
+"""The vault's side of a member's connection: registration, seals, restores.
 
 It goes over the vault's AF_UNIX socket, as the agent's orders do. One named thread reads each
 connection. Sending never waits for the other side, since a stopped member must not hold up
-anybody's commit: what the socket does not take at once is kept and sent as it drains, and a
+anybody's commit: bytes that the socket does not take at once are kept and sent as it drains, and a
 connection with too much kept is cut (its owner connects again).
 """
 
@@ -47,7 +47,7 @@ class MemberConnections:
         self._lock = threading.Lock()
         self._connections: dict[int, MemberConnection] = {}
         self.workers: Mapping[int, RoleWorker] = {}
-        # By role: found while its member was away. Whether it still counts, the epoch in it says.
+        # By role: damage found while its member was away; its epoch decides whether it counts.
         self._found_bad: dict[int, dict[str, Any]] = {}
         self._ledger.on_committed = self._committed
         store.on_bad = self._bad
@@ -131,12 +131,12 @@ class MemberConnection:
             self._unpin()
 
     def push_committed(self, generation: Generation, boundary: str) -> None:
-        """Tell the member how far its newest generation is committed."""
+        """Report to the member how far its newest generation is committed."""
         about = {"epoch": self._gate.open_epoch, "generation": generation.to_list()}
         self.link.send({"t": "committed", **about, "boundary": boundary})
 
     def _attach(self) -> bool:
-        """Have the member's segment: the one that it uses already, else made if need be."""
+        """Map the member's segment, which is created if the member does not use it already."""
         try:
             if self._has_slots:
                 self._store.attach(own_name(self.role, self._seat))
@@ -194,7 +194,7 @@ class MemberConnection:
     # Restoring.
 
     def resume(self) -> None:
-        """Hand the member's wish to the worker of its epoch, or keep it until there is one."""
+        """Hand the member's request to the worker of its epoch, as soon as there is one."""
         worker = self._members.workers.get(self.role)
         with self._lock:
             request = self._request
@@ -214,7 +214,7 @@ class MemberConnection:
             if record is None or asked != (record.restore.generation, record.restore.boundary):
                 self._answer(epoch, VaultError(f"epoch {epoch} does not start from {asked}"))
             elif record.seats.get(self.role) != self._seat:
-                # What is restored comes into the slots of the process that has the seat.
+                # Parts are restored into the slots of the process that has the seat.
                 text = f"another process plays role {self.role} in epoch {epoch}"
                 self._answer(epoch, VaultError(text))
             elif record.restore.kind not in ("memory", "dump"):
@@ -237,7 +237,7 @@ class MemberConnection:
             with self._lock:
                 self._pinned += outcome.values()
                 over = self._over
-            if over:  # its member has died while this was fetched: nobody will ever release it
+            if over:  # its member has died while this was fetched, and will never release it
                 self._unpin()
                 return
             self.link.send(
@@ -277,8 +277,8 @@ class LocalLink:
         self._closed = False
 
     def send(self, *messages: Mapping[str, Any]) -> None:
-        """Send frames, after what was kept before; what the socket does not take now is kept for
-        later. On a broken connection nothing is done."""
+        """Send frames after those that were kept, and keep the bytes that the socket does not take
+        now. On a broken connection nothing is done."""
         with self._lock:
             if self._closed:
                 return
@@ -350,7 +350,9 @@ class LocalServer:
         return self._name.look()
 
     def _listen_again(self) -> None:
-        self._listener = listening_at(self._path)  # what waits at the old one was accepted before
+        self._listener = listening_at(
+            self._path
+        )  # the old queue is empty
 
     def stop(self) -> None:
         """Accept no more; the threads of open connections end within a second."""

@@ -1,11 +1,11 @@
 """Memory for generations: where it is taken, and what limits it.
 
-What counts is what the files of the node's directory really occupy, and what is just being put
-behind them, asked of the file system under a lock: there is no book to repair, whoever was killed
-at whatever moment. The lock is held to look, not while memory is filled: gigabytes take seconds.
+The memory in use is what the files of the node's directory occupy, plus bookings of memory that is
+being allocated, read from the file system under a lock: no record needs repair after a kill at any
+moment. The lock is held for the count, not while memory is filled, which takes seconds.
 
-What the host would let a run have is its /dev/shm and the cgroup of the job: shared memory counts
-in that of whoever touched it first, so a limit there ends processes although /dev/shm has room.
+A host limits a run by its /dev/shm and by the cgroup of the job: shared memory counts in the cgroup
+of the process that touched it first, so a limit there ends processes although /dev/shm has space.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deadpool_megatron.layout.sizing import NodeNeeds
 from deadpool_megatron.vault.errors import OutOfSpace, VaultError
 
 _LOCK = ".memory.lock"
-# Whoever holds the lock looks at a few files; a stopped one never lets go.
+# The holder of the lock reads a few files; a stopped process never releases it.
 _LOCK_SECONDS = 60.0
 _PAUSE_SECONDS = 0.005
 # A file without memory, as long as the memory that its process is about to take: .booked.PID.ID
@@ -48,12 +48,12 @@ class Budget:
         self.limit_bytes = limit_bytes
 
     def used_bytes(self) -> int:
-        """Memory behind the files, those that are just being made included."""
+        """Return the memory of all files, unfinished files included."""
         return allocated_bytes(self.directory)
 
     def allocate(self, file: int, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
-        """Put memory behind (start, count) ranges of an open file now: a full file system must be
-        an error here, not SIGBUS later. Raises NoRoom, and has taken nothing beyond the limit.
+        """Allocate the memory of (start, count) ranges of an open file now: a full file system must
+        be an error here, not SIGBUS later. Raises NoRoom, and has taken nothing beyond the limit.
         """
         if not self.limit_bytes:
             _allocate(file, path, ranges)

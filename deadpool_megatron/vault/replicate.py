@@ -1,7 +1,7 @@
-"""Bringing sealed parts of a role to where they are owed: a thread for each target.
+"""Replicates a role's sealed parts to their targets: a thread for each target.
 
-Nothing is queued: what is owed follows from the table and the ledger. So a broken connection, a
-stopped or restarted vault at the other end and a restart of this one all resume by looking again.
+Nothing is queued: debts follow from the table and the ledger. So a broken connection, a stopped or
+restarted vault at the other end and a restart of this vault all resume by reading them again.
 Each of several buddies is sent its own copy, by a thread of its own: none waits for another.
 
 One put: ``put`` with the parts on offer and the checksums of those that peers hold anyway,
@@ -39,10 +39,10 @@ Work = tuple[Generation, list[Place]]
 
 
 class Sender(threading.Thread, ABC):
-    """Thread that brings one role's generations of one epoch to one target.
+    """Thread that replicates one role's generations of one epoch to one target.
 
-    A kind of sender does what is to be done next; what, when, how often and over which connection
-    is decided here.
+    A subclass ships one generation; which, when, how often and over which connection is decided
+    here.
     """
 
     verb = "ship"
@@ -62,8 +62,8 @@ class Sender(threading.Thread, ABC):
         self._channel: Channel | None = None
 
     def _next(self) -> Work | None:
-        """Return what is to be brought there; None, after a wait for news, when there is
-        nothing."""
+        """Return the next generation to ship; None, after a wait for a change, when nothing is
+        owed."""
         with self._gate.changed:
             work = self._ledger.shipment(self._layout, self._target, self._epoch)
             if work is None and self._going():
@@ -162,13 +162,13 @@ class Sender(threading.Thread, ABC):
 
 
 def sender_to(target: Target, store: SlotStore, layout: RoleLayout, scheme: Scheme) -> Sender:
-    """Return the thread that brings a role's parts to a target, which is not started yet."""
+    """Return the thread that replicates a role's parts to a target; it is not started yet."""
     kind = LocalCopier if target.node == store.gate.node else Replicator
     return kind(store, layout, target, scheme)
 
 
 class Replicator(Sender):
-    """Thread that brings copies to one buddy."""
+    """Thread that ships copies to one buddy."""
 
     def _ship_once(self, work: Work) -> bool:
         """True when the buddy has the parts; False to try again after a pause."""
@@ -218,7 +218,7 @@ class Replicator(Sender):
                 self._gate.changed.notify_all()
             return True
         if refused.reason is Refusal.WAITED:
-            return True  # there is no need for a pause: the holder makes one, and ends it in time
+            return True  # without a pause: the holder has waited already
         if refused.reason is not Refusal.EARLY:
             self._store.reports.refuse(f"put: {refused}", role=self._layout.role, by=self._node)
         return False
@@ -235,7 +235,7 @@ class LocalCopier(Sender):
         generation, places = work
         role = self._layout.role
         failpoints.hit("vault.double", role=role, iteration=generation.iteration)
-        with self._gate.lock:  # what is there already, be it as the only place of it
+        with self._gate.lock:  # copies that exist already, perhaps as the only place
             kept = {
                 (place.name, place.checksum)
                 for name in (place.name for place in places)

@@ -1,10 +1,9 @@
 """Producing every part of the generation an epoch starts from, each byte checked.
 
 For each part the sources of the record are tried in order. A source that lacks the part or gives
-damaged bytes is not asked again; one that cannot be reached, or has not heard of the epoch yet, is
-asked again until the deadline. After the last one the part is decoded (schemes.parity_decode), if
-the record says from what. All of it lies in one slot of the member's own segment then, as what the
-member has written itself does.
+damaged bytes is not asked again; a source that cannot be reached, or has not adopted the epoch yet,
+is asked again until the deadline. After the last source the schemes of the role's recipe produce
+the part. All parts then lie in one slot of the member's own segment, as if it had written them.
 
 For parts that the member recomputes, the parts of a chain are fetched instead
 (layout.gradient_chain). They are read where this node has them, or copied to where copies and steps
@@ -47,8 +46,8 @@ class _NoSlotYet(ConnectionError):
 
 
 class _Wanted(NamedTuple):
-    """One part of one generation, and where it is; ``leads``: the restored one is computed from
-    it, but it does not belong to what is restored."""
+    """A part of a generation, and its sources; ``leads``: the restored generation is computed from
+    it, but it does not belong to that generation."""
 
     generation: Generation
     name: str
@@ -146,7 +145,7 @@ class Restorer:
         self, segment: Segment, slot: int, digests: Mapping[str, int], obtained: Obtained
     ) -> bool:
         """Return whether parts of the restored generation may be sealed, which may have been
-        recomputed. From any thread. ``obtained``: what :meth:`obtain` has returned, if it has."""
+        recomputed. From any thread. ``obtained``: the result of :meth:`obtain`, if any."""
         if not any(name in digests for name in segment.layout.shard_parts):
             return True  # extras that were appended
         if obtained is None and self._record.restore.kind == "dump":
@@ -264,8 +263,8 @@ class Restorer:
     def _load(
         self, index: PartIndex, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
     ) -> Place:
-        """Read a part from the files of a dump: of the role, else of one with the same bytes; or
-        decode it from them."""
+        """Read a part from the files of a dump, those of the role or of a role with the same bytes,
+        or rebuild it from them."""
         tried: list[tuple[int, int, str]] = []
         directory, restored = Path(self._record.restore.path), self._record.restore.generation
         same = {part.name: part.replicas for part in layout.parts}.get(wanted.name, ())

@@ -1,14 +1,14 @@
-"""Memory for slots and blocks; where there is none left, that of what nobody is owed any more.
+"""Memory for slots and blocks, taken from parts that are no longer owed where none is left.
 
-The memory of an own segment may be made before there is a role: a process that waits for one parks
-slots, and its vault gives them the name of the role, or makes others. So there is one who names
-them, whoever of the two needs them first.
+The memory of an own segment may be allocated before its process has a role: a spare process parks
+slots, and its vault gives them the name of the role, or creates others. Only the vault names them,
+whether it needs them first or the member does.
 
 With another plan, or other nodes, a vault holds what it kept by the record before until something
 newer has taken its place. Both together may be more than the limit, and what is new would wait for
 room that is only given back once it is there. So the old is given back as soon as it may be:
 
-* parts that are not sealed, in slots nobody writes to: at once;
+* parts that are not sealed, in slots without a writer: at once;
 * sealed parts that no role of the open epoch owes to this node: those older than the generation
   that the epoch began with at once, that generation itself when what is offered here proves that
   all roles have committed it again. With 2+N slots any newer one does: a collective keeps all roles
@@ -40,10 +40,10 @@ T = TypeVar("T")
 def ensure_own(
     store: SlotStore, layout: RoleLayout, seat: Seat, *, epoch: int | None = None
 ) -> Segment:
-    """The segment of the member on ``seat``, made if it is not there yet: with the role, or for
-    what is restored before its process has come to it.
+    """Return the segment of the member on ``seat``, created if necessary: when the member
+    registers, or earlier for parts that are restored before that.
 
-    ``epoch``: the one it is made for. Raises NoRoom, VaultError when the layouts differ or
+    ``epoch``: that of the restore. Raises NoRoom, VaultError when the layouts differ or
     that epoch is over.
     """
     path = store.table.directory / segments.own_name(layout.role, seat)
@@ -71,8 +71,9 @@ def ensure_own(
 def ensure_copy(
     store: SlotStore, layout: RoleLayout, generation: Generation, names: Collection[str] = ()
 ) -> Segment:
-    """The segment for parts of a role that is seated elsewhere, of ``generation``, which is offered
-    here; steps have one of their own. Raises VaultError when there is no room or layouts differ."""
+    """Return the segment for parts of a role that is seated elsewhere, of ``generation``, which is
+    offered here; steps have a segment of their own. Raises VaultError when there is no memory, or layouts
+    differ."""
     name, slots = copy_name(layout.role), layout.slots
     if layout.step_parts and _belong_to_step(store, layout, generation, names):
         name, slots = steps_name(layout.role), layout.generations_kept(store.settings.full_every)
@@ -133,7 +134,7 @@ def _belong_to_step(
 def reserve(
     store: SlotStore, segment: Segment, names: Collection[str], slot: int, generation: Generation
 ) -> None:
-    """Have memory behind parts of a claimed slot, for ``generation``. Raises NoRoom."""
+    """Allocate memory for parts of a claimed slot, for ``generation``. Raises NoRoom."""
     _with_room(store, generation, lambda: segment.reserve(names, [slot]))
 
 
@@ -181,7 +182,7 @@ def give_back(store: SlotStore, offered: Generation) -> bool:
                 if names := _unneeded(segment, slot, owed, is_old=is_old):
                     chosen.append((segment, slot, names))
                     table.writers.add(key)
-    # Gigabytes take a while, and a close does not wait for them: nobody takes the slots meanwhile.
+    # Gigabytes take a while, and a close must not wait: the slots count as being written.
     given = [segment.give_back(names, slot) for segment, slot, names in chosen]
     for segment, slot, _ in chosen:
         store.release(segment, slot)
@@ -206,7 +207,7 @@ def remove_unneeded(store: SlotStore) -> None:
 
 
 def _unneeded(segment: Segment, slot: int, owed: Collection[str], *, is_old: bool) -> list[str]:
-    """Parts of one slot that nobody needs; they do not count any more."""
+    """Invalidate the parts of a slot that are no longer needed, and return their names."""
     names = []
     for part in segment.layout.parts:
         entry = segment.entry(slot, part.name)
@@ -246,7 +247,7 @@ def make_own(path: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> None
     the role needs it, else of new memory. By the vault alone. Raises NoRoom."""
     for left in _parked_on_place(path.parent, seat):
         if not left.name.lstrip(".").startswith(_parked(seat).lstrip(".")):
-            left.unlink(missing_ok=True)  # its process is gone: this one has come after it
+            left.unlink(missing_ok=True)  # its process is gone: that on this seat came later
     for parked in path.parent.glob(f"{_parked(seat)}*"):
         with contextlib.suppress(SegmentError, FileNotFoundError):
             if Segment.open(parked, budget=budget, seat=seat).become(path, layout):
@@ -256,8 +257,7 @@ def make_own(path: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> None
 
 
 def _parked_on_place(directory: Path, seat: Seat) -> list[Path]:
-    """Return what any process on this place has parked, and what one that was killed has not
-    finished."""
+    """Return the files that processes on this place have parked, unfinished files included."""
     place = f"parked-{seat.node}.{seat.slot}.*"
     return [*directory.glob(f".{place}"), *directory.glob(f"..{place}")]
 

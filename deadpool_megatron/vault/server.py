@@ -1,4 +1,4 @@
-"""Requests of other vaults to this one: keep a copy, hand out a part, describe a role.
+"""Requests of other vaults: keep a copy, hand out a part, describe a role.
 
 One named thread for each connection. The epoch is judged before the first byte and, under the lock
 that closing takes, again after the last; bytes arrive directly in the slot and are check-summed as
@@ -29,8 +29,8 @@ from deadpool_megatron.vault.transport import HANDSHAKE_SECONDS, Channel, Transp
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 log = logging.getLogger(__name__)
-# Who has not proved yet to know the run secret: so many at once, each for so long. In a crowd the
-# next one waits in the kernel's queue until somebody has proved it, or had his shorter time.
+# Connections that have not proved yet to know the run secret: their number, and the time of each.
+# At the limit the next connection waits in the kernel's queue, and the time of each is shorter.
 _MAX_UNAUTHENTICATED = 64
 _UNAUTHENTICATED_SECONDS = HANDSHAKE_SECONDS
 _CROWDED_SECONDS = 0.5
@@ -85,7 +85,7 @@ class Server:
             begin_thread(f"serve-{next(self._numbers)}", partial(self._serve, channel))
 
     def _has_capacity(self) -> bool:
-        """Put out strangers who have had their time; False: too many of them are left."""
+        """Close unauthenticated connections whose time is over; False when too many are left."""
         with self._lock:
             crowded = len(self._unauthenticated) >= _MAX_UNAUTHENTICATED
             limit = _CROWDED_SECONDS if crowded else _UNAUTHENTICATED_SECONDS
@@ -271,8 +271,8 @@ class _Connection:
     # Handing out.
 
     def _describe(self, message: Mapping[str, Any]) -> None:
-        """Tell what a role consists of, and, of a generation, what the bytes have to be like that
-        peers hold for it. ``again``: a node that has lost what it was sent of that generation."""
+        """Answer with the layout of a role and, for a generation, the checksums of its parts that
+        peers hold. ``again``: a node that has lost parts of that generation."""
         role, asked, again = int(message["role"]), message.get("generation"), message.get("again")
         elsewhere = dict[str, tuple[int, int]]()
         with self._gate.lock:

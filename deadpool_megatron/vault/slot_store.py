@@ -227,7 +227,7 @@ class SlotStore:
         self.reports.corruption(
             role, generation, place.name, f"slot {place.segment.path.name}", place.checksum, found
         )
-        # Of an older generation the lost part is fetched again; a new one can only be recomputed.
+        # A lost part of an older generation is fetched again; that of a new one must be recomputed.
         if place.segment.seat is not None and generation.lineage == self.gate.open_epoch:
             self.on_bad(generation.lineage, role, generation, place.name)
 

@@ -24,14 +24,14 @@ from deadpool_megatron.wire.framing import WireError
 from deadpool_megatron.wire.listener import defer_accept
 from deadpool_megatron.wire.sealed_records import RecordSocket
 
-# What comes of a vault that cannot be reached, or does not speak as it should.
+# Errors from a vault that cannot be reached, or breaks the protocol.
 UNREACHABLE = (OSError, WireError, *MALFORMED)
 # No single step of a stranger's handshake may take longer than this.
 HANDSHAKE_SECONDS = 5.0
 # TC_PRIO_BULK of linux/pkt_sched.h: queueing disciplines with bands (pfifo_fast, prio, fq) send it
 # when nothing of the default priority waits. It does not leave the host.
 _BULK = 2
-# So many wait in a socket at most. What it has taken cannot give way any more.
+# At most this waits in a socket: bytes that it has taken cannot give way any more.
 _UNSENT_BYTES = 256 << 10
 # struct tcp_info of linux/tcp.h: tcpi_busy_time, microseconds with unacknowledged bytes (Linux
 # 4.10), and three fields later tcpi_bytes_sent (4.19).
@@ -41,8 +41,8 @@ _SENT = struct.Struct("=Q24xQ")
 
 
 def realm_of(run_id: str, node: int) -> str:
-    """The subject of a handshake with the vault of ``node``; not the coordinator's, nor that of any
-    other vault: who was dialled is proved, not only that he knows the secret."""
+    """Return the subject of a handshake with the vault of ``node``. It differs from those of the
+    coordinator and other vaults: the handshake proves which peer was dialled."""
     return f"{run_id}/vault{node}"
 
 
@@ -159,8 +159,8 @@ class Transport:
         return Channel(connection, self._deadline_seconds, self._secret, realm)
 
     def accept(self, seconds: float) -> Channel | None:
-        """The next channel, not yet authenticated, or None when nobody came in time, or who came is
-        gone. Raises OSError for lack of descriptors, for one."""
+        """Return the next channel, not yet authenticated, or None when none arrived in time or the
+        peer is gone. Raises OSError, for example when no descriptor is left."""
         self._listener.settimeout(seconds)
         try:
             connection, _ = self._listener.accept()

@@ -1,8 +1,8 @@
 """The work for one role seated on this node in one epoch: restore, seal, have it shipped.
 
-Driven by what the slots say, not by messages: a message of the member only says "look again", so
-nothing is lost when the vault or the member dies between two steps. The thread that has got the
-message seals; that of the worker looks once a second whether there is anything left to seal.
+The slots drive it, not messages: a message of the member only causes another look, so nothing is
+lost when the vault or the member dies between two steps. The thread that receives the message
+seals; the worker's own thread looks once a second for anything left to seal.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class RoleWorker(threading.Thread):
         self._answer(VaultError(f"epoch {self.epoch} is over"))
 
     def _known_layout(self) -> RoleLayout | None:
-        """As the member has said, or as what is restored of the role is laid out."""
+        """Return the layout that the member has sent, or that of the restored parts."""
         is_in_memory, table = self._record.restore.kind == "memory", self._store.table
         if self._layout is None:
             with self._gate.lock:
@@ -114,7 +114,7 @@ class RoleWorker(threading.Thread):
         with self._lock:
             wanted = bool(self._waiting)
         if not wanted and self._is_over():
-            # What was recomputed from is gigabytes, and mapped as long as somebody holds it.
+            # The parts of a chain are gigabytes, and mapped for as long as they are referenced.
             self._outcome = None
             return
         corrupt = self._corrupt_part()
@@ -128,14 +128,14 @@ class RoleWorker(threading.Thread):
             except VaultError as error:
                 log.warning("role %d: %s", self._role, error)
                 self._outcome = error
-                if corrupt:  # nobody asks for it, but the gate waits: another epoch is needed
+                if corrupt:  # the commit gate is blocked on it: another epoch is needed
                     restored = self._restored
                     self._store.on_bad(self.epoch, self._role, restored, corrupt)
         self._answer(self._outcome)
 
     def _is_over(self) -> bool:
-        """Return whether something newer than what was restored is committed: nobody asks for it
-        again."""
+        """Return whether a newer generation than the restored one is committed: then no restore
+        asks for it again."""
         with self._gate.lock:
             committed = self._ledger.committed.get(self._role)
         return committed is not None and committed[0] > self._restored
@@ -155,9 +155,9 @@ class RoleWorker(threading.Thread):
         """Return whether to restore before the member asks for it.
 
         A member that asks waits, and writes nothing. Before that it may be stopped between any two
-        stores of the epoch before. So no slot is begun that it may have chosen: either it has never
-        used any, or one holds the generation already, which it does not overwrite. Nor is
-        anything brought that it has left behind in this epoch, when the vault was restarted.
+        stores of the last epoch. So no slot is taken that it may have chosen: either it has never
+        used any, or a slot holds the generation already, which it does not overwrite. Nor is a
+        generation restored that it has passed in this epoch, when the vault was restarted.
         """
         restored = self._restored
         with self._gate.lock:
@@ -205,7 +205,7 @@ class RoleWorker(threading.Thread):
             for name, (entry, view) in filled.parts.items():
                 digests[name] = found = checksum(view)
                 # An earlier vault had sealed it when it died, and it has changed since: its
-                # checksum is worth more than a new one of what is there now.
+                # checksum is worth more than a new checksum of the present bytes.
                 if entry.state is PartState.SEALED and entry.checksum != found:
                     del digests[name]
                     place = Place(segment, slot, name, entry.nbytes, entry.checksum, entry.epoch)

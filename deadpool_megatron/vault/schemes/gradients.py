@@ -1,10 +1,10 @@
 """Recompute: generations travel whole now and then, as steps in between (layout.gradient_chain).
 
-A generation travels as a step if the one before it was made in this epoch (or was restored by it),
-the last whole one is less than ``full_every`` back, the member's rehearsal has shown that a replay
-gives the very bytes, and the member has kept the step. Everything else travels whole; so does a
-generation whose step the buddy cannot use. Nothing is remembered that matters: a vault that was
-restarted begins with a whole generation.
+A generation travels as a step if its predecessor was made in this epoch (or was restored by it),
+the last whole generation is less than ``full_every`` back, the member's rehearsal has shown that a
+replay gives the very bytes, and the member has kept the step. All others travel whole; so does a
+generation whose step the buddy cannot use. A restarted vault loses nothing: it starts with a whole
+generation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from deadpool_megatron.vault.slot_store import SlotStore
 
 @dataclass
 class _Way:
-    """The way of a role so far; ``steps``: generation -> the one that it follows."""
+    """The chain of a role so far; ``steps``: generation -> its predecessor."""
 
     base: Generation
     newest: Generation
@@ -40,7 +40,7 @@ class _Way:
 
 
 class Recompute(Copies):
-    """Steps between whole copies. What an epoch restores from memory is the base of every role's
+    """Steps between whole copies. A generation that an epoch restores is the base of every role's
     chain."""
 
     def __init__(self, record: records.EpochRecord, rehearsed: Collection[int]) -> None:
@@ -56,7 +56,7 @@ class Recompute(Copies):
         return self._sized(layout, PartKind.STEP if is_step else PartKind.SHARD)
 
     def sealing(self, segment: Segment, slot: int, digests: dict[str, int]) -> None:
-        """Beside a step that a member has kept: what the shard parts have become by it."""
+        """Add to a step that a member has kept the checksums of the shard parts after it."""
         layout, generation = segment.layout, segment.generation(slot)
         if not set(digests) >= set(layout.shard_parts):
             return  # extras that were appended
@@ -85,7 +85,7 @@ class Recompute(Copies):
         if way is None:
             self._chains[layout.role] = _Way(generation, generation)
             return
-        oldest = generation.iteration - layout.slots  # no older one is tracked any more
+        oldest = generation.iteration - layout.slots  # older generations are not tracked any more
         way.steps = {g: f for g, f in way.steps.items() if g.iteration > oldest}
         if (
             has_step

@@ -1,22 +1,22 @@
 """Parity: shard parts as coded blocks over a group of roles, extras as copies (REFT's AEC).
 
-A role's vault puts its sealed shard parts to the holder of each block of its group as it puts
-copies to a buddy (replicate.py). The holder adds the bytes to the block as they come, whoever is
-first, and answers ``taken``. The owner asks again, now with nothing to send, and is answered
-``sealed`` once all roles of the group have put theirs for that generation and the block is sealed;
-when that takes too long, ``waited``, upon which it asks again. Nobody is acknowledged before, so
-what has gone into the block stays in the slots of its owners, whose members do not pass the gate.
+A role's vault sends its sealed shard parts to the holder of each block of its group as it sends
+copies to a buddy (replicate.py). The holder adds the bytes to the block as they arrive, in any
+order of roles, and answers ``taken``. The owner asks again, now with nothing to send. The answer is
+``sealed`` once all roles of the group have sent their parts of that generation and the block is
+sealed; after a time limit it is ``waited``, and the owner repeats the question. No acknowledgement
+comes earlier, so the parts stay in the slots of their owners, whose members do not pass the gate.
 
 * A block needs the memory of one slot, as a copy does, and a piece for each owner that sends.
-* Bytes cannot be taken out of a sum. So a part of which one owner's bytes come damaged, break off
-  or come twice is begun again, and its owners, who ask again, are told that it is needed again.
-* A half-made part is ABSENT, so a close promises nothing of it; after it was cut no thread
-  writes into its slot. A block is sealed at once with the list of what it is made of, under the
-  lock that a close takes.
-* An owner's vault that was restarted puts again what it has; the checksums tell that it is in the
-  block. A holder's begins what it had not sealed anew. Owners that believe a block to be sealed
-  which is not any more, since it turned out to be damaged, are asked to put theirs again; who has
-  nothing to put into blocks is asked what he consists of.
+* Bytes cannot be taken out of a sum. So a part of which an owner's bytes arrive damaged, break off
+  or arrive twice is restarted, and its owners learn from the next answer that it is needed again.
+* An unfinished part is ABSENT, so a close promises nothing of it; after the cut no thread writes
+  into its slot. A block is sealed together with the list of its contributions, under the lock that
+  a close takes.
+* A restarted vault of an owner sends its parts again; their checksums show that the block has them.
+  A restarted holder starts unsealed blocks from nothing. Owners of a sealed block that turned out
+  to be damaged are asked to send their parts again; a role without parts in blocks is asked for its
+  layout.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from deadpool_megatron.vault.schemes.parity_code import Combination
 
 log = logging.getLogger(__name__)
-# How long an owner is kept waiting, which holds up nobody but its own next question, and how long
-# others are waited for before they are asked.
+# How long an owner waits for an answer, and how long a holder waits for other owners before it
+# asks them.
 _WAIT_SECONDS = 1.0
 _MAX_PIECE_BYTES = 1 << 20
 
@@ -66,7 +66,7 @@ class Parity(Copies):
         return self._uncovered(layout, records.PartKind.SHARD)
 
     def holders(self, role: int) -> list[Target]:
-        """Return who holds the blocks that a role is part of."""
+        """Return the holders of the blocks that a role is part of."""
         group = self.placement.group_of(role)
         if group is None:
             return []
@@ -94,8 +94,8 @@ class Parity(Copies):
         self.block(block, offer.role).put(channel, offer)
 
     def block(self, number: int, role: int) -> ParityBlock:
-        """A block that ``role`` is part of. Raises Refused when nobody makes it, here and in this
-        epoch."""
+        """Return a block that ``role`` is part of. Raises Refused for a block that is not kept here
+        in this epoch."""
         gate = self._store.gate
         with gate.lock:
             if not gate.is_open(self.record.epoch):
@@ -136,7 +136,7 @@ class BlockBuild:
         self._start_build = begin
 
     def begin(self, name: str) -> _Sum:
-        """Sum up a part from nothing; what has gone into it, and is still coming, is lost."""
+        """Start the sum of a part; bytes added before, and those on their way, are lost."""
         self.give_up(name)
         self.sums[name] = _Sum(self._start_build(name))
         return self.sums[name]
@@ -196,7 +196,7 @@ class ParityBlock:
             build.give_up(name)
         self._store.release(build.segment, build.slot)
 
-    # What an owner puts.
+    # Parts that an owner sends.
 
     def put(self, channel: Channel, offer: Offer) -> None:
         """The dialogue about a role's parts of a generation: ``need`` and their bytes, answered by
@@ -237,8 +237,8 @@ class ParityBlock:
                 raise Refused(Refusal.OTHER_BYTES)
             return None
         with self._gate.lock:
-            # Owners put in order: who comes with an old one has only forgotten that it is done.
-            # A slot for it there may be none until he comes with the newest one.
+            # Owners send in order, so an old generation is a repeat after a restart. There may be
+            # no slot for it until the owner sends the newest generation.
             slots = store.table.sealed(self._number)
             if any(slot.generation > generation for slot in slots if slot.parts):
                 raise Refused(Refusal.SUPERSEDED)
@@ -248,7 +248,7 @@ class ParityBlock:
             return build or self._start_build(generation)
 
     def _unreported(self) -> list[int]:
-        """Roles that may have something to put into it, and have not said in this epoch what."""
+        """Return roles that may have parts for the block, but have not sent a layout this epoch."""
         return [
             role
             for role in self._group.roles
@@ -320,12 +320,12 @@ class ParityBlock:
         return build
 
     def _claim(self, segment: Segment, generation: records.Generation) -> int:
-        # Of the generation that the epoch began with there may be a block that others rely on,
-        # though parts are missing which peers held before: it stays until the new one is sealed.
+        # Others may rely on a block of the restored generation, though it lacks parts that peers
+        # held before: it stays until its replacement is sealed.
         fresh = generation == self._scheme.record.restore.generation
         with self._gate.lock:
             slot = self._store.claim(segment, generation, self._epoch, fresh=fresh)
-            # Whoever puts this one puts what follows it when it is done, not before.
+            # An owner sends the next generation only after this generation is complete.
             for newer in [one for one in self._builds if one > generation and slot is None]:
                 self._give_up(newer)
         if slot is None:
@@ -402,7 +402,7 @@ class ParityBlock:
         members = parity_groups.BlockMembers(
             self._group.roles, self._index, self._scheme.placement.parities, contributions
         ).encode()
-        # First of all, so that a block which counts always says what it is made of.
+        # Sealed first, so that each sealed block has the list of its contributions.
         view = segment.data(slot, parity_groups.MEMBERS, len(members))
         view[:] = members
         parts = {parity_groups.MEMBERS: (len(members), checksum(view))}

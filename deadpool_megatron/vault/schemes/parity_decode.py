@@ -1,4 +1,4 @@
-"""Computing a part that nobody holds whole from k coded blocks of other vaults, or of a dump.
+"""Decodes a part that no node holds whole, from k coded blocks of other vaults or of a dump.
 
 The blocks arrive at once, a thread and a connection for each, and every piece is added into the
 slot as it comes (:mod:`.parity_code`), so the memory needed is that of k pieces whatever the size
@@ -52,15 +52,15 @@ _PAUSE_SECONDS = 0.05
 _CHANCES = 2  # bytes damaged on the way come whole the next time; damaged at home they do not
 _MAX_SMALL_BYTES = 16 << 20
 
-# Of a part: bytes and checksum, and what fills a piece that begins at some byte, one after another.
+# Bytes and checksum of a part, and a function that fills a piece from a start byte, in order.
 Asked = tuple[int, int, Callable[[int, memoryview], None]]
-# Number of a block -> the place it is taken from; None for one that is all zeros.
+# Number of a block -> its source; None for a block that is all zeros.
 Choice = Mapping[int, Source | None]
 
 
 def load_code(parities: int) -> None:
-    """Import what decoding needs while nothing is lost: later it would be a part of the recovery,
-    of seconds where Python lies on a slow file system. Without the package decoding says so."""
+    """Import the modules for decoding while nothing is lost: in a recovery that could cost seconds
+    where Python lies on a slow file system. A missing package is reported by the decoding."""
     with contextlib.suppress(ModuleNotFoundError):
         from deadpool_megatron.vault.schemes.parity_code import Coder
 
@@ -69,8 +69,8 @@ def load_code(parities: int) -> None:
 
 @dataclass(eq=False)
 class BlockError(Exception):
-    """A block did not come. ``final``: nor will it from this place; ``damaged``: it came wrong;
-    ``members``: what did not come was what it has been computed from."""
+    """A block did not arrive. ``final``: nor will it from this place; ``damaged``: its bytes are
+    wrong; ``members``: the missing part was the list of its contributions."""
 
     number: int
     source: Source | None
@@ -84,9 +84,10 @@ class BlockError(Exception):
 
 
 class BlockSource(ABC):
-    """One block from one place. ``wanted``: bytes and checksum that it must have; None for parity,
-    which nobody else vouches for. One thread, but :meth:`cut`. Public methods raise BlockError; the
-    others VaultError when the place cannot give it, OSError or WireError when it was not reached.
+    """A block from one place. ``wanted``: bytes and checksum that it must have; None for parity, of
+    which only its place has a checksum. One thread, but :meth:`cut`. Public methods raise
+    BlockError; the others VaultError when the place cannot give it, OSError or WireError when it
+    was not reached.
     """
 
     where: str  # for people
@@ -128,7 +129,7 @@ class BlockSource(ABC):
             self._check(digest.intdigest(), expected)
 
     def small(self) -> bytes:
-        """The whole part, which has to be a small one."""
+        """Return the whole part, which must be small."""
         with self._asked() as (nbytes, expected, read):
             if not 0 <= nbytes <= _MAX_SMALL_BYTES:
                 raise VaultError(f"{self._part} of {nbytes} bytes")
@@ -142,7 +143,7 @@ class BlockSource(ABC):
         is_members = self._part == MEMBERS
         return BlockError(self._number, self._source, reason, final, damaged, is_members)
 
-    def cut(self) -> None:  # noqa: B027  a file keeps nobody waiting
+    def cut(self) -> None:  # noqa: B027  a file needs no cut
         """Make the other methods fail soon; from any thread."""
 
     @abstractmethod
@@ -168,7 +169,7 @@ class BlockSource(ABC):
 
 
 class VaultBlock(BlockSource):
-    """In the memory of another vault, or of this one, by a connection of its own."""
+    """A block in the memory of a vault, fetched by a connection of its own."""
 
     _channel: Channel | None = None
     _over = False
@@ -195,7 +196,7 @@ class VaultBlock(BlockSource):
 
 
 class DumpedBlock(BlockSource):
-    """In a file of a dump; the node of a source is the one that wrote it."""
+    """A block in a file of a dump; the node of its source is the node that wrote it."""
 
     def __init__(self, directory: Path, *about: Any) -> None:
         super().__init__(*about)
@@ -212,8 +213,8 @@ class DumpedBlock(BlockSource):
 
 
 class _WrongResultError(Exception):
-    """All blocks were as their places vouch for them, but what came out was not the part: the
-    checksums that it should have and has."""
+    """All blocks match their checksums, but the decoded part does not: its expected and its actual
+    checksum."""
 
 
 class _Candidates:
@@ -229,10 +230,10 @@ class _Candidates:
         self._damaged: Counter[tuple[Source, bool]] = Counter()
 
     def choose(self) -> Choice | None:
-        """k blocks, those of nodes that kept us waiting last; None when too few are left.
+        """Return k blocks, silent nodes last; None when too few are left.
 
-        There is always parity among them, as the data blocks without the wanted one are too few,
-        and at least one of it says what it was computed from.
+        There is always parity among them, as the data blocks without the wanted block are too few,
+        and at least one parity block has its list of contributions.
         """
 
         def is_silent(source: Source) -> bool:
@@ -404,7 +405,7 @@ class Decoder:
                     raise error
                 left.discard(block)
         finally:
-            combination.give_up()  # whoever still waits for bytes must not touch the slot
+            combination.give_up()  # threads that still wait for bytes must not touch the slot
 
     def _needed(self, members: BlockMembers, name: str, choice: Choice) -> list[BlockSource]:
         """The chosen blocks that have to be fetched; a role that contributed nothing has none."""
@@ -429,7 +430,7 @@ class Decoder:
         return VaultBlock(self._record.epoch, *about)
 
     def _members_of(self, name: str, decoding: Decoding, choice: Choice) -> BlockMembers:
-        """Return what the parity was computed from, as one of the chosen parity blocks says."""
+        """Return the contributions to the parity, from any of the chosen parity blocks."""
         failed = None
         for number, source in sorted(choice.items(), reverse=True):
             if number < len(decoding.group) or source is None:

@@ -61,7 +61,7 @@ class Place:
         """Copy the bytes; returns the checksum of what has arrived. Not under the vault's lock.
 
         The kernel copies (the interpreter lock is free meanwhile), and each piece is hashed while
-        it is in the cache. ``go_on`` is called before each one, and raises to end it.
+        it is in the cache. ``go_on`` is called before each piece, and raises to end the copy.
         """
         digest = xxhash.xxh3_64()
         for start in range(0, self.nbytes, piece_bytes):
@@ -93,9 +93,8 @@ class Table:
         """Map every whole segment file and remove pieces of unfinished ones; answers sealed slots.
 
         For a vault that was just (re)started; members may be writing meanwhile. A segment that is
-        not understood stays where it is, for whoever does: see :meth:`require_read`. A copy whose
-        description is damaged goes, into ``dropped``: nothing can be read of it, and this node has
-        more than it.
+        not understood stays, for the version that wrote it: see :meth:`require_read`. A copy whose
+        description is damaged is removed and noted in ``dropped``: it cannot be read.
         """
         for path in sorted(self.directory.iterdir()):
             if path.is_symlink():  # see Segment.keep_name: what it led to went with its vault
@@ -123,7 +122,7 @@ class Table:
         return sum(1 for _ in self.sealed())
 
     def require_read(self) -> None:
-        """Raises SegmentError for segments that could not be read: nobody starts over them."""
+        """Raise SegmentError for segments that could not be read: they are never overwritten."""
         if self._unread:
             raise SegmentError(f"{'; '.join(self._unread)}: kept, for the version that wrote it")
 
@@ -141,8 +140,8 @@ class Table:
         return self.segments.get(segments.own_name(role, seat))
 
     def layout(self, role: int) -> RoleLayout | None:
-        """The layout of a role as a segment here describes it, one that holds something if any:
-        processes with another model may have been here, and have left slots without anything."""
+        """Return the layout of a role from a segment here, if possible from a segment with sealed
+        parts: a process with another model may have left empty slots."""
         holding = (slot.segment.layout for slot in self.sealed(role) if slot.parts)
         others = (s.layout for s in self.segments.values() if s.layout.role == role)
         return next(itertools.chain(holding, others), None)
@@ -156,7 +155,7 @@ class Table:
         if self._promised is not None:
             self._promised = [s for s in self._promised if s.segment is not segment]
 
-    # What they hold.
+    # Their contents.
 
     def sealed(self, role: int | None = None) -> Iterator[SealedSlot]:
         """Every sealed slot (of one role), as promised while frozen, else as it stands."""
@@ -204,7 +203,7 @@ class Table:
         )
 
     def layouts(self) -> tuple[RoleLayout, ...]:
-        """One layout for each role that has a segment here, of one that holds something if any."""
+        """Return a layout for each role with a segment here, from one with sealed parts if any."""
         found = {s.layout.role: s.layout for s in self.segments.values()}
         found |= {s.segment.layout.role: s.segment.layout for s in self.sealed() if s.parts}
         return tuple(found[role] for role in sorted(found))
@@ -247,8 +246,8 @@ class Table:
             self.let_write(segment)
 
     def let_write(self, segment: Segment) -> None:
-        """Let the member write if it has its seat, but not beside a thread of this vault, of a
-        closed epoch perhaps, that still restores into one of the slots."""
+        """Let the member write if it has its seat, unless a thread of this vault, perhaps of a
+        closed epoch, still restores into a slot."""
         is_claimed = any(name == segment.path.name for name, _ in self.writers)
         if segment.seat is not None and self._promised is None:
             has_seat = self._seats.get(segment.layout.role) == segment.seat
@@ -280,10 +279,10 @@ class Table:
     def claim(
         self, segment: Segment, generation: Generation, epoch: int, *, fresh: bool = False
     ) -> int | None:
-        """A slot of a copy for one writer at a time, or None while there is no free one.
+        """Return a slot of a copy for one writer at a time, or None while none is free.
 
         The slot that holds the generation already; else one without sealed parts; else the oldest,
-        never the newest, never a newer one than is offered. That the owner offers k+1 only
+        never the newest, nor any newer than the offered generation. That the owner offers k+1 only
         after k was committed by all roles makes this rule 3 (design section 4).
 
         So of whole copies, of which there are as many as the owner has slots, all but the oldest
