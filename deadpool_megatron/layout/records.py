@@ -1,4 +1,4 @@
-"""The data that decisions are made of, and the decision itself: plain, immutable, JSON-able.
+"""Data of decisions, and the decision itself: plain, immutable, JSON-able.
 
 These types are shared by the coordinator, the agents, the vaults and the members; they hold no
 behaviour beyond their own encoding. Words are those of docs/design: role, node, epoch, generation.
@@ -39,7 +39,7 @@ PARITY_BASE = 1 << 32
 
 class PartKind(Enum):
     """``SHARD``: of the optimizer's state. ``EXTRAS``: all else that an iteration changes, as of a
-    boundary. ``STEP``: what recomputes an update (:mod:`.gradient_chain`)."""
+    boundary. ``STEP``: the data that recomputes an update (:mod:`.gradient_chain`)."""
 
     SHARD = "shard"
     EXTRAS = "extras"
@@ -47,7 +47,7 @@ class PartKind(Enum):
 
 
 def kind_of(name: str) -> PartKind:
-    """Returns what a part is."""
+    """Return the kind of a part."""
     if name.startswith(_EXTRAS):
         return PartKind.EXTRAS
     return PartKind.STEP if name.startswith(_STEP) else PartKind.SHARD
@@ -74,7 +74,7 @@ def is_parity_role(number: int) -> bool:
 
 
 class NodeUse(StrEnum):
-    """The one word for the part that a node has in the run."""
+    """The use of a node in the run."""
 
     TRAINING = "training"
     SPARE = "spare"
@@ -169,7 +169,7 @@ class Holding(Coded):
 
 @dataclass(frozen=True)
 class Inventory(Coded):
-    """Everything one node can produce, frozen after its vault closed epoch ``epoch``."""
+    """All parts that a node can produce, frozen after its vault closed epoch ``epoch``."""
 
     node: int
     epoch: int
@@ -241,7 +241,7 @@ class BadPart:
     part: str
 
     def to_list(self) -> list[Any]:
-        """JSON form for who knows the node."""
+        """Return the JSON form, without the node."""
         return [self.role, self.generation.to_list(), self.part]
 
     @staticmethod
@@ -308,7 +308,7 @@ class Restore(Coded):
     checkpoint at ``path``), ``dump`` (slot files that vaults wrote to directory ``path``).
     ``generation`` is what the roles have afterwards and ``boundary`` the last moment after that
     iteration which all roles had reached. ``recipes``: for roles of which no whole copy is left.
-    ``identity``: what ``path`` held when it was noted; empty where nobody has looked.
+    ``identity``: the content of ``path`` when it was noted; empty where it was not read.
     """
 
     kind: str
@@ -320,8 +320,7 @@ class Restore(Coded):
     identity: str = field(default="", compare=False)
 
     def of_roles(self, roles: Collection[int]) -> Restore:
-        """The same with the sources and recipes of these roles only: nobody reads those of
-        others."""
+        """Return the same with the sources and recipes of these roles only."""
         sources = {role: self.sources[role] for role in roles if role in self.sources}
         recipes = {role: self.recipes[role] for role in roles if role in self.recipes}
         return replace(self, sources=sources, recipes=recipes)
@@ -329,14 +328,14 @@ class Restore(Coded):
 
 @dataclass(frozen=True)
 class EpochRecord(Coded):
-    """One decision of the coordinator: immutable, journalled before anybody hears of it.
+    """A decision of the coordinator: immutable, journalled before it is sent.
 
     ``seats``: role -> member. ``nodes``: all live nodes, spares too. ``fewer_copies``: roles that
     may pass the commit gate with fewer copies than wanted, because no eligible node is left.
     ``emitted_up_to``: last iteration whose log lines have been accepted. ``replicas``: lost nodes
     that the protection survives; ``protection``: how. ``begins``: none of this start of the run was
     open before, so that its command may be another one. ``history``: of the run so far, for a
-    coordinator that takes over; agents are not told it.
+    coordinator that takes over; agents do not receive it.
     """
 
     epoch: int
@@ -374,7 +373,8 @@ def next_due(iteration: int, every: int) -> int:
 
 
 def successors(generation: Generation, restored: Generation, newest: Generation, every: int) -> int:
-    """Return how many generations after ``generation`` a role has certainly written by ``newest``.
+    """Return the number of generations after ``generation`` that a role has certainly written by
+    ``newest``.
 
     ``restored``: what the epoch of ``newest`` began with; from there on every due iteration was
     written. How many lie between an older generation and ``restored`` is not known here, for the

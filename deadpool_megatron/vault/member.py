@@ -1,4 +1,4 @@
-"""The member's side of its vault: fill slots, learn what is committed, get state back.
+"""The member's side of its vault: fill slots, wait for commits, restore state.
 
 No torch: buffers are memoryviews of shared memory. There is no thread of its own; all of it is used
 from the member's main thread, except that a SlotWriter may be filled by another one. The vault may
@@ -81,7 +81,7 @@ class VaultClient:
         self._parked = park(self.directory, layout, self._seat, self._budget)
 
     def register(self, layout: RoleLayout, epoch: int, interrupted: int | None = None) -> None:
-        """Tell the vault who plays the role; it has this incarnation's segment made.
+        """Register this process for its role with the vault, which creates its segment.
 
         Raises NoRoom when shared memory is too small, VaultError when the layout differs from that
         of an existing segment, or the vault does not answer within ``connect_seconds``; Interrupted
@@ -124,12 +124,12 @@ class VaultClient:
     # Writing.
 
     def rehearsed(self, matched: bool) -> None:
-        """Tell the vault whether a replay of an update gave the same bytes as the update."""
+        """Report whether a replay of an update gave the same bytes as the update."""
         self._rehearsed = matched
         self.notify({"t": "rehearsed", "matched": matched})
 
     def ended(self) -> None:
-        """Tell the vault that no newer generation comes in this epoch: the run is at its end."""
+        """Report that this epoch has no newer generation: the run is at its end."""
         self.notify({"t": "ended", "epoch": self._epoch})
 
     def sealed_part(self, generation: Generation, name: str) -> memoryview | None:
@@ -174,7 +174,7 @@ class VaultClient:
         floor = max((one for one in known if one is not None), default=None)
         slot = free_slot(segment, epoch, floor)
         before = segment.mark_writing(slot)
-        # The order matters: WRITING first, then FROZEN (vault/shm/segment.py). The count tells of a
+        # The order matters: WRITING first, then FROZEN (vault/shm/segment.py). The count reveals a
         # vault that has promised this slot, and has opened an epoch since.
         if segment.freezes() != freezes:
             segment.back_out(slot, before)
@@ -226,7 +226,7 @@ class VaultClient:
         """
         if self._is_committed(generation, boundary):
             return True
-        # Whatever spreads this generation over the iteration has to let it go now.
+        # A vault that spreads this generation over the iteration has to send it now.
         self.notify({"t": "waiting", "epoch": self._epoch, "generation": generation.to_list()})
         started = time.monotonic()
         due = started + report_every_seconds
@@ -296,7 +296,7 @@ class VaultClient:
     # The connection.
 
     def notify(self, message: Mapping[str, Any]) -> None:
-        """Send if the vault is there; what matters is in shared memory and found again."""
+        """Send a message if the vault is connected; all that matters is in shared memory."""
         with self._lock:
             if self._link is None:
                 self._reconnect()
@@ -305,7 +305,7 @@ class VaultClient:
                 self._link.settimeout(_SEND_SECONDS)
                 framing.send(self._link, message)
             except OSError:
-                self._pump()  # its last words: that a part is damaged is said once
+                self._pump()  # its last messages: damage of a part is reported once
                 self._reconnect()
 
     def _own(self) -> Segment:
@@ -383,7 +383,7 @@ class VaultClient:
         return any(descriptor == interrupted for descriptor, _ in ready)
 
     def _pump(self) -> None:
-        """Take in everything that has arrived, without waiting."""
+        """Handle all messages that have arrived, without waiting."""
         with self._lock:
             while self._link is not None:
                 try:
@@ -403,7 +403,7 @@ class VaultClient:
         kind = message["t"]
         if kind == "committed":
             news = int(message["epoch"]), Generation.from_list(message["generation"])
-            # A vault that was restarted finds out about older ones first.
+            # A restarted vault reports older commits first.
             if self._commit is None or news >= self._commit[:2]:
                 self._commit = (*news, message["boundary"])
         elif kind == "bad":
@@ -446,8 +446,8 @@ def free_slot(segment: Segment, epoch: int, floor: Generation | None) -> int:
 class SlotWriter:
     """One slot that is being written; from ``VaultClient.begin``.
 
-    May be handed to another thread. Once its epoch was closed this writer is left over, and changes
-    nothing of a slot that was begun for another generation.
+    May be handed to another thread. After its epoch was closed this writer is stale, and changes
+    nothing in a slot that was taken for another generation.
     """
 
     def __init__(
@@ -467,8 +467,8 @@ class SlotWriter:
     def fill(self, parts: Mapping[str, int]) -> None:
         """Declare these parts complete (name -> bytes used) and have the vault seal them.
 
-        Raises VaultError when the slot is another's though the epoch was not closed: nobody would
-        ever seal them, and the gate would wait in vain.
+        Raises VaultError when the slot belongs to another generation though the epoch is open: the
+        parts would never be sealed, and the gate would wait in vain.
         """
         if self._is_owned():
             self._declare(parts)
@@ -498,7 +498,7 @@ class PartsWriter(SlotWriter):
     """
 
     def part(self, name: str) -> memoryview:
-        """As ever; what it held until now was found to be damaged and does not count any more."""
+        """Return the writable bytes of a part, whose damaged content does not count any more."""
         self._segment.invalidate_part(self._slot, name, PartState.ABSENT)
         return super().part(name)
 

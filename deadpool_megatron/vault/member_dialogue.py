@@ -350,9 +350,7 @@ class LocalServer:
         return self._name.look()
 
     def _listen_again(self) -> None:
-        self._listener = listening_at(
-            self._path
-        )  # the old queue is empty
+        self._listener = listening_at(self._path)  # the old queue is empty
 
     def stop(self) -> None:
         """Accept no more; the threads of open connections end within a second."""

@@ -1,18 +1,17 @@
-"""The pace of a generation's bytes: they go as soon as a share of the link allows.
+"""The pace of a generation's bytes: they are sent as soon as a share of the NIC allows.
 
-A node that is lost before its newest generation has left costs the iterations since the one before,
-so copies leave early: at once while training does not use the link. While it does they go evenly,
-at no more than their share of it (FFTrainer sends in idle gaps; REFT calls its kind HAS), and hurry
-when a gate comes near. Where nobody knows when training sends they go evenly all the time; if their
-share would take longer than the first half of the time there is, they take what the half requires.
-That time is learned from past generations: from the seal until somebody waits for it, or until the
-next one is sealed. Holding back is a courtesy and ends at once where it would cost anything.
+A node that is lost before its newest generation has left costs the iterations since the last one,
+so copies leave early: at once while training does not use the NIC. While it does they are spread
+evenly, at no more than their share (FFTrainer sends in idle gaps; REFT calls its kind HAS), and
+accelerate when a gate comes near. Without knowledge of training's traffic they are spread evenly
+all the time, over at most the first half of the available time. That time is learned from past
+generations: from the seal until a member waits for it, or until the next seal. Holding back is a
+courtesy and ends at once where it would cost anything.
 
-What the interface of the vault's address has sent, less what TCP has sent for the vault, is
-training's. Nobody has to tell when it communicates, and it needs no hook in the training process.
-Neighbours on the same interface count as well, and what other vaults of the host send: nobody is to
-be held up by copies. Restores do not come here: while they continue the run stands, and no training
-traffic is in their way.
+Training's bytes are those that the interface of the vault's address has sent, less those that TCP
+has sent for the vault. That needs no hook in the training process. Neighbours on the same interface
+and other vaults of the host count as training, too: copies must not hold them up. Restores are not
+paced: the run stands while they continue, and no training traffic is in their way.
 """
 
 from __future__ import annotations
@@ -36,40 +35,40 @@ from deadpool_megatron.vault.transport import Sent, begin_thread
 
 log = logging.getLogger(__name__)
 
-# Of the time there is, at most, where nobody knows when training sends. Data-parallel training
-# reduces gradients in the second half of an iteration; what is sent before that is in nobody's way,
-# and uneven iterations have their room.
+# Share of the available time without knowledge of training's traffic. Data-parallel training
+# reduces gradients in the second half of an iteration: before that copies disturb nothing, and
+# uneven iterations have some slack.
 HALF = 0.5
 # The same where copies find the gaps of training's traffic. The rest is left for uneven iterations,
-# and for training that sends all the time: then who hurries gets half of the link.
+# and for training that sends all the time: then late copies get half of the NIC.
 LATEST = 0.7
-# Of the link, at most, while training sends and gaps are sure to come: there were some last time.
+# Share of the NIC while training sends and gaps are likely: there were some last time.
 _PATIENT_SHARE = 0.05
-# So few intervals are not a norm yet: full speed until then. Of the most the median is taken: some
-# evaluations and saves among them do not move it.
+# Full speed until there are enough intervals. The median of the newest is used: evaluations and
+# saves among them do not move it.
 _MIN_INTERVALS, _MAX_INTERVALS = 3, 15
-# A gate that was found shut tells how much of an iteration there really is. So many iterations are
-# tried with it before the whole iteration is tried again.
+# A gate that was found shut shows the time that there really is. It is used for this number of
+# iterations before the whole iteration is tried again.
 _GATE_ITERATIONS = 64
 _MAX_GATES = 5
 _MAX_SEALS = 16
-# One piece takes about so long at the rate in force, within limits: even, but few turns of a thread
-# that has to wait for the interpreter (with 2 ms they cost as much as the bytes).
+# The time of a piece at the current rate, within limits: even, but with few turns of a thread that
+# has to wait for the interpreter (with 2 ms they cost as much as the bytes).
 _PIECE_SECONDS = 0.016
 _MIN_PIECE_BYTES = 64 << 10
-# Slower than this is in nobody's way either, but who receives would take a connection for dead on
-# which no piece comes for tens of seconds.
+# A slower rate would disturb training no less, and a receiver would take a connection for dead
+# without a piece for tens of seconds.
 MIN_RATE = 1 << 20
 # Bounds what a lost wake-up could cost; the end of an epoch is seen as soon.
 _LONGEST_WAIT_SECONDS = 0.1
 _GIGABIT = 1_000_000_000
-_MIN_SAMPLE_BYTES = 1 << 18  # what takes fewer bytes is over before it has a speed
+_MIN_SAMPLE_BYTES = 1 << 18  # shorter shipments are over before they have a speed
 # Between two readings of the interface's counters, while copies wait for their pace.
 _READ_SECONDS = 0.01
 # Between what TCP has handed over and what the interface has counted lie some milliseconds of
 # packets in queues. In such a time they come to less than the least share.
 SPAN_SECONDS = 0.05
-# Who takes less of the link than this is not disturbed, and may be acknowledgements.
+# Traffic below this share of the NIC is not disturbed, and may be acknowledgements.
 _MIN_SHARE = 0.1
 _HEADERS = 1.05  # of packets that are not joined, which the interface counts and TCP does not
 # The interface must count at least this of what was sent, once that was a share of the link.
@@ -135,16 +134,16 @@ class Pace:
             del self.seals[next(iter(self.seals))]
 
     def waits(self, generation: Generation, now: float) -> None:
-        """The role's member stands at its gate until ``generation`` is committed."""
+        """Note that the role's member waits at its gate until ``generation`` is committed."""
         self._hurried = generation
         if self._committed is not None and generation <= self._committed:
-            return  # its word has crossed ours, or it waits for extras that came later
+            return  # the messages have crossed, or it waits for later extras
         self._waiting = generation, now
         if len(self._intervals) >= _MIN_INTERVALS:  # before, nothing was held back
             self._gates.append((generation.iteration, now - self.seals.get(generation, now)))
 
     def committed(self, generation: Generation, now: float) -> None:
-        """``generation`` is committed, and whoever waited for it continues."""
+        """Note that ``generation`` is committed, and a waiting member continues."""
         self._committed = generation
         if self._waiting is not None and self._waiting[0] <= generation:
             self._stall_seconds += now - self._waiting[1]
@@ -158,7 +157,7 @@ class Pace:
         }
 
     def seconds(self) -> float | None:
-        """The time there is for one generation; None while too little has been seen."""
+        """Return the time for a generation; None while too few were seen."""
         if len(self._intervals) < _MIN_INTERVALS or self._newest is None:
             return None
         usual = statistics.median(self._intervals)
@@ -167,14 +166,14 @@ class Pace:
         return min(usual, statistics.median(gates)) if gates else usual
 
     def is_late(self, generation: Generation) -> bool:
-        """True when somebody waits for the generation, or a newer one is there to be shipped."""
+        """Return whether a member waits for the generation, or a newer generation is ready."""
         awaited = self._hurried is not None and generation <= self._hurried
         return awaited or (self._newest is not None and generation < self._newest)
 
 
 class SharedNic:
-    """The link by which all copies of a node leave: the interface ``name`` (empty: not known), its
-    speed, who uses it, and the hard limit. Thread-safe; its lock is a leaf: nothing else is locked
+    """The NIC by which all copies of a node leave: the interface ``name`` (empty: not known), its
+    speed, its use, and the hard limit. Thread-safe; its lock is a leaf: nothing else is locked
     while it is held. The files are other ones in tests."""
 
     def __init__(
@@ -190,9 +189,9 @@ class SharedNic:
         self.share = settings.link_share
         self.copies = max(1, settings.replicas)  # of a generation, all sent at the same time
         self.fills_gaps = settings.link_gaps == "on"
-        # Bytes per second: what the interface says, which may be more than the network behind it
-        # carries; what a shipment had that nothing held back, or the interface has sent in a
-        # moment, which may be less than the link has.
+        # Bytes per second: the speed that the interface reports, which may be more than its network
+        # carries; the best speed of an unpaced shipment or of the interface in a moment, which may
+        # be less than the NIC has.
         self._stated, self.seen = self.stated(), 0.0
         self.shares: set[Share] = set()
         self.closed_bytes = 0  # that TCP has sent for shipments which are over
@@ -205,7 +204,7 @@ class SharedNic:
         self.burst_bytes = piece_bytes(rate, settings.chunk_bytes)
         self._full_at = 0  # when all that was let through is paid for, in ns times bits a second
 
-    # Its speed, and who uses it.
+    # Its speed and its use.
 
     def _read(self, name: str) -> str:
         try:
@@ -214,15 +213,15 @@ class SharedNic:
             return ""
 
     def stated(self) -> float:
-        """Returns its speed in one direction by its own word, 0 where it does not say. A virtual
-        interface (veth in a container) names a speed that nothing stands behind."""
+        """Return the speed in one direction that the interface reports, 0 where it reports none. A
+        virtual interface (veth in a container) reports a meaningless speed."""
         has_hardware = any((self._directory / part).exists() for part in ("device", "bonding"))
         text = self._read("speed") if self.name and has_hardware else ""
         return int(text) * 1e6 / 8 if text.isdigit() else 0.0
 
     def sent_bytes(self) -> int:
-        """Returns the bytes that have left by it so far, those of RDMA too. Raises OSError or
-        ValueError where nobody counts them."""
+        """Return the bytes that have left by it so far, those of RDMA too. Raises OSError or
+        ValueError where they are not counted."""
         if not self.name:
             raise OSError("the vault's address is of no known interface")
         total = _BYTES_PER_WORD * sum(int(port.read_bytes()) for port in self._rdma_ports)
@@ -235,8 +234,8 @@ class SharedNic:
         return total
 
     def speed(self) -> tuple[float, str]:
-        """Returns the best that is known of it, in bytes per second, 0 while nothing is, and from
-        where."""
+        """Return the best known speed in bytes per second, 0 while none is known, and its
+        source."""
         if self._stated:
             return self._stated, "the network interface"
         return self.seen, "the most that was seen on it" if self.seen else ""
@@ -254,7 +253,7 @@ class SharedNic:
             try:
                 began = time.monotonic()
                 sent_bytes = self.sent_bytes()
-                if time.monotonic() - began > _READ_SECONDS:  # who knows when it was
+                if time.monotonic() - began > _READ_SECONDS:  # the time of the reading is not known
                     continue
                 with self.changed:
                     if (is_idle := self.reads(began, sent_bytes, own_bytes)) is not self.is_idle:
@@ -267,12 +266,12 @@ class SharedNic:
                 return
 
     def reads(self, now: float, sent_bytes: int, own_bytes: int) -> bool:
-        """Returns whether nobody but the vault uses the link, by the readings of the last moments;
-        False while too little is known. ``own_bytes``: what TCP has sent for the vault, read before
-        ``sent_bytes``. Raises ValueError when the counters tell nothing."""
+        """Return whether only the vault uses the NIC, by the readings of the last moments; False
+        while too little is known. ``own_bytes``: sent by TCP for the vault, read before
+        ``sent_bytes``. Raises ValueError when the counters do not move."""
         readings = self._readings
         readings.append((now, sent_bytes, own_bytes))
-        # The oldest one that is kept is the youngest that is old enough.
+        # The oldest reading that is kept is the youngest that is old enough.
         while len(readings) > 2 and now - readings[1][0] >= SPAN_SECONDS:
             readings.popleft()
         seconds, sent, own = (a - b for a, b in zip(readings[-1], readings[0], strict=True))
@@ -285,14 +284,14 @@ class SharedNic:
             raise ValueError("its counters do not move while copies are sent")
         return sent - _HEADERS * own <= _MIN_SHARE * bytes_there_were
 
-    # What happens to generations.
+    # Progress of generations.
 
     def pace(self, role: int) -> Pace:
-        """Return that of a role; called under the lock, but by tests."""
+        """Return the pace of a role; called under the lock, except by tests."""
         return self.paces.setdefault(role, Pace())
 
     def begin(self) -> None:
-        """A new epoch: other placements, perhaps another pace of training. Full speed at first."""
+        """Forget all paces: a new epoch has other placements, perhaps another pace of training."""
         with self.changed:
             self.paces = {}
             self.changed.notify_all()
@@ -300,21 +299,20 @@ class SharedNic:
     def note(
         self, method: Callable[[Pace, Generation, float], None], role: int, generation: Generation
     ) -> dict[str, float | None]:
-        """Have the pace of a role know what has happened now: one of its methods. Returns how its
-        newest shipping fitted."""
+        """Call a method of the pace of a role now. Returns how its newest shipment fitted."""
         with self.changed:
             method(self.pace(role), generation, time.monotonic())
             self.changed.notify_all()
             return self.pace(role).fit
 
     def fits(self) -> dict[int, dict[str, float | None]]:
-        """The newest figures of each role."""
+        """Return the newest figures of each role."""
         with self.changed:
             return {role: pace.fit for role, pace in self.paces.items()}
 
     def let_through(self, nbytes: int, now_ns: int) -> int:
-        """Reserve; returns when so many bytes, a burst at most, may go: in any time t no more than
-        ``burst_bytes`` + rate * t are let through. The generic cell rate algorithm."""
+        """Reserve ``nbytes``, at most a burst, and return when they may be sent: in any time t at
+        most ``burst_bytes`` + rate * t. The generic cell rate algorithm."""
         if not self._bits:
             return now_ns
         burst, takes = self.burst_bytes * 8_000_000_000, nbytes * 8_000_000_000
@@ -323,13 +321,11 @@ class SharedNic:
 
 
 class Share(AbstractContextManager["Share"]):
-    """One shipment of ``nbytes``, which is over with the ``with`` statement: evenly over
-    ``seconds`` (0: at full speed) from the seal on; what is late may go, and what would come too
-    late else.
+    """A shipment of ``nbytes``, which ends with the ``with`` statement: spread evenly over
+    ``seconds`` (0: at full speed) from the seal on, or faster when it is late or would be.
 
-    What an epoch begins with is shipped at full speed: until it is there, a second loss would be
-    fatal, which is worse than a burst. ``sent``: what the channel has that it goes over. One
-    thread.
+    The restored generation of an epoch is shipped at full speed: until it has arrived a second loss
+    would be fatal, which is worse than a burst. ``sent``: counts of its channel. One thread.
     """
 
     def __init__(
@@ -353,10 +349,10 @@ class Share(AbstractContextManager["Share"]):
             sealed, window = nic.pace(role).seals.get(generation), nic.pace(role).seconds()
             if generation.lineage == epoch and sealed is not None and window and nbytes:
                 self._hold_back(sealed, window)
-        self.is_free = not self.seconds  # from its beginning
+        self.is_free = not self.seconds  # from the start
 
     def _hold_back(self, sealed: float, window: float) -> None:
-        """Spread it over the time there is from its seal on."""
+        """Spread it over the available time from its seal on."""
         nic = self._nic
         self._begin, self._speed = sealed, nic.speed()[0] / (len(nic.paces) * nic.copies)
         is_patient = nic.fills_gaps and nic.pace(self._role).finds_gaps
@@ -371,7 +367,7 @@ class Share(AbstractContextManager["Share"]):
             begin_thread("watch-link", nic.watch)
 
     def due(self) -> float:
-        """Returns when the next byte may go, in monotonic seconds."""
+        """Return when the next byte may be sent, in monotonic seconds."""
         due = self._begin + self.seconds * self.sent_bytes / self._nbytes
         if self._end < math.inf:
             due = min(due, self._end - (self._nbytes - self.sent_bytes) / self._speed)
@@ -383,12 +379,12 @@ class Share(AbstractContextManager["Share"]):
             self._nic.shares.discard(self)
 
     def own_bytes(self) -> int:
-        """Return what TCP has sent for it so far."""
+        """Return the bytes that TCP has sent for it so far."""
         return max(0, self._sent().nbytes - self._sent_before.nbytes)
 
     def pieces(self, view: memoryview, going: Callable[[], bool]) -> Iterator[memoryview]:
-        """The bytes of a part piece by piece, each when it may go; ends early when ``going``
-        answers False."""
+        """Yield the bytes of a part in pieces, each when it may be sent; end early when ``going``
+        returns False."""
         start = 0
         while start < len(view) and going():
             before = time.monotonic()
@@ -407,7 +403,7 @@ class Share(AbstractContextManager["Share"]):
             self.gap_bytes += len(piece) * self.is_in_gap
 
     def _await_turn(self, going: Callable[[], bool]) -> int:
-        """Wait until the next piece may go by its pace; returns how large it may be."""
+        """Wait until the next piece may be sent, and return its maximum size."""
         nic, rate = self._nic, None
         with nic.changed:
             while going() and (wait := self._wait_seconds()) > 0:
@@ -423,8 +419,8 @@ class Share(AbstractContextManager["Share"]):
         return 0.0 if not self.seconds or self._nic.is_idle else self.due() - time.monotonic()
 
     def end(self) -> None:
-        """The other end has everything: count what it took, without what the pace held it back; but
-        bytes are on their way meanwhile, too."""
+        """Count the time of the shipment, which has arrived, without the time that the pace held it
+        back; but bytes were on their way meanwhile, too."""
         busy = self._sent().busy_seconds - self._sent_before.busy_seconds
         seconds = max(time.monotonic() - self._began - self._held_seconds, busy)
         with self._nic.changed:
@@ -438,7 +434,7 @@ class Share(AbstractContextManager["Share"]):
 
 
 def piece_bytes(rate: float | None, max_bytes: int) -> int:
-    """Bytes that go at once at a rate (bytes per second; None: full speed)."""
+    """Return the size of a piece at a rate (bytes per second; None: full speed)."""
     if rate is None:
         return max_bytes
     return min(max_bytes, max(_MIN_PIECE_BYTES, int(rate * _PIECE_SECONDS)))

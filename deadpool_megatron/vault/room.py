@@ -72,8 +72,8 @@ def ensure_copy(
     store: SlotStore, layout: RoleLayout, generation: Generation, names: Collection[str] = ()
 ) -> Segment:
     """Return the segment for parts of a role that is seated elsewhere, of ``generation``, which is
-    offered here; steps have a segment of their own. Raises VaultError when there is no memory, or layouts
-    differ."""
+    offered here; steps have a segment of their own. Raises VaultError when there is no memory, or
+    layouts differ."""
     name, slots = copy_name(layout.role), layout.slots
     if layout.step_parts and _belong_to_step(store, layout, generation, names):
         name, slots = steps_name(layout.role), layout.generations_kept(store.settings.full_every)

@@ -75,7 +75,7 @@ class PartState(IntEnum):
     ELSEWHERE = 4  # other roles hold the bytes; the checksum is that of the owner
 
 
-# What the words mean. Anything else was stored by nobody of ours, and vouches for nothing.
+# Valid state words. Any other value is a stray store, and proves nothing.
 _SLOT_STATES: Mapping[int, SlotState] = {state.value: state for state in SlotState}
 _PART_STATES: Mapping[int, PartState] = {state.value: state for state in PartState}
 
@@ -83,7 +83,7 @@ _PART_STATES: Mapping[int, PartState] = {state.value: state for state in PartSta
 @dataclass(frozen=True)
 class PartEntry:
     """One entry of a slot header; ``epoch`` is the one in which it was filled or sealed, the
-    ``checksum`` of a FILLED one 0: anything else says that the header names another generation."""
+    ``checksum`` of a FILLED part is 0: any other value means that the header is damaged."""
 
     state: PartState
     nbytes: int
@@ -92,7 +92,7 @@ class PartEntry:
 
 
 class Filled(NamedTuple):
-    """Parts of a slot that its member has finished, and nobody has sealed yet, with their bytes.
+    """Parts of a slot that its member has finished, and that are not sealed yet, with their bytes.
     ``damaged``: names in whose entry another generation stands than in the header of the slot;
     ``is_foreign``: the slot was written in another epoch, and nothing of it counts."""
 
@@ -104,8 +104,7 @@ class Filled(NamedTuple):
 
 
 def checksum(view: memoryview) -> int:
-    """The value that vouches for sealed bytes; the interpreter lock is free while a piece is
-    hashed."""
+    """Return the checksum of bytes; the interpreter lock is free while a piece is hashed."""
     digest = xxhash.xxh3_64()
     for start in range(0, len(view), _HASH_BYTES):
         digest.update(view[start : start + _HASH_BYTES])
@@ -114,7 +113,7 @@ def checksum(view: memoryview) -> int:
 
 class Segment:
     """A mapped segment file. Not thread-safe: the vault's lock or the member's one thread guards
-    the header; bytes of parts are touched by whoever owns the slot at that time."""
+    the header; the owner of a slot at a time touches the bytes of its parts."""
 
     def __init__(
         self,
@@ -162,9 +161,9 @@ class Segment:
         budget: Budget | None = None,
         page_bytes: int = PAGE_BYTES,
     ) -> Segment:
-        """Make the file with memory for the parts in ``reserve``; it appears under its name whole.
+        """Create the file with memory for the parts in ``reserve``; it gets its name when whole.
 
-        ``slots``: how many, if not as many as the layout says. ``budget``: the limit for all files
+        ``slots``: their number, if not that of the layout. ``budget``: the limit for all files
         there; none for a dump on disk. Raises NoRoom, naming where and the bytes needed.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -198,7 +197,7 @@ class Segment:
     def open(
         path: Path, writable: bool = True, budget: Budget | None = None, seat: Seat | None = None
     ) -> Segment:
-        """Map an existing file; with ``seat`` one whose name says nothing yet. Raises SegmentError
+        """Map an existing file; ``seat``: for a file that is not named yet. Raises SegmentError
         when it is not whole, OSError when absent."""
         role = None
         if seat is None:
@@ -231,8 +230,8 @@ class Segment:
         words[W_MAGIC] = MAGIC
 
     def become(self, path: Path, layout: RoleLayout) -> bool:
-        """Make of it, as long as nothing was written into it, the segment of another role with
-        parts as large; it appears under that name whole. False where they are not."""
+        """Turn it, while nothing was written into it, into the segment of another role with parts
+        of the same sizes; it gets that name when whole. False for other sizes."""
         own = self._geometry
         geometry = Geometry(layout, self.seat, self.slots, own.page_bytes)
         places = [(one.first, one.stride, one.offsets) for one in (geometry, own)]
@@ -259,8 +258,8 @@ class Segment:
         return os.path.samestat(path.stat(), os.fstat(self._file))
 
     def keep_name(self) -> bool:
-        """Have the name lead to this file for as long as this process lives, if somebody else has
-        removed it; whether it was gone. Raises OSError."""
+        """Restore a name that another program has removed, for as long as this process lives;
+        return whether it was gone. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             if self.maps(self.path):
                 return False
@@ -269,9 +268,9 @@ class Segment:
         return True
 
     def reserve(self, names: Collection[str], slots: Collection[int] | None = None) -> None:
-        """Have memory behind the named parts of all or some slots, once.
+        """Allocate memory for the named parts of all or some slots, once.
 
-        Raises NoRoom. A copy reserves what is shipped, when it comes.
+        Raises NoRoom. A copy allocates memory for parts as they are shipped.
         """
         wanted = {
             (slot, name)
@@ -284,8 +283,8 @@ class Segment:
         self._reserved |= wanted
 
     def give_back(self, names: Collection[str], slot: int) -> int:
-        """Let go of the memory behind parts of a slot, which nobody may read any more; returns how
-        many bytes that were. A file system that cannot do that keeps it.
+        """Free the memory of parts of a slot, which must not be read any more, and return its
+        bytes. A file system without support keeps it.
         """
         before = os.fstat(self._file).st_blocks
         for name in names:
@@ -297,7 +296,7 @@ class Segment:
         return max(0, before - os.fstat(self._file).st_blocks) * BLOCK_BYTES
 
     def capacity(self, name: str) -> int:
-        """Most bytes the part may have. Raises KeyError for an unknown part."""
+        """Return the maximum bytes of a part. Raises KeyError for an unknown part."""
         return self.layout.parts[self._index[name]].nbytes
 
     # Reading.
@@ -322,11 +321,11 @@ class Segment:
             self._store(self._words, W_FROZEN, (self.freezes() + 1) % (1 << 32))
 
     def state(self, slot: int) -> SlotState:
-        """State word of a slot; EMPTY if it is none."""
+        """Return the state of a slot, EMPTY for a word without meaning."""
         return _SLOT_STATES.get(self._slots[slot][_W_STATE], SlotState.EMPTY)
 
     def foreign_words(self) -> Iterator[tuple[int, str, int]]:
-        """Words that are no states: slot, what they are the state of, and the word."""
+        """Yield state words without meaning: slot, part (or "slot"), and the word."""
         for slot, words in enumerate(self._slots):
             if (word := words[_W_STATE]) not in _SLOT_STATES:
                 yield slot, "slot", word
@@ -340,12 +339,12 @@ class Segment:
         return Generation(words[_W_LINEAGE], words[_W_ITERATION])
 
     def epoch(self, slot: int) -> int:
-        """Epoch in which the slot was last begun."""
+        """Return the epoch in which the slot was last taken."""
         return int(self._slots[slot][_W_EPOCH])
 
     def entry(self, slot: int, name: str) -> PartEntry:
-        """Header entry of a part, BAD if its state word is none. Raises KeyError for an unknown
-        part."""
+        """Return the header entry of a part, BAD for a word without meaning. Raises KeyError for an
+        unknown part."""
         words, base = self._slots[slot], self._entry(name)
         return PartEntry(
             _PART_STATES.get(words[base + _E_STATE], PartState.BAD),
@@ -355,7 +354,7 @@ class Segment:
         )
 
     def filled(self, epoch: int) -> Iterator[Filled]:
-        """Yield what the member has finished in this epoch, slot by slot, the oldest first."""
+        """Yield the parts that the member has finished in this epoch, by slot, the oldest first."""
         for slot in sorted(range(self.slots), key=self.generation):
             state, generation = self.state(slot), self.generation(slot)
             # A vault that died while it sealed has left some parts SEALED in a FILLED slot.
@@ -382,8 +381,8 @@ class Segment:
                 yield found
 
     def _identity(self, slot: int, name: str) -> int:
-        """Return what every checksum is stored with: the bytes are those of this part of this
-        generation of this role, as the header says, or they are not what was sealed.
+        """Return the hash that every checksum is combined with: a checksum matches only for this
+        part of this generation of this role, as in the header.
         """
         words = self._slots[slot]
         text = f"{self.layout.role}/{words[_W_LINEAGE]}/{words[_W_ITERATION]}/{name}"
@@ -418,7 +417,7 @@ class Segment:
             done += os.pwrite(self._file, source[done:], position + done)
 
     def flush(self) -> None:
-        """Have everything on the disk."""
+        """Write everything to the disk."""
         self._map.flush()
         os.fsync(self._file)
 
@@ -475,8 +474,8 @@ class Segment:
         epoch: int,
         state: PartState = PartState.SEALED,
     ) -> None:
-        """Vouch for the bytes of a part; with ELSEWHERE for those that its owner has of an ABSENT
-        one."""
+        """Record size and checksum of a part; with ELSEWHERE those of its owner for an ABSENT
+        part."""
         words, base = self._slots[slot], self._entry(name)
         self._store(words, base + _E_NBYTES, nbytes)
         self._store(words, base + _E_CHECKSUM, digest ^ self._identity(slot, name))
@@ -520,13 +519,13 @@ class Geometry:
         self.nbytes = self.first + self.stride * slots
 
     def pages(self, nbytes: int) -> int:
-        """Bytes of the whole pages that so many bytes take."""
+        """Return the bytes of the whole pages that ``nbytes`` take."""
         return -(-nbytes // self.page_bytes) * self.page_bytes
 
 
 def read_description(file: int, path: Path, seat: Seat | None) -> tuple[RoleLayout, Geometry]:
-    """Return what an open segment file says of itself. Raises SegmentError, DamagedSegment for one
-    whose bytes are not those that were written."""
+    """Return the description of an open segment file. Raises SegmentError, or DamagedSegment for a
+    description that has changed since it was written."""
     words = memoryview(os.pread(file, FIRST_BYTES, 0).ljust(FIRST_BYTES, b"\0")).cast("Q")
     length = min(words[W_LENGTH], 64 << 20)
     text = os.pread(file, length, FIRST_BYTES)
@@ -561,7 +560,7 @@ def steps_name(role: int) -> str:
 
 
 def dump_name(role: int, node: int) -> str:
-    """File name of what the vault of ``node`` dumped of a role."""
+    """Return the file name of a role's dump by the vault of ``node``."""
     return f"dump-{role}-{node}.seg"
 
 
