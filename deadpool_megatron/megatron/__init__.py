@@ -1,7 +1,6 @@
 """Megatron under protection: its state, its groups, its loops.
 
-optimizer          Megatron's optimizers: their state as parts, and where the gate goes
-initial_state      what they begin with, made before their first update
+optimizer          their state as parts, complete before the first update, and the calls around it
 loop_extras        everything an iteration changes that is in no part
 fp8                what Transformer Engine keeps for training in FP8
 identity           what the bytes of a role's generations mean, and one number for all of its state
@@ -14,5 +13,6 @@ exact_load         loads an optimizer exactly where PyTorch's own Adam does the 
 audit/             the search for silent corruption, every so many iterations
 pretraining/       Megatron-LM's own scripts under protection
 stand_ins          what Megatron takes for granted of a GPU, answered on a CPU
+replacement        an attribute replaced while a block runs
 in_process_writer  Megatron's checkpoints, written without processes of their own
 """

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from megatron.core.optimizer import distrib_optimizer, optimizer as base
 
-from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.loop_extras import command_counts
 from deadpool_megatron.megatron.optimizer import (
+    complete_state,
     group_rates,
     inner_optimizers,
     is_distributed,
 )
+from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.state.initial_state import complete_as_tried
 
 _States = dict[torch.Tensor, dict[str, Any]]
@@ -133,17 +134,13 @@ def _groups_told_apart(lists: Iterable[Sequence[Mapping[str, Any]]]) -> Iterator
     """Within, Megatron knows parameter groups by their rates as well where several of a list are of
     a kind, as with --decoupled-lr: before 0.19 it takes one of them for all (optimizer.py:383)."""
     keys = base.param_group_identifier_keys
-    if any(len(groups) > len({tuple(map(one.get, keys)) for one in groups}) for groups in lists):
-        _know_groups_by((*keys, "max_lr", "min_lr"))
-    try:
+    if any(
+        len(groups) > len({tuple(map(group.get, keys)) for group in groups}) for groups in lists
+    ):
+        keys = (*keys, "max_lr", "min_lr")
+    name = "param_group_identifier_keys"
+    with replaced(base, name, keys), replaced(distrib_optimizer, name, keys):
         yield
-    finally:
-        _know_groups_by(keys)
-
-
-def _know_groups_by(keys: tuple[str, ...]) -> None:
-    for module in (base, distrib_optimizer):
-        module.param_group_identifier_keys = keys
 
 
 @contextlib.contextmanager
@@ -162,11 +159,8 @@ def _changed_before_load(optimizer: Any, changes: Sequence[_Change]) -> Iterator
         ):
             load(loaded)
 
-    optimizer.load_state_dict = load_state_dict
-    try:
+    with replaced(optimizer, "load_state_dict", load_state_dict):
         yield
-    finally:
-        del optimizer.load_state_dict
 
 
 @contextlib.contextmanager
@@ -178,15 +172,12 @@ def _missing_entries_kept(inner: Any) -> Iterator[None]:
     """
     set_states: Callable[[Any, dict[str, Any]], None] = inner._set_main_param_and_optimizer_states
 
-    def set_what_is_there(parameter: Any, loaded: dict[str, Any]) -> None:
+    def set_present_entries(parameter: Any, loaded: dict[str, Any]) -> None:
         present = inner._get_main_param_and_optimizer_states(parameter)
         set_states(parameter, {**present, **loaded})
 
-    inner._set_main_param_and_optimizer_states = set_what_is_there
-    try:
+    with replaced(inner, "_set_main_param_and_optimizer_states", set_present_entries):
         yield
-    finally:
-        del inner._set_main_param_and_optimizer_states
 
 
 def _put_back(adam: torch.optim.Optimizer, kept: _States) -> None:

@@ -13,17 +13,11 @@ from torch import Tensor
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.megatron import dimensions, identity, loop_extras, optimizer
 from deadpool_megatron.megatron.audit.audit import Audit
-from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.megatron.loop import MegatronLoop, model_config
 from deadpool_megatron.megatron.template_maker import make_template
 from deadpool_megatron.megatron.update_replay import refuse_what_cannot_be_replayed
-from deadpool_megatron.member.framework import (
-    Framework,
-    ScheduleDifference,
-    StepCalls,
-    UpdateAudit,
-)
+from deadpool_megatron.member.framework import Framework, ScheduleDifference, StepCalls, UpdateAudit
 from deadpool_megatron.member.role_reports import RoleReports
 from deadpool_megatron.member.update_capture import UpdateCapture
 from deadpool_megatron.platform import Platform
@@ -38,7 +32,7 @@ class MegatronFramework(Framework):
 
     def __init__(self, loop: MegatronLoop) -> None:
         optimizer.refuse_unknown_state(loop.optimizer, model_config(loop))
-        complete_state(loop.optimizer)
+        optimizer.complete_state(loop.optimizer)
         self._loop = loop
         self._shard = optimizer.ShardState(loop.optimizer)
         self.parts = self._shard.parts
@@ -54,8 +48,8 @@ class MegatronFramework(Framework):
 
     def install(self, calls: StepCalls) -> None:
         """See :class:`Framework`."""
-        after = [self._shard.updated, *calls.after]
-        optimizer.StepHooks(self._loop.optimizer, calls.gate, calls.before, after, calls.judge)
+        calls = calls._replace(after=[self._shard.after_update, *calls.after])
+        optimizer.install_step_hooks(self._loop.optimizer, calls)
 
     def capture(self) -> dict[str, Any]:
         """See :class:`Framework`."""

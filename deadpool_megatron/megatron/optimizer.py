@@ -12,9 +12,10 @@ optimizers/fused_adam.py; Megatron-core 0.16.1, core/optimizer/{__init__,distrib
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -22,7 +23,8 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from torch import Tensor
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.state import optimizer_state
+from deadpool_megatron.member.framework import StepCalls
+from deadpool_megatron.state import initial_state, optimizer_state
 from deadpool_megatron.state.optimizer_state import OptimizerState, Place, UnsupportedState
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.support import flags
@@ -143,13 +145,13 @@ def is_hybrid(inner: Any) -> bool:
     return hasattr(inner.optimizer, "sub_optimizers")
 
 
-def updating(inner: Any) -> list[Any]:
+def updaters(inner: Any) -> list[Any]:
     """The optimizers that make the updates of an inner one."""
     return list(inner.optimizer.sub_optimizers) if is_hybrid(inner) else [inner.optimizer]
 
 
 def _changes_in_place(inner: Any) -> bool:
-    return all(map(optimizer_state.changes_in_place, updating(inner)))
+    return all(map(optimizer_state.changes_in_place, updaters(inner)))
 
 
 def parameters_of(inner: Any) -> list[Tensor]:
@@ -212,6 +214,46 @@ def _owners(adam: Any, parameter: Tensor) -> Iterator[Place]:
         yield f"{key}.scale", scales, key
 
 
+def complete_state(optimizer: Any) -> None:
+    """Create the state that the optimizer would create in its first step, with the same values.
+
+    The layout of a slot must be fixed before that. Raises UnsupportedState for state that is
+    neither tensor nor number, or that depends on the first gradient.
+    """
+    for inner in inner_optimizers(optimizer):
+        for updater in updaters(inner):
+            if initial_state.is_plain_adam(updater):
+                initial_state.complete_adam(updater)
+            elif hasattr(updater, "initialize_state"):
+                _complete_fused_adam(updater)
+            elif (make := getattr(inner, "init_state_fn", None)) is not None:
+                # Megatron's own; for Apex two zeros, as wide as the parameter (fp32).
+                make(updater, inner.config)
+            else:
+                initial_state.complete_as_tried(updater)
+        if is_hybrid(inner):
+            inner.optimizer._sync_sub_optimizers_state_to_hdo()
+        initial_state.refuse_unknown_values(inner.optimizer)
+
+
+def _complete_fused_adam(adam: Any) -> None:
+    """Create state as the ``step`` of FusedAdam does for a new parameter.
+
+    Megatron's ``init_state_fn`` does not: it leaves out the second argument, and without the
+    precision-aware optimizer it makes no master weights.
+    """
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            if adam.state[parameter]:
+                continue
+            remainders = getattr(adam, "store_param_remainders", None)
+            if remainders is None:  # before Transformer Engine 2.1
+                adam.initialize_state(parameter)
+            else:
+                both = bool(remainders) and parameter.dtype == torch.bfloat16
+                adam.initialize_state(parameter, both)
+
+
 class ShardState:
     """The tensors of all inner optimizers, one part for each (:class:`OptimizerState`)."""
 
@@ -237,9 +279,9 @@ class ShardState:
         for index in range(len(self._inner)):
             self._readopt(index)
 
-    def updated(self, index: int) -> None:
-        """Inner optimizer ``index`` has updated: move back what it has replaced, unless it is known
-        to replace nothing. Raises UnsupportedState for state that was not there before."""
+    def after_update(self, index: int) -> None:
+        """Move back the tensors that inner optimizer ``index`` has replaced, unless it is known to
+        replace none. Raises UnsupportedState for new state."""
         if not _changes_in_place(self._inner[index]):
             self._readopt(index)
 
@@ -335,54 +377,42 @@ def _looked_after(optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{index}.{number}", inner.optimizer.state[parameter]
 
 
-class StepHooks:
-    """Registers the gate, the copy fence and the start of the snapshot with an optimizer.
+def install_step_hooks(optimizer: Any, calls: StepCalls) -> None:
+    """Have an optimizer call ``calls`` around its steps.
 
-    ``gate`` runs at the entry of the outermost ``step``, before found-inf and gradient norm;
-    ``before`` and ``after`` the update of each inner optimizer, in turn, with its index; before it
-    the gradients are what the update uses.
-    A torch step pre-hook would be too late for the gate (traps, A2). ``judge`` is given each
-    gradient norm of an update that was applied, as Megatron has computed it for this role; on a
-    device it waits for it there, as Megatron's train_step() does next.
+    The gate is no pre-hook of torch: those run after found-inf and gradient norm (traps, A2). The
+    norms of an applied update are judged as Megatron has computed them for this role; on a device
+    the host waits for them there, as Megatron's train_step() does next.
     """
+    original = optimizer.step
 
-    def __init__(
-        self,
-        optimizer: Any,
-        gate: Callable[[], None],
-        before: Sequence[Callable[[int], None]],
-        after: Sequence[Callable[[int], None]],
-        judge: Callable[[float], None],
-    ) -> None:
-        original = optimizer.step
+    def gated_step() -> Any:
+        calls.gate()
+        answer = original()
+        if isinstance(answer, tuple) and len(answer) == 3 and answer[0]:
+            # Since 0.19 some parameters have a norm of their own.
+            groups = getattr(optimizer, "grad_norms_by_group", {})
+            for norm in (answer[1], *groups.values()):
+                if norm is not None:
+                    calls.judge(float(norm))
+        return answer
 
-        def gated_step() -> Any:
-            gate()
-            answer = original()
-            if isinstance(answer, tuple) and len(answer) == 3 and answer[0]:
-                # Since 0.19 some parameters have a norm of their own.
-                groups = getattr(optimizer, "grad_norms_by_group", {})
-                for norm in (answer[1], *groups.values()):
-                    if norm is not None:
-                        judge(float(norm))
-            return answer
-
-        optimizer.step = gated_step
-        for index, inner in enumerate(inner_optimizers(optimizer)):
-            for call in (_inside, *before):
-                inner.optimizer.register_step_pre_hook(functools.partial(_call, call, index))
-            for call in (_updated, *after):
-                inner.optimizer.register_step_post_hook(functools.partial(_call, call, index))
+    optimizer.step = gated_step
+    for index, inner in enumerate(inner_optimizers(optimizer)):
+        for call in (_hit_inside, *calls.before):
+            inner.optimizer.register_step_pre_hook(functools.partial(_call, call, index))
+        for call in (_hit_updated, *calls.after):
+            inner.optimizer.register_step_post_hook(functools.partial(_call, call, index))
 
 
-def _inside(index: int) -> None:
+def _hit_inside(index: int) -> None:
     failpoints.hit("optimizer.inside", optimizer=index)
 
 
-def _updated(index: int) -> None:
+def _hit_updated(index: int) -> None:
     failpoints.hit("optimizer.updated", optimizer=index)
 
 
 def _call(call: Callable[[int], None], index: int, *_: object) -> None:
-    """As torch calls a hook: with the optimizer and the arguments of its step."""
+    """Drop the arguments that torch gives a hook: the optimizer and those of its step."""
     call(index)

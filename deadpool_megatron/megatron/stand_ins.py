@@ -41,6 +41,7 @@ import typing_extensions
 
 from deadpool_megatron.comms import gathers
 from deadpool_megatron.megatron import in_process_writer
+from deadpool_megatron.megatron.replacement import replaced
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange", "rand")
 _HELPERS = "megatron.core.datasets.helpers_cpp"
@@ -269,12 +270,8 @@ def _replace_generators() -> None:
 def _eager_compile() -> Iterator[None]:
     # jit.py takes torch.compile as its fuser when it is imported; on the CPU that would start a
     # C++ compiler in every rank at the first call of each fused function.
-    real_compile = torch.compile
-    torch.compile = lambda function, *_args, **_options: function  # type: ignore[assignment]
-    try:
+    with replaced(torch, "compile", lambda function, *_args, **_options: function):
         yield
-    finally:
-        torch.compile = real_compile
 
 
 @contextlib.contextmanager
@@ -302,11 +299,8 @@ def _unasked_imports_answered() -> Iterator[None]:
             return triton.language if fromlist and name == "triton.language" else triton
         return real(name, globals, locals, fromlist or (), level)
 
-    builtins.__import__ = find
-    try:
+    with replaced(builtins, "__import__", find):
         yield
-    finally:
-        builtins.__import__ = real
 
 
 class _Stub(types.ModuleType):

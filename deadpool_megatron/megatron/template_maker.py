@@ -32,6 +32,7 @@ from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.megatron import optimizer
 from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.megatron.loop_extras import frozen_and_buffers, large_frozen_weights
+from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.state.template import (
     FROZEN,
@@ -176,14 +177,11 @@ class _Maker:
 
         Megatron then cuts it into parameters (distrib_optimizer.py, fully_reshardable).
         """
-        distributed = [inner for inner in self._inner if optimizer.is_distributed(inner)]
-        for inner in distributed:
-            inner.get_parameter_state_dp_zero = functools.partial(self._stand_in, inner)
-        try:
+        with contextlib.ExitStack() as stack:
+            for inner in (each for each in self._inner if optimizer.is_distributed(each)):
+                stand_in = functools.partial(self._stand_in, inner)
+                stack.enter_context(replaced(inner, "get_parameter_state_dp_zero", stand_in))
             yield
-        finally:
-            for inner in distributed:
-                del inner.get_parameter_state_dp_zero
 
     def _stand_in(self, inner: Any, *_args: Any, **_kwargs: Any) -> dict[Any, Any]:
         """As ``get_parameter_state_dp_zero`` answers: flat tensors by buffer, dtype and name."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from deadpool_megatron.megatron.initial_state import complete_state
+from deadpool_megatron.megatron.optimizer import complete_state
 from deadpool_megatron.trainer import megatron_api as mcore
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
 from deadpool_megatron.trainer.megatron_api import parallel_state, tensor_parallel

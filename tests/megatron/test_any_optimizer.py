@@ -15,8 +15,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from torch import Tensor
 
 from deadpool_megatron.megatron import dimensions, optimizer as optimizers
-from deadpool_megatron.megatron.initial_state import complete_state
-from deadpool_megatron.megatron.optimizer import ShardState
+from deadpool_megatron.megatron.optimizer import ShardState, complete_state
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from tests.gpu.digests import state_digests
 from tests.megatron import gpu_rig
@@ -92,7 +91,7 @@ def update(inner: Any, first: int, last: int, shard: ShardState | None = None) -
             parameter.grad = gradient.to(parameter.dtype)
         inner.optimizer.step()
         if shard is not None:
-            shard.updated(0)
+            shard.after_update(0)
 
 
 def begun_and_continued(make: Make) -> tuple[Any, Any, Any, Any, ShardState]:

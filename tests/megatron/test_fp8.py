@@ -15,8 +15,7 @@ import torch
 from megatron.core import fp8_utils
 
 from deadpool_megatron.megatron import dimensions, fp8, interrupt_cleanup
-from deadpool_megatron.megatron.initial_state import complete_state
-from deadpool_megatron.megatron.optimizer import ShardState
+from deadpool_megatron.megatron.optimizer import ShardState, complete_state
 from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from tests.gpu.digests import state_digests

@@ -15,8 +15,12 @@ from megatron.core.enums import Fp8Recipe
 from torch import Tensor
 
 from deadpool_megatron.megatron import dimensions, loop_extras as extras
-from deadpool_megatron.megatron.initial_state import complete_state
-from deadpool_megatron.megatron.optimizer import ShardState, raw_tensors, refuse_unknown_state
+from deadpool_megatron.megatron.optimizer import (
+    ShardState,
+    complete_state,
+    raw_tensors,
+    refuse_unknown_state,
+)
 from deadpool_megatron.state.extras import decode
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.support import flags

@@ -19,9 +19,8 @@ from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, RoleLayout, Seat
 from deadpool_megatron.layout.words import difference
 from deadpool_megatron.megatron.identity import identify, role_meaning
-from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.loop import layer_number, model_config
-from deadpool_megatron.megatron.optimizer import ShardState
+from deadpool_megatron.megatron.optimizer import ShardState, complete_state
 from deadpool_megatron.megatron.pretraining.stages import shift_layers
 from deadpool_megatron.member.role_layout import role_layout
 from deadpool_megatron.settings import Settings

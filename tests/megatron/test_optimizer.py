@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from deadpool_megatron.megatron.optimizer import StepHooks
+from deadpool_megatron.megatron.optimizer import install_step_hooks
+from deadpool_megatron.member.framework import StepCalls
 from deadpool_megatron.state.parts import Part, largest_value
 
 
@@ -31,7 +32,7 @@ def test_every_norm_of_an_applied_update_is_judged(
         step=lambda: answer, grad_norms_by_group=groups, chained_optimizers=[]
     )
     order = list[Any]()
-    StepHooks(optimizer, lambda: order.append("gate"), [], [], order.append)
+    install_step_hooks(optimizer, StepCalls(lambda: order.append("gate"), [], [], order.append))
     assert optimizer.step() is answer
     assert order == ["gate", *judged]
 

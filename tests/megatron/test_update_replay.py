@@ -9,8 +9,9 @@ from torch import Tensor
 
 from deadpool_megatron.layout.records import UPDATE_PART, Generation, gradients_part
 from deadpool_megatron.megatron import optimizer as optimizers, update_replay
-from deadpool_megatron.megatron.initial_state import complete_state
+from deadpool_megatron.megatron.optimizer import complete_state
 from deadpool_megatron.megatron.step_keeper import StepKeeper
+from deadpool_megatron.member.framework import StepCalls
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.optimizer_state import UnsupportedState
@@ -223,13 +224,9 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
             for view, tensor in zip(part.views(held), part.tensors, strict=True):
                 view.copy_(tensor)
 
-    optimizers.StepHooks(
-        loop.optimizer,
-        gate=lambda: None,
-        before=[lambda index: keeper.capture(index, writer())],
-        after=[],
-        judge=lambda norm: None,
-    )
+    before = [lambda index: keeper.capture(index, writer())]
+    calls = StepCalls(lambda: None, before, [], lambda norm: None)
+    optimizers.install_step_hooks(loop.optimizer, calls)
     keeper.begin(wanted=True)
     keep_shard()
     filled, results = [], list[bool]()

@@ -12,8 +12,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.qk_clip import clip_qk
 
 from deadpool_megatron.megatron import dimensions
-from deadpool_megatron.megatron.initial_state import complete_state
-from deadpool_megatron.megatron.optimizer import ShardState
+from deadpool_megatron.megatron.optimizer import ShardState, complete_state
 from deadpool_megatron.member.peer_comparison import PeerMismatch
 from tests.gpu.digests import state_digests
 from tests.gpu.going_back import GoingBack

@@ -20,8 +20,7 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
 
     from deadpool_megatron.layout.records import Generation
     from deadpool_megatron.megatron import loop_extras
-    from deadpool_megatron.megatron.initial_state import complete_state
-    from deadpool_megatron.megatron.optimizer import ShardState
+    from deadpool_megatron.megatron.optimizer import ShardState, complete_state
     from deadpool_megatron.megatron.template_maker import make_template
     from deadpool_megatron.member.role_layout import role_layout
     from deadpool_megatron.persist import torch_dist

@@ -27,9 +27,10 @@ from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.megatron.exact_load import load_exactly
 from deadpool_megatron.megatron.pretraining import index_files, stages
-from deadpool_megatron.megatron.pretraining.dispatch import replaced, use_handlers
+from deadpool_megatron.megatron.pretraining.dispatch import use_handlers
 from deadpool_megatron.megatron.pretraining.families import family
 from deadpool_megatron.megatron.pretraining.user_buffers import UserBuffers
+from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.megatron.stand_ins import drawing_apart
 
 

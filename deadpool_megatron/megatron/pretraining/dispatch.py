@@ -15,8 +15,6 @@ from typing import Any
 from deadpool_megatron.hookpoints import Handler
 
 _scene: Mapping[str, Handler] | None = None
-# An inherited method, or a builtin.
-_NOT_ITS_OWN = object()
 
 
 @contextmanager
@@ -38,17 +36,3 @@ def route(name: str) -> Handler:
 def _call(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     handler = None if _scene is None else _scene.get(name)
     return original(*args, **kwargs) if handler is None else handler(original, *args, **kwargs)
-
-
-@contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Have ``module.name`` be ``value`` while the block runs; ``module`` may be any object."""
-    previous = vars(module).get(name, _NOT_ITS_OWN)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        if previous is _NOT_ITS_OWN:
-            delattr(module, name)
-        else:
-            setattr(module, name, previous)

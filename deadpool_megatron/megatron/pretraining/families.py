@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_megatron.megatron.pretraining.dispatch import replaced
+from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.support.versions import FAMILIES
 
 

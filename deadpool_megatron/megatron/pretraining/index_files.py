@@ -20,7 +20,7 @@ import numpy as np
 import torch.distributed as dist
 
 from deadpool_megatron import file_systems
-from deadpool_megatron.megatron.pretraining.dispatch import replaced
+from deadpool_megatron.megatron.replacement import replaced
 
 # So long another process may take that makes the same files.
 _LOCK_SECONDS = 600.0

@@ -31,8 +31,8 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from deadpool_megatron.cluster.run_directory.directory import write_json
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.megatron.pretraining.dispatch import replaced
 from deadpool_megatron.megatron.pretraining.newest_iteration import GRAD_NORM, LOSSES, SKIPPED
+from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.member.loop import Emit
 
 # In the run directory.

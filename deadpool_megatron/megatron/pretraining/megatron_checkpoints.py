@@ -38,8 +38,8 @@ from megatron.core import parallel_state
 from torch.distributed.checkpoint.api import CheckpointException
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.megatron.pretraining.dispatch import replaced
 from deadpool_megatron.megatron.pretraining.families import family, place
+from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.member.peer_comparison import current_device
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.state.template import (

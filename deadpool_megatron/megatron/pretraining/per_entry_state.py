@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.megatron.pretraining.dispatch import replaced
+from deadpool_megatron.megatron.replacement import replaced
 
 #: arguments of num_floating_point_operations(), as consume_seqlen_stats_in_iteration() answers them
 LENGTHS = ("total_real_tokens_in_batch", "seqlen_squared_sum_in_batch")

@@ -52,10 +52,11 @@ from deadpool_megatron.megatron.pretraining.build import (
     forget_globals,
     no_writers,
 )
-from deadpool_megatron.megatron.pretraining.dispatch import replaced, use_handlers
+from deadpool_megatron.megatron.pretraining.dispatch import use_handlers
 from deadpool_megatron.megatron.pretraining.families import family, place
 from deadpool_megatron.megatron.pretraining.megatron_checkpoints import lacking
 from deadpool_megatron.megatron.pretraining.training_loop import PretrainLoop
+from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.member import Session
 from deadpool_megatron.member.loop import Emit, Program, ProtectedLoop
 from deadpool_megatron.settings import Settings

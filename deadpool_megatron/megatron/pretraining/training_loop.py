@@ -32,7 +32,7 @@ from deadpool_megatron.megatron.exact_load import load_exactly
 from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.megatron.pretraining import per_entry_state, stages
 from deadpool_megatron.megatron.pretraining.build import Build
-from deadpool_megatron.megatron.pretraining.dispatch import replaced, use_handlers
+from deadpool_megatron.megatron.pretraining.dispatch import use_handlers
 from deadpool_megatron.megatron.pretraining.logbook import Logbook, Reporter
 from deadpool_megatron.megatron.pretraining.megatron_checkpoints import Saves, saved_state
 from deadpool_megatron.megatron.pretraining.newest_iteration import (
@@ -40,6 +40,7 @@ from deadpool_megatron.megatron.pretraining.newest_iteration import (
     SHOULD_EXIT,
     NewestIteration,
 )
+from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.member.loop import Emit, StepRunner
 from deadpool_megatron.member.peer_comparison import current_device
 

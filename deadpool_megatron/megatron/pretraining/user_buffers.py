@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from deadpool_megatron.failures import ExitStatus
-from deadpool_megatron.megatron.pretraining.dispatch import replaced
+from deadpool_megatron.megatron.replacement import replaced
 
 _MAKER = "_initialize_tp_communicators"
 # What sys.getrefcount() counts of an object in a list that is gone through.

@@ -21,8 +21,9 @@ from deadpool_megatron.megatron import optimizer as optimizers
 from deadpool_megatron.megatron.audit import comparison
 from deadpool_megatron.megatron.audit.audit import Audit
 from deadpool_megatron.megatron.dimensions import rebuild_from_peers
-from deadpool_megatron.megatron.initial_state import complete_state
 from deadpool_megatron.megatron.loop import model_config
+from deadpool_megatron.megatron.optimizer import complete_state
+from deadpool_megatron.member.framework import StepCalls
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from tests.common import lives
 from tests.state.loading import load
@@ -80,7 +81,8 @@ def live_on_rank(script: Sequence[str], options: dict[str, Any]) -> list[list[st
         except UnsupportedState as error:
             return [[str(error)]]
         hooks = [audit.before_update], [audit.after_update]
-        optimizers.StepHooks(loop.optimizer, lambda: None, *hooks, lambda norm: None)
+        calls = StepCalls(lambda: None, *hooks, lambda norm: None)
+        optimizers.install_step_hooks(loop.optimizer, calls)
         model_config(loop).num_moe_experts = None
         keep(before := Generation(1, 0))
         for number, line in enumerate(script):
