@@ -25,11 +25,7 @@ from torch import Tensor
 from deadpool_megatron.megatron import fp8, optimizer
 from deadpool_megatron.megatron.loop import MegatronLoop, trains_in_fp8
 from deadpool_megatron.member.frozen_weights import MAX_FROZEN_BYTES
-from deadpool_megatron.state.extras import (
-    ExtrasError,
-    capture_random_states,
-    restore_random_states,
-)
+from deadpool_megatron.state.extras import ExtrasError, capture_random_states, restore_random_states
 
 try:
     from megatron.core.transformer.moe import moe_logging

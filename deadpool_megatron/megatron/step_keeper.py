@@ -31,19 +31,9 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.gradient_chain import from_key, key, step_parts, unpack_sums
 from deadpool_megatron.megatron.optimizer import ShardState, inner_optimizers, parameters_of
-from deadpool_megatron.megatron.update_replay import (
-    InnerUpdate,
-    rehearse,
-    replay,
-    used_values,
-)
+from deadpool_megatron.megatron.update_replay import InnerUpdate, rehearse, replay, used_values
 from deadpool_megatron.member.protection import SlotViews
-from deadpool_megatron.member.update_capture import (
-    Await,
-    LiveState,
-    ReplayRefused,
-    UpdateCapture,
-)
+from deadpool_megatron.member.update_capture import Await, LiveState, ReplayRefused, UpdateCapture
 from deadpool_megatron.platform.devices import CopyHandle, Platform
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.parts import Part

@@ -84,11 +84,7 @@ class EpochEntry:
     epoch is closed has nothing to leave and continues building."""
 
     def __init__(
-        self,
-        program: Program,
-        link: MemberLink,
-        communicators: Communicators,
-        reports: RoleReports,
+        self, program: Program, link: MemberLink, communicators: Communicators, reports: RoleReports
     ) -> None:
         self.program = program
         self.communicators = communicators
