@@ -108,17 +108,17 @@ def assign_seats(
 
     ``seats``: of the last epoch (at the start: the wished ones). ``members``: incarnation of every
     member on a live node; all of them run or are being started. A member that died on a live node
-    is replaced on its slot (its incarnation in ``members`` is the replacement's). ``warm``: members
-    that have built. ``leaving``: live nodes that must lose their roles. ``deprioritized``: live
+    is replaced in its place (its incarnation in ``members`` is the replacement's). ``warm``:
+    members that have built. ``leaving``: live nodes that must lose their roles. ``deprioritized``: live
     nodes that take roles only when no other spare is left.
 
-    A spare is a live node without a role that has every slot the block needs: that with the
-    most warm members, then the lowest id.
+    A spare is a live node without a role that has every local rank the block needs: the node with
+    the most warm members there, then the lowest id.
     """
     found: dict[int, Seat] = {}
     moving: dict[int, list[int]] = {}
     for role, seat in sorted(seats.items()):
-        place = (seat.node, seat.slot)
+        place = (seat.node, seat.local_rank)
         if place in members and seat.node not in leaving:
             found[role] = Seat(*place, members[place])
         else:
@@ -126,23 +126,27 @@ def assign_seats(
     taken = {seat.node for seat in found.values()} | leaving
     unseated: list[int] = []
     for node, roles in sorted(moving.items()):
-        slots = [seats[role].slot for role in roles]
+        slots = [seats[role].local_rank for role in roles]
 
         def rank(spare: int, slots: list[int] = slots) -> tuple[bool, int, int]:
-            return (spare in deprioritized, -sum((spare, slot) in warm for slot in slots), spare)
+            return (
+                spare in deprioritized,
+                -sum((spare, local_rank) in warm for local_rank in slots),
+                spare,
+            )
 
         fitting = [
             spare
             for spare in {spare for spare, _ in members} - taken - {node}
-            if all((spare, slot) in members for slot in slots)
+            if all((spare, local_rank) in members for local_rank in slots)
         ]
         if not fitting:
             unseated += roles
             continue
         spare = min(fitting, key=rank)
         taken.add(spare)
-        for role, slot in zip(roles, slots, strict=True):
-            found[role] = Seat(spare, slot, members[spare, slot])
+        for role, local_rank in zip(roles, slots, strict=True):
+            found[role] = Seat(spare, local_rank, members[spare, local_rank])
     return Seating(dict(sorted(found.items())), tuple(sorted(unseated)))
 
 

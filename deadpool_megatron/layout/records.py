@@ -179,10 +179,10 @@ class Inventory(Coded):
 
 @dataclass(frozen=True, order=True)
 class Seat(Listed):
-    """The member that plays a role: a process named by node, local slot and incarnation."""
+    """The member that plays a role: a process named by node, local rank and incarnation."""
 
     node: int
-    slot: int
+    local_rank: int
     incarnation: int
 
 
@@ -199,17 +199,17 @@ class SeatTable(dict[int, Seat]):
 
     @cached_property
     def role_by_place(self) -> Mapping[tuple[int, int], int]:
-        """(node, slot) -> role, whatever the incarnation."""
-        return {(seat.node, seat.slot): role for role, seat in self.items()}
+        """(node, local rank) -> role, whatever the incarnation."""
+        return {(seat.node, seat.local_rank): role for role, seat in self.items()}
 
     @cached_property
     def nodes(self) -> frozenset[int]:
         """Nodes that have a seat."""
         return frozenset(seat.node for seat in self.values())
 
-    def role_of(self, node: int, slot: int, incarnation: int) -> int | None:
+    def role_of(self, node: int, local_rank: int, incarnation: int) -> int | None:
         """The role this very process has a seat for."""
-        role = self.role_by_place.get((node, slot))
+        role = self.role_by_place.get((node, local_rank))
         return role if role is not None and self[role].incarnation == incarnation else None
 
 

@@ -403,7 +403,7 @@ class EpochEntry:
 
     def _warn(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-        if self._link.seat.slot == 0 and self.reports.record is not None:
+        if self._link.seat.local_rank == 0 and self.reports.record is not None:
             self.reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
 
     def _make_groups(self, role: int, world_size: int) -> None:

@@ -65,7 +65,7 @@ class Session:
         self._link, self._settings = link, settings
         self._run_directory = run_directory
         self._provisional_role = link.place.provisional_role
-        kind = select_device(settings.communicator, link.seat.slot)
+        kind = select_device(settings.communicator, link.seat.local_rank)
         self._drain_seconds = drain_seconds(kind, settings)
         print(
             f"deadpool: {kind}: {settings.close_seconds:g} s to leave a closed epoch, of them"
@@ -116,7 +116,9 @@ class Session:
         """
         failpoints.load()
         seat = self._link.seat
-        failpoints.set_context(run_dir=str(self._run_directory), node=seat.node, slot=seat.slot)
+        failpoints.set_context(
+            run_dir=str(self._run_directory), node=seat.node, slot=seat.local_rank
+        )
         self._communicators.install()
         self._entry = EpochEntry(program, self._link, self._communicators, self._reports)
         self._link.start(
@@ -192,8 +194,8 @@ class Session:
     def _is_restarted_in(self, record: EpochRecord) -> bool:
         """Return whether this process follows one that played a role: it will be given that
         role."""
-        place = self._link.seat.node, self._link.seat.slot
-        return any((seat.node, seat.slot) == place for seat in record.seats.values())
+        place = self._link.seat.node, self._link.seat.local_rank
+        return any((seat.node, seat.local_rank) == place for seat in record.seats.values())
 
     def _await_turn(self, record: EpochRecord) -> bool:
         """Wait until the program lets spares build; False when the epoch is over before."""

@@ -258,13 +258,13 @@ def make_own(path: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> None
 
 def _parked_on_place(directory: Path, seat: Seat) -> list[Path]:
     """Return the files that processes on this place have parked, unfinished files included."""
-    place = f"parked-{seat.node}.{seat.slot}.*"
+    place = f"parked-{seat.node}.{seat.local_rank}.*"
     return [*directory.glob(f".{place}"), *directory.glob(f"..{place}")]
 
 
 def _parked(seat: Seat) -> str:
     """Return how the name begins; the process that makes it comes last."""
-    return f".parked-{seat.node}.{seat.slot}.{seat.incarnation}.seg."
+    return f".parked-{seat.node}.{seat.local_rank}.{seat.incarnation}.seg."
 
 
 def _create(path: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> Segment:

@@ -167,7 +167,7 @@ class Round:
         if found is None:
             return {}
         record = EpochRecord.from_dict(found[1])
-        return {role: (seat.node, seat.slot) for role, seat in record.seats.items()}
+        return {role: (seat.node, seat.local_rank) for role, seat in record.seats.items()}
 
     def has_a_living_node_for_each_role(self) -> bool:
         """Whether the agents of all nodes with roles in the newest record are alive."""

@@ -107,8 +107,8 @@ class Agent:
             self._cut_limit.heard,
         )
         spec = partial(member_spec, self._options)
-        of_slot = partial(device_environment, self._options)
-        starter = Starter(self._options.server, self._options.modules, of_slot)
+        of_local_rank = partial(device_environment, self._options)
+        starter = Starter(self._options.server, self._options.modules, of_local_rank)
         args = (self._settings, self, self._link.send)
         self._members = NodeMembers(self._node, spec, starter, *args)
         self._members.incarnations |= incarnations(self._node, self._segments)
@@ -162,7 +162,9 @@ class Agent:
             **self._vault.facts(),
             "domain": self._options.domain,
             "returns": self._options.launcher_fd is None,
-            "members": {str(m.slot): m.incarnation for m in self._members.by_slot.values()},
+            "members": {
+                str(m.local_rank): m.incarnation for m in self._members.by_local_rank.values()
+            },
             "incarnations": {str(s): i for s, i in self._members.incarnations.items()},
             "epoch": 0 if self._record is None else self._record.epoch,
             "told": 0 if self._shown is None else self._shown.epoch,
@@ -190,7 +192,7 @@ class Agent:
         elif kind == "dump":
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
-            self._stacks.kill_by_order(message, self._members.by_slot)
+            self._stacks.kill_by_order(message, self._members.by_local_rank)
         elif str(kind).startswith("export-"):
             self._exports.order(message)
         elif kind in ("pause", "durable-done"):
@@ -230,20 +232,22 @@ class Agent:
         self._keep_names()
         provisional = message["provisional_roles"]
         for text, incarnation in sorted(message["slots"].items()):
-            slot = int(text)
-            old = self._members.by_slot.get(slot)
+            local_rank = int(text)
+            old = self._members.by_local_rank.get(local_rank)
             if old is not None:
                 if old.incarnation >= int(incarnation):
                     continue
                 old.kill("replaced by order of the coordinator")
                 if not await wait_ended([old], self._settings.close_seconds):
                     continue
-            role = int(provisional.get(text, slot))
+            role = int(provisional.get(text, local_rank))
             try:
-                start = partial(self._members.start, slot, int(incarnation), role)
+                start = partial(self._members.start, local_rank, int(incarnation), role)
                 await patiently(start, self._settings.close_seconds / 2)
             except (StartError, OSError) as error:
-                self._members.report_lost(slot, int(incarnation), {"exit_code": 1}, str(error))
+                self._members.report_lost(
+                    local_rank, int(incarnation), {"exit_code": 1}, str(error)
+                )
         self._write_listing()
 
     def _order_close(self, epoch: int, cause: str) -> None:
@@ -266,8 +270,8 @@ class Agent:
         seats = set() if self._record is None else set(self._record.seats.values())
         seated = [
             member
-            for member in self._members.by_slot.values()
-            if Seat(self._node, member.slot, member.incarnation) in seats
+            for member in self._members.by_local_rank.values()
+            if Seat(self._node, member.local_rank, member.incarnation) in seats
         ]
         await wait_drained(seated, epoch, self._drained, self._settings)
         self._inventory = (await self._vault.inventory(epoch)).to_dict()
@@ -315,7 +319,7 @@ class Agent:
         if kind == "hello":
             if self._shown is not None and self._shown.epoch > self._closed:
                 member.send({"t": "record", "record": self._shown.to_dict()})
-            self._members.prepare(member.slot)
+            self._members.prepare(member.local_rank)
         elif kind == "drained":
             self._drained.set()
         take = self._store.from_member if kind == "store" else self._members.pass_on
@@ -333,7 +337,7 @@ class Agent:
         self._drained.set()
         if self._ending is None:
             how = {"exit_code": ending.exit_code, "signal": ending.signal, "ordered": ordered}
-            self._members.report_lost(member.slot, member.incarnation, how, cause)
+            self._members.report_lost(member.local_rank, member.incarnation, how, cause)
             self._write_listing()
             if kind_of_end(cause) is FailureKind.DEVICE_ERROR:
                 self._examiner.ask_health()
@@ -405,8 +409,8 @@ class Agent:
     # Beginning and end.
 
     def _write_listing(self) -> None:
-        members = self._members.by_slot.values()
-        listed = {member.slot: (member.pid, member.incarnation) for member in members}
+        members = self._members.by_local_rank.values()
+        listed = {member.local_rank: (member.pid, member.incarnation) for member in members}
         text = listing(self._vault.pid, listed, self._segments)
         self._files.replace(self._options.run.node(self._node), text)
 
@@ -417,7 +421,7 @@ class Agent:
     def _fence(self, why: str, *, keep: bool = False, code: int = ExitStatus.FENCED) -> None:
         """End at once: nobody counts on this node. ``keep``: its slots may be asked for yet."""
         if self._ending is None:
-            for member in self._members.by_slot.values():
+            for member in self._members.by_local_rank.values():
                 member.kill(why)
         if not self._exit_code:
             self._exit_code = code
@@ -435,7 +439,7 @@ class Agent:
         """Members leave or are killed, then the vault, then the shared memory; whatever happens."""
         reason, remove = self._ending or ("agent failed", False)
         self._ending = (reason, remove)
-        members = list(self._members.by_slot.values())
+        members = list(self._members.by_local_rank.values())
         if self._exit_code or not await wait_ended(members, self._settings.drain_seconds):
             await self._members.kill_all(reason, self._settings.close_seconds)
         self._members.close()

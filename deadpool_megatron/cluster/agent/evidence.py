@@ -66,10 +66,10 @@ class LastStacks:
     def _tell(self, member: Member, stacks: Stacks) -> None:
         record, role = self._record(), None
         if record is not None:
-            seat = Seat(self._node, member.slot, member.incarnation)
+            seat = Seat(self._node, member.local_rank, member.incarnation)
             role = next((r for r, taken in record.seats.items() if taken == seat), None)
         data = {
-            "slot": member.slot,
+            "slot": member.local_rank,
             "incarnation": member.incarnation,
             "frames": list(stacks.frames),
             "threads": stacks.threads,

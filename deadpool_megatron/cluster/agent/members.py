@@ -169,7 +169,7 @@ class Member:
         settings: Settings,
         reports: MemberReports,
     ) -> None:
-        self.slot = spec.place.local_rank
+        self.local_rank = spec.place.local_rank
         self.incarnation = spec.place.incarnation
         self.log = spec.log
         self.beat: dict[str, Any] = {}
@@ -246,8 +246,8 @@ class Member:
 
 
 class NodeMembers:
-    """All live members of the node, by slot, and what the coordinator is told of them. ``send``:
-    see :meth:`CoordinatorLink.send`.
+    """All live members of the node, by local rank, and the reports about them to the coordinator.
+    ``send``: see :meth:`CoordinatorLink.send`.
     """
 
     def __init__(
@@ -266,55 +266,55 @@ class NodeMembers:
         self._settings = settings
         self._reports = reports
         self._checked_at = time.monotonic()
-        self.by_slot: dict[int, Member] = {}
+        self.by_local_rank: dict[int, Member] = {}
         self.incarnations: dict[int, int] = {}
 
-    async def start(self, slot: int, incarnation: int, provisional_role: int) -> None:
+    async def start(self, local_rank: int, incarnation: int, provisional_role: int) -> None:
         """Start a member unless this incarnation or a newer one was started before.
 
         Raises StartError, and OSError when it may be tried again.
         """
-        if incarnation <= self.incarnations.get(slot, -1):
+        if incarnation <= self.incarnations.get(local_rank, -1):
             return  # an order repeated by a restarted coordinator
-        old = self.by_slot.get(slot)
+        old = self.by_local_rank.get(local_rank)
         if old is not None:
             # A stopped predecessor that woke up would write into its successor's slots.
-            raise RuntimeError(f"slot {slot} still has process {old.pid}")
-        spec = self._make_spec(slot, incarnation, provisional_role)
+            raise RuntimeError(f"slot {local_rank} still has process {old.pid}")
+        spec = self._make_spec(local_rank, incarnation, provisional_role)
         started = await self._starter.start(spec)
-        self.by_slot[slot] = Member(spec, started, self._settings, self._reports)
-        self.incarnations[slot] = incarnation
+        self.by_local_rank[local_rank] = Member(spec, started, self._settings, self._reports)
+        self.incarnations[local_rank] = incarnation
 
-    def prepare(self, slot: int) -> None:
-        """Get ready for a replacement in this slot, if possible; see Starter.prepare."""
+    def prepare(self, local_rank: int) -> None:
+        """Get ready for a replacement in this place, if possible; see Starter.prepare."""
         try:
-            self._starter.prepare(slot)
+            self._starter.prepare(local_rank)
         except OSError as error:
-            print(f"nothing is prepared for slot {slot}: {error}", file=sys.stderr)
+            print(f"nothing is prepared for slot {local_rank}: {error}", file=sys.stderr)
 
     def remove(self, member: Member) -> None:
         """Forget an ended member."""
-        if self.by_slot.get(member.slot) is member:
-            del self.by_slot[member.slot]
+        if self.by_local_rank.get(member.local_rank) is member:
+            del self.by_local_rank[member.local_rank]
 
     def send_all(self, message: Mapping[str, Any]) -> None:
         """Send one order to every live member."""
-        for member in self.by_slot.values():
+        for member in self.by_local_rank.values():
             member.send(message)
 
     def beats(self) -> dict[str, dict[str, Any]]:
-        """The newest beat of each member, by slot."""
+        """The newest beat of each member, by local rank."""
         return {
-            str(m.slot): {"incarnation": m.incarnation, **m.beat}
-            for m in self.by_slot.values()
+            str(m.local_rank): {"incarnation": m.incarnation, **m.beat}
+            for m in self.by_local_rank.values()
             if m.beat
         }
 
     def restored(self) -> dict[str, int]:
-        """The newest epoch that each member has restored, by slot."""
+        """The newest epoch that each member has restored, by local rank."""
         return {
-            str(m.slot): m.said["restored"]["epoch"]
-            for m in self.by_slot.values()
+            str(m.local_rank): m.said["restored"]["epoch"]
+            for m in self.by_local_rank.values()
             if "restored" in m.said
         }
 
@@ -323,14 +323,14 @@ class NodeMembers:
         now = time.monotonic()
         late = now - self._checked_at - self._settings.beat_interval_seconds
         self._checked_at = now
-        for member in list(self.by_slot.values()):
+        for member in list(self.by_local_rank.values()):
             if late > self._settings.beat_interval_seconds:
                 member.freeze.forgive(late, now)
             member.check(now)
 
     async def kill_all(self, cause: str, deadline_seconds: float) -> None:
         """SIGKILL all and wait until they are reaped."""
-        members = list(self.by_slot.values())
+        members = list(self.by_local_rank.values())
         for member in members:
             member.kill(cause)
         await wait_ended(members, deadline_seconds)
@@ -347,19 +347,21 @@ class NodeMembers:
             event = {"node": self._node, **message["event"]}
             self._send({**message, "event": event}, retain=event["kind"] in NUMBERS)
             return
-        seat = {"slot": member.slot, "incarnation": member.incarnation}
+        seat = {"slot": member.local_rank, "incarnation": member.incarnation}
         self._send({"t": "member", **seat, "m": message})
 
     def report_frozen(self, member: Member, silent_seconds: float) -> None:
         """Report that a member shows no sign of life since then."""
-        seat = {"slot": member.slot, "incarnation": member.incarnation}
-        cause = f"{process_name(self._node, member.slot, member.incarnation)} is frozen"
+        seat = {"slot": member.local_rank, "incarnation": member.incarnation}
+        cause = f"{process_name(self._node, member.local_rank, member.incarnation)} is frozen"
         how = {"cause": cause, "silent_seconds": silent_seconds}
         self._send({"t": "member-suspected", **seat, **how})
 
-    def report_lost(self, slot: int, incarnation: int, how: Mapping[str, Any], cause: str) -> None:
+    def report_lost(
+        self, local_rank: int, incarnation: int, how: Mapping[str, Any], cause: str
+    ) -> None:
         """Report that a member has ended, or could not be started."""
-        seat = {"slot": slot, "incarnation": incarnation}
+        seat = {"slot": local_rank, "incarnation": incarnation}
         self._send({"t": "member-lost", **seat, **how, "last_line": cause})
 
     def repeat(self, closed: Callable[[], int], within_seconds: float) -> None:
@@ -370,7 +372,7 @@ class NodeMembers:
             moment = random.uniform(0, within_seconds)
             asyncio.get_running_loop().call_later(moment, self.repeat, closed, 0.0)
             return
-        for member in self.by_slot.values():
+        for member in self.by_local_rank.values():
             for said in member.reports_since(closed()):
                 self.pass_on(member, said)
 
@@ -380,13 +382,13 @@ class NodeMembers:
         number = signal.Signals[f"SIG{message['signal']}"]
         part = message["part"]
         if part == "role":
-            member = self.by_slot.get(int(message["slot"]))
+            member = self.by_local_rank.get(int(message["slot"]))
             if member is not None and member.incarnation == int(message["incarnation"]):
                 posix.kill(member.pid, number)
             return
         pids = [] if part == "agent" or vault is None else [vault]
         if part == "node":
-            pids += [member.pid for member in self.by_slot.values()]
+            pids += [member.pid for member in self.by_local_rank.values()]
         if part in ("agent", "node"):  # last, and at once: nothing of the others is reported
             pids.append(os.getpid())
         for pid in pids:

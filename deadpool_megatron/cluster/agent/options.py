@@ -63,14 +63,14 @@ class AgentOptions:
         return self.segments / run_files.LOGS
 
 
-def device_environment(options: AgentOptions, slot: int) -> dict[str, str]:
+def device_environment(options: AgentOptions, local_rank: int) -> dict[str, str]:
     """Returns the variables that show a member its GPU; with NCCL no two may have the same."""
     communicator = options.info.settings.communicator
-    return gpus.member_variables(options.gpus, slot, may_share=communicator != "nccl")
+    return gpus.member_variables(options.gpus, local_rank, may_share=communicator != "nccl")
 
 
 def member_spec(
-    options: AgentOptions, slot: int, incarnation: int, provisional_role: int
+    options: AgentOptions, local_rank: int, incarnation: int, provisional_role: int
 ) -> MemberSpec:
     """Return how a member process of the node starts."""
     info = options.info
@@ -83,7 +83,7 @@ def member_spec(
     return MemberSpec(
         place=MemberPlace(
             options.node,
-            slot,
+            local_rank,
             incarnation,
             options.segments,
             str(options.segments / "vault.sock"),
@@ -92,8 +92,9 @@ def member_spec(
             provisional_role,
         ),
         command=info.command,
-        environment={**environment, **device_environment(options, slot)},
-        log=options.logs / f"{run_files.member_log_name(options.node, slot, incarnation)}.log",
+        environment={**environment, **device_environment(options, local_rank)},
+        log=options.logs
+        / f"{run_files.member_log_name(options.node, local_rank, incarnation)}.log",
         directory=options.directory,
         ended_epoch=info.ended_epoch,
     )

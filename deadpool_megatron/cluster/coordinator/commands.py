@@ -130,7 +130,7 @@ class Commands:
             if (seat := state.seats.get(of)) is None:
                 return _refused(f"there is no role {of} (there are 0 to {len(state.seats) - 1})")
             of = seat.node
-            order |= {"slot": seat.slot, "incarnation": seat.incarnation}
+            order |= {"slot": seat.local_rank, "incarnation": seat.incarnation}
         elif why := not_connected(state, of):
             return _refused(why)
         later(self._context.peers.order, of, order)
@@ -431,8 +431,8 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
             node for node, use in uses.items() if use in (NodeUse.SPARE, NodeUse.DRAINED)
         ),
         "members": {
-            f"{node}.{slot}.{member.incarnation}": str(member.status)
-            for (node, slot), member in sorted(state.fleet.members.items())
+            f"{node}.{local_rank}.{member.incarnation}": str(member.status)
+            for (node, local_rank), member in sorted(state.fleet.members.items())
         },
         "failing": {}
         if state.recoveries.current is None

@@ -175,7 +175,7 @@ def role_beats(state: State, peers: Peers) -> dict[int, dict[str, Any]]:
     found = {}
     for role, seat in sorted(state.seats.items()):
         peer = peers.agents.get(seat.node)
-        beat = {} if peer is None else peer.beats.get(seat.slot, {})
+        beat = {} if peer is None else peer.beats.get(seat.local_rank, {})
         if beat.get("incarnation") == seat.incarnation and "section" in beat:
             found[role] = beat
     return found

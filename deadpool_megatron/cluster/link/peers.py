@@ -49,7 +49,7 @@ Message = Mapping[str, Any]
 @dataclass
 class AgentPeer:
     """One agent's connection. ``boot``: by which the same agent is known when it comes again.
-    ``beats``: newest beat of each slot, with its incarnation.
+    ``beats``: newest beat of each local rank, with its incarnation.
 
     ``told``: epoch of the newest record that the agent has been sent, by an earlier coordinator
     perhaps. ``acknowledged``: newest report and time of the last acknowledgement.
@@ -393,7 +393,9 @@ class Peers:
         peer.pinged = False
         if message.get("t") == "beat":
             if "members" in message:
-                peer.beats = {int(slot): beat for slot, beat in message["members"].items()}
+                peer.beats = {
+                    int(local_rank): beat for local_rank, beat in message["members"].items()
+                }
                 peer.vault = dict(message["vault"])
             peer.orders.acknowledge(int(message["o"]))
             self._acknowledge(peer, float(message["b"]))

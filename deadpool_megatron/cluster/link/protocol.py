@@ -138,8 +138,8 @@ def _from_member(seat: SeatKey, m: Message) -> inputs.Input | None:
     kind = OF_MEMBERS.get(m["t"])
     if kind is None:
         return None
-    node, slot, incarnation = seat
-    values = {**m, "slot": slot, "incarnation": incarnation}
+    node, local_rank, incarnation = seat
+    values = {**m, "slot": local_rank, "incarnation": incarnation}
     if kind is inputs.MemberFault:
         values["text"] = f"{m.get('operation', '')} in group {m.get('group', '')}: {m['text']}"
     return _read(kind, node, values)

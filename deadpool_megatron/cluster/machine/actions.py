@@ -72,7 +72,8 @@ class DropNode(Action):
 
 @dataclass(frozen=True)
 class StartMembers(Action):
-    """Start processes: slot -> incarnation; ``provisional_roles``: slot -> role to build for."""
+    """Start processes. ``slots``, as on the wire: local rank -> incarnation;
+    ``provisional_roles``: local rank -> role to build for."""
 
     node: int
     slots: Mapping[int, int]

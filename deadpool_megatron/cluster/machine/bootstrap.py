@@ -63,16 +63,18 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
         text = f"--deadpool-health-command: {event.facts.health_text}: the node counts as good"
         core.log("warning", f"node {node}: {text}", node)
     to_start: dict[int, int] = {}
-    for slot in range(core.config.nproc):
-        if slot in event.members:
-            core.set_member((node, slot), states.MemberStatus.RUNNING, event.members[slot])
+    for local_rank in range(core.config.nproc):
+        if local_rank in event.members:
+            core.set_member(
+                (node, local_rank), states.MemberStatus.RUNNING, event.members[local_rank]
+            )
         else:
             # What an earlier coordinator started has been there already.
             was_there = state.record is not None and node in state.record.nodes
-            role = state.seats.role_by_place.get((node, slot))
+            role = state.seats.role_by_place.get((node, local_rank))
             seated = 0 if role is None else state.seats[role].incarnation
             known = seated if was_there else -1
-            to_start[slot] = max(known, event.incarnations.get(slot, -1)) + 1
+            to_start[local_rank] = max(known, event.incarnations.get(local_rank, -1)) + 1
     takeover.note_join(core, event)
     if spare:
         _look_again(core, node, fresh=not event.epoch and event.found is None)
@@ -134,7 +136,7 @@ def check_gathered(core: Core) -> None:
                 return
             if _is_judged(core, bootstrapping) and not _seated_is_starting(core.state):
                 seats = seating(core, core.state.fleet.draining)
-                places = [(seat.node, seat.slot) for seat in seats.seats.values()]
+                places = [(seat.node, seat.local_rank) for seat in seats.seats.values()]
                 if not seats.unseated and all(_runs(core, place) for place in places):
                     decide(core)
 

@@ -61,7 +61,7 @@ class Core:
         return {"why": why, "late": True} if 0 < epoch <= newest else {"why": why}
 
     def is_present(self, event: OfMember) -> bool:
-        """Return whether the process is the present one of its slot; refuses the input if it is
+        """Return whether the process is the present one of its place; refuses the input if it is
         not."""
         member = self.state.fleet.members.get((event.node, event.slot))
         if member is None or member.incarnation != event.incarnation:
@@ -97,11 +97,11 @@ class Core:
             self.set_member(place, states.MemberStatus.KILLED)
             self.act(KillMember(*place, member.incarnation, hung))
 
-    def start_members(self, node: int, slots: Mapping[int, int]) -> None:
-        """Start processes (slot -> incarnation), told for which role to build."""
+    def start_members(self, node: int, incarnations: Mapping[int, int]) -> None:
+        """Start processes (local rank -> incarnation), with the role that each builds for."""
         roles, provisional = self.state.seats.role_by_place, {}
-        for slot, incarnation in slots.items():
-            place = (node, slot)
-            provisional[slot] = roles.get(place, self.config.provisional_role(*place))
+        for local_rank, incarnation in incarnations.items():
+            place = (node, local_rank)
+            provisional[local_rank] = roles.get(place, self.config.provisional_role(*place))
             self.set_member(place, states.MemberStatus.STARTING, incarnation)
-        self.act(StartMembers(node, slots, provisional))
+        self.act(StartMembers(node, incarnations, provisional))

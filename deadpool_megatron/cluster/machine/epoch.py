@@ -247,7 +247,7 @@ def _with_scheme(core: Core, reason: str) -> str:
 
 
 def _wait_for_reaping(core: Core) -> None:
-    """Wait: whether a slot gets a new process in place is known only when the old one has ended."""
+    """Wait: whether a place gets a new process is known only when the old one has ended."""
     if not isinstance(core.state.doing, states.WaitingSpare):
         core.state.doing = states.Closing(core.now + core.config.settings.gather_seconds)
 
@@ -369,7 +369,7 @@ def opening_seconds(core: Core, record: EpochRecord) -> float:
     """Return how long it may take until every role has restored what the record says."""
     settings, members = core.config.settings, core.state.fleet.members
     limit = settings.adopt_seconds + settings.rebuild_seconds + settings.restore_seconds
-    seated = {(seat.node, seat.slot) for seat in record.seats.values()}
+    seated = {(seat.node, seat.local_rank) for seat in record.seats.values()}
     if any(members[p].status is not states.MemberStatus.WARM for p in seated if p in members):
         limit += settings.start_seconds
     if record.restore.kind != "memory":  # index files, or a load, take what they take

@@ -38,7 +38,7 @@ def _close_for(
 ) -> None:
     seats = core.state.seats
     for role in roles:
-        core.kill((seats[role].node, seats[role].slot), hung=True)
+        core.kill((seats[role].node, seats[role].local_rank), hung=True)
     first = seats[roles[0]].node if roles else None
     failure = Failure(cause, FailureKind.HANG, (what, *map(str, roles)), node=first)
     close(core, failure, silent_seconds=still_seconds)

@@ -30,9 +30,10 @@ class Tick(Input):
 class NodeJoined(Input):
     """An agent connected, for the first time or because the coordinator is a new one.
 
-    ``members``: slot -> incarnation of what it runs already; ``incarnations``: slot -> the highest
-    one that was ever started there. ``epoch``: of the record it has; ``closed``: the newest epoch
-    it has closed (0: none); ``restored``: slot -> the epoch in which its member has restored last;
+    ``members``: local rank -> incarnation of what it runs already; ``incarnations``: local rank ->
+    the highest that was ever started there. ``epoch``: of the record it has; ``closed``: the newest
+    epoch it has closed (0: none); ``restored``: local rank -> the epoch that its member restored
+    last;
     ``memory_bytes``: shared memory that it has for generations (0: not known); ``found``: what
     lay in its memory before it started, as long as it has adopted no record. ``returns``: what it
     holds outlives its agent, and another one may come with it. ``facts``: what it says about its
@@ -78,7 +79,8 @@ class NodeLost(Input):
 
 @dataclass(frozen=True)
 class OfMember(Input):
-    """Base of inputs about one member: a process by node, local slot and incarnation."""
+    """Base of inputs about a member: its node, local rank (``slot``, as on the wire) and
+    incarnation."""
 
     node: int
     slot: int

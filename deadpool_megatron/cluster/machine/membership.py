@@ -414,7 +414,7 @@ def _is_pending(core: Core, event: ev.OfMember) -> bool:
     match core.state.doing:
         case states.Deciding(pending=pending):
             seats = pending.seats.values()
-            return any((seat.node, seat.slot) == (event.node, event.slot) for seat in seats)
+            return any((seat.node, seat.local_rank) == (event.node, event.slot) for seat in seats)
     return False
 
 

@@ -24,7 +24,7 @@ from deadpool_megatron.settings import Settings
 
 NOTHING = records.Generation(0, 0)
 INITIAL = records.Restore("initial", NOTHING)
-Place = tuple[int, int]  # (node, local slot)
+Place = tuple[int, int]  # (node, local rank)
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Config:
         """Number of roles at full size."""
         return self.nodes * self.nproc
 
-    def provisional_role(self, node: int, slot: int) -> int:
+    def provisional_role(self, node: int, local_rank: int) -> int:
         """The role a member builds for before it has a seat: its stage class is likely needed."""
-        return (node % self.nodes) * self.nproc + slot
+        return (node % self.nodes) * self.nproc + local_rank
 
 
 # Nodes and members.
@@ -513,9 +513,9 @@ class State:
             return bool(roles) and len(doing.restored) == roles
         return bool(roles) and isinstance(doing, Running | Pausing)
 
-    def role_at(self, node: int, slot: int, incarnation: int) -> int | None:
+    def role_at(self, node: int, local_rank: int, incarnation: int) -> int | None:
         """The role this very process has a seat for in the announced record."""
-        return self.seats.role_of(node, slot, incarnation) if self.record else None
+        return self.seats.role_of(node, local_rank, incarnation) if self.record else None
 
     def use_of(self, node: int) -> records.NodeUse:
         """The part that a connected node has; a quarantined one is that with a role, too."""

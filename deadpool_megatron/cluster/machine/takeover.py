@@ -25,8 +25,8 @@ def note_join(core: Core, event: ev.NodeJoined) -> None:
     state, record, doing = core.state, core.state.record, core.state.doing
     if not isinstance(doing, TakingOver) or record is None:
         return
-    for slot, epoch in event.restored.items():
-        role = state.role_at(event.node, slot, event.members.get(slot, -1))
+    for local_rank, epoch in event.restored.items():
+        role = state.role_at(event.node, local_rank, event.members.get(local_rank, -1))
         if epoch == record.epoch and role is not None:
             doing.restored.add(role)
     # Members without an epoch: theirs have died with the agent before it.
@@ -150,7 +150,7 @@ def _happened(core: Core, record: EpochRecord) -> Failure | None:
 def _plays(core: Core, role: int) -> bool:
     """Return whether the very process that has the role's seat is alive."""
     seat = core.state.seats[role]
-    member = core.state.fleet.members.get((seat.node, seat.slot))
+    member = core.state.fleet.members.get((seat.node, seat.local_rank))
     return (
         member is not None
         and member.incarnation == seat.incarnation

@@ -6,7 +6,7 @@ no fork survives), and then forks for whoever holds the other end of its socket:
 of other nodes of the host. It reaps what it has forked and tells how that ended. A member dies with
 its server, by the kernel's hand, and a server ends when its socket does, so with the agent that
 holds it. A *parked* process has imported the same, waits, and becomes the one member that it is
-told to be; the next one for its slot is started then.
+told to be; the next one for its place is started then.
 """
 
 from __future__ import annotations
@@ -313,8 +313,8 @@ class StartedMember:
 
 class Starter:
     """Starts the members of a node: parked ones without a ``server``, or before it has said that it
-    forks. ``modules`` are imported by these, with what ``environment`` gives each slot: a driver
-    looks at some of it once. For the agent's loop.
+    forks. These import ``modules``, in the ``environment`` of their local rank: a driver looks at
+    some of it once. For the agent's loop.
     """
 
     def __init__(
@@ -351,10 +351,10 @@ class Starter:
                 ours.close()
                 raise
 
-    def prepare(self, slot: int) -> None:
-        """Get ready for a later start in this slot, where that takes time. Raises OSError."""
+    def prepare(self, local_rank: int) -> None:
+        """Get ready for a later start in this place, where that takes time. Raises OSError."""
         if not self._forks:
-            self._park(slot)
+            self._park(local_rank)
 
     def close(self) -> None:
         """End what was prepared, and members that are left."""
@@ -420,36 +420,36 @@ class Starter:
             watch.finish(ProcessEnd(signal=signal.SIGKILL))
         self._forked.clear()
 
-    def _unpark(self, slot: int, request: Message, handle: int) -> ChildWatch:
-        self._park(slot)
-        watch, connection = self._parked.pop(slot)
+    def _unpark(self, local_rank: int, request: Message, handle: int) -> ChildWatch:
+        self._park(local_rank)
+        watch, connection = self._parked.pop(local_rank)
         with connection:
             try:
                 send_message(connection, request, handle)
             except OSError as error:
                 watch.kill()
-                raise StartError(f"parked process of slot {slot} failed: {error}") from error
+                raise StartError(f"parked process of slot {local_rank} failed: {error}") from error
         return watch
 
-    def _park(self, slot: int) -> None:
-        """Start the slot's parked process unless there is a live one."""
-        if slot in self._parked and self._parked[slot][0].ending is None:
+    def _park(self, local_rank: int) -> None:
+        """Start the parked process of this place unless there is a live one."""
+        if local_rank in self._parked and self._parked[local_rank][0].ending is None:
             return
-        if slot in self._parked:
-            self._parked.pop(slot)[1].close()
+        if local_rank in self._parked:
+            self._parked.pop(local_rank)[1].close()
         ours, theirs = connection_pair()
         with theirs:
             try:
                 watch = start_child(
                     ["-W", "ignore", "-m", MODULE, str(theirs.fileno()), self._modules],
-                    environment=self._environment(slot),
+                    environment=self._environment(local_rank),
                     sockets=(theirs.fileno(),),
                     dies_with_us=True,
                 )
             except OSError:
                 ours.close()
                 raise
-        self._parked[slot] = watch, ours
+        self._parked[local_rank] = watch, ours
 
 
 if __name__ == "__main__":

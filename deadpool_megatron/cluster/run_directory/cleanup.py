@@ -91,16 +91,16 @@ def is_held(run_id: str) -> bool:
 def listing(vault: int, members: Mapping[int, tuple[int, int]], segments: Path) -> str:
     """Returns the text of the file that lists the processes of the calling agent's node.
 
-    ``members``: slot -> (pid, incarnation). Fail points and clean-up read it, so it is
+    ``members``: local rank -> (pid, incarnation). Fail points and clean-up read it, so it is
     rewritten whenever a process starts or ends.
     """
     pids = [os.getpid(), vault, *(pid for pid, _ in members.values())]
     values = {
         "agent": os.getpid(),
         "vault": vault,
-        "members": {str(slot): pid for slot, (pid, _) in members.items()},
+        "members": {str(local_rank): pid for local_rank, (pid, _) in members.items()},
         "segment_dir": str(segments),
-        "slots": {str(slot): incarnation for slot, (_, incarnation) in members.items()},
+        "slots": {str(local_rank): incarnation for local_rank, (_, incarnation) in members.items()},
         "hostname": socket.gethostname(),
         "started": {str(pid): posix.start_time(pid) for pid in pids},
     }

@@ -110,9 +110,9 @@ class RunInfo:
         return info
 
 
-def member_log_name(node: int, slot: int, incarnation: int) -> str:
+def member_log_name(node: int, local_rank: int, incarnation: int) -> str:
     """Name of a member's log."""
-    return f"node{node}-slot{slot}-{incarnation}"
+    return f"node{node}-slot{local_rank}-{incarnation}"
 
 
 class RunDirectory:

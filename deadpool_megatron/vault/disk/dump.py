@@ -127,7 +127,7 @@ def incarnations(node: int, directory: Path) -> dict[int, int]:
         with contextlib.suppress(SegmentError):
             _, seat = segments.parse_name(path.name)
             if seat is not None and seat.node == node:
-                found[seat.slot] = max(found.get(seat.slot, -1), seat.incarnation)
+                found[seat.local_rank] = max(found.get(seat.local_rank, -1), seat.incarnation)
     return found
 
 

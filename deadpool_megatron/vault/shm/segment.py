@@ -545,7 +545,7 @@ def read_description(file: int, path: Path, seat: Seat | None) -> tuple[RoleLayo
 
 def own_name(role: int, seat: Seat) -> str:
     """File name of the segment that one member incarnation writes."""
-    return f"own-{role}-{seat.node}.{seat.slot}.{seat.incarnation}.seg"
+    return f"own-{role}-{seat.node}.{seat.local_rank}.{seat.incarnation}.seg"
 
 
 def copy_name(role: int) -> str:

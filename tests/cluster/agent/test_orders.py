@@ -65,7 +65,7 @@ def test_everything_hangs_and_has_to_be_killed(
 
     async def run() -> float:
         agent: Any = Agent(options_of(keeper._options.run, replace(info, settings=settings)))
-        members = SimpleNamespace(by_slot={0: Stuck(dying)}, send_all=lambda message: None)
+        members = SimpleNamespace(by_local_rank={0: Stuck(dying)}, send_all=lambda message: None)
         vars(agent).update(
             _vault=keeper,
             _drained=asyncio.Event(),

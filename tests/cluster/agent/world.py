@@ -256,7 +256,7 @@ class World:
             self.sockets[name][0].setblocking(False)
         return made
 
-    def _starter(self, server: object, modules: Sequence[str], of_slot: Any) -> Any:
+    def _starter(self, server: object, modules: Sequence[str], of_local_rank: Any) -> Any:
         async def start(spec: MemberSpec) -> StartedMember:
             name = f"member {spec.place.local_rank}.{spec.place.incarnation}"
             self.take(name)

@@ -230,7 +230,7 @@ class Agents:
         for member in here.members.values():
             if member.role is None or member.epoch != epoch or member.at is None:
                 continue
-            seat = (member.seat.node, member.seat.slot, member.seat.incarnation)
+            seat = (member.seat.node, member.seat.local_rank, member.seat.incarnation)
             if member.entered > iteration:
                 here.say(ev.PauseRefused(*seat, epoch, member.entered - 1))
             else:
@@ -240,7 +240,7 @@ class Agents:
 
     def _stand_still(self, here: Node, member: Member) -> None:
         if member.at is not None and member.at.iteration == member.pause_at:
-            seat = (member.seat.node, member.seat.slot, member.seat.incarnation)
+            seat = (member.seat.node, member.seat.local_rank, member.seat.incarnation)
             here.say(ev.Paused(*seat, member.epoch, member.at.iteration))
 
     # Work of the open epoch.
@@ -255,7 +255,7 @@ class Agents:
             return None
         seat = self.record.seats[role]
         here = self.nodes.get(seat.node)
-        member = here.members.get(seat.slot) if here else None
+        member = here.members.get(seat.local_rank) if here else None
         if here is None or member is None or here.vault.frozen:
             return None
         good = member.seat == seat and member.role == role and member.epoch == self.record.epoch
@@ -267,7 +267,7 @@ class Agents:
         if member is None or record is None or member.at is not None:
             return False
         restore, here = record.restore, self.nodes[member.seat.node]
-        seat = (member.seat.node, member.seat.slot, member.seat.incarnation)
+        seat = (member.seat.node, member.seat.local_rank, member.seat.incarnation)
         if restore.kind == "memory":
             for part in ("main", "extras@step"):
                 if not self._is_given(restore, role, part):

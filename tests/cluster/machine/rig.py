@@ -166,7 +166,7 @@ class Rig:
 
     def seat(self, role: int) -> tuple[int, int, int]:
         seat = self.record.seats[role]
-        return (seat.node, seat.slot, seat.incarnation)
+        return (seat.node, seat.local_rank, seat.incarnation)
 
     def restored(self, *roles: int) -> list[act.Action]:
         """The members of these roles (default: all) register and restore."""

@@ -39,7 +39,7 @@ def of_epochs(
     """All kinds of messages of these epochs, from these processes."""
     for epoch, record in zip(epochs, records, strict=False):
         for seat in seats:
-            player = seat.node, seat.slot, seat.incarnation, epoch
+            player = seat.node, seat.local_rank, seat.incarnation, epoch
             for kind, said in OF_EPOCH.items():
                 # An inventory counts until the next record is announced, as its epoch does.
                 newest = world.state.record

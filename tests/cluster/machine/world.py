@@ -191,7 +191,7 @@ class World(Agents):
                 for sources in decoding.blocks.values():
                     assert {source.node for source in sources} <= set(self.state.fleet.nodes)
         for seat in record.seats.values():
-            member = self.state.fleet.members[seat.node, seat.slot]
+            member = self.state.fleet.members[seat.node, seat.local_rank]
             assert member.incarnation == seat.incarnation
             assert member.status is not MemberStatus.KILLED
 
@@ -199,7 +199,9 @@ class World(Agents):
         assert record.epoch in self.written
         assert record.epoch > max((r.epoch for r in self.announced), default=0)
         for seat in record.seats.values():
-            assert self.state.fleet.members[seat.node, seat.slot].incarnation == seat.incarnation
+            assert (
+                self.state.fleet.members[seat.node, seat.local_rank].incarnation == seat.incarnation
+            )
         self._check_restore(record)
         recovery, fleet = self.state.recoveries.current, self.state.fleet
         if recovery is not None and recovery.kind == "drained" and len(recovery.causes) == 1:
@@ -328,7 +330,7 @@ class World(Agents):
         player = self.player(role)
         if self.state.phase is not Phase.RUNNING or player is None:
             return
-        epoch, place = self.state.epoch, (player.seat.node, player.seat.slot)
+        epoch, place = self.state.epoch, (player.seat.node, player.seat.local_rank)
         fault = ev.MemberFault(*place, player.seat.incarnation, epoch, "peer closed")
         self.nodes[place[0]].say(fault)
         self.settle()

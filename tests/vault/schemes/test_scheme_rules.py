@@ -75,7 +75,7 @@ class RoleMember(Member):
     """A member on any node, of any scheme."""
 
     def __init__(self, node: LocalNode, layout: records.RoleLayout, seat: Seat, epoch: int) -> None:
-        super().__init__(node, layout, epoch, slot=seat.slot)
+        super().__init__(node, layout, epoch, slot=seat.local_rank)
         if self._step_names:
             self.client.rehearsed(True)
 

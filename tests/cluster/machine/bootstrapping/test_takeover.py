@@ -23,7 +23,7 @@ def rejoin(
 ) -> None:
     """Agents of the run of ``old`` come back. ``ended``: roles whose processes died meanwhile."""
     newest = old.record.epoch if epoch is None else epoch
-    dead = {(old.record.seats[role].node, old.record.seats[role].slot) for role in ended}
+    dead = {(old.record.seats[role].node, old.record.seats[role].local_rank) for role in ended}
     for node in nodes:
         there = {p[1]: m.incarnation for p, m in old.state.fleet.members.items() if p[0] == node}
         alive = {slot: number for slot, number in there.items() if (node, slot) not in dead}
