@@ -109,8 +109,8 @@ def assign_seats(
     ``seats``: of the last epoch (at the start: the wished ones). ``members``: incarnation of every
     member on a live node; all of them run or are being started. A member that died on a live node
     is replaced in its place (its incarnation in ``members`` is the replacement's). ``warm``:
-    members that have built. ``leaving``: live nodes that must lose their roles. ``deprioritized``: live
-    nodes that take roles only when no other spare is left.
+    members that have built. ``leaving``: live nodes that must lose their roles. ``deprioritized``:
+    live nodes that take roles only when no other spare is left.
 
     A spare is a live node without a role that has every local rank the block needs: the node with
     the most warm members there, then the lowest id.
