@@ -35,7 +35,7 @@ __all__ = ["info", "keeper"]
 class Stuck(Watch):
     """A member that never leaves an epoch, and takes its time to die."""
 
-    slot, incarnation = 0, 0
+    local_rank, incarnation = 0, 0
 
     def drained(self, epoch: int) -> None:
         return None

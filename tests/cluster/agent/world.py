@@ -270,9 +270,9 @@ class World:
             self.processes[name] = _Process(self, name, None)
             return StartedMember(self.processes[name], ours)
 
-        def prepare(slot: int) -> None:
+        def prepare(local_rank: int) -> None:
             self.take("prepared")
-            self.note(f"prepare slot {slot}")
+            self.note(f"prepare slot {local_rank}")
 
         close = partial(self.note, "starter is closed")
         return SimpleNamespace(start=start, prepare=prepare, close=close)
