@@ -22,9 +22,9 @@ def net():
 class DdpLoop(TorchLoop):
     def __init__(self, emit):
         super().__init__(emit, ITERATIONS, seed=1, save_interval=6)  # the same weights everywhere
-        # init_sync: a spare builds alone, and has nobody to compare its weights with.
-        # find_unused_parameters: buckets are the same in the first step as later, and so are sums.
-        # broadcast_buffers: each role keeps statistics of its own, and gets its own back.
+        # init_sync: a spare builds alone, without a peer to compare weights with.
+        # find_unused_parameters: buckets, and so sums, are the same in the first step as later.
+        # broadcast_buffers: each role keeps and restores its own statistics.
         self.model = DistributedDataParallel(
             net(), init_sync=False, find_unused_parameters=True, broadcast_buffers=False
         )

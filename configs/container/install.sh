@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs this checkout into the Python of an image. What it is built with, and what the image lacks of
-# what it needs, come from the lock, each package with its hash; what the image has stays as it is.
+# Installs this checkout into the Python of an image. Build tools and missing requirements come from
+# the lock, each package with its hash; packages of the image stay unchanged.
 #
 #   PYTHON=python3.12 configs/container/install.sh
 set -euo pipefail

@@ -58,7 +58,7 @@ start_one() {
     printf -v words '%q ' deadpool agent --run-dir "$run" --node-id "$node" --host "$address" \
         "${options[@]}"
     printf -v words '%q' "$words; echo \$? >$(printf %q "$agents/$node.status")"
-    # Nothing that stays may hold the connection's output, or ssh would wait for it.
+    # No remaining process may hold the connection's output, or ssh would wait for it.
     on "$host" "{ setsid nohup bash -c $words >$(printf %q "$agents/$node.log") 2>&1 </dev/null & }"
     touch "$agents/$node.log"  # started, for "wait", before its shell has opened it
     echo "node $node on $host ($address)"
@@ -68,8 +68,8 @@ clean_one() {
     on "$2" "deadpool clean --force --yes $(printf %q "$run")" || true
 }
 
-# Whether all agents that were started have ended, none with a result: one that has ended with 0 has
-# read final.json, which may be seen late here.
+# Whether all started agents have ended without a result: an agent that ended with 0 has read
+# final.json, which may appear late here.
 all_failed() {
     local log
     for log in "$agents"/*.log; do
@@ -78,7 +78,7 @@ all_failed() {
     ! grep -qx 0 "$agents"/*.status
 }
 
-tell_one() {
+report_one() {
     [ -s "$agents/$1.status" ] || return 0
     local status
     status=$(<"$agents/$1.status")
@@ -99,7 +99,7 @@ case $order in
         until [ -e "$run/final.json" ]; do
             if all_failed && [ ! -e "$run/final.json" ]; then
                 failed=0
-                each tell_one
+                each report_one
                 exit "$failed"
             fi
             sleep 1

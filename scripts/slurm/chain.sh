@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submits a chain of jobs: each begins when the one before it has ended, and goes on from its state.
+# Submits a chain of jobs: each starts after the end of the previous one, and continues its state.
 #
 #   scripts/slurm/chain.sh COUNT SCRIPT [options of sbatch]
 #

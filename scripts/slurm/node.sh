@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One per node, started by srun: runs the agent, and does what nobody else may be left to do.
+# One per node, started by srun: runs the agent, and replaces the batch script if its host is lost.
 #
 #   node.sh RUN NOTICE_SECONDS COMMAND...
 #
-# - Slurm's notice of the time limit reaches the batch script only, whose host may be lost. So each
-#   node looks at the clock itself (Slurm 23.02 and later tell the job's end; else squeue does).
-# - When the batch host is lost, the other nodes train on, but no script is left whose end would be
-#   the job's: it would hold its nodes until its time limit. So the nodes end it.
+# - Slurm's notice of the time limit reaches only the batch script, whose host may be lost. So each
+#   node watches the clock itself (Slurm 23.02 and later give the job's end; otherwise squeue).
+# - When the batch host is lost, the other nodes continue to train, but the job would hold its nodes
+#   until its time limit. So the nodes end it after the run.
 set -uo pipefail
 
 run=$1 notice=$2
@@ -18,7 +18,7 @@ patience=${DEADPOOL_BATCH_HOST_SECONDS:-90}
 
 is_over() { [ -e "$run/final.json" ]; }
 
-# What Slurm says of it now; nothing where it does not say.
+# The job's end as Slurm knows it now; empty without an answer.
 job_end() {
     local text
     text=$(timeout 30 squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null) && [ -n "$text" ] &&
@@ -30,7 +30,7 @@ save_in_time() {
     end=${SLURM_JOB_END_TIME:-$(job_end)}
     [ -n "$end" ] || return 0
     while true; do
-        # One after the other: the first one's order is enough. The batch script's notice comes first.
+        # In turn, after the batch script's notice: the request of the first node suffices.
         left=$((end - notice + 5 + SLURM_PROCID - $(date +%s)))
         [ "$left" -le 0 ] || sleep "$left"
         is_over && return 0
@@ -41,7 +41,7 @@ save_in_time() {
     done
     left=$((end - $(date +%s)))
     [ "$left" -gt 0 ] || left=1
-    # The first ones repeat the order, should a coordinator be lost that has heard it.
+    # The first nodes repeat the request, in case the coordinator that received it is lost.
     [ "${SLURM_PROCID:-0}" -ge 4 ] || repeated=(--wait "$left")
     deadpool stop --dump --within "$left" "${repeated[@]}" "$run"
 }
@@ -69,7 +69,7 @@ done
 kill "$clock" 2>/dev/null
 
 if is_over && ! batch_host_lives; then
-    echo "node.sh: the batch host does not answer: the run is over, and the job is ended from here"
+    echo "node.sh: the batch host does not answer: the run is over, this node ends the job"
     prepare_next_job "$run"
     judge "$run"
     sleep "$((SLURM_PROCID % 10))"
