@@ -55,7 +55,7 @@ _MIN_SYNCHRONISE_SECONDS = 0.1
 
 
 class RestoreFailed(RuntimeError):
-    """The generation of the record cannot be had; ``part`` is the one that is missing, or empty."""
+    """The generation of the record cannot be restored; ``part``: the missing part, or empty."""
 
     def __init__(self, part: str, text: str) -> None:
         super().__init__(text)
@@ -63,13 +63,13 @@ class RestoreFailed(RuntimeError):
 
 
 class OtherModel(RestoreFailed):
-    """The state that the run was to continue from is not this program's; the message is one
+    """The state from which the run should continue is another program's; the message is one
     line."""
 
 
 class BuiltRole(NamedTuple):
-    """Everything that is made for one role, and dropped with it. ``frozen``: of large frozen
-    weights; ``audit``: where it is asked for."""
+    """Objects that are made for one role and dropped with it. ``frozen``: only with large frozen
+    weights; ``audit``: only if it is requested."""
 
     loop: ProtectedLoop
     framework: Framework
@@ -79,9 +79,11 @@ class BuiltRole(NamedTuple):
 
 
 class EpochEntry:
-    """Holds what is built for the current role. Its stages are run in their order by the session;
-    the first needs no peer and touches no slot, so that a member which is still building when its
-    epoch is closed has nothing to leave and continues building."""
+    """The objects built for the current role, and the stages of a recovery, in their order.
+
+    The first stage needs no peer and touches no slot: a member that is still building when its
+    epoch is closed has nothing to leave, and continues building.
+    """
 
     def __init__(
         self, program: Program, link: MemberLink, communicators: Communicators, reports: RoleReports
@@ -107,12 +109,12 @@ class EpochEntry:
         self._built: BuiltRole | None = None
         self._late: dict[str, Any] = {}
         self._pristine = b""
-        # What extras are of: they are put back into a role that is cut the same way.
+        # Identifies the extras of a role: they are restored only into a role with the same cut.
         self._identity: list[str] = []
 
     @property
     def built(self) -> BuiltRole:
-        """All that there is for :attr:`role`; only after a build."""
+        """The objects for :attr:`role`; only after a build."""
         assert self._built is not None
         return self._built
 
@@ -137,18 +139,18 @@ class EpochEntry:
         return self._built is not None
 
     def warm_up(self) -> None:
-        """One iteration without peers, so that kernels, allocator and schedules are warm; and the
+        """Run one iteration without peers, to warm kernels, allocator and schedules, and take the
         memory that a role needs for its generations.
 
-        Its results mean nothing; whatever it changes is replaced by a restore before it is used.
+        A restore replaces everything that it changes before that is used.
         """
         self.loop.warm_up()
         self.built.framework.forget_in_flight()
         self._park()
 
     def _park(self) -> None:
-        """Make slots for a role that is not played yet, and page-lock what is copied into them;
-        what the node may have to keep for others comes first."""
+        """Make slots for the coming role, and page-lock the parts that are copied into them, unless
+        the node may need that memory for the copies of others."""
         try:
             self._check_memory(pinned=False)
             self._vault.park(self.protection.layout)
@@ -160,7 +162,7 @@ class EpochEntry:
     # Stages.
 
     def adopt(self, record: EpochRecord, role: int) -> None:
-        """Be built for ``role``. A fresh start builds with peers instead, in :meth:`rebuild`."""
+        """Build for ``role``. A fresh start builds with peers instead, in :meth:`rebuild`."""
         world_size = len(record.seats)
         built_for = self.role if self.is_built else -1
         if record.restore.kind == "initial":
@@ -181,25 +183,25 @@ class EpochEntry:
             self._make_loop()
 
     def restore(self, record: EpochRecord, role: int) -> None:
-        """Bring the state of the record's generation into the live objects."""
+        """Restore the record's generation into the live objects."""
         restore, framework = record.restore, self.built.framework
         layout = self.protection.layout
-        if restore.kind == "dump" and (why := dump_differs(Path(restore.path), layout)):
+        if restore.kind == "dump" and (reason := dump_differs(Path(restore.path), layout)):
             raise OtherModel(
                 "",
                 f"the state in {restore.path} is of another model or other flags: role {role}:"
-                f" {why}; resume it with the command that wrote it",
+                f" {reason}; resume it with the command that wrote it",
             )
         if restore.kind != "memory" and not self._vault.has_segment(self.role):
-            # Before any is taken. A run that continues from memory has its slots, and lives with
+            # Before any slot is made. A run that continues from memory has its slots, and runs with
             # fewer copies rather than end.
             for text in self._check_memory(pinned=self._platform.is_cuda):
                 self._warn(text)
-        # First: whether the state in memory is of this model is for the coordinator to judge; the
-        # vault may have made slots for that state already, and has none of another layout.
+        # First, so that the coordinator compares the state in memory with this model. The vault may
+        # have made slots for that state already, and has none of another layout.
         self._link.send({"t": "registered", "layout": layout.to_dict()})
         plan = record.protection
-        # Without the gradients of every iteration there is nothing to replay.
+        # A replay needs the gradients of every iteration.
         with_steps = recomputes(plan) and plan.every == 1
         self.protection.enter(record.epoch, plan.every, with_steps=with_steps)
         self.built.framework.forget_in_flight()
@@ -211,8 +213,8 @@ class EpochEntry:
             return
         self._late, self.reports.reported = {}, []
         if restore.kind == "durable":
-            # First as after the build: a checkpoint does not hold all that an interrupted
-            # iteration, or the warm-up of a spare, has changed (traps, A4).
+            # First the state after the build: a checkpoint does not hold everything that an
+            # interrupted iteration, or the warm-up of a spare, has changed (traps, A4).
             pristine = extras_codec.decode(self._pristine)
             framework.restore(pristine)
             framework.restore_last(pristine)
@@ -225,7 +227,7 @@ class EpochEntry:
             if kept:
                 framework.restore(kept)
                 self.reports.resend(kept["told"])
-            # By value: resetting the loop changes some of the tensors in place.
+            # By value: a reset of the loop changes some of the tensors in place.
             self._late = kept or extras_codec.decode(self.capture_extras())
         elif loaded := self.loop.loaded:
             self._late = self._extras_beside(loaded)
@@ -235,7 +237,7 @@ class EpochEntry:
         self.generation = Generation(record.epoch, self.loop.counters["iteration"])
 
     def synchronise(self, record: EpochRecord, role: int) -> None:
-        """Parameters from the peers, iterators from the counters, random states last."""
+        """Derive parameters from peers and iterators from counters; restore random states last."""
         self.built.framework.synchronise()
         self.loop.reset_after_interrupt()
         if self._late:
@@ -243,16 +245,16 @@ class EpochEntry:
             self._late = {}
 
     def verify(self, record: EpochRecord, role: int) -> None:
-        """Peers of every dimension hold equal what they must hold equal."""
+        """Compare what peers of every dimension must hold equal, and make the first generation."""
         self.built.framework.verify()
         if record.restore.kind in ("initial", "durable"):
             if (frozen := self.built.frozen) is not None:
-                frozen.leave(self._waiting(record.epoch, "verify"))
-            # The first generation of a new line; sealed and committed before the first update.
-            # Not before the comparison: a state that is not equal must not become a generation.
+                frozen.write(self._waiting(record.epoch, "verify"))
+            # The first generation of a new lineage is sealed and committed before the first update,
+            # but after the comparison: unequal state must not become a generation.
             self.protection.announce(self.generation, first=True)
-            # At the boundary of the checkpoint: what it includes would else be done a second time,
-            # from here, when this generation is restored.
+            # At the boundary of the checkpoint: a restore of this generation must not repeat the
+            # segments that the checkpoint includes.
             self.protection.complete(self.capture_extras(), self.boundary)
             self.protection.begin_from(self.generation, self.boundary)
         if record.restore.kind == "initial" and role == 0:
@@ -264,11 +266,11 @@ class EpochEntry:
     # Parts of the stages.
 
     def capture_extras(self) -> bytes:
-        """The encoded extras of the loop as it stands."""
+        """Return the encoded extras of the loop in its current state."""
         return self._capture(self.built.framework, self.built.frozen)
 
     def entry_digests(self) -> dict[str, str]:
-        """Return digests of the state beside weights and optimizer state, for a comparison."""
+        """Return digests of all state but weights and optimizer state, for a comparison."""
         return self.built.framework.entry_digests()
 
     def _capture(self, framework: Framework, frozen: FrozenWeights | None) -> bytes:
@@ -277,13 +279,13 @@ class EpochEntry:
         return extras_codec.encode(values)
 
     def require_finite_state(self) -> None:
-        """Before it is saved: what no norm tells of, or none was computed for, shows here."""
+        """Before a save, find non-finite values that the gradient norm misses."""
         self.reports.require_finite(STATE, largest_value(self.built.framework.parts))
 
     def quiesce(self, deadline_seconds: float) -> bool:
-        """After an interrupt: True when no copy reads the state and the device has nothing to do.
+        """After an interrupt, wait until no copy reads the state and the device is idle.
 
-        On a device this is the proof that no kernel of the closed epoch will still write.
+        On a device, True proves that no kernel of the closed epoch will still write.
         """
         limit = time.monotonic() + deadline_seconds
         quiet = not self.is_built or self.protection.quiesce(deadline_seconds)
@@ -303,25 +305,25 @@ class EpochEntry:
         self._vault.close()
 
     def _load(self, checkpoint: Path) -> None:
-        """Raises RestoreFailed where it is the checkpoint that cannot be loaded."""
+        """Load a checkpoint. Raises RestoreFailed if the fault is that of the checkpoint."""
         try:
             check_checkpoint(checkpoint)
             self.loop.load_checkpoint(checkpoint)
         except BaseException as error:  # some frameworks exit where they find nothing
             # torch collects the exceptions of all ranks, each with its frames, in a BaseException.
-            found = [one[0] for one in getattr(error, "failures", {}).values()] or [error]
+            found = [pair[0] for pair in getattr(error, "failures", {}).values()] or [error]
             others = (EpochClosed, CommunicatorFault, MemoryError, torch.OutOfMemoryError)
-            for one in found:
-                if isinstance(one, others):
-                    raise one from error
-            words = f"{type(found[0]).__name__}: {found[0]}".splitlines()[0]
-            if kind_of_end(words) is not FailureKind.PROCESS_CRASH:
-                raise  # of a device, or of the way to a peer
-            raise RestoreFailed("", f"{checkpoint} cannot be loaded: {words}") from error
+            for failure in found:
+                if isinstance(failure, others):
+                    raise failure from error
+            text = f"{type(found[0]).__name__}: {found[0]}".splitlines()[0]
+            if kind_of_end(text) is not FailureKind.PROCESS_CRASH:
+                raise  # the fault of a device, or of the way to a peer
+            raise RestoreFailed("", f"{checkpoint} cannot be loaded: {text}") from error
 
     def _compare_schedule(self, record: EpochRecord, values: dict[str, Any]) -> None:
-        """At a start, whose command may be another one: raise OtherModel where the state has
-        another schedule than the command line, unless that is to count."""
+        """At a start, whose command may have changed, raise OtherModel if the state has another
+        schedule than the command line, unless a flag overrides it."""
         found = self.built.framework.schedule_difference(values) if record.begins else None
         if found is None:
             return
@@ -332,8 +334,8 @@ class EpochEntry:
             self._warn(f"{found.text}, which counts ({found.override_flag})")
 
     def _extras_beside(self, checkpoint: Path) -> dict[str, Any]:
-        """The extras of this role that lie beside a checkpoint; empty where there are none for it,
-        so that the state is what the program's own load has made of it. Raises RestoreFailed."""
+        """Return the extras of this role in a checkpoint's folder; empty if there are none for it:
+        then the state is that of the program's own load. Raises RestoreFailed."""
         try:
             found = extras_file.read(checkpoint, self.role, dist.get_world_size())
             values = extras_codec.decode(found) if found else {}
@@ -356,7 +358,7 @@ class EpochEntry:
                 record.epoch,
                 self.generation,
                 self.boundary,
-                # The vault gives up first, and names what it lacks: after a last try to get it.
+                # The vault fails first, after a last attempt, and names the part that it lacks.
                 deadline_seconds=settings.restore_seconds + settings.connect_seconds,
                 interrupted=self._link.interrupt_fd,
             )
@@ -392,14 +394,14 @@ class EpochEntry:
         return wait
 
     def _check_memory(self, *, pinned: bool) -> list[str]:
-        """Look for memory before the first slot is made; returns warnings, one line each. Raises
-        NoRoom with one line that names needs, limit and remedy."""
+        """Compare memory and needs before the first slot is made; return warnings, one line each.
+        Raises OutOfSpace with one line that names needs, limit and remedy."""
         needs = node_needs(self.protection.layout, self._link.place.members_per_node, self.settings)
         # Other members of the node may have taken their part of it already.
-        rooms = memory.memory_limits(self._vault.directory, self.settings.memory_bytes)
-        if trouble := memory.problem(needs, rooms):
+        limits = memory.memory_limits(self._vault.directory, self.settings.memory_bytes)
+        if trouble := memory.problem(needs, limits):
             raise OutOfSpace(trouble)
-        return memory.warnings(needs, rooms, memory.memlock_bytes(), pinned=pinned)
+        return memory.warnings(needs, limits, memory.memlock_bytes(), pinned=pinned)
 
     def _warn(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -415,7 +417,7 @@ class EpochEntry:
         self.role = role
 
     def _renumber(self, role: int) -> bool:
-        """Take ``role`` with what was built for another one of its class; False if that is none."""
+        """Take ``role`` with the objects of another role of its class; False if they do not fit."""
         loop = self.loop
         if not self.program.serves(loop, role):
             return False
@@ -443,10 +445,10 @@ class EpochEntry:
         meaning = framework.meaning()
         cut = (part.signature() for part in framework.parts)
         self._identity = [__version__, *framework.versions, meaning, *cut]
-        # Renumbered, the model is one that was warmed up: what it was when it was new is kept.
+        # A renumbered model may have been warmed up: keep the extras of the new model.
         self._pristine = self._pristine or self._capture(framework, frozen)
         updates = UpdateCapture()
-        # Room for steps is part of the layout, which is fixed for a run.
+        # The parts for updates belong to the layout, which is fixed for a run.
         if settings.protection == SchemeKind.RECOMPUTE:
             updates = framework.capture_of_updates(
                 self._platform, self._vault, self.reports.report_rehearsal
@@ -485,7 +487,7 @@ class EpochEntry:
         self._built = BuiltRole(loop, framework, protection, frozen, audit)
 
     def _drop(self) -> None:
-        """Let go of the objects of another role before the new ones take memory."""
+        """Drop the objects of another role before those of the new role take memory."""
         if self.role < 0:
             return
         self._pinned.release()
@@ -499,10 +501,10 @@ class EpochEntry:
 
 
 def publish_template(template: StateTemplate, settings: Settings, directory: Path) -> None:
-    """Give it to the exporters: of this node, and where the run's end may call for an export also
-    of others, by way of the run directory. Nobody waits for that one: a thread writes it.
+    """Write ``template`` for the exporters of this node, and in the run directory for those of
+    other nodes, which may export at the end of the run. A thread writes the latter.
 
-    Raises TemplateError where exports were asked for and cannot be, OSError.
+    Raises OSError, and TemplateError if exports were requested and are impossible.
     """
     if template.refusal and settings.export_iterations:
         raise TemplateError(f"--deadpool-persist-interval: {template.refusal}")

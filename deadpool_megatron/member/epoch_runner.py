@@ -1,4 +1,4 @@
-"""The way of one role through one epoch: iterations and segments, each made safe in turn."""
+"""The way of one role through one epoch: iterations and segments, each protected in turn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 class EpochRunner(StepRunner):
-    """See :class:`StepRunner`. ``checkpoints``: where they go if the program does not say."""
+    """See :class:`StepRunner`. ``checkpoints``: their folder if the program names none."""
 
     def __init__(
         self,
@@ -72,12 +72,13 @@ class EpochRunner(StepRunner):
         self._own_time.begin()
         result = run()
         if protection.is_due and not protection.is_gated:
-            # Without a step of the optimizer nobody has asked, and no role has heard of another.
+            # Without a step of the optimizer the gate was not passed, and no collective proves that
+            # all roles have passed theirs.
             protection.gate()
             dist.all_reduce(torch.zeros(1, device=current_device()))
         self._communicators.finish_iteration()
         self.check()
-        if iteration != self._first_iteration:  # which pays for what later ones find ready
+        if iteration != self._first_iteration:  # the first iteration pays for warming up
             self._own_time.end()
         if protection.is_due:
             protection.complete(self._entry.capture_extras())
@@ -99,7 +100,7 @@ class EpochRunner(StepRunner):
         run()
         self._communicators.finish_iteration()
         self.check()
-        if self._reports.role == 0:  # one is enough: all roles wait for each other
+        if self._reports.role == 0:  # as all roles wait for each other
             values = {"boundary": boundary, "seconds": time.monotonic() - began}
             self._reports.send_event(Kind.SEGMENT, self.generation.iteration, values)
         protection = self._entry.protection
@@ -116,8 +117,9 @@ class EpochRunner(StepRunner):
         return self._entry.capture_extras()
 
     def count_as_durable(self, directory: Path, iteration: int, extras: bytes) -> None:
-        """See :class:`StepRunner`. Nobody waits: until the coordinator has received it, the run
-        falls back to the one before. Where a role cannot write its extras, it does not count."""
+        """See :class:`StepRunner`. Does not wait: until the coordinator has received the request,
+        the run falls back to the previous checkpoint. If a role cannot write its extras, the
+        checkpoint does not count."""
         self.check()
         lost = torch.zeros(1, device=current_device())
         try:
@@ -132,8 +134,8 @@ class EpochRunner(StepRunner):
             self._request_durable(iteration, place, place)
 
     def hash_restored(self) -> None:
-        """Have what was restored from memory compared with what stood there before, where that was
-        hashed: other numbers end the run, as those of a replayed step do."""
+        """Hash state that was restored from memory, if it was hashed before: a difference ends the
+        run, as in a replayed step."""
         if self._record.restore.kind in ("memory", "dump") and self._boundary == "step":
             self._hash_state()
 
@@ -142,14 +144,14 @@ class EpochRunner(StepRunner):
         self._reports.check()
 
     def _save(self, loop: SteppedLoop) -> None:
-        """Collectively write; role 0 then waits until the result counts.
+        """Collectively write a checkpoint; role 0 then waits until it counts.
 
         It counts only if the epoch was still open when everything was written (rule 11). Raises
         EpochClosed, or CommunicatorFault when the coordinator does not answer.
         """
         iteration = self.generation.iteration
         base = self._entry.program.checkpoint_directory() or self._checkpoints
-        # The coordinator, and who goes on with the run, may be in other working directories.
+        # The coordinator, and a command that resumes the run, may have other working directories.
         final = base.absolute() / f"iter_{iteration:07d}"
         temporary = final.with_name(f".{final.name}.epoch{self.epoch}")
         failpoints.hit("save.begin")
@@ -177,8 +179,8 @@ class EpochRunner(StepRunner):
         self._reports.send("durable-request", iteration=iteration, temporary=temporary, final=final)
 
     def _pause_if_requested(self, following: int) -> None:
-        """A planned swap: stop at the announced boundary, protected, until the close, or until
-        the coordinator has chosen a later boundary because another role was past this one."""
+        """For a planned swap, stop at the announced boundary, protected, until the close, or until
+        the coordinator has chosen a later boundary because a role had passed this boundary."""
         if self._pause.may_start(following):
             return
         self._entry.protection.await_committed()

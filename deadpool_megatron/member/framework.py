@@ -1,4 +1,4 @@
-"""The seam to a training framework: everything that a member asks of it.
+"""The seam to a training framework: everything that a member needs of it.
 
 A :class:`Framework` stands for the state of one built role. There are two implementations:
 :mod:`deadpool_megatron.megatron.framework` and :mod:`deadpool_megatron.torch_native`. Nothing in

@@ -1,9 +1,9 @@
 """Frozen weights too large for the extras: protected once, by a file in the run directory.
 
 No iteration changes them, so each generation only names the file
-(:mod:`deadpool_megatron.state.frozen_file`); a process that takes the role reads it there. That
-they do not change is watched by the versions that torch counts of tensors, and by a fingerprint at
-each restore: a program that does change them could not be restored exactly, and ends.
+(:mod:`deadpool_megatron.state.frozen_file`), which a process reads that takes the role. Changes are
+found by the versions that torch counts of tensors, and by a fingerprint at each restore: a program
+that changes them could not be restored exactly, and ends.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import fingerprint
 from deadpool_megatron.vault.errors import OutOfSpace
 
-#: of a role; so many are copied on the main thread and sent to each buddy in every iteration, more
+#: limit for a role; up to it frozen weights are copied and sent with each generation, above it they
 #: are written once
 MAX_FROZEN_BYTES = 64 << 20
 
 
 class FrozenWeights:
-    """Of one role in one process, which has such ``weights``, by name. Main thread."""
+    """Large frozen ``weights`` of one role in one process, by name. Main thread."""
 
     def __init__(self, weights: Sequence[tuple[str, Tensor]], folder: Path) -> None:
         self._weights = weights
@@ -36,7 +36,7 @@ class FrozenWeights:
         self._fingerprint: list[int] = []
 
     def name(self) -> str:
-        """The file with what they hold, for the extras; empty before :meth:`leave`.
+        """Return the name of the file that holds them, for the extras; empty before :meth:`write`.
 
         Raises UnsupportedState if they have changed.
         """
@@ -45,13 +45,13 @@ class FrozenWeights:
         return self._name
 
     def forget(self) -> None:
-        """Forget them: what comes now may be other weights, those of a checkpoint."""
+        """Forget the file: a checkpoint may be about to replace the weights."""
         self._name = ""
 
-    def leave(self, wait: frozen_file.Wait) -> None:
-        """Have them in a file before a generation names it.
+    def write(self, wait: frozen_file.Wait) -> None:
+        """Write them to a file before a generation names it.
 
-        Raises what ``wait`` does, NoRoom where they cannot be written, and UnsupportedState if
+        Raises what ``wait`` does, OutOfSpace where they cannot be written, and UnsupportedState if
         they have changed.
         """
         started = time.monotonic()
@@ -69,10 +69,9 @@ class FrozenWeights:
         print(f"frozen weights are in {self._folder / name} after {seconds:.1f} s", flush=True)
 
     def restore(self, name: str, wait: frozen_file.Wait) -> None:
-        """Bring back what the file ``name`` holds, unless it is here.
+        """Read the weights from file ``name``, unless the process has them.
 
-        Raises FrozenFileError, what ``wait`` does, and UnsupportedState if they have changed
-        here.
+        Raises FrozenFileError, as ``wait`` does, and UnsupportedState if they have changed here.
         """
         if not name:
             raise frozen_file.FrozenFileError("the state was captured without its frozen weights")
@@ -103,4 +102,4 @@ class FrozenWeights:
 
     def _sums(self) -> list[int]:
         sums = fingerprint(self._tensors, self._tensors[0].device)
-        return [int(one) for one in sums.tolist()]
+        return [int(value) for value in sums.tolist()]

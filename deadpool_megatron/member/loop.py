@@ -18,46 +18,45 @@ _Result = TypeVar("_Result")
 
 
 class StepRunner(Protocol):
-    """The things that an open epoch lets a loop do: one iteration or segment at a time, under
-    protection.
+    """Runner of the iterations and segments of a loop in an open epoch, under protection.
 
     All methods raise EpochClosed when the epoch is closed. Main thread only.
     """
 
     #: number of the membership; a recovery makes a higher one
     epoch: int
-    #: how many finished iterations this epoch computes again, as far as was known before it
+    #: count of finished iterations that this epoch computes again, as known at its opening
     recomputed: int
 
     def is_behind(self, boundary: str) -> bool:
-        """Return whether the state is already that after segment ``boundary`` of the newest
+        """Return whether the state already includes segment ``boundary`` of the newest
         iteration."""
 
     def step(self, iteration: int, run: Callable[[], _Result]) -> _Result:
-        """Train ``iteration`` by calling ``run``; what it made becomes the newest generation."""
+        """Train ``iteration`` by calling ``run``; the new state becomes the newest generation."""
 
     def segment(self, boundary: str, run: Callable[[], None]) -> None:
-        """Run what follows the newest generation, unless it is behind; then that counts as done."""
+        """Run a segment after the newest generation, unless the state includes it already."""
 
     def save(self, loop: SteppedLoop) -> None:
-        """Segment ``save``, through the loop's ``save_checkpoint`` and the coordinator."""
+        """Run segment ``save`` through the loop's ``save_checkpoint`` and the coordinator."""
 
     def capture_extras(self) -> bytes:
-        """Return the extras as they are, for a checkpoint that is complete later."""
+        """Return the current extras, for a checkpoint that is complete later."""
 
     def count_as_durable(self, directory: Path, iteration: int, extras: bytes) -> None:
-        """The loop has written a checkpoint of ``iteration`` itself, complete in ``directory``.
+        """Make a checkpoint that the loop has written itself the fall-back of the run.
 
-        From now on it is what the run falls back to. To be called by all roles, each with its
-        ``extras`` of the moment of the save, which are written beside it.
+        It is complete in ``directory``. All roles call this, each with its ``extras`` at the moment
+        of the save, which are written into its folder.
         """
 
     def check(self) -> None:
-        """Nothing while the epoch is open; what was computed after its end may be junk."""
+        """Raise EpochClosed if the epoch has ended: later results may be junk."""
 
 
 class ProtectedLoop(ABC):
-    """A training loop whose state can be captured and put back between any two segments.
+    """A training loop whose state can be captured and restored between any two segments.
 
     ``counters`` holds at least ``iteration`` (finished iterations) and every other whole number an
     iteration changes; ``log_sums`` running sums of logged values. All state that is neither a
@@ -67,9 +66,9 @@ class ProtectedLoop(ABC):
 
     counters: dict[str, int]
     log_sums: dict[str, float]
-    #: how far it has come, where train() returned before the last iteration
+    #: the progress, if train() returned before the last iteration
     early: str = ""
-    #: the checkpoint after the last iteration, and why it could not be written
+    #: the checkpoint after the last iteration, and the reason why it could not be written
     unsaved: str = ""
     #: the checkpoint that the program has loaded, whole, while it was built
     loaded: Path | None = None
@@ -104,12 +103,12 @@ class ProtectedLoop(ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027 (many have nothing)
-        """Let go of the model and of whatever must not wait for the garbage collector; the loop is
-        not used again."""
+        """Release the model and all that must not wait for the garbage collector; the loop is not
+        used again."""
 
     def restore_extra_state(self, values: Mapping[str, Any]) -> None:
         """Inverse of :meth:`extra_state`. Not called at the start of a run, unless it starts from a
-        checkpoint: before each load of one it is given what there was after the build."""
+        checkpoint: before each load of a checkpoint it gets the values after the build."""
         if values:
             raise ValueError(f"state that nobody takes: {', '.join(values)}")
 
@@ -128,8 +127,7 @@ class SteppedLoop(ProtectedLoop):
 
     @abstractmethod
     def segments_after(self, iteration: int) -> tuple[str, ...]:
-        """Return which of ``evaluation`` and ``save`` are due after ``iteration``, in that
-        order."""
+        """Return the segments due after ``iteration``: ``evaluation``, ``save``, in that order."""
 
     @abstractmethod
     def run_segment(self, name: str) -> None:

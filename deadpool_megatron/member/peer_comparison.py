@@ -15,7 +15,7 @@ class PeerMismatch(RuntimeError):
     """After a restore, peers that must hold equal bytes do not; the message names them."""
 
 
-def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, what: str) -> None:
+def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, subject: str) -> None:
     """Raise PeerMismatch unless all ranks of ``group`` hold bit-equal ``tensors``."""
     if dist.get_world_size(group) == 1:
         return
@@ -24,11 +24,11 @@ def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, what
     found = gathered(own, group)
     odd = [role for role, other in found.items() if not torch.equal(other, found[dist.get_rank()])]
     if odd:
-        raise PeerMismatch(f"{what} of roles {odd} differ from role {dist.get_rank()}")
+        raise PeerMismatch(f"{subject} of roles {odd} differ from role {dist.get_rank()}")
 
 
 def gathered(own: Tensor, group: dist.ProcessGroup) -> dict[int, Tensor]:
-    """Everybody's tensor by role, on the host. Collective."""
+    """Return the tensor of each role of ``group``, on the host. Collective."""
     roles = dist.get_process_group_ranks(group)
     seen = [torch.empty_like(own) for _ in roles]
     dist.all_gather(seen, own, group=group)
@@ -36,7 +36,7 @@ def gathered(own: Tensor, group: dist.ProcessGroup) -> dict[int, Tensor]:
 
 
 def current_device() -> torch.device:
-    """Returns where the groups communicate."""
+    """Return the device on which the groups communicate."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -5,16 +5,15 @@ may wait as a spare, adopt a role, lose its peers many times and finish; there i
 
     record of epoch e -> seated?  no:  build in a provisional role, detached, and wait
                                   yes: adopt, rebuild, restore, sync, verify -> train -> done
-    epoch closed      -> leave: drain, forget what was in flight, say so, wait for the next record
+    epoch closed      -> leave: drain, forget what was in flight, report it, wait for a record
 
-What ends an epoch for this process, and how that is told from a failure of its own:
+The exceptions that end an epoch for this process, and how a failure of its own is recognised:
 
-* EpochClosed: somebody failed. The close is known already, or it is on its way.
+* EpochClosed: a peer failed. The close is known already, or it is on its way.
 * a failed communication, vault or restore: reported; the coordinator closes the epoch.
-* any other exception: reported at once. After a close, or half a second before one, it is the
-  close's doing (a peer died in the middle of something, an aborted operation left junk) and counts
-  as one (rule 11). When no close comes it is the program's own and ends the process, with its
-  traceback.
+* any other exception: reported at once. After a close, or half a second before one, it counts as
+  a consequence (rule 11): a peer died in the middle of an operation, or an aborted operation left
+  junk. When no close comes it is the program's own and ends the process, with its traceback.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from deadpool_megatron.vault.errors import OutOfSpace, VaultError
 from deadpool_megatron.wire.framing import readable
 
 _POLL_SECONDS = 0.05
-# Twice, and the word has to be with the agent in time.
+# Spent twice, and the report has to reach the agent in time.
 _NCCL_SHARE = 0.45
 
 
@@ -88,8 +87,8 @@ class Session:
         )
         self._reports = RoleReports(link, self._check)
         self._entry: EpochEntry | None = None
-        # Guards who answers a close: the watcher for a member outside of an epoch, else the main
-        # thread. Whoever answers holds it, so that no answer overtakes a newer one.
+        # Guards which thread answers a close: the watcher for a member outside of an epoch, else
+        # the main thread. It is held during an answer, so that none overtakes a newer answer.
         self._engagement = threading.Lock()
         self._engaged_epoch = 0
         self._drained_epoch = 0
@@ -103,14 +102,14 @@ class Session:
 
     @staticmethod
     def join() -> Session:
-        """The session of this process, from the environment that its agent made.
+        """Return the session of this process, from the environment that its agent made.
 
         Raises RuntimeError outside of ``deadpool run`` or ``deadpool agent``.
         """
         return Session(MemberLink.from_environment(), Path(os.environ["DEADPOOL_RUN_DIR"]))
 
     def run(self, program: Program) -> None:
-        """Play whatever role the records give this process, until the run is over.
+        """Train in the role that each record gives this process, until the run is over.
 
         Ends the process, with one line and status 2, where the program cannot be protected.
         """
@@ -134,14 +133,14 @@ class Session:
         except StopOrder:
             pass
         except (TemplateError, UnsupportedState, ExtrasError) as error:
-            # What this program is cannot be protected: where it says so is of no use to anybody.
+            # The program cannot be protected: a traceback would not help.
             print(f"deadpool: {error}", file=sys.stderr, flush=True)
             sys.exit(ExitStatus.BAD_INPUT)
         finally:
             self._entry.close()
             self._link.close()
 
-    # The main thread's way through epochs.
+    # The way of the main thread through epochs.
 
     @property
     def _built(self) -> EpochEntry:
@@ -161,17 +160,16 @@ class Session:
                     self._take_seat(record, role)
                 except SystemExit as stop:
                     if role and stop.code in (None, 0):
-                        # On all roles alike: the reason is in the log of role 0, which is to be
-                        # the first to go.
+                        # All roles end so. The reason is in the log of role 0, which must be the
+                        # first to end.
                         self._ends_within(record.epoch, self._settings.close_seconds)
                     raise
             record = self._link.wait_record(record.epoch)
 
     def _wait_as_spare(self, record: EpochRecord) -> None:
-        """Be warm: build in a provisional role, with no peers; then only wait.
+        """Build in a provisional role without peers, and wait for a role.
 
-        Once built it stays as it is over any number of epochs, or it would be building whenever it
-        is needed.
+        What is built once is kept over any number of epochs, so that it is ready when needed.
         """
         reports, entry = self._reports, self._built
         reports.record = None
@@ -192,13 +190,12 @@ class Session:
         failpoints.hit("member.warm")
 
     def _is_restarted_in(self, record: EpochRecord) -> bool:
-        """Return whether this process follows one that played a role: it will be given that
-        role."""
+        """Return whether this process replaces one that has a role, which it will be given."""
         place = self._link.seat.node, self._link.seat.local_rank
         return any((seat.node, seat.local_rank) == place for seat in record.seats.values())
 
     def _await_turn(self, record: EpochRecord) -> bool:
-        """Wait until the program lets spares build; False when the epoch is over before."""
+        """Wait until the program lets spares build; False if the epoch ends before that."""
         self._reports.section = "parked"
         while not self._built.program.spares_may_build():
             if self._ends_within(record.epoch, _POLL_SECONDS):
@@ -208,10 +205,10 @@ class Session:
         return True
 
     def _take_seat(self, record: EpochRecord, role: int) -> None:
-        """Play ``role`` until the epoch is closed, unless it is closed already."""
+        """Train in ``role`` until the epoch is closed, unless it is closed already."""
         reports = self._reports
         reports.record, reports.role = record, role
-        # While a newcomer builds, the watcher answers a close: there is nothing to leave yet.
+        # While a new process builds, the watcher answers a close: there is nothing to leave yet.
         self._stage("adopt", self._built.adopt, record, role)
         if not self._engage(record.epoch):
             reports.section = "parked"
@@ -228,9 +225,8 @@ class Session:
     def _stage(
         self, phase: str, run: Callable[[EpochRecord, int], None], record: EpochRecord, role: int
     ) -> None:
-        """One stage of a recovery. It ends by returning, or by an exception that leaves the whole
-        line: EpochClosed when a new epoch is closed meanwhile, or a failure that is reported and
-        ends in a new close."""
+        """Run one stage of a recovery. An exception skips the stages after it: EpochClosed when the
+        epoch is closed meanwhile, or a failure that is reported and leads to a close."""
         self._reports.section = phase
         failpoints.set_context(epoch=record.epoch, role=role, section=phase)
         failpoints.hit(f"recovery.{phase}")
@@ -242,7 +238,7 @@ class Session:
         self._reports.send("phase", phase=phase, seconds=time.monotonic() - started)
 
     def _ends_within(self, epoch: int, seconds: float) -> bool:
-        """Return whether ``epoch`` is closed, or the run over, before so many seconds are."""
+        """Return whether ``epoch`` is closed, or the run over, within ``seconds``."""
         limit = time.monotonic() + seconds
         while not (self._link.stopped or self._link.closed_epoch >= epoch):
             if time.monotonic() >= limit:
@@ -255,7 +251,7 @@ class Session:
             if self._link.closed_epoch >= epoch:
                 return False
             self._engaged_epoch = epoch
-            # Spares hear of pauses, too; an order of an older epoch must not stop this one.
+            # Spares receive pauses, too; an order of an older epoch must not stop this epoch.
             self._pause.reset()
             return True
 
@@ -281,7 +277,7 @@ class Session:
         self._finish(record, role)
 
     def _compare_program(self, record: EpochRecord) -> None:
-        """Raises OtherProgram, which ends this process."""
+        """Raise OtherProgram, which ends this process, unless all members run the same program."""
         try:
             text = LOADED.agree(self._run_directory, record.history.start)
         except (OSError, ValueError) as error:
@@ -292,9 +288,9 @@ class Session:
             self._link.send_event(Event(Kind.LOG, *place, data=data))
 
     def _await_close(self, epoch: int, error: BaseException) -> None:
-        """Return when ``epoch`` is closed, having done what leads to it; see the module text.
+        """Report ``error`` and return when ``epoch`` is closed; see the module text.
 
-        Raises ``error`` when it turns out to be the program's own, StopOrder at the end of the run.
+        Raises ``error`` if it is the program's own, and StopOrder at the end of the run.
         """
         if self._link.closed_epoch < epoch and not self._link.stopped:
             if isinstance(error, RestoreFailed | PeerMismatch):
@@ -305,12 +301,12 @@ class Session:
             elif isinstance(error, CommunicatorFault):
                 self._on_fault(error.group, error.operation, error.cause)
             elif isinstance(error, OutOfSpace | ExtrasOutgrown):
-                # Another process would come to the same.
+                # Another process would fail in the same way.
                 print(error, file=sys.stderr, flush=True)
                 bad = isinstance(error, OutOfSpace)
                 sys.exit(ExitStatus.BAD_INPUT if bad else ExitStatus.EXTRAS_OUTGROWN)
             elif isinstance(error, TemplateError | UnsupportedState):
-                raise error  # that this program cannot be protected is no consequence of anything
+                raise error  # no close has caused that this program cannot be protected
             elif isinstance(error, VaultError):
                 self._on_fault("vault", self._reports.section, str(error))
             elif isinstance(error, EpochClosed):
@@ -320,15 +316,15 @@ class Session:
             else:
                 self._reports.send("raised", text=_error_text(error).partition("\n")[0])
                 if not self._ends_within(epoch, GRACE_SECONDS):
-                    raise error  # else it was the first sign of a peer's death
+                    raise error  # otherwise it was the first sign of a peer's death
         with contextlib.suppress(EpochClosed):
             self._wait_closed(epoch)
         if not isinstance(error, EpochClosed):
-            # For whoever reads the log; nothing of the interrupted step is used.
+            # For readers of the log; nothing of the interrupted step is used.
             print(f"epoch {epoch} ends here with {_error_text(error)}", file=sys.stderr, flush=True)
 
     def _finish(self, record: EpochRecord, role: int) -> NoReturn:
-        """Report the end and stay available: a late failure may need this role again."""
+        """Report the end and wait: a late failure may need this role again."""
         loop = self._built.loop
         failpoints.hit("finish")
         state_hash = loop.state_hash()
@@ -349,23 +345,23 @@ class Session:
         self._wait_closed(record.epoch)
 
     def _leave(self, epoch: int, ended: BaseException) -> None:
-        """After a close: nothing may still read or write this process's state; then say so."""
+        """After a close, wait until nothing reads or writes this process's state, and report it."""
         started = time.monotonic()
         self._reports.section = "drain"
         failpoints.set_context(section="drain")
         failpoints.hit("recovery.drain")
-        # The watcher may not have come to it yet; a drain of an open epoch would do nothing.
+        # The watcher may not have done so yet; a drain of an open epoch would do nothing.
         self._communicators.interrupt(epoch)
         clean = self._communicators.drain()
-        if why := self._communicators.ruin:
-            print(f"this process has to be replaced: {why}", file=sys.stderr, flush=True)
+        if reason := self._communicators.ruin:
+            print(f"this process has to be replaced: {reason}", file=sys.stderr, flush=True)
         # On a device only now: it cannot finish while an operation waits for a dead peer.
         clean = self._built.quiesce(self._drain_seconds) and clean
         if clean:
             forget_frames(ended)
         self._report_phase("drain", started)
         with self._engagement:
-            if clean:  # else it ends, and must not be called clean meanwhile
+            if clean:  # otherwise it ends, and must not be reported as clean meanwhile
                 self._engaged_epoch = 0
             self._report_drained(max(epoch, self._link.closed_epoch), clean)
         if not clean:
@@ -374,8 +370,8 @@ class Session:
         self._reports.section = "parked"
 
     def _report_drained(self, epoch: int, clean: bool) -> None:
-        """Once for an epoch: the main thread may have left before the watcher comes to it. The
-        engagement lock is held."""
+        """Report the drain of ``epoch`` once: the main thread may have left before the watcher
+        handles the close. The engagement lock is held."""
         if epoch > self._drained_epoch:
             self._drained_epoch = epoch
             self._link.send({"t": "drained", "epoch": epoch, "clean": clean})
@@ -393,7 +389,7 @@ class Session:
         if self._link.closed_epoch >= epoch:
             raise EpochClosed(epoch, f"section {self._reports.section}")
 
-    # Called on other threads than the main one.
+    # Called on other threads than the main thread.
 
     def _on_close(self, epoch: int, cause: str) -> None:
         with self._engagement:
@@ -401,8 +397,8 @@ class Session:
             if not engaged:
                 self._report_drained(epoch, clean=True)
         if engaged:
-            # A thread of its own: to abort NCCL may take long, and a member that sends no beats
-            # meanwhile is taken for frozen.
+            # In a thread of its own: an abort of NCCL may take long, and a member without
+            # heartbeats is taken for frozen.
             threading.Thread(
                 target=self._communicators.interrupt,
                 args=(epoch,),
@@ -447,8 +443,8 @@ def _error_text(error: BaseException) -> str:
 
 
 def _is_of_peers(error: BaseException | None) -> bool:
-    """Return whether ``error``, or what it was raised for, is a failure of communication: a peer
-    has died, and this process is as good as before."""
+    """Return whether ``error``, or its cause, is a failure of communication: a peer has died, and
+    this process is intact."""
     return error is not None and (
         isinstance(error, EpochClosed | CommunicatorFault)
         or kind_of_end(_error_text(error)) is FailureKind.COMMUNICATOR_ERROR
@@ -457,10 +453,10 @@ def _is_of_peers(error: BaseException | None) -> bool:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop the frames of an exception and of all that led to it. They hold tensors, and sockets.
+    """Drop the frames of an exception and of its causes: they hold tensors and sockets.
 
-    To be called when nothing can write into that memory any more. Frames that are still running
-    (the caller's own) stay.
+    Call it when nothing can write into that memory any more. Running frames, such as the caller's,
+    stay.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
@@ -478,9 +474,9 @@ def forget_frames(error: BaseException) -> None:
 
 
 def drain_seconds(kind: str, settings: Settings) -> float:
-    """Limit for the end of abandoned communication, and again for the device to come to rest.
+    """Return the limit for the end of abandoned communication, which is also that for the device.
 
-    gloo comes to its end at once or not at all. With NCCL both together get nearly all of the time
-    for which the agent waits for this process.
+    gloo ends at once or not at all. With NCCL both together get nearly all of the time for which
+    the agent waits for this process.
     """
     return settings.drain_seconds if kind == "gloo" else _NCCL_SHARE * settings.close_seconds

@@ -167,7 +167,7 @@ def test_without_room_the_run_ends_with_one_line(
     with pytest.raises(
         OutOfSpace, match=r"256 bytes .* No space left on device; make room"
     ) as error:
-        frozen.leave(never)
+        frozen.write(never)
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "frozen").iterdir())
 
@@ -197,7 +197,7 @@ def test_a_new_run_has_the_files_of_the_one_it_goes_on_from(
 def test_a_process_that_has_them_reads_nothing(tmp_path: Path, model: torch.nn.Module) -> None:
     frozen = FrozenWeights(extras.large_frozen_weights(program_of(model)), tmp_path)
     assert not frozen.name()
-    frozen.leave(never)
+    frozen.write(never)
     path = tmp_path / frozen.name()
     path.rename(tmp_path / "away")
     frozen.restore(path.name, never)
@@ -217,7 +217,7 @@ def test_a_program_that_changes_them_is_refused(tmp_path: Path, model: torch.nn.
     """A teacher that follows its pupil is such a program. Weights that are written anew with what
     they hold have not changed."""
     frozen = FrozenWeights(extras.large_frozen_weights(program_of(model)), tmp_path)
-    frozen.leave(never)
+    frozen.write(never)
     name = frozen.name()
     with torch.no_grad():
         model.weight.copy_(model.weight.clone())
@@ -229,7 +229,7 @@ def test_a_program_that_changes_them_is_refused(tmp_path: Path, model: torch.nn.
     assert "\n" not in str(error.value)
     frozen.forget()
     assert not frozen.name()
-    frozen.leave(never)
+    frozen.write(never)
     name = frozen.name()
     assert name
     model.weight.data.mul_(0.5)
