@@ -52,7 +52,7 @@ class Member:
         given = {"operation_timeout_seconds": 20.0, "close_wait_seconds": 10.0, **self.settings}
         limits = {name: given.pop(name) for name in [*given] if name.endswith("_seconds")}
         self.comms = Communicators(
-            limits=Limits(**limits), on_fault=lambda *what: self.faults.append(what), **given
+            limits=Limits(**limits), on_fault=lambda *fault: self.faults.append(fault), **given
         )
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -147,14 +147,14 @@ class Ranks:
     def start(self, function: Callable[..., Any], *args: Any, ranks: Any = None) -> Ranks:
         """Fork ``ranks`` (default: all) and run ``function(member, *args)`` in each."""
         for rank in range(self.size) if ranks is None else ranks:
-            ours, theirs = socket.socketpair()
+            own_end, far_end = socket.socketpair()
             pid = os.fork()
             if pid == 0:
-                for channel in [ours, *self.channels.values()]:
+                for channel in [own_end, *self.channels.values()]:
                     channel.close()
-                self._run(rank, theirs, function, args)
-            theirs.close()
-            self.pids[rank], self.channels[rank] = pid, ours
+                self._run(rank, far_end, function, args)
+            far_end.close()
+            self.pids[rank], self.channels[rank] = pid, own_end
         return self
 
     def _run(

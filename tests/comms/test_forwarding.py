@@ -165,13 +165,13 @@ def both(member: Member) -> bool:
     member.init(epoch=0)
     got = everything(member.rank, member.size)
     assert len(got) == len(expected)
-    for index, (one, other) in enumerate(zip(got, expected, strict=True)):
-        if isinstance(one, torch.Tensor):
-            assert torch.equal(one, other), index
-        elif isinstance(one, list) and one and isinstance(one[0], torch.Tensor):
-            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), index
+    for index, (actual, other) in enumerate(zip(got, expected, strict=True)):
+        if isinstance(actual, torch.Tensor):
+            assert torch.equal(actual, other), index
+        elif isinstance(actual, list) and actual and isinstance(actual[0], torch.Tensor):
+            assert all(torch.equal(a, b) for a, b in zip(actual, other, strict=True)), index
         else:
-            assert one == other, index
+            assert actual == other, index
     assert len(member.epoch.in_flight) <= 1  # the future that was waited for directly
     member.comms.finish_iteration()
     assert len(member.epoch.in_flight) == 0
@@ -252,7 +252,7 @@ def kinds_of_gathers(member: Member) -> bool:
         manager.wait()
         assert all(bool((output == 1).all()) for output in outputs)
         (work,) = manager.works
-        kinds += [kind(one) for one in getattr(work.inner, "_works", [work.inner])]
+        kinds += [kind(work) for work in getattr(work.inner, "_works", [work.inner])]
     assert kinds == [kind(plain)] * 3
     plain.wait()
     return True
@@ -267,14 +267,14 @@ def scatters_in_modes(member: Member) -> bool:
         dist.reduce_scatter_tensor(output, torch.ones(4))
         several = [torch.zeros(2), torch.zeros(3)]
         with _coalescing_manager(world, async_ops=True) as manager:
-            for one in several:
-                dist.reduce_scatter_tensor(one, torch.ones(one.numel() * member.size))
+            for tensor in several:
+                dist.reduce_scatter_tensor(tensor, torch.ones(tensor.numel() * member.size))
         manager.wait()
     parameter = torch.nn.Parameter(torch.zeros(2))
     with torch.no_grad():
         dist.reduce_scatter_tensor(parameter, torch.ones(4))
     assert not member.faults
-    return all(bool((one == member.size).all()) for one in [output, *several, parameter])
+    return all(bool((tensor == member.size).all()) for tensor in [output, *several, parameter])
 
 
 def test_reduce_scatter_in_inference_mode_and_without_gradients() -> None:
@@ -288,9 +288,9 @@ def future_of_gathers(member: Member) -> bool:
     future = dist.all_gather_coalesced(outputs, inputs, async_op=True)
     value = future.wait()
     for rank, pair in enumerate(outputs):
-        assert all(bool((one == rank).all()) for one in pair)
+        assert all(bool((tensor == rank).all()) for tensor in pair)
     member.comms.finish_iteration()
-    return sorted(one.numel() for one in value) == sorted([2, 3] * member.size)
+    return sorted(tensor.numel() for tensor in value) == sorted([2, 3] * member.size)
 
 
 def test_coalesced_gathers_have_a_future() -> None:

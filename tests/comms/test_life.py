@@ -166,9 +166,9 @@ class Life:
                 came = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         # Old epochs are freed, and a fabric aborts its groups, in threads of their own.
         seen = [line for line in asked if not line.endswith(("get_error[]", ".abort[]"))]
-        seen += [f"warning: {one.message}" for one in said if one.category is UserWarning] + [
-            f"-> {came}"
-        ]
+        seen += [
+            f"warning: {warning.message}" for warning in said if warning.category is UserWarning
+        ] + [f"-> {came}"]
         if (now := self.now()) != self.newest:
             seen.append(now)
         self.newest = now
@@ -176,7 +176,7 @@ class Life:
 
     def now(self) -> str:
         groups = self.comms._roster.groups()
-        kinds = [f"{one.spec().place} {type(one.inner).__name__}" for one in groups]
+        kinds = [f"{group.spec().place} {type(group.inner).__name__}" for group in groups]
         words = [f"now: {short(kinds)}", f"ruin: {self.comms.ruin}" if self.comms.ruin else ""]
         if (epoch := self.comms._current) is not None:
             flying = [work.operation for work in epoch.in_flight.values()]  # type: ignore[attr-defined]
@@ -234,7 +234,7 @@ class Life:
         ]
 
     def positions(self) -> Any:
-        return {place: vars(one) for place, one in (self.comms.positions() or {}).items()}
+        return {place: vars(position) for place, position in (self.comms.positions() or {}).items()}
 
 
 def test_a_life_is_as_it_was_before(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.told: list[dict[str, Any]] = []
+        self.notices: list[dict[str, Any]] = []
         self.may_answer = threading.Event()
         self.may_answer.set()
 
@@ -45,7 +45,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.told.append(json.loads(body))
+        self.server.notices.append(json.loads(body))
         self.server.may_answer.wait()
         self.send_response(self.server.status)
         self.end_headers()
@@ -77,12 +77,12 @@ def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(
 ) -> None:
     """The URL may stand in a file; the command gets no secret, and no terminal a control code."""
     warned: list[str] = []
-    told, address = tmp_path / "told", tmp_path / "address"
+    file, address = tmp_path / "output", tmp_path / "address"
     monkeypatch.setenv("DEADPOOL_SECRET", "0" * 32)
     command = (
-        f'[ -z "$DEADPOOL_SECRET" ] && echo "$DEADPOOL_EVENT_KIND $DEADPOOL_EVENT_TEXT" >> {told};'
+        f'[ -z "$DEADPOOL_SECRET" ] && echo "$DEADPOOL_EVENT_KIND $DEADPOOL_EVENT_TEXT" >> {file};'
     )
-    command += f" (cat; echo) >> {told}.json"
+    command += f" (cat; echo) >> {file}.json"
     damaged = Event(Kind.RECOVERED, 1, data={"seconds": "x"})
     with serving() as (server, url):
         address.write_text(f"{url}\n")
@@ -90,15 +90,15 @@ def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(
         for event in (PLANNED, CLOSED, OPENED, damaged, WAITS, RECOVERED, ENDED):
             tellers.note(event)
         flush(tellers)
-    assert [told["event"] for told in server.told] == [
+    assert [notice["event"] for notice in server.notices] == [
         event.to_dict() for event in (CLOSED, WAITS, RECOVERED, ENDED)
     ]
-    texts = [told["text"] for told in server.told]
+    texts = [notice["text"] for notice in server.notices]
     assert all(text.startswith("r1: ") and text.isprintable() for text in texts)
-    kinds = [line.split()[0] for line in told.read_text().splitlines()]
+    kinds = [line.split()[0] for line in file.read_text().splitlines()]
     assert kinds == ["epoch-closed", "waiting-for-spare", "recovered", "run-ended"]
-    given = [json.loads(line) for line in (tmp_path / "told.json").read_text().splitlines()]
-    assert given == server.told
+    given = [json.loads(line) for line in (tmp_path / "output.json").read_text().splitlines()]
+    assert given == server.notices
     assert warned == []
 
 
@@ -119,7 +119,7 @@ def test_a_server_that_hangs_or_fails_leaves_one_line_and_no_secret(
             flush(tellers)
             tellers.note(ENDED)
         flush(tellers)
-        assert len(server.told) <= notify.MAX_WAITING + 5, "the queue is bounded"
+        assert len(server.notices) <= notify.MAX_WAITING + 5, "the queue is bounded"
     assert len(warned) == 2, "it worked in between"
     assert "500" in warned[1]
     assert "s3cret" not in "".join(warned)

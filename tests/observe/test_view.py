@@ -40,17 +40,17 @@ class Synthetic:
         for node in range(4):
             self.add(Kind.NODE_JOINED, node=node, spare=node > 1, hostname=f"b{node}")
 
-    def add(self, what: Kind, /, epoch: int = 1, **data: Any) -> None:
+    def add(self, kind: Kind, /, epoch: int = 1, **data: Any) -> None:
         self.now += 0.5
         fields = {name: data.pop(name) for name in ("node", "role", "iteration") if name in data}
-        self.events.append(Event(what, epoch, data=data, wall_seconds=self.now, **fields))
+        self.events.append(Event(kind, epoch, data=data, wall_seconds=self.now, **fields))
 
     def set(self, **values: Any) -> None:
         if self.status is not None:
             self.status |= values
 
-    def do(self, what: str) -> None:
-        getattr(self, what)()
+    def do(self, action: str) -> None:
+        getattr(self, action)()
 
     def open(self) -> None:
         self.add(Kind.EPOCH_OPENED, phases={})
@@ -62,17 +62,17 @@ class Synthetic:
         self.set(iteration=done)
 
     def lose_node(self) -> None:
-        told = {"cause": "connection closed", "kind": "node-lost"}
-        self.add(Kind.NODE_LOST, node=1, **told)
-        self.add(Kind.EPOCH_CLOSED, node=1, **told)
-        self.set(phase="closing", failing=told, fewer_copies=[0, 1, 2, 3])
+        facts = {"cause": "connection closed", "kind": "node-lost"}
+        self.add(Kind.NODE_LOST, node=1, **facts)
+        self.add(Kind.EPOCH_CLOSED, node=1, **facts)
+        self.set(phase="closing", failing=facts, fewer_copies=[0, 1, 2, 3])
         self.set(waiting_for="nodes [0] to say what they hold")
 
     def crash(self) -> None:
-        told = {"cause": "process 0 of node 1 ended: exit 1", "kind": "process-crash"}
-        self.add(Kind.MEMBER_LOST, node=1, role=2, slot=0, incarnation=0, **told)
-        self.add(Kind.EPOCH_CLOSED, node=1, **told)
-        self.set(phase="closing", failing=told)
+        facts = {"cause": "process 0 of node 1 ended: exit 1", "kind": "process-crash"}
+        self.add(Kind.MEMBER_LOST, node=1, role=2, slot=0, incarnation=0, **facts)
+        self.add(Kind.EPOCH_CLOSED, node=1, **facts)
+        self.set(phase="closing", failing=facts)
 
     def drain(self) -> None:
         self.add(Kind.EPOCH_CLOSED, kind="drained", cause="node 1 is drained")
@@ -153,34 +153,36 @@ def shown(run: Synthetic, skew: float = 0.0) -> tuple[View, dict[str, dict[str, 
     found: dict[str, dict[str, Any]] = {}
     drawn = page.to_dict(seen)
     banner = drawn["banner"]
-    failures = [one for one in drawn["recoveries"] if not one["planned"]]
+    failures = [failure for failure in drawn["recoveries"] if not failure["planned"]]
     found["page"] = {
         **{name: banner[name] for name in ("title", "to_do", "state", "look", "spares")},
         "failed": banner["failure"] is not None,
         "iteration": drawn["iteration"],
         "survived": drawn["survived"],
-        "causes": [one["text"] for one in failures],
-        "advice": [one["to_do"] for one in failures],
-        "kinds": sorted(one["kind"] for one in failures),
+        "causes": [failure["text"] for failure in failures],
+        "advice": [failure["to_do"] for failure in failures],
+        "kinds": sorted(failure["kind"] for failure in failures),
         "exposed": len(drawn["status"]["fewer_copies"]),
         "goodput": drawn["goodput"],
         "risk": dict(drawn["facts"]).get("lost if a node fails now (RPO)"),
     }
     lines = report.describe(RUN, seen)
     facts = report.to_dict(RUN, seen)
-    failures = [one for one in facts["failures"] if not one["planned"]]
+    failures = [failure for failure in facts["failures"] if not failure["planned"]]
     found["report"] = {
         "title": lines[0].removeprefix(f"{RUN}: ").removesuffix(f" ({seen.reason})"),
         "to_do": (lines[1] if "to do: " in lines[1] else "to do: ").split("to do: ")[1],
         **{name: facts[name] for name in ("state", "goodput")},
         "iteration": facts["last_iteration"],
-        "survived": sum(one["recovered"] for one in failures),
-        "kinds": sorted(one["kind"] for one in failures),
+        "survived": sum(failure["recovered"] for failure in failures),
+        "kinds": sorted(failure["kind"] for failure in failures),
         "causes": [line.split(" ", 2)[2] for line in lines if line.startswith("failure ")],
-        "advice": [one["to_do"] for one in failures],
+        "advice": [failure["to_do"] for failure in failures],
     }
     found_samples = [sample for metric in metrics(seen, {}) for sample in metric.samples]
-    samples = {".".join((one.name, *one.labels.values())): one.value for one in found_samples}
+    samples = {
+        ".".join((sample.name, *sample.labels.values())): sample.value for sample in found_samples
+    }
     (state,) = [state for state in State if samples[f"deadpool_state.{state}"]]
     exposed = samples.get("deadpool_exposed_roles")
     named = "deadpool_failures_total."
@@ -195,17 +197,17 @@ def shown(run: Synthetic, skew: float = 0.0) -> tuple[View, dict[str, dict[str, 
     }
     if status is not None and seen.state is not State.OVER:
         run_directory = RunDirectory(RUN)
-        told = [
+        facts = [
             line.text.strip()
             for line in status_command.status_lines(run_directory, seen, every=True)
         ]
-        (survived,) = [line.rpartition(" ")[2] for line in told if "failures survived" in line]
+        (survived,) = [line.rpartition(" ")[2] for line in facts if "failures survived" in line]
         found["status"] = {
-            "title": told[0].split("; iteration ")[0],
-            "iteration": int(told[0].split("; iteration ")[1].split()[0].strip(";,")),
-            "to_do": told[1].removeprefix("to do: ") if told[1].startswith("to do: ") else "",
+            "title": facts[0].split("; iteration ")[0],
+            "iteration": int(facts[0].split("; iteration ")[1].split()[0].strip(";,")),
+            "to_do": facts[1].removeprefix("to do: ") if facts[1].startswith("to do: ") else "",
             "survived": int(survived),
-            "risk": next((t.split("(RPO): ")[1] for t in told if "(RPO): " in t), None),
+            "risk": next((t.split("(RPO): ")[1] for t in facts if "(RPO): " in t), None),
         }
         found["watch"] = watched(status, story, now)
     return seen, found
@@ -213,14 +215,14 @@ def shown(run: Synthetic, skew: float = 0.0) -> tuple[View, dict[str, dict[str, 
 
 def watched(status: Mapping[str, Any], story: Story, now: float) -> dict[str, Any]:
     """What `deadpool run` and `deadpool watch` say where no events come."""
-    said = list[str]()
-    follower = Follower(RunDirectory(RUN), Mock(spec=Display, line=lambda t, s: said.append(t)))
+    outputs = list[str]()
+    follower = Follower(RunDirectory(RUN), Mock(spec=Display, line=lambda t, s: outputs.append(t)))
     follower._story = story
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deadpool_megatron.cli.common.time.time", lambda: now)
         patch.setattr(StatusPoller, "status", lambda _: status)
         follower._poll_status(is_long=True)
-    (line,) = said
+    (line,) = outputs
     first, _, to_do = line.split("  ", 1)[1].partition(". To do: ")
     title, _, iteration = first.rpartition("; iteration ")
     return {"title": title, "iteration": int(iteration), "to_do": to_do}
@@ -229,7 +231,7 @@ def watched(status: Mapping[str, Any], story: Story, now: float) -> dict[str, An
 def hold(run: Synthetic, skew: float = 0.0) -> View:
     seen, found = shown(run, skew)
     story = seen.story
-    failures = [one for one in story.shown if not one.planned]
+    failures = [failure for failure in story.shown if not failure.planned]
     is_open = seen.status is not None and seen.status["epoch"] and seen.state is not State.OVER
     no_epoch = seen.status is None or seen.exposed is None
     expected = {
@@ -241,9 +243,9 @@ def hold(run: Synthetic, skew: float = 0.0) -> View:
         "failed": bool(failures),
         "iteration": seen.iteration,
         "survived": story.survived,
-        "causes": [label(one, story.hosts) for one in failures],
-        "advice": [seen.advice(one) for one in failures],
-        "kinds": sorted(one.kind for one in failures),
+        "causes": [label(failure, story.hosts) for failure in failures],
+        "advice": [seen.advice(failure) for failure in failures],
+        "kinds": sorted(failure.kind for failure in failures),
         "exposed": len(seen.exposed or []),
         "goodput": story.goodput(seen.until),
         "risk": seen.at_risk() if is_open else None,
@@ -332,10 +334,14 @@ def test_a_bug_is_called_so_and_nothing_is_attached_to_a_run_that_is_over() -> N
     for act in ("crash", "recover", "lose_node", "recover", "end_by_bug"):
         run.do(act)
     seen = hold(run)
-    assert [one.kind for one in seen.story.failures] == ["process-crash", "node-lost", "bug"]
+    assert [failure.kind for failure in seen.story.failures] == [
+        "process-crash",
+        "node-lost",
+        "bug",
+    ]
     assert seen.to_do.startswith("fix the program or the data first")
     assert "; process 0" in seen.reason, "all of the reason"
-    assert not any("--attach" in seen.advice(one) for one in seen.story.failures)
+    assert not any("--attach" in seen.advice(failure) for failure in seen.story.failures)
     lines = list[Line]()
     narrator = Narrator(Story())
     for event in run.events:
@@ -380,7 +386,7 @@ def test_dates_of_who_looks_do_not_count() -> None:
     run = Synthetic()
     run.open()
     run.step()
-    for skew, said in ((0.0, 0), (3.0, 0), (7200.0, 1), (-400.0, 1)):
+    for skew, count in ((0.0, 0), (3.0, 0), (7200.0, 1), (-400.0, 1)):
         seen = hold(run, skew)
-        assert (seen.title, len(seen.notes())) == ("Running", said)
+        assert (seen.title, len(seen.notes())) == ("Running", count)
         assert seen.step_seconds_ago == pytest.approx(1.0)

@@ -43,30 +43,30 @@ def order(kind: str, name: str) -> dict[str, Any]:
 
 def node_of(directory: Path) -> tuple[NodeExports, SlowVault, list[dict[str, Any]]]:
     """A node with its vault, and what it says."""
-    said: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     vault, run = SlowVault(directory), RunDirectory(directory / "run")
     info: Any = SimpleNamespace(settings=Settings(), run_id="id")
     (run.path / "logs").mkdir(parents=True)
     logs = LocalLogs(directory / "logs")
     options: Any = SimpleNamespace(node=0, run=run, info=info, segments=directory)
-    exports = NodeExports(options, vault.take, logs, lambda m: said.append(dict(m)))
-    return exports, vault, said
+    exports = NodeExports(options, vault.take, logs, lambda m: reports.append(dict(m)))
+    return exports, vault, reports
 
 
-async def set_aside(exports: NodeExports, vault: SlowVault, said: list[dict[str, Any]]) -> None:
+async def set_aside(exports: NodeExports, vault: SlowVault, reports: list[dict[str, Any]]) -> None:
     """The first export is taken, and it is told."""
     exports.order(order("take", "1.1"))
     await until(lambda: "1.1" in vault.answers)
     vault.answers["1.1"].set_result(taken(exports._segments))
-    await until(lambda: said)
+    await until(lambda: reports)
 
 
 async def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(
     tmp_path: Path,
 ) -> None:
-    exports, vault, said = node_of(tmp_path)
-    await set_aside(exports, vault, said)
-    assert said.pop() == {
+    exports, vault, reports = node_of(tmp_path)
+    await set_aside(exports, vault, reports)
+    assert reports.pop() == {
         "t": "export",
         "name": "1.1",
         "step": "taken",
@@ -86,9 +86,9 @@ async def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(
     await until(lambda: not (tmp_path / "taken-1.2-0").exists())
     assert (tmp_path / "taken-1.3-0").exists()
     vault.answers["1.3"].set_exception(VaultError("no room"))
-    await until(lambda: said)
+    await until(lambda: reports)
     failed = {"t": "export", "name": "1.3", "step": "failed", "text": "no room", "code": "failed"}
-    assert said == [failed]
+    assert reports == [failed]
     assert not list(tmp_path.glob("taken-*"))
     await exports.close()
 
@@ -103,21 +103,21 @@ async def test_an_exporter_that_cannot_be_started_ends_its_export_only(
     """An error that got out of an order would end the connection, and with it the node."""
     monkeypatch.setattr(agent_exports, "start_child", no_processes)
     (tmp_path / "taken-0.9-0").touch()  # of an agent that was killed
-    exports, vault, said = node_of(tmp_path)
+    exports, vault, reports = node_of(tmp_path)
     assert not list(tmp_path.glob("taken-*"))
-    await set_aside(exports, vault, said)
+    await set_aside(exports, vault, reports)
     exports.order(
         {**order("write", "1.1"), "directory": str(tmp_path / ".export-id-1.1"), "roles": [0]}
     )
-    assert [message["step"] for message in said] == ["taken", "failed"]
-    assert "no more processes" in said[-1]["text"]
+    assert [message["step"] for message in reports] == ["taken", "failed"]
+    assert "no more processes" in reports[-1]["text"]
     assert not list(tmp_path.glob("taken-*"))
 
 
 async def test_an_exporter_that_failed_is_told_with_its_last_words(tmp_path: Path) -> None:
     LocalLogs(tmp_path / "logs").log("node0-persist").write_text("ValueError: no room\n")
-    exports, _, said = node_of(tmp_path)
+    exports, _, reports = node_of(tmp_path)
     exports._name = "1.1"
     exports._written("1.1", tmp_path, ProcessEnd(exit_code=1))
     text = "the exporter ended with exit status 1: ValueError: no room"
-    assert (said[0]["step"], said[0]["text"]) == ("failed", text)
+    assert (reports[0]["step"], reports[0]["text"]) == ("failed", text)

@@ -143,10 +143,10 @@ def test_improper_proofs(proof: object) -> None:
 
 def test_a_door_stays_shut_to_whoever_does_not_know_the_secret() -> None:
     """The blocking form, which vaults use: the challenge is followed by a look at the answer."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
+    near, far = socket.socketpair()
+    with near, far:
         stranger = auth.Handshake(b"another secret", "run", "")
-        framing.send(theirs, stranger.hello())
-        framing.send(theirs, {"t": "answer", "proof": stranger._proof("connect")})
+        framing.send(far, stranger.hello())
+        framing.send(far, {"t": "answer", "proof": stranger._proof("connect")})
         with pytest.raises(auth.AuthenticationError):
-            auth.accept(ours, SECRET, "run")
+            auth.accept(near, SECRET, "run")

@@ -90,22 +90,22 @@ def _by_reader(data: bytes) -> Outcome:
 
 
 def _by_socket(data: bytes) -> Outcome:
-    ours, theirs = socket.socketpair()
+    near, far = socket.socketpair()
     found: list[dict[str, Any]] = []
-    with ours:
-        ours.settimeout(20)
-        with theirs:
-            writer = threading.Thread(target=_write, args=(theirs, data))
+    with near:
+        near.settimeout(20)
+        with far:
+            writer = threading.Thread(target=_write, args=(far, data))
             writer.start()
             try:
                 while True:
-                    found.append(framing.receive(ours, _LIMIT))
+                    found.append(framing.receive(near, _LIMIT))
             except ConnectionClosed:
                 return found, "end"
             except WireError:
                 return found, "garbage"
             finally:
-                ours.shutdown(socket.SHUT_RDWR)
+                near.shutdown(socket.SHUT_RDWR)
                 writer.join()
 
 
@@ -189,7 +189,7 @@ def many_descriptors() -> Iterator[None]:
 @pytest.mark.usefixtures("many_descriptors")
 def test_a_high_number_is_a_descriptor_like_any_other() -> None:
     reader, writer = os.pipe()
-    high_reader, high_writer = (fcntl.fcntl(one, fcntl.F_DUPFD, _HIGH) for one in (reader, writer))
+    high_reader, high_writer = (fcntl.fcntl(end, fcntl.F_DUPFD, _HIGH) for end in (reader, writer))
     with pytest.raises(ValueError, match="out of range"):
         select.select([high_reader], [], [], 0)
     assert not readable(high_reader, 0)

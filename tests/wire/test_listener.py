@@ -44,10 +44,10 @@ async def test_who_says_nothing_stays_in_the_kernel(strangers: int) -> None:
     assert strangers > 1000 or inside.refusals == []
 
 
-def crowd(address: Address, count: int, said: bytes) -> list[socket.socket]:
+def crowd(address: Address, count: int, data: bytes) -> list[socket.socket]:
     connections = [socket.create_connection(address) for _ in range(count)]
     for connection in connections:
-        connection.sendall(said)
+        connection.sendall(data)
     return connections
 
 
@@ -65,7 +65,7 @@ async def test_a_crowd_of_strangers_keeps_nobody_out() -> None:
     assert 25 <= len(crowded) <= 40, "it came after them and had to wait for its turn"
 
 
-async def come_again(connection: socket.socket, said: bytes) -> None:
+async def come_again(connection: socket.socket, data: bytes) -> None:
     """A stranger who connects anew whenever he is put out."""
     address, loop = connection.getpeername(), asyncio.get_running_loop()
     while True:
@@ -73,7 +73,7 @@ async def come_again(connection: socket.socket, said: bytes) -> None:
             connection.setblocking(False)
             await loop.sock_recv(connection, 1)
         connection = socket.create_connection(address)
-        connection.sendall(said)
+        connection.sendall(data)
 
 
 @pytest.mark.slow
@@ -82,9 +82,9 @@ async def test_strangers_who_come_again_keep_nobody_out() -> None:
     """Put out one after the other, with a last call for each, they held every place for ever."""
 
     async with open_door(max_pending=100) as (inside, address):
-        said = b"D"
-        connections = crowd(address, 600, said)
-        strangers = [asyncio.create_task(come_again(one, said)) for one in connections]
+        data = b"D"
+        connections = crowd(address, 600, data)
+        strangers = [asyncio.create_task(come_again(one, data)) for one in connections]
         # Twenty a second would be more than this time for those who stand before the agents.
         async with asyncio.timeout(SECONDS):
             writers = await asyncio.gather(*(enter(address) for _ in range(16)))
