@@ -23,17 +23,17 @@ from functools import partial
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.agent.contact import CoordinatorAddress, Fence, StandbyKeeper
+from deadpool_megatron.cluster.agent.contact import CoordinatorAddress, Fence, StandbySupervisor
 from deadpool_megatron.cluster.agent.evidence import LastStacks
 from deadpool_megatron.cluster.agent.exporter import NodeExports
 from deadpool_megatron.cluster.agent.members import Member, NodeMembers, wait_drained, wait_ended
-from deadpool_megatron.cluster.agent.node_check import Examiner
+from deadpool_megatron.cluster.agent.node_check import NodeChecker
 from deadpool_megatron.cluster.agent.options import (
     AgentOptions,
     device_environment,
     member_spec,
 )
-from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultKeeper
+from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultSupervisor
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.rendezvous import StoreRelay
@@ -75,7 +75,7 @@ class Agent:
         self._exit_code = 0
         self._ending: tuple[str, bool] | None = None
         self._cut_limit = Fence(self._settings)
-        self._standby: StandbyKeeper | None = None
+        self._standby: StandbySupervisor | None = None
 
     async def run(self) -> int:
         """Serve until the run is over; returns the exit status of the agent."""
@@ -86,7 +86,7 @@ class Agent:
         run = self._options.run
         self._files = Files(self._options.logs, run.logs, run.check_own)
         if self._options.standby:
-            self._standby = StandbyKeeper(
+            self._standby = StandbySupervisor(
                 self._options.standby,
                 self._logs.log(f"node{self._node}-standby"),
                 on_look=self._cut_limit.looked,
@@ -114,13 +114,13 @@ class Agent:
         self._members.incarnations |= incarnations(self._node, self._segments)
         self._store = StoreRelay(self._link.send)
         self._stacks = LastStacks(self._node, lambda: self._record, self._link.send)
-        self._vault = VaultKeeper(
+        self._vault = VaultSupervisor(
             self._options,
             report=self._link.send,
             listing_changed=self._write_listing,
             logs=self._logs,
         )
-        self._examiner = Examiner(self._options, self._link.send, lambda: self._shown)
+        self._examiner = NodeChecker(self._options, self._link.send, lambda: self._shown)
         vault, send = self._vault, self._link.send
         self._exports = NodeExports(self._options, vault.take, self._logs, send)
         run_id = self._options.info.run_id
@@ -427,7 +427,7 @@ class Agent:
             self._exit_code = code
             print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
         comes_again = self._options.keeps_slots and code != ExitStatus.EXCLUDED
-        self._end(why, not (keep or (comes_again and not self._leaving.is_told)))
+        self._end(why, not (keep or (comes_again and not self._leaving.is_ordered)))
 
     def _end(self, reason: str, remove: bool) -> None:
         if self._ending is None:
@@ -468,17 +468,17 @@ class Departure:
         self._options, self._end = options, end
         self._drain: asyncio.Task[None] | None = None
         self.exit_status = 0
-        self.is_told = False
+        self.is_ordered = False
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._told)
 
     def status(self, exit_code: int) -> int:
         """Returns the exit status of an agent that ends for a reason of its own (``exit_code``), or
         for none. One that is told to end as well does not come back, as if it were only fenced."""
-        is_told = exit_code and self.is_told
-        return ExitStatus.TERMINATED if is_told else exit_code or self.exit_status
+        is_ordered = exit_code and self.is_ordered
+        return ExitStatus.TERMINATED if is_ordered else exit_code or self.exit_status
 
     def _told(self) -> None:
-        self.is_told = True
+        self.is_ordered = True
         if self._drain is not None or not self._options.leave_seconds:
             self._end()
             return

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.journal.terms import Rhythm
+from deadpool_megatron.cluster.journal.terms import HeartbeatTiming
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, start_child
 from deadpool_megatron.cluster.process.logs import read
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, address_in
@@ -27,11 +27,11 @@ _RESTART_SECONDS = 1.0
 _END_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _LINE_BYTES = 1 << 16
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 Address = tuple[str, int]
 
 
-class StandbyKeeper:
+class StandbySupervisor:
     """Keeps one watching standby alive. One that has claimed a term continues as the coordinator,
     and ends with this process at the latest. Used from the agent's loop only.
 
@@ -216,7 +216,7 @@ class CoordinatorAddress:
     def __init__(
         self, run: RunDirectory, fixed: Address | None, seen: Callable[[], Address | None]
     ) -> None:
-        self._text = TimedRead(partial(read, run.coordinator, 0, _MOST_BYTES))
+        self._text = TimedRead(partial(read, run.coordinator, 0, _MAX_BYTES))
         self._seen = seen
         self._told = fixed
 
@@ -243,16 +243,16 @@ class Fence:
 
     A coordinator that shows no sign of life gives nothing away, so while the journal can be read
     and the sign stands still, training continues. After such a gap it counts every silence again;
-    see :class:`~deadpool_megatron.cluster.journal.terms.Rhythm`. One that takes over gives every
-    node ``rejoin_seconds`` from its claim; the node allows itself the same share of that as F is of
-    G.
+    see :class:`~deadpool_megatron.cluster.journal.terms.HeartbeatTiming`. A coordinator that takes
+    over gives every node ``rejoin_seconds`` from its claim; the node allows itself the same share
+    of that as F is of G.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._limit = settings.fence_seconds
         share = settings.fence_seconds / settings.node_silence_seconds
         self._rejoin_limit = settings.rejoin_seconds * share
-        self._rhythm = Rhythm.of(settings)
+        self._rhythm = HeartbeatTiming.of(settings)
         self._contact: float | None = None
         self._contact_term = 0
         self._mark: tuple[int, str] | None = None

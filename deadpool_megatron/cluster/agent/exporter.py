@@ -29,7 +29,7 @@ _PAUSE_SECONDS = 0.02
 
 class NodeExports:
     """One export at a time; a new order ends an older one. ``take``: see
-    :meth:`.vault_process.VaultKeeper.take`. For the agent's loop.
+    :meth:`.vault_process.VaultSupervisor.take`. For the agent's loop.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class FreezeDetector:
         """A beat arrived."""
         self._alive_at = now
 
-    def forgive(self, seconds: float, now: float) -> None:
+    def reset_timers(self, seconds: float, now: float) -> None:
         """The watching process itself did not run for so long: nobody else is to blame."""
         self._alive_at = min(self._alive_at + seconds, now)
 
@@ -325,7 +325,7 @@ class NodeMembers:
         self._checked_at = now
         for member in list(self.by_local_rank.values()):
             if late > self._settings.beat_interval_seconds:
-                member.freeze.forgive(late, now)
+                member.freeze.reset_timers(late, now)
             member.check(now)
 
     async def kill_all(self, cause: str, deadline_seconds: float) -> None:

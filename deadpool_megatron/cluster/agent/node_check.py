@@ -23,7 +23,7 @@ LOOK_SECONDS = 60.0
 _LIMIT_SECONDS = 30.0
 
 
-class Examiner:
+class NodeChecker:
     """``send``: to the coordinator; ``record()``: the newest one that the node knows. Used from the
     agent's loop only.
     """

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.link.pacing import is_told
+from deadpool_megatron.cluster.link.pacing import is_reported
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.process.children import (
     ChildWatch,
@@ -54,7 +54,7 @@ class VaultGivenUp(Exception):
     """This node has no vault any more, and will not get one; the text says why."""
 
 
-class VaultKeeper:
+class VaultSupervisor:
     """One vault process after the other. ``report`` sends a frame to the coordinator.
 
     Whatever waits for the vault raises VaultGivenUp when the node cannot continue without one.
@@ -325,7 +325,7 @@ class VaultKeeper:
 
     def _event(self, event: Event) -> None:
         roles = () if self._record is None else self._record.seats
-        if event.kind in _ROUTINE and not is_told(
+        if event.kind in _ROUTINE and not is_reported(
             event.role or 0, event.iteration or 0, max(1, len(roles))
         ):
             return

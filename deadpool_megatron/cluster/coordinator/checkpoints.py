@@ -1,4 +1,4 @@
-"""Checkpoints on the disk, from the wish for one to what is left of it: saves, exports, dumps.
+"""Checkpoints on the disk, from the request for one to what is left of it: saves, exports, dumps.
 
 A *save* is written by the roles themselves, who ask for it to count when all files are there. An
 *export* is written beside the training, in three steps: *taking* (every vault with a role sets the
@@ -52,7 +52,7 @@ from deadpool_megatron.vault.errors import Code
 
 # Where nobody says how often: this long after the last one, and so many times what it took.
 _USUAL_SECONDS = 1800.0
-_LEAST_PAUSE = 9
+_MIN_PAUSE = 9
 # Of the time that is left to a run: the rest is for the dump that follows.
 _SHARE_OF_EXPORT = 0.5
 # How long at most the dump waits for the room that an unfinished export has taken.
@@ -63,8 +63,8 @@ _LAST = "the run is about to end, and writes its own last export"
 
 
 @dataclass(frozen=True)
-class Wish:
-    """One that is to begin as soon as it can; ``number``: of the request for it, 0 for none."""
+class ExportRequest:
+    """An export that is to begin as soon as it can; ``number``: of the user's request, or 0."""
 
     directory: Path
     number: int = 0
@@ -91,7 +91,7 @@ class Export:
     name: str
     epoch: int
     iteration: int
-    wish: Wish
+    request: ExportRequest
     unfinished: Path
     limit: float
     nodes: frozenset[int]
@@ -110,7 +110,7 @@ class Export:
     @property
     def final(self) -> Path:
         """Return where it will be."""
-        return self.wish.directory / f"iter_{self.iteration:07d}"
+        return self.request.directory / f"iter_{self.iteration:07d}"
 
 
 class Checkpoints:
@@ -139,7 +139,7 @@ class Checkpoints:
         # Iterations between an order and the one it is about; more after one that was too late.
         self._margin = MIN_MARGIN
         self._count = 0
-        self._wish: Wish | None = None
+        self._request: ExportRequest | None = None
         self._leaving: PendingEnd | None = None
         self._dumped: ExportDump | None = None
         self._export: Export | None = None
@@ -152,9 +152,9 @@ class Checkpoints:
         self.is_used = True
         match order:
             case BeginExport(number, directory):
-                self._wish, self._margin = Wish(Path(directory), number), MIN_MARGIN
+                self._request, self._margin = ExportRequest(Path(directory), number), MIN_MARGIN
                 if self._leaving is not None:
-                    self._unwish(_LAST)
+                    self._refuse_request(_LAST)
             case EndRun(reason, seconds):
                 self._end_run(reason, seconds)
             case ExportDump():
@@ -245,9 +245,9 @@ class Checkpoints:
             said.until, said.ends = min(until, said.until), min(ends, said.ends)
             return
         self._leaving = PendingEnd(reason, until, ends, _SHARE_OF_REMOVAL * seconds)
-        if export is None or export.wish.directory != self._directory:
-            self._unwish(_LAST)
-            self._wish, self._margin = Wish(self._directory), MIN_MARGIN
+        if export is None or export.request.directory != self._directory:
+            self._refuse_request(_LAST)
+            self._request, self._margin = ExportRequest(self._directory), MIN_MARGIN
         text = (
             f"{reason}: the run ends within {seconds:g} s; a last checkpoint is written in the"
             f" background, for {_SHARE_OF_EXPORT * seconds:g} s at most, then the state is dumped"
@@ -257,7 +257,7 @@ class Checkpoints:
 
     def _leave(self, reason: str, ends: float | None) -> None:
         self._leaving = None
-        self._unwish("the run ends")
+        self._refuse_request("the run ends")
         if self._export is not None and not self._export.is_publishing:
             self._abandon("the run ends")  # it must not write while the nodes dump
         seconds = None if ends is None else max(0.0, ends - time.monotonic())
@@ -312,7 +312,7 @@ class Checkpoints:
 
     def _begin_if_due(self, state: State) -> None:
         if state.phase in LAST_PHASES:
-            self._unwish("the run is over")
+            self._refuse_request("the run is over")
         if self._dumped is not None and state.phase is Phase.DUMPING:
             self._begin_dump(self._dumped)
             return
@@ -323,23 +323,23 @@ class Checkpoints:
             return
         # With a cadence there are generations of every n-th iteration only.
         epoch, every = state.record.epoch, state.record.protection.every
-        wish, self._wish = self._wish, None
-        if wish is not None:
+        request, self._request = self._request, None
+        if request is not None:
             iteration: int | None = next_due(state.reached + self._margin, every)
         else:
-            wish = Wish(self._directory)
+            request = ExportRequest(self._directory)
             iteration = self._interval.due(epoch, every, self._margin)
             if self._by_time and time.monotonic() >= self._due:
                 iteration = next_due(state.reached + self._margin, every)
         if iteration is not None:
             nodes = (seat.node for seat in state.record.seats.values())
-            self._export = self._new(iteration, epoch, wish, nodes)
+            self._export = self._new(iteration, epoch, request, nodes)
             self._order(self._export, "take", self._export.nodes)
 
     def _begin_dump(self, order: ExportDump) -> None:
-        restore, wish = order.restore, Wish(self._directory)
+        restore, request = order.restore, ExportRequest(self._directory)
         iteration, lineage = restore.generation.iteration, restore.generation.lineage
-        export = self._new(iteration, lineage, wish, order.roles.values())
+        export = self._new(iteration, lineage, request, order.roles.values())
         export.dump, export.step, export.boundary = order, "writing", restore.boundary
         export.generation = restore.generation
         self._export, self._dumped = export, None
@@ -352,16 +352,18 @@ class Checkpoints:
             roles = sorted(role for role, writer in order.roles.items() if writer == node)
             self._order_writing(export, "dump", [node], order.roles, dump={**dump, "roles": roles})
 
-    def _new(self, iteration: int, epoch: int, wish: Wish, nodes: Iterable[int]) -> Export:
+    def _new(
+        self, iteration: int, epoch: int, request: ExportRequest, nodes: Iterable[int]
+    ) -> Export:
         if not self._count:
             # What an earlier coordinator has left may take the room of this one.
             self._remover.submit(remove_unfinished, self._directory, self._run_id, self._term)
         self._count += 1
         name = f"{self._term}.{self._count}"
         limit = time.monotonic() + self._settings.persist_seconds
-        unfinished = run_files.unfinished_export(wish.directory, self._run_id, name)
+        unfinished = run_files.unfinished_export(request.directory, self._run_id, name)
         there = frozenset(nodes)
-        return Export(name, epoch, iteration, wish, unfinished, limit, there, set(there))
+        return Export(name, epoch, iteration, request, unfinished, limit, there, set(there))
 
     def _order(self, export: Export, what: str, nodes: Iterable[int], **content: Any) -> None:
         order = {"t": f"export-{what}", "name": export.name, "iteration": export.iteration}
@@ -381,7 +383,7 @@ class Checkpoints:
             self._abandon(f"the roles have pinned different moments: {moments}")
             return
         self._margin = MIN_MARGIN
-        if export.wish.directory == self._directory:
+        if export.request.directory == self._directory:
             self._interval.taken(export.iteration)
         ((export.generation, _),) = found
         export.step, export.awaited = "writing", set(export.nodes)
@@ -394,7 +396,7 @@ class Checkpoints:
         assert generation is not None
         restore = Restore("durable", generation, export.boundary, str(final))
         # Of what somebody has asked for nothing is pruned.
-        is_own = not export.wish.number
+        is_own = not export.request.number
 
         def counts() -> bool:
             # A recovery may have decided while the files were synced.
@@ -419,7 +421,7 @@ class Checkpoints:
                 self._context.warn(f"old checkpoints are not removed: {error}")
         self._export = None
         self._answer(export, restore.path)
-        if (leaving := self._leaving) is not None and self._wish is None and export.dump is None:
+        if (leaving := self._leaving) is not None and self._request is None and export.dump is None:
             self._leave(leaving.reason, leaving.ends)
         self._tell()
 
@@ -429,11 +431,11 @@ class Checkpoints:
         export, self._export, leaving = self._export, None, self._leaving
         assert export is not None
         self._order(export, "drop", export.nodes)
-        is_of_interval = not export.wish.number and leaving is None
+        is_of_interval = not export.request.number and leaving is None
         if again and self._margin < MAX_MARGIN:
             self._margin *= 2
             if not is_of_interval:  # else it is still due
-                self._wish = self._wish or export.wish
+                self._request = self._request or export.request
         else:
             self._margin = MIN_MARGIN
             if is_of_interval and export.generation is None:
@@ -444,7 +446,7 @@ class Checkpoints:
         self._context.warn(
             f"no checkpoint of iteration {export.iteration} in the background: {why}"
         )
-        is_last = self._wish is None and export.dump is None
+        is_last = self._request is None and export.dump is None
         if leaving is not None and is_last:
             # The dump may need the room that it has taken: it waits until that is removed.
             leaving.until = time.monotonic() + leaving.removal_seconds
@@ -465,18 +467,18 @@ class Checkpoints:
     def _answer(self, export: Export, path: str) -> None:
         """Tell who waits for its end, unless it is tried again. ``path``: empty if it came to
         nothing."""
-        number = export.wish.number
-        if number and (self._wish is None or self._wish.number != number):
+        number = export.request.number
+        if number and (self._request is None or self._request.number != number):
             error = "" if path else self._last["error"]
             self._told.append(inputs.Exported(number, export.iteration, path, error))
         if export.dump is not None:
             self._told.append(inputs.DumpExported(export.dump.restore.generation, path))
 
-    def _unwish(self, why: str) -> None:
+    def _refuse_request(self, why: str) -> None:
         """Drop what was to begin."""
-        wish, self._wish = self._wish, None
-        if wish is not None and wish.number:
-            self._told.append(inputs.Exported(wish.number, 0, "", why))
+        request, self._request = self._request, None
+        if request is not None and request.number:
+            self._told.append(inputs.Exported(request.number, 0, "", why))
 
     def _tell(self) -> None:
         told, self._told = self._told, []
@@ -529,7 +531,7 @@ class Checkpoints:
             return str(error)
         now = time.monotonic()
         began = now if self._export is None else self._export.limit - self._settings.persist_seconds
-        self._due = now + max(_USUAL_SECONDS, _LEAST_PAUSE * (now - began))
+        self._due = now + max(_USUAL_SECONDS, _MIN_PAUSE * (now - began))
         (epoch, iteration), data["path"] = restore.generation.to_list(), restore.path
         self._context.files.write(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
         how = (restore.boundary, restore.identity)

@@ -42,7 +42,7 @@ DETAIL_VARIABLE = "DEADPOOL_EVENT_DETAIL"
 PERIOD_SECONDS = 10.0
 # Of the times of a commit the one that is told.
 _TOLD = {"ship_seconds": max, "window_seconds": min, "commit_seconds": max}
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 _BATCH_BYTES = 1 << 20
 _SYNC_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
@@ -217,9 +217,9 @@ class EventWriter:
     came above the limit is counted, and told in one line then.
     """
 
-    def __init__(self, log: EventLog, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, log: EventLog, max_bytes: int = _MAX_BYTES) -> None:
         self._log = log
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._lines: deque[bytes] = deque()
         self._recent = deque[Event](maxlen=_SHOWN_EVENTS)
@@ -241,7 +241,7 @@ class EventWriter:
                 if event.kind is Kind.STEP and self._recent and self._recent[-1].kind is Kind.STEP:
                     self._recent.pop()
                 self._recent.append(event)
-            if self._bytes + len(line) > self._most_bytes:
+            if self._bytes + len(line) > self._max_bytes:
                 self._dropped += 1
                 return
             self._append(line)

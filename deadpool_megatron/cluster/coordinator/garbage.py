@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 
 # A search for garbage among so many takes some milliseconds.
-_MOST_NEW_OBJECTS = 20_000
-_MOST_OLD_OBJECTS = 100_000
+_MAX_NEW_OBJECTS = 20_000
+_MAX_OLD_OBJECTS = 100_000
 _OLD_SECONDS = 3600.0
 
 
@@ -28,13 +28,13 @@ class GarbageSearch:
         """Look through the new objects, and once an hour through those that were new before. More
         than can be looked through in a moment are those of all roles: nobody looks at them again.
         """
-        if len(gc.get_objects(0)) > _MOST_NEW_OBJECTS:
+        if len(gc.get_objects(0)) > _MAX_NEW_OBJECTS:
             gc.freeze()
             return
         gc.collect(1)
         if now >= self._old_at:
             self._old_at = now + _OLD_SECONDS
-            if len(gc.get_objects(2)) > _MOST_OLD_OBJECTS:
+            if len(gc.get_objects(2)) > _MAX_OLD_OBJECTS:
                 gc.freeze()
             else:
                 gc.collect()

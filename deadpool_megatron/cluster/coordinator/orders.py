@@ -26,7 +26,7 @@ _NAMES: Mapping[type[actions.Action], str] = {
 }
 
 
-class Told:
+class RecordFrames:
     """A record as agents are told it: one frame, the same for all of them, and the sources of its
     own roles to each. The history of the run is the journal's alone.
     """
@@ -52,7 +52,7 @@ class Orders:
     def __init__(self, options: CoordinatorOptions, peers: Peers) -> None:
         self._options = options
         self._peers = peers
-        self._told: Told | None = None
+        self._told: RecordFrames | None = None
 
     def give(self, order: actions.Action) -> None:
         """Send it to whom it is for. It arrives once, on this connection or on the next one; of
@@ -103,9 +103,9 @@ class Orders:
         if peer is not None and peer.welcomed and not peer.dropped:
             peer.send_frame(frame)
 
-    def prepare(self, record: EpochRecord) -> Told:
+    def prepare(self, record: EpochRecord) -> RecordFrames:
         """Make what all agents are told of a record, once for all of them; in any thread."""
-        self._told = told = Told(record)
+        self._told = told = RecordFrames(record)
         return told
 
     def _tell(self, peer: AgentPeer, record: EpochRecord) -> None:

@@ -52,7 +52,7 @@ class RunEnd:
         self._context, self._checkpoints = context, checkpoints
         self._newest_term, self._end = newest_term, end
         self._is_writing = False
-        self._is_hurried = False
+        self._is_expedited = False
         self._status = 0
 
     def finish(self, finish: Finish) -> None:
@@ -60,9 +60,9 @@ class RunEnd:
         self._is_writing = True
         self._context.spawn(self._finish(finish))
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """Wait no longer for what is under way."""
-        self._is_hurried = True
+        self._is_expedited = True
 
     def exit(self) -> None:
         """End, unless the result is yet to be written: agents that are told to stop later than the
@@ -110,7 +110,7 @@ class RunEnd:
         began, told = time.monotonic(), False
         while left := ", ".join(self._checkpoints.under_way()):
             waited = time.monotonic() - began
-            if waited > limit_seconds or self._is_hurried:
+            if waited > limit_seconds or self._is_expedited:
                 self._context.warn(
                     f"the run ends before this is valid, after {waited:.0f} s: {left}"
                 )

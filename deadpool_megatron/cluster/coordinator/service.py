@@ -37,7 +37,7 @@ from deadpool_megatron.cluster.coordinator.succession import (
 )
 from deadpool_megatron.cluster.coordinator.watchdog import Watchdog
 from deadpool_megatron.cluster.journal import journal
-from deadpool_megatron.cluster.journal.terms import Rhythm, SignOfLife
+from deadpool_megatron.cluster.journal.terms import HeartbeatTiming, SignOfLife
 from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.link.rendezvous import CoordinatorStore
@@ -82,9 +82,9 @@ class Coordinator:
         self.sign = SignOfLife(
             self._journal,
             term,
-            Rhythm.of(self._settings),
-            is_heard=self._is_heard,
-            on_gap=self.peers.forgive,
+            HeartbeatTiming.of(self._settings),
+            is_reachable=self._is_heard,
+            on_gap=self.peers.reset_timers,
             on_newer=self.superseded,
             on_trouble=self.warn,
         )
@@ -97,7 +97,7 @@ class Coordinator:
         self.orders = Orders(options, self.peers)
         self._watchdog = Watchdog(self._settings, self.peers)
         self._store = CoordinatorStore(
-            self.orders.send_frame, epoch=lambda: self.state.heard_epoch or 0
+            self.orders.send_frame, epoch=lambda: self.state.reporting_epoch or 0
         )
         parts = (options, state, self.peers, self.files, self.feed, self.spawn, self.warn)
         context = Context(*parts, self.superseded)
@@ -218,8 +218,8 @@ class Coordinator:
                 self.spawn(self._look_at(valid))
             case actions.Finish():
                 self.run_end.finish(action)
-            case actions.Hurry():
-                self.run_end.hurry()
+            case actions.ExpediteExit():
+                self.run_end.expedite()
             case actions.Exit():
                 self.run_end.exit()
             case _:
@@ -349,7 +349,7 @@ class Coordinator:
             await asyncio.sleep(interval)
             now = time.monotonic()
             if now - last > 3 * interval:
-                self.peers.forgive(now)
+                self.peers.reset_timers(now)
             last = now
             quiet = self.peers.silent(self._settings.node_silence_seconds / 2, now)
             # Else nodes continue without this coordinator, and a silence proves nothing.
@@ -378,8 +378,8 @@ class Coordinator:
     # The end of this coordinator.
 
     def _is_heard(self) -> bool:
-        limit = Rhythm.of(self._settings).alone
-        return self.peers.hears_most(limit, time.monotonic(), self.options.term.node)
+        limit = HeartbeatTiming.of(self._settings).alone
+        return self.peers.reaches_most(limit, time.monotonic(), self.options.term.node)
 
     def superseded(self, why: str) -> None:
         """Another coordinator holds a newer term, as an agent says that went over to it, or the

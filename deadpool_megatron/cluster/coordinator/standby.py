@@ -62,7 +62,7 @@ class Standby:
         self._options = options
         self._journal = journal
         settings = options.info.settings
-        self._rhythm = terms.Rhythm.of(settings)
+        self._rhythm = terms.HeartbeatTiming.of(settings)
         info = options.info
         self._succession = terms.Succession(
             self._rhythm,

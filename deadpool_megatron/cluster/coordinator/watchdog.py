@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.link.pacing import Metronome, hang_look_seconds
+from deadpool_megatron.cluster.link.pacing import RateLimiter, hang_look_seconds
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import inputs
-from deadpool_megatron.cluster.machine.chosen_plan import most_lost_by
+from deadpool_megatron.cluster.machine.chosen_plan import max_lost_by
 from deadpool_megatron.cluster.machine.membership import exposed_roles
 from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.cluster.watch import windows
@@ -31,7 +31,7 @@ class Watchdog:
         self._peers = peers
         self._progress = ProgressClock()
         self._hang_limit = HangLimit(settings)
-        self._pace = Metronome(hang_look_seconds(settings))
+        self._pace = RateLimiter(hang_look_seconds(settings))
         self._slowness = windows.SlownessWatch()
         self._meter = windows.StretchMeter()
 
@@ -41,7 +41,7 @@ class Watchdog:
         found = []
         for peer in quiet:
             peer.ping()
-            silent = now - peer.heard_at
+            silent = now - peer.last_seen
             if silent <= self._settings.node_silence_seconds:
                 continue
             cut = peer.undelivered_bytes() > 0
@@ -103,7 +103,7 @@ class Watchdog:
         is lost at most; None while a role has fewer copies than wanted: perhaps all since the last
         checkpoint."""
         plan, wanted = _in_force(state), state.protection.plan
-        lost = most_lost_by(plan, state.memory.layouts.values(), self._settings)
+        lost = max_lost_by(plan, state.memory.layouts.values(), self._settings)
         step, holds = self._meter.step_seconds, not exposed_roles(state)
         return {
             "slow": {

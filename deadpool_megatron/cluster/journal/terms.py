@@ -112,7 +112,7 @@ def claim_term(journal: Journal, number: int, host: str, port: int, node: int | 
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class HeartbeatTiming:
     """The times of the sign of life, in seconds, all derived from the limit of the fence.
 
     ``beat``: from one to the next, and from look to look. ``gap``: after a longer one of its own a
@@ -128,18 +128,19 @@ class Rhythm:
     alone: float
 
     @staticmethod
-    def of(settings: Settings) -> Rhythm:
+    def of(settings: Settings) -> HeartbeatTiming:
         """With the default fence limit of 3.2 s: 0.27, 0.53, 1.07 and 1.07 s."""
         beat = settings.fence_seconds / 12
-        return Rhythm(beat, 2 * beat, 4 * beat, 4 * beat)
+        return HeartbeatTiming(beat, 2 * beat, 4 * beat, 4 * beat)
 
 
 class SignOfLife:
     """Writes the sign and looks, in a thread of its own: a network file system may hang. Nothing
     else is done in that thread, so that nothing but the journal itself can hold the sign up.
 
-    ``is_heard()``: whether enough agents are heard. A coordinator that is cut off from most agents
-    withholds its sign: else they would all fence themselves, and nobody would take over.
+    ``is_reachable()``: whether enough agents are in contact. A coordinator that is cut off from
+    most agents stops its heartbeat, so that a standby takes over before all agents fence
+    themselves.
     ``on_gap(now)``: the sign stood still for so long that standbys and agents may have taken the
     coordinator for gone.
     ``on_newer(why)``: another one has taken over. ``on_trouble(text)``: the journal cannot be
@@ -150,8 +151,8 @@ class SignOfLife:
         self,
         journal: Journal,
         term: int,
-        rhythm: Rhythm,
-        is_heard: Callable[[], bool],
+        rhythm: HeartbeatTiming,
+        is_reachable: Callable[[], bool],
         on_gap: Callable[[float], None],
         on_newer: Callable[[str], None],
         on_trouble: Callable[[str], None],
@@ -159,7 +160,7 @@ class SignOfLife:
         self._journal = journal
         self._term = term
         self._rhythm = rhythm
-        self._is_heard = is_heard
+        self._is_heard = is_reachable
         self._on_gap = on_gap
         self._on_newer = on_newer
         self._on_trouble = on_trouble
@@ -250,7 +251,7 @@ class Succession:
     """
 
     def __init__(
-        self, rhythm: Rhythm, silence_seconds: float, now: float, *, ended: int = 0
+        self, rhythm: HeartbeatTiming, silence_seconds: float, now: float, *, ended: int = 0
     ) -> None:
         self._rhythm = rhythm
         self._ended = ended

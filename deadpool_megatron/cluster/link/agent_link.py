@@ -139,7 +139,7 @@ class Greetings:
         greeting.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._under_way.append(greeting)
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """A connection has ended on which the coordinator may have counted: soon it takes that for
         the death of the node, and whether it has what waits for its answer is not known.
         """
@@ -156,7 +156,7 @@ class Greetings:
             except (OSError, TimeoutError, WireError) as error:
                 self.why = str(error) or type(error).__name__
                 if greeting.writer is not None and greeting.number == self._count:
-                    self.hurry()
+                    self.expedite()
                 continue
             later = [one for one in self._under_way if one.number > greeting.number and one.writer]
             self._leave([one for one in self._under_way if one not in later])
@@ -225,9 +225,9 @@ class CoordinatorLink:
         self._lost_at = 0.0  # the end of the last session
         self._heard_at = 0.0
         self._number = 0
-        self._pace = pacing.Metronome(settings.beat_interval_seconds)
+        self._pace = pacing.RateLimiter(settings.beat_interval_seconds)
         self._told: Mapping[str, Any] = {}  # in beats of this session
-        self._telling = pacing.Metronome(_TELLING_SECONDS)
+        self._telling = pacing.RateLimiter(_TELLING_SECONDS)
         self._unacknowledged = pacing.RetransmitQueue(_MOST_REPORTS, _MOST_REPORT_BYTES)
         self._retained: deque[tuple[float, int, bytes]] = deque()
         self._boot = ""
@@ -395,7 +395,7 @@ class CoordinatorLink:
             reset(self._session.writer)
             self._session = None
         self._reading, self._lost_at = None, time.monotonic()
-        self._greetings.hurry()
+        self._greetings.expedite()
 
     def _begin(self, session: Contact) -> None:
         if self._reading is not None:
@@ -407,14 +407,14 @@ class CoordinatorLink:
             if session.term > self._session.term:
                 self.supersede(f"went over to term {session.term}")
             self._session.writer.close()
-        self._session, self._told, self._telling = session, {}, pacing.Metronome(_TELLING_SECONDS)
+        self._session, self._told, self._telling = session, {}, pacing.RateLimiter(_TELLING_SECONDS)
         self._refused = session.welcome.get("t") == "refused"
         if not self._refused:
             self._heard(session.joined_at, session.term)
         self._unacknowledged.acknowledge(int(session.welcome.get("seen", 0)))
         self._term = max(self._term, session.term)
         asked = float(session.welcome.get("beat_seconds", 0.0))
-        self._pace = pacing.Metronome(max(asked, self._settings.beat_interval_seconds))
+        self._pace = pacing.RateLimiter(max(asked, self._settings.beat_interval_seconds))
         boot, self._boot = self._boot, str(session.welcome.get("boot", ""))
         if boot != self._boot:
             self._ordered = 0

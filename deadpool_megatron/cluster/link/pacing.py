@@ -58,7 +58,7 @@ def hang_look_seconds(settings: Settings) -> float:
     return max(settings.beat_interval_seconds, min(settings.hang_seconds / 20, 2.0))
 
 
-def is_told(role: int, iteration: int, roles: int) -> bool:
+def is_reported(role: int, iteration: int, roles: int) -> bool:
     """True where a routine event (sealed, committed) of a role goes to the coordinator: always in
     a small run; in a large one each iteration that of other roles, about 512 in all.
     """
@@ -66,7 +66,7 @@ def is_told(role: int, iteration: int, roles: int) -> bool:
     return (role + iteration) % share == 0
 
 
-class Metronome:
+class RateLimiter:
     """Tells whether it is time again. Not thread-safe."""
 
     def __init__(self, seconds: float) -> None:
@@ -86,16 +86,16 @@ class RetransmitQueue:
     in order, the oldest first. Not thread-safe.
     """
 
-    def __init__(self, most_frames: int, most_bytes: int) -> None:
-        self._most_frames = most_frames
-        self._most_bytes = most_bytes
+    def __init__(self, max_frames: int, max_bytes: int) -> None:
+        self._max_frames = max_frames
+        self._max_bytes = max_bytes
         self._frames: deque[tuple[int, bytes]] = deque()
         self._bytes = 0
 
     @property
     def is_over_full(self) -> bool:
         """True where it holds more than what was allowed."""
-        return len(self._frames) > self._most_frames or self._bytes > self._most_bytes
+        return len(self._frames) > self._max_frames or self._bytes > self._max_bytes
 
     def __len__(self) -> int:
         return len(self._frames)

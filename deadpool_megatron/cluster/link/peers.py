@@ -58,7 +58,7 @@ class AgentPeer:
     node: int
     boot: str
     writer: asyncio.StreamWriter
-    heard_at: float
+    last_seen: float
     beats: dict[int, dict[str, Any]] = field(default_factory=dict)
     vault: dict[str, Any] = field(default_factory=dict)
     told: int = 0
@@ -220,20 +220,20 @@ class Peers:
 
     def silent(self, limit_seconds: float, now: float) -> list[AgentPeer]:
         """Agents that are connected but have said nothing for longer than the limit."""
-        return [p for p in self.agents.values() if now - p.heard_at > limit_seconds]
+        return [p for p in self.agents.values() if now - p.last_seen > limit_seconds]
 
-    def hears_most(self, limit_seconds: float, now: float, own_node: int | None) -> bool:
+    def reaches_most(self, limit_seconds: float, now: float, own_node: int | None) -> bool:
         """Return whether at least half of the connected agents have spoken within the limit,
         without the one on the host of this coordinator: no cable lies between.
         """
         others = [peer for peer in self.agents.values() if peer.node != own_node]
-        silent = sum(now - peer.heard_at > limit_seconds for peer in others)
+        silent = sum(now - peer.last_seen > limit_seconds for peer in others)
         return 2 * silent <= len(others)
 
-    def forgive(self, now: float) -> None:
+    def reset_timers(self, now: float) -> None:
         """Count every silence again: what was not heard until now proves nothing."""
         for peer in self.agents.values():
-            peer.heard_at = max(peer.heard_at, now)
+            peer.last_seen = max(peer.last_seen, now)
 
     def forget(self, peer: AgentPeer) -> None:
         """Close an agent's connection without a report about it."""
@@ -384,12 +384,12 @@ class Peers:
     def _acknowledge(self, peer: AgentPeer, sent_at: float) -> None:
         """Answer a beat, unless an answer a moment ago said nearly the same."""
         taken, (last, at) = self.taken(peer), peer.acknowledged
-        if taken != last or peer.heard_at - at >= self._acknowledge_seconds:
-            peer.acknowledged = (taken, peer.heard_at)
+        if taken != last or peer.last_seen - at >= self._acknowledge_seconds:
+            peer.acknowledged = (taken, peer.last_seen)
             peer.send({"t": "ack", "n": taken, "beat": sent_at})
 
     def _take(self, peer: AgentPeer, message: Message) -> None:
-        peer.heard_at = time.monotonic()
+        peer.last_seen = time.monotonic()
         peer.pinged = False
         if message.get("t") == "beat":
             if "members" in message:

@@ -184,7 +184,7 @@ class Finish(Action):
 
 
 @dataclass(frozen=True)
-class Hurry(Action):
+class ExpediteExit(Action):
     """The user has no time for what the end of the run waits for."""
 
 

@@ -84,11 +84,11 @@ def tell_plan(core: Core) -> None:
         why=state.protection.why or record.cause,
         every=plan.every,
         survives=losses_survived(settings, plan),
-        most_lost=most_lost_by(plan, state.memory.layouts.values(), settings),
+        most_lost=max_lost_by(plan, state.memory.layouts.values(), settings),
     )
 
 
-def most_lost_by(plan: ProtectionPlan, layouts: Iterable[RoleLayout], settings: Settings) -> int:
+def max_lost_by(plan: ProtectionPlan, layouts: Iterable[RoleLayout], settings: Settings) -> int:
     """The RPO: the most finished iterations that a failure makes the job compute again."""
     spans = all(layout.slots <= 2 + settings.max_lag for layout in layouts)
     return most_lost(plan.every, settings.max_lag, spans_the_world=spans)

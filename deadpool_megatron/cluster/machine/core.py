@@ -76,7 +76,7 @@ class Core:
         role = state.role_at(event.node, event.slot, event.incarnation)
         if role is None:
             self.refuse_of(event, "it has no seat")
-        elif event.epoch != state.heard_epoch:
+        elif event.epoch != state.reporting_epoch:
             self.refuse_of(event, **self.not_open(event.epoch))
             role = None
         return role

@@ -296,8 +296,8 @@ def dump_exported(core: Core, event: ev.DumpExported) -> None:
 # The end.
 
 
-def hurry(core: Core, dumping: states.Dumping, reason: str) -> None:
-    """Hurry: who asks has no time to lose; the run ends as soon as the state is on the disk."""
+def expedite(core: Core, dumping: states.Dumping, reason: str) -> None:
+    """End the run as soon as the state is on the disk: the request has no time to lose."""
     words = dumping.words
     if dumping.exporting:
         _finish_dumped(core, dumping, "")
@@ -314,7 +314,7 @@ def stop(core: Core, event: ev.UserStop) -> None:
         case states.Dumping(exporting=True) as dumping:
             _finish_dumped(core, dumping, "")
         case states.LeaveTaking() | states.Ended():
-            core.act(actions.Hurry())
+            core.act(actions.ExpediteExit())
         case states.Dumping(words=words):
             run = PurePath(core.config.dump_directory).parent
             reason += (

@@ -457,7 +457,7 @@ def check_done(core: Core) -> None:
 def step_reported(core: Core, event: ev.StepReported | ev.NotFinite) -> None:
     """Some role has completed an iteration."""
     state, iteration = core.state, event.iteration
-    if state.record is None or event.epoch != state.heard_epoch:
+    if state.record is None or event.epoch != state.reporting_epoch:
         core.refuse(f"step {iteration}", **core.not_open(event.epoch))
         return
     state.lineage.report(Generation(event.epoch, iteration))
@@ -469,5 +469,5 @@ def step_reported(core: Core, event: ev.StepReported | ev.NotFinite) -> None:
 
 def phase_reported(core: Core, event: ev.PhaseReported) -> None:
     """A member's or vault's part of a recovery; once its epoch is closed, of none that follows."""
-    heard = core.state.heard_epoch or -1
+    heard = core.state.reporting_epoch or -1
     core.state.recoveries.report(event.epoch, event.phase, event.seconds, event.exposed, heard)

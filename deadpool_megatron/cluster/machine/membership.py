@@ -295,7 +295,7 @@ def registered(core: Core, event: ev.MemberRegistered) -> None:
     """A member has built: its state must be laid out as that of the run."""
     state, memory, layout = core.state, core.state.memory, event.layout
     role = _role(core, event)
-    if role != layout.role or state.heard_epoch is None or state.record is None:
+    if role != layout.role or state.reporting_epoch is None or state.record is None:
         core.refuse_of(event, f"it does not play role {layout.role}")
         return
     known = memory.layouts.get(role := layout.role)
@@ -367,7 +367,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     if event.exit_code == 0 and not on_purpose and role is not None and begins:
         ending.end_as_found(core, LastWords(ExitStatus.BAD_INPUT, by_itself))
         return
-    if state.heard_epoch is not None and role is not None:
+    if state.reporting_epoch is not None and role is not None:
         if event.exit_code in (0, ExitStatus.EXTRAS_OUTGROWN) and not on_purpose:
             # Any other process in its place would end like that as well.
             why = event.last_line or cause if event.exit_code else by_itself
@@ -453,7 +453,7 @@ def suspected(core: Core, event: ev.MemberSuspected) -> None:
     """A verdict: the process is killed and replaced."""
     role = _role(core, event)
     core.kill((event.node, event.slot))
-    if (role is not None and core.state.heard_epoch is not None) or _is_pending(core, event):
+    if (role is not None and core.state.reporting_epoch is not None) or _is_pending(core, event):
         signature = ("suspected", str(role))
         failure = Failure(event.cause, FailureKind.MEMBER_FROZEN, signature, node=event.node)
         epoch.close(core, failure, silent_seconds=event.silent_seconds)

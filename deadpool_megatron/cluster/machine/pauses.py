@@ -114,7 +114,7 @@ def dump_requested(core: Core, event: inputs.DumpRequested) -> None:
     """
     state, words = core.state, LastWords(ExitStatus.SAVED, event.reason)
     if isinstance(state.doing, Dumping):
-        ending.hurry(core, state.doing, event.reason)
+        ending.expedite(core, state.doing, event.reason)
         return
     if state.last_words is None:
         is_running = isinstance(state.doing, Running) and state.blame.suspicion is None

@@ -491,7 +491,7 @@ class State:
         return self.record.epoch if self.record is not None and ends else self.open_epoch
 
     @property
-    def heard_epoch(self) -> int | None:
+    def reporting_epoch(self) -> int | None:
         """Number of the epoch whose members are listened to: the open one, or after a takeover
         the newest, in which members work on while the agents come back.
         """

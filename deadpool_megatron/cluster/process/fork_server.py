@@ -37,7 +37,7 @@ from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.process_names import set_process_name
 
 MODULE = "deadpool_megatron.cluster.process.fork_server"
-_MOST_BYTES = 1 << 18
+_MAX_BYTES = 1 << 18
 _ANSWER_SECONDS = 5.0
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _KILL_ALL = {"kill": "all"}
@@ -124,7 +124,7 @@ def receive_message(connection: socket.socket) -> tuple[Message, list[int]]:
     """The next message; empty at the end of the stream, which is reset where the peer has left
     messages unread. Raises BlockingIOError."""
     try:
-        data, handles, _, _ = socket.recv_fds(connection, _MOST_BYTES, 1)
+        data, handles, _, _ = socket.recv_fds(connection, _MAX_BYTES, 1)
     except BlockingIOError:
         raise
     except OSError:
@@ -159,7 +159,7 @@ def run_server(connection: socket.socket, modules: Sequence[str], parent: int) -
         # Shared pages stay shared: the collector would write into each object.
         gc.collect()
         gc.freeze()
-        why = why_not_forked()
+        why = fork_refusal()
         send_answer(connection, {"why": why})
         if not why:
             _serve(connection)
@@ -189,7 +189,7 @@ def keep_single_threaded() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-def why_not_forked() -> str:
+def fork_refusal() -> str:
     """Return why no fork of this process would be safe; empty where it would."""
     if posix.thread_count() != 1:
         return "what members import starts threads"

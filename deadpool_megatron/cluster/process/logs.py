@@ -25,7 +25,7 @@ from deadpool_megatron import file_systems
 _LOOK_SECONDS = 0.2
 _PIECE_BYTES = 1 << 20
 # Of what one process has printed; more than can be copied in time is given up, the oldest first.
-_MOST_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 _TRIM_SECONDS = 5.0
 # At the end nobody waits for a file system that hangs.
 _LOCK_SECONDS = 2.0
@@ -117,8 +117,8 @@ class LocalLogs:
 
 def _trim(path: Path) -> None:
     found = path.stat()
-    surplus = (found.st_size - _MOST_BYTES) // mmap.ALLOCATIONGRANULARITY
-    if surplus > 0 and found.st_blocks * 512 > 2 * _MOST_BYTES:
+    surplus = (found.st_size - _MAX_BYTES) // mmap.ALLOCATIONGRANULARITY
+    if surplus > 0 and found.st_blocks * 512 > 2 * _MAX_BYTES:
         with open(path, "r+b") as file, mmap.mmap(file.fileno(), found.st_size) as mapped:
             mapped.madvise(mmap.MADV_REMOVE, 0, surplus * mmap.ALLOCATIONGRANULARITY)
 

@@ -57,7 +57,7 @@ DIRECTORY_MODE = 0o755
 # Settings may have addresses with a password in them.
 _RUN_MODE = 0o600
 # So many are remembered: what was saved long before is found by who looks for it.
-_MOST_VALID = 16
+_MAX_VALID = 16
 _INDEX = ".metadata"
 # Beside the checkpoints: the id of the run that has written there last.
 _WRITER = "deadpool-writer"
@@ -374,7 +374,7 @@ def as_dict(valid: Sequence[Restore]) -> dict[str, Any]:
 
 def point_at(latest: Path, valid: Sequence[Restore]) -> None:
     """Have the next start continue from the first of these that it can use. Raises OSError."""
-    paths = [one.path and noted(one.path, latest.parent) for one in valid[:_MOST_VALID]]
+    paths = [one.path and noted(one.path, latest.parent) for one in valid[:_MAX_VALID]]
     found = [replace(one, path=path) for one, path in zip(valid, paths, strict=False)]
     write_json(latest, as_dict(found), lasting=True)
 
@@ -473,7 +473,7 @@ def found_in(saves: Path) -> list[Restore]:
 
 def paths_gone(valid: Sequence[Restore]) -> frozenset[str]:
     """The paths of those that are not there any more. May take as long as a file system does."""
-    with ThreadPoolExecutor(_MOST_VALID) as threads:
+    with ThreadPoolExecutor(_MAX_VALID) as threads:
         found = list(threads.map(is_there, valid))
     return frozenset(one.path for one, there in zip(valid, found, strict=True) if not there)
 

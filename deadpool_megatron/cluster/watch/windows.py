@@ -27,11 +27,11 @@ WINDOWS = 6
 # A slow node needs this many times as long as its peers.
 SLOW_FACTOR = 1.3
 # Differences below this are noise of the clock and of the scheduler.
-_LEAST_SECONDS = 0.005
+_MIN_SECONDS = 0.005
 # Of a cadence: a verdict needs both; a page fault or a slow moment of the network is no reason for
 # a new epoch.
-LEAST_ITERATIONS = 50
-LEAST_SECONDS = 30.0
+MIN_ITERATIONS = 50
+MIN_SECONDS = 30.0
 # So many calm stretches in a row before protection becomes denser again.
 CALM_STRETCHES = 10
 _TOO_MUCH = 0.05  # share of the time in which training waits
@@ -116,7 +116,7 @@ class SlownessWatch:
         changed: list[Slowness] = []
         for node, found in sorted(worst.items()):
             behind = found.seconds - found.peer_seconds
-            if behind < _LEAST_SECONDS or found.factor <= self._factor:
+            if behind < _MIN_SECONDS or found.factor <= self._factor:
                 self._suspected.pop(node, None)
                 if self._slow.pop(node, None) is not None:
                     over = Slowness(node, found.role, found.seconds, found.peer_seconds, over=True)
@@ -172,7 +172,7 @@ class Stretch:
     @property
     def is_long(self) -> bool:
         """Return whether something can be concluded from it."""
-        return self.iterations >= LEAST_ITERATIONS and self.seconds >= LEAST_SECONDS
+        return self.iterations >= MIN_ITERATIONS and self.seconds >= MIN_SECONDS
 
     @property
     def share(self) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 
 from control_plane.connection import Wire
 from control_plane.moments import Moments
-from deadpool_megatron.cluster.link.pacing import Metronome, contact_seconds, is_told
+from deadpool_megatron.cluster.link.pacing import RateLimiter, contact_seconds, is_reported
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.placement import CopyPlacement
@@ -181,7 +181,7 @@ class Agent:
         self.beat_seconds = 0.1
         self._last_seen = 0.0
         self._beat_text = (-1, "")
-        self._news_timer = Metronome(_NEWS_SECONDS)
+        self._news_timer = RateLimiter(_NEWS_SECONDS)
         self._attempt = 0
         self._greetings = 0
         self._beating = False
@@ -411,7 +411,7 @@ class Agent:
             if role is None:
                 continue
             facts = {"lineage": self._reported_epoch, "boundary": "step"}
-            if is_told(role, iteration, world_size):
+            if is_reported(role, iteration, world_size):
                 self._event(Kind.SEALED, role, iteration, {**facts, "parts": ["optimizer"]})
                 ship = {"ship_seconds": 1.2, "window_seconds": 6.5}
                 sent = {**facts, "released": False, "bytes": _SHARD_BYTES, **ship}

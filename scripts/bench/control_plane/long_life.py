@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deadpool_megatron.cluster.journal.journal import Journal
-from deadpool_megatron.cluster.journal.terms import Rhythm, Term, look
+from deadpool_megatron.cluster.journal.terms import HeartbeatTiming, Term, look
 from deadpool_megatron.events import Event, Kind, term_file, to_line
 from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.records import EpochRecord
@@ -62,7 +62,7 @@ class Standbys(threading.Thread):
         self.cpu_seconds = 0.0
         self._journal = Journal(journal)
         self._number = number
-        self._beat = Rhythm.of(settings).beat
+        self._beat = HeartbeatTiming.of(settings).beat
         self._over = False
 
     def run(self) -> None:

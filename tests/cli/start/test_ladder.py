@@ -8,7 +8,7 @@ import pytest
 
 from deadpool_megatron import arguments
 from deadpool_megatron.cluster.agent.contact import Fence
-from deadpool_megatron.cluster.journal.terms import Rhythm
+from deadpool_megatron.cluster.journal.terms import HeartbeatTiming
 from deadpool_megatron.settings import FIELDS, Settings, SettingsError, flag_name, is_chosen
 
 PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
@@ -62,7 +62,7 @@ def test_a_new_coordinator_is_waited_for_as_long_as_the_old_one() -> None:
     fence.heard(0.0, 1)
     fence.looked(1, "1 1", 0.0)
     fence.looked(1, "1 1", 2.0)
-    claimed = 2.0 + Rhythm.of(chosen).beat
+    claimed = 2.0 + HeartbeatTiming.of(chosen).beat
     fence.looked(2, "2 1", claimed)
     assert not fence.verdict(2.0 + chosen.fence_seconds)
 

@@ -15,9 +15,9 @@ import pytest
 
 from deadpool_megatron.cluster.agent import node_check as module, vault_process as vault_keeper
 from deadpool_megatron.cluster.agent.members import Member
-from deadpool_megatron.cluster.agent.node_check import Examiner
+from deadpool_megatron.cluster.agent.node_check import NodeChecker
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
+from deadpool_megatron.cluster.agent.vault_process import VaultSupervisor
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd
 from deadpool_megatron.cluster.process.fork_server import StartedMember
 from deadpool_megatron.cluster.process.logs import LocalLogs
@@ -121,13 +121,13 @@ def options_of(run: RunDirectory, info: RunInfo) -> AgentOptions:
 
 
 @pytest.fixture
-def keeper(tmp_path: Path, info: RunInfo) -> Iterator[VaultKeeper]:
+def keeper(tmp_path: Path, info: RunInfo) -> Iterator[VaultSupervisor]:
     run, segments = RunDirectory(tmp_path / "run"), tmp_path / "segments"
     run.create(info)
     segments.mkdir()
     options: Any = SimpleNamespace(**vars(options_of(run, info)), segments=segments)
     logs = LocalLogs(segments / "logs")
-    made = VaultKeeper(options, lambda _: None, lambda: None, logs)
+    made = VaultSupervisor(options, lambda _: None, lambda: None, logs)
     yield made
     made._tcp.close()
     made._unix.close()
@@ -164,7 +164,7 @@ def examiner(
     record = records.EpochRecord(
         1, seats, nodes, records.Restore("initial", records.Generation(1, 0))
     )
-    made = Examiner(options, sent.append, lambda: record, command)
+    made = NodeChecker(options, sent.append, lambda: record, command)
     return made, sent
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from deadpool_megatron.cluster.agent.contact import Fence
-from deadpool_megatron.cluster.journal.terms import Rhythm
+from deadpool_megatron.cluster.journal.terms import HeartbeatTiming
 from deadpool_megatron.settings import Settings
 
 # Round numbers for the tests by hand; what holds always is tried with the defaults as well.
@@ -24,11 +24,11 @@ INTERVALS = st.lists(
 
 
 def test_numbers_of_the_default_settings() -> None:
-    rhythm = Rhythm.of(SETTINGS)
+    rhythm = HeartbeatTiming.of(SETTINGS)
     assert (rhythm.beat, rhythm.gap, rhythm.stall) == (0.5, 1.0, 2.0)
     for chosen in (SETTINGS, DEFAULTS):
         # As docs/control-plane.md has it: a second to kill, clocks that differ by a twentieth.
-        stopped = (chosen.fence_seconds + Rhythm.of(chosen).beat + 1.0) * 1.05
+        stopped = (chosen.fence_seconds + HeartbeatTiming.of(chosen).beat + 1.0) * 1.05
         assert stopped <= chosen.node_silence_seconds
     assert DEFAULTS.node_silence_seconds + TICK < 5.0, "a powered-off host is noticed in 5 s"
 
@@ -64,7 +64,7 @@ class World:
         taken_over_at: float = math.inf,
         settings: Settings = SETTINGS,
     ) -> None:
-        self.settings, self.rhythm = settings, Rhythm.of(settings)
+        self.settings, self.rhythm = settings, HeartbeatTiming.of(settings)
         self.cut, self.stopped = cut, stopped
         self.unwritable, self.unreadable = unwritable, unreadable
         self.taken_over_at = taken_over_at
@@ -72,7 +72,7 @@ class World:
         self.fence = Fence(settings)
         self.fence.heard(0.0, 1)
         self.journal = 0
-        self.written_at = self.heard_at = self.ticked_at = 0.0
+        self.written_at = self.last_seen = self.ticked_at = 0.0
         self.inbox: list[tuple[float, bool]] = []
         self.joined = True
         self.fenced_at: float | None = None
@@ -96,7 +96,7 @@ class World:
         self.journal += 1
         self.inbox.clear()
         self.ticked_at = self.written_at = now
-        self.heard_at = now + self.settings.rejoin_seconds - self.settings.node_silence_seconds
+        self.last_seen = now + self.settings.rejoin_seconds - self.settings.node_silence_seconds
 
     def node(self, step: int, now: float) -> None:
         if self.fenced_at is not None:
@@ -111,12 +111,12 @@ class World:
 
     def coordinator(self, step: int, now: float) -> None:
         if now - self.ticked_at > 3 * self.settings.beat_interval_seconds:
-            self.heard_at = max(self.heard_at, now)
+            self.last_seen = max(self.last_seen, now)
         self.ticked_at = now
         for sent_at, is_beat in self.inbox:
             # Who has sent a beat has had the welcome; who joined may never have heard of it.
             credit = self.settings.rejoin_seconds - self.settings.node_silence_seconds
-            self.heard_at = now if is_beat else now + credit
+            self.last_seen = now if is_beat else now + credit
             if not self.during(self.cut, now):
                 self.fence.heard(sent_at, self.term)
                 self.joined = True
@@ -124,10 +124,10 @@ class World:
         if now - self.written_at >= self.rhythm.beat and not self.during(self.unwritable, now):
             self.journal += 1
             if now - self.written_at > self.rhythm.gap:
-                self.heard_at = max(self.heard_at, now)
+                self.last_seen = max(self.last_seen, now)
             self.written_at = now
         fresh = now - self.written_at <= self.rhythm.gap
-        if fresh and now - self.heard_at > self.settings.node_silence_seconds:
+        if fresh and now - self.last_seen > self.settings.node_silence_seconds:
             assert self.fenced_at is not None, f"given away at {now} while the node goes on"
             assert self.fenced_at + KILL_SECONDS <= now
 

@@ -12,7 +12,7 @@ import pytest
 
 from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.contact import CoordinatorAddress
-from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
+from deadpool_megatron.cluster.agent.vault_process import VaultSupervisor
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
@@ -46,7 +46,7 @@ class Stuck(Watch):
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(communicator="nccl")])
 def test_everything_hangs_and_has_to_be_killed(
-    keeper: VaultKeeper, info: RunInfo, monkeypatch: pytest.MonkeyPatch, settings: Settings
+    keeper: VaultSupervisor, info: RunInfo, monkeypatch: pytest.MonkeyPatch, settings: Settings
 ) -> None:
     """The vault at its close, and each one after it when it is asked what it holds."""
     worst_seconds = settings.close_seconds + 7 * settings.stage_seconds

@@ -47,7 +47,7 @@ def test_what_was_in_use_when_it_was_new_is_freed_within_the_hour(search: Garbag
 def test_objects_of_all_roles_are_never_looked_through(
     search: GarbageSearch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(garbage, "_MOST_NEW_OBJECTS", 1000)
+    monkeypatch.setattr(garbage, "_MAX_NEW_OBJECTS", 1000)
     search.tick(1.0)
     inventories = [[number] for number in range(2000)]
     looks: list[str] = []

@@ -13,13 +13,13 @@ import pytest
 from deadpool_megatron.cluster.coordinator import succession
 from deadpool_megatron.cluster.coordinator.succession import RecoveredState
 from deadpool_megatron.cluster.journal.journal import Journal, LostRace
-from deadpool_megatron.cluster.journal.terms import Rhythm, SignOfLife, claim_term, sign
+from deadpool_megatron.cluster.journal.terms import HeartbeatTiming, SignOfLife, claim_term, sign
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.layout.records import Generation, Restore
 from tests.common.waiting import PATIENCE_SECONDS
 
-_RHYTHM = Rhythm(beat=0.01, gap=0.02, stall=0.04, alone=0.04)
+_RHYTHM = HeartbeatTiming(beat=0.01, gap=0.02, stall=0.04, alone=0.04)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def live(
             journal,
             1,
             _RHYTHM,
-            is_heard=lambda: True,
+            is_reachable=lambda: True,
             on_gap=lambda now: None,
             on_newer=newer.append,
             on_trouble=troubles.append,

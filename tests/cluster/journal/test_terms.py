@@ -9,7 +9,7 @@ import pytest
 from deadpool_megatron.cluster.journal import terms
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import (
-    Rhythm,
+    HeartbeatTiming,
     SignOfLife,
     Succession,
     claim_order,
@@ -21,7 +21,7 @@ from deadpool_megatron.cluster.journal.terms import (
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.settings import Settings
 
-RHYTHM = Rhythm(beat=0.5, gap=1.0, stall=2.0, alone=2.0)
+RHYTHM = HeartbeatTiming(beat=0.5, gap=1.0, stall=2.0, alone=2.0)
 
 
 def test_a_newer_term_is_seen_by_its_entry_and_by_its_sign(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_another_claim_or_sign_of_life_starts_the_clock_anew() -> None:
 
 def test_coordinator_that_is_alone_is_taken_for_gone_before_anybody_is_fenced() -> None:
     settings = Settings()
-    rhythm = Rhythm.of(settings)
+    rhythm = HeartbeatTiming.of(settings)
     assert rhythm.alone + rhythm.beat + rhythm.stall + rhythm.beat < settings.fence_seconds
 
 

@@ -56,7 +56,7 @@ def early_inputs(world: World) -> Iterable[ev.Input]:
 
 def stale_inputs(world: World) -> Iterable[ev.Input]:
     """Messages of closed epochs, ended processes and lost nodes."""
-    past = [r for r in world.announced if r.epoch != world.state.heard_epoch]
+    past = [r for r in world.announced if r.epoch != world.state.reporting_epoch]
     for record in past[-2:]:
         yield from of_epochs(world, (record.epoch,), (record,), list(record.seats.values())[:2])
     for node, slot in list(world.state.fleet.members):

@@ -83,7 +83,7 @@ def test_beats_and_forgiveness_keep_it_alive(start) -> None:  # type: ignore[no-
     assert verdict(detector, 0.0, 2.5) is None
     detector.beat(2.5)
     assert verdict(detector, 2.5, 2.5) is None
-    detector.forgive(100.0, 105.0)
+    detector.reset_timers(100.0, 105.0)
     assert verdict(detector, 103.0, 2.0) is None
 
 
@@ -94,7 +94,7 @@ def test_what_was_heard_after_a_pause_is_forgiven_nothing(start) -> None:  # typ
     settle(child.pid)
     detector = FreezeDetector(child.pid, 3.0, 0.0)
     detector.beat(600.0)
-    detector.forgive(600.0, 600.0)
+    detector.reset_timers(600.0, 600.0)
     assert_frozen_after_the_limit(detector, 600.0)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.agent.contact import StandbyKeeper
+from deadpool_megatron.cluster.agent.contact import StandbySupervisor
 from deadpool_megatron.cluster.process import children, fork_server, posix
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, patiently
 from deadpool_megatron.cluster.process.fork_server import (
@@ -341,7 +341,7 @@ async def test_standby_is_started_as_soon_as_that_is_possible(
     line = "import os, sys, time; os.write(int(sys.argv[2]), b'%s'); time.sleep(60)"
     look = b'{"term": 1, "beat": "1 1", "at": 1.0, "node": null, "address": null}\\n'
     program = line % look.decode()
-    keeper = StandbyKeeper(
+    keeper = StandbySupervisor(
         ("-c", program), tmp_path / "log", on_look=lambda *_: looks.set(), on_over=lambda kept: None
     )
     before = set(Path("/proc/self/fd").iterdir())

@@ -34,7 +34,7 @@ def test_an_hour_of_noise_names_nobody_but_the_node_that_is_slow(slow: int | Non
 
 def seen(every: int, step: float, commit: float, fit: bool = True) -> windows.Stretch:
     """A long stretch in which copies take ``commit`` seconds and a step without waits ``step``."""
-    iterations = every * max(windows.LEAST_ITERATIONS, int(windows.LEAST_SECONDS / step) + 1)
+    iterations = every * max(windows.MIN_ITERATIONS, int(windows.MIN_SECONDS / step) + 1)
     stall = max(0.0, commit - every * step) * iterations / every
     window = every * step if fit else 0.0
     return windows.Stretch(iterations, iterations * step + stall, stall, commit * fit, window)

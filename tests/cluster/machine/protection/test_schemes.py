@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.orders import Told
+from deadpool_megatron.cluster.coordinator.orders import RecordFrames
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.membership import matters
 from deadpool_megatron.cluster.machine.state import Opening
@@ -104,7 +104,7 @@ def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from() -> None
     rig = begin()
     lose_role_1(rig, g(7))
     record = rig.record
-    told = Told(record)
+    told = RecordFrames(record)
     for role, seat in record.seats.items():
         own, common = FrameBuffer().feed(told.to(seat.node))
         restore = Restore.from_dict(own["restore"])
