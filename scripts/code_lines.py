@@ -46,7 +46,7 @@ def count(file: Path) -> int:
     text = file.read_text()
     if file.suffix == ".md":
         return len(text.splitlines())
-    if file.suffix == ".txt":  # of transcripts the statements; what they show a program has written
+    if file.suffix == ".txt":  # the statements of transcripts, as a program writes their answers
         text = re.sub(r"(?m)^(    |== ).*", "", text) if file.parent.name == "calls" else ""
     return _python(text) if file.suffix == ".py" else _other(text, file.suffix)
 

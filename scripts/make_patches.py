@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Makes the patch set of a tag of Megatron-LM, out of its source and the words of another set.
+"""Make the patch set of a tag of Megatron-LM, from its source and the texts of another set.
 
     python scripts/make_patches.py CHECKOUT patches/core_v0.17.1 patches/core_v0.18.2
 
 Every function of `POINTS` (deadpool_megatron/hookpoints.py) that the version has is marked, and
-each file imports the mark below its last import. The second folder gives what each patch says about
-itself and the files that have to be those of the tag; the third is made. Read the result before you
-commit it: what is said above a patch has to be true of it.
+each file imports the mark below its last import. The second folder has the text above each patch,
+and the files that must be those of the tag; the third is made. Read the result before you commit
+it: the text above a patch must be true of it.
 """
 
 from __future__ import annotations

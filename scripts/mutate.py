@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Makes known slips in the package, one at a time, and names those that no test notices.
+"""Make known slips in the package, one at a time, and name those that no test notices.
 
-    .venv/bin/python scripts/mutate.py                     # all but the slow ones
+    .venv/bin/python scripts/mutate.py                     # all but slow slips
     .venv/bin/python scripts/mutate.py --draw 30 --seed 7
     .venv/bin/python scripts/mutate.py restore7 left5
-    .venv/bin/python scripts/mutate.py --generate 60 --seed 7    # slips that nobody has seen before
+    .venv/bin/python scripts/mutate.py --generate 60 --seed 7    # new slips
     .venv/bin/python scripts/mutate.py --map tests/vault/test_pace.py    # after they were changed
 
 A slip is a few words of a file as they are, the same as they could have been by mistake or were
@@ -16,11 +16,11 @@ A slip is noticed when one of its tests fails; the first that does ends its run.
 not end within its time counts as failed, and is shown as "by time": an assertion is better.
 
 --generate draws slips from the layout, the vault, the hooks, the cluster, the communicators and the
-exports, and tries each with the tests that enter its function, as --map has recorded them. What no
-test notices is printed as a known slip would be written. The score of record is in
+exports, and tries each with the tests that enter its function, as --map has recorded them. A slip
+that no test notices is printed in the form of a known slip. The score of record is in
 tests/mutants/generated/score.toml.
 
-Exit status: 0 each slip was noticed; 1 at least one was not, or of generated ones fewer than chance
+Exit status: 0 each slip was noticed; 1 some were not, or fewer generated slips than chance
 explains; 2 bad arguments, or a slip that could not be tried: its text is not in its file exactly
 once, its tests are not there or were all skipped.
 """
@@ -65,10 +65,10 @@ _SLOW_TEST_SECONDS = 240
 _SPARE_SECONDS = 60
 # No test of a generated slip begins later.
 _GENERATED_SECONDS = 75
-# What the forks have already: nothing of the package, which each of them imports from its copy, nor
-# of Megatron, before which its stand-ins for a CPU have to be there.
+# The imports of the forks: nothing of the package, which each fork imports from its copy, nor of
+# Megatron, which needs its stand-ins for a CPU first.
 _IMPORTED = ("pytest", "hypothesis.stateful", "torch.distributed.tensor", "wandb")
-# Of generated slips: what shows that the tests, or what they are made with, could not be imported.
+# The sign, for generated slips, that the tests or their helpers could not be imported.
 _NO_IMPORT = re.compile(r"while importing|loading conftest|(during|ERROR) collect")
 # No test failed, and no process was left over: the shared memory may be that of another session.
 _LEFT_SEGMENTS = re.compile(r"^=+ left over by this session.*\n(?!process )", re.MULTILINE)
@@ -78,9 +78,9 @@ _FAILED_TESTS = 1  # pytest's exit status; 2 and above: it could not run them
 
 @dataclass(frozen=True)
 class Slip:
-    """A slip. ``tests``: files or node ids; one that fails suffices. ``equivalent``: the reason why
-    no test can tell it from the text as it is; such a one is not run. ``budget_seconds``: after
-    which no further test begins; 0: all of them do."""
+    """A slip. ``tests``: files or node ids; a single failure suffices. ``equivalent``: the reason
+    why no test can notice it; such a slip is not run. ``budget_seconds``: the time after which no
+    further test begins; 0: no limit."""
 
     id: str
     file: str
@@ -113,7 +113,7 @@ class Trial:
 
 
 def load(directory: Path = SLIPS) -> list[Slip]:
-    """All slips of a directory, in order. Raises ValueError for one that is wrong."""
+    """Return all slips of a directory, in order. Raises ValueError for a wrong slip."""
     found: dict[str, Slip] = {}
     for path in sorted(directory.glob("*.toml")):
         for entry in tomllib.loads(path.read_text())["slip"]:
@@ -210,7 +210,7 @@ class Copy:
         path = self.tree / slip.file
         shutil.copy2(path, self._before)
         path.write_text(text)
-        # Compiled modules are told apart by seconds and size: two slips in one second are not.
+        # Compiled modules are distinguished by seconds and size, which two quick slips may share.
         self._changes += 1
         os.utime(path, (self._changes, self._changes))
         pid = os.fork()
@@ -271,7 +271,7 @@ class Copy:
 
 
 def run(slips: Sequence[Slip], jobs: int, directory: Path, root: Path = ROOT) -> Iterator[Trial]:
-    """Try slips, so many at a time; yields each when it is over."""
+    """Try slips, ``jobs`` at a time; yield each at its end."""
     idle = [Copy(directory / str(number), root) for number in range(min(jobs, len(slips)))]
     busy: dict[int, tuple[Copy, Trial]] = {}
     waiting = list(reversed(slips))
@@ -323,7 +323,7 @@ def _chosen(arguments: argparse.Namespace) -> list[Slip]:
 
 
 def _status(trials: Sequence[Trial], share: float) -> int:
-    """``share``: of the slips that has to be noticed, but for chance; 1: all of them."""
+    """Return the exit status. ``share``: the part of slips to notice, within chance; 1: all."""
     outcomes = Counter(trial.outcome for trial in trials)
     tried = len(trials) - outcomes["not tried"]
     short = draw.falls_short(tried - outcomes["survived"], tried, share)

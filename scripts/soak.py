@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Strikes a training run at random, for hours, and proves after each fault that it is still right.
+"""Inject random faults into a training run, for hours, and check its state after each fault.
 
     .venv/bin/python scripts/soak.py --minutes 120 --seed 1 --out soak.json --plot soak.png
 
@@ -12,8 +12,8 @@ processes nor shared memory, nor the run directory by more than the events of it
 As root the soak gives itself a network and a mount namespace (unshare), in which it cuts
 connections (nft) and fills the disk of the run directory; else these faults are left out.
 
-Exit status: 0 nothing found; 1 a wrong state, a hang, a run that ended, or growth: the last lines
-and the JSON say what; 2 bad arguments; 143 told to end (SIGTERM): nothing of it is left.
+Exit status: 0 nothing found; 1 a wrong state, a hang, a run that ended, or growth, described in the
+last lines and the JSON; 2 bad arguments; 143 ended by SIGTERM, with nothing left.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def soak(args: argparse.Namespace, base: Path, isolated: bool) -> dict[str, Any]
 
 
 def became_parent_of_orphans() -> None:
-    """What a killed agent leaves is reaped here, as an init would."""
+    """Become the parent of the orphans of a killed agent, as an init would."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 

@@ -28,7 +28,7 @@ _FUNCTION_SECONDS = 60.0
 _TEST_SECONDS = 40.0
 # Cases of a parametrized test stand alone in the map if together they take longer.
 _CASES_SECONDS = 5.0
-# What a test costs beside its own run, and how many functions each test enters at least.
+# The cost of a test apart from its own run, and the minimum number of functions that it enters.
 _EXTRA_SECONDS = 0.05
 _EXTRA_FUNCTIONS = 5
 # Neither runs against a checkout of Megatron-LM, nor what only --all runs, nor tests of scripts.

@@ -1,7 +1,7 @@
-"""Slips made from the text of a module: operators of mutmut, and four of ours.
+"""Slips made from the text of a module: operators of mutmut, and four of our own.
 
-Ours drop a statement, exchange two adjacent ones, and invert or weaken a condition. What cannot
-change what the program does is left out by rule: see the names below.
+These drop a statement, exchange two adjacent statements, and invert or weaken a condition. Changes
+without an effect on the program are left out by rule: see the names below.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CONTAINER_CALLS = {
     "remove",
     "clear",
 }
-# What the state machine orders is done after it has answered: only the order of two orders matters.
+# Orders of the state machine are carried out after its answer, so only the order of two matters.
 _ORDERS = {"act", "emit"}
 # A longer time or a larger block is no mistake: numbers are changed where they count something.
 _MEASURE = re.compile(

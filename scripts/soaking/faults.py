@@ -1,7 +1,7 @@
-"""Every kind of fault that a soak strikes with: real signals, real bytes, a real full disk.
+"""Every kind of fault of a soak: real signals, real bytes, a real full disk.
 
-A fault is a function on the living run. It returns what it did, in words, and says with
-:class:`NotNow` when there is nothing it could strike (no spare for a drain, say).
+A fault is a function on the living run. It returns a text of its effect, and raises :class:`NotNow`
+without a possible target (no spare for a drain, for example).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.vault.shm.segment import Segment, SlotState
 
-# Shorter than the fence, so that nobody may be given up for it.
+# Shorter than the fence, so that no node may be given up for it.
 _SHORT_FREEZE_SECONDS = 2.0
 # Longer than the limits for frozen processes and silent nodes.
 _LONG_FREEZE_SECONDS = 12.0
@@ -32,7 +32,7 @@ _CUT_SECONDS = 3.0
 _FULL_SECONDS = 8.0
 _COMMAND_SECONDS = 90.0
 _STRIKE_SECONDS = 60.0
-# Strike at a named point of the process that comes first; so many of each are in the plan.
+# Faults at a named point of the first process there; the plan has this many of each.
 _PLANNED: Mapping[str, Mapping[str, object]] = {
     "nan-gradient": {"point": "optimizer.before", "action": "mark"},
     "long-save": {
@@ -50,9 +50,9 @@ class NotNow(Exception):
 
 @dataclass
 class Target:
-    """A living run. ``seats``: role -> (node, slot), as the newest record says. ``isolated``: the
-    soak has a network and a mount namespace of its own, so it may cut and fill. ``is_seen``: set by
-    a fault that has seen itself strike, where no event of the run need tell of it.
+    """A living run. ``seats``: role -> (node, slot) of the newest record. ``isolated``: the soak
+    has a network and a mount namespace of its own, so it may cut and fill. ``is_seen``: set by a
+    fault that has seen its own effect, where the run need not report an event.
     """
 
     run: RunDirectory
@@ -213,7 +213,7 @@ def damaged_bytes(target: Target) -> str:
     files = sorted(target.run.segments(target.run_id, number).glob(f"own-{role}-*.seg"))
     if not files:
         raise NotNow(f"role {role} has no slots on node {number}")
-    # Stopped first, and sealed: what is written, or waits for its seal, is sealed damage and all.
+    # Stopped first, and only sealed slots: bytes without a seal would be sealed with the damage.
     _send(pid, signal.SIGSTOP, listing["started"])
     segment = Segment.open(files[-1], writable=False)
     for _ in range(1000):
@@ -222,7 +222,7 @@ def damaged_bytes(target: Target) -> str:
         time.sleep(0.01)
     with open(files[-1], "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         for _ in range(64):
-            # Behind headers and descriptions; those have checks of their own.
+            # After headers and descriptions, which have checks of their own.
             memory[target.random.randrange(len(memory) // 4, len(memory))] ^= 0xFF
     _send(pid, signal.SIGKILL, listing["started"])
     return f"64 bytes of role {role}'s slots on node {number} flipped, its process killed"

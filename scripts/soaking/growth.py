@@ -1,4 +1,4 @@
-"""What grows while a run lives on: samples of its processes and files, and a verdict on them."""
+"""Growth of a long run: samples of its processes and files, and a verdict on them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # A process counts once it has had time to reach its working size.
 _WARM_SECONDS = 60.0
-# What a part may grow in an hour beyond its working size before it counts as a leak.
+# The growth of a part in an hour, beyond its working size, that counts as a leak.
 LIMITS: Mapping[str, float] = {"rss_mb": 24.0, "descriptors": 12.0, "threads": 6.0}
-# What shared memory may gain in an hour, and the run directory with each iteration: about 2,000
-# bytes of events and hashes are usual, up to 7,600 with what faults leave (a checkpoint, a dump).
+# The permitted growth of shared memory in an hour, and of the run directory with each iteration:
+# about 2,000 bytes of events and hashes are usual, up to 7,600 with faults (a checkpoint, a dump).
 FILE_LIMITS: Mapping[str, float] = {
     "segments_mb_gained": 4.0,
     "directory_bytes_per_usual_iteration": 4000.0,
@@ -27,7 +27,7 @@ _MIN_SECONDS = 120.0
 # More than this between two looks is a change of the working size: a spare has got a role (four
 # more threads of its vault), a vault another plan. A leak comes little by little.
 _STEPS: Mapping[str, float] = {"rss_mb": 4.0, "descriptors": 3.0, "threads": 3.0}
-# A process that was not seen for longer has ended, and another one has its number.
+# A process that was not seen for longer has ended, and another process has its number.
 _GONE_SECONDS = 60.0
 _SHOWN_SECONDS = 60.0
 _LOOKS = 120
@@ -96,7 +96,7 @@ def gained_per_hour(life: Sequence[Sample], name: str) -> float:
     for before, after in pairwise(floor):
         stretch = [*stretch, after] if abs(after[1] - before[1]) <= _STEPS[name] else [after]
         longest = max(longest, stretch, key=len)
-    # A short life makes a steep line of one page: what it really gained counts.
+    # A short life makes a steep line of a single page, so its real gain counts.
     return _slope(longest) * min(3600.0, longest[-1][0] - longest[0][0])
 
 
@@ -107,9 +107,9 @@ def _slope(looks: Sequence[tuple[float, float]]) -> float:
 
 
 def judge(samples: Iterable[Sample], min_seconds: float) -> dict[str, Any]:
-    """Returns for each part the most that one of its processes gained in an hour, of those that
-    lived for ``min_seconds`` after they were warm; ``flat``: whether all are within LIMITS; and
-    every look at each process that is not, for whoever has to find out why.
+    """Return for each part the largest gain of a process in an hour, among those that lived for
+    ``min_seconds`` after they were warm; ``flat``: whether all are within LIMITS; and all samples
+    of each process that is not, for a diagnosis.
     """
     parts: dict[str, dict[str, float]] = {}
     grown: list[Sample] = []
@@ -168,7 +168,7 @@ def as_dicts(found: Iterable[Sample | Files]) -> list[dict[str, Any]]:
 
 
 def thinned(samples: Iterable[Sample]) -> list[Sample]:
-    """Returns of each process one look in a minute, and the last one."""
+    """Return a sample per minute of each process, and its last sample."""
     kept: list[Sample] = []
     for life in lives(samples):
         at = life[0].seconds

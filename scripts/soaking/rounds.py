@@ -1,4 +1,4 @@
-"""One round of a soak: a whole run that is struck again and again, held against an undisturbed one.
+"""A round of a soak: a whole run with many faults, compared with an undisturbed run.
 
 Every role reports the hash of its state after each iteration; each is compared with the reference
 as it arrives, so a wrong state is found at the fault that made it.
@@ -41,7 +41,7 @@ _MODEL = (
 )
 _SETTINGS = "--deadpool-set hash-interval=1 --deadpool-hang 30 --deadpool-nonfinite rollback"
 _SAVE_INTERVAL = "40"
-# Events that tell of a fault or of a request.
+# Events that report a fault or a request.
 _REPORTED_KINDS = {
     *(Kind.EPOCH_CLOSED, Kind.NODE_LOST, Kind.COORDINATOR, Kind.MEMBER_LOST, Kind.VAULT_LOST),
     *(Kind.NONFINITE, Kind.PROTECTION, Kind.DRAIN, Kind.DURABLE),
@@ -57,8 +57,8 @@ class SoakError(Exception):
 
 @dataclass
 class Struck:
-    """One fault and what became of it. ``seconds``: from the fault to the next new iteration;
-    ``observed``: it has struck, as the run or the fault itself tells."""
+    """A fault and its effect. ``seconds``: from the fault to the next new iteration; ``observed``:
+    it had an effect, as reported by the run or the fault itself."""
 
     kind: str
     what: str
@@ -75,7 +75,7 @@ class Struck:
 
 @dataclass
 class Round:
-    """A run under way. ``began``: of the whole soak, monotonic seconds."""
+    """A run in progress. ``began``: the start of the whole soak, monotonic seconds."""
 
     directory: Path
     began: float
@@ -160,7 +160,7 @@ class Round:
             self.samples.append(found)
 
     def seats(self) -> dict[int, tuple[int, int]]:
-        """Returns role -> (node, slot) of the newest record; empty before there is one."""
+        """Return role -> (node, slot) of the newest record; empty before the first."""
         if self.info is None:
             return {}
         found = Journal(self.run.journal).newest("epoch")
@@ -183,8 +183,8 @@ def start(
     reference: Hashes | None,
     nodes: Sequence[str] = ("--spares", str(SPARES), "--refill", "100000"),
 ) -> Round:
-    """Start ``deadpool run``, in a process group of its own. ``nodes``: that stand in for lost
-    ones. A run that has a reference can be struck, at named points too, and saves."""
+    """Start ``deadpool run``, in a process group of its own. ``nodes``: replacements for lost
+    nodes. A run with a reference gets faults, at named points too, and saves."""
     environment, saving = dict(os.environ), list[str]()
     if reference is not None:
         target = faults.Target(RunDirectory(directory), "", random.Random(), False)
@@ -304,7 +304,7 @@ def _strike_on(
 
 
 def pause(round_: Round, seconds: float) -> None:
-    """Let the run go on undisturbed for so long."""
+    """Let the run continue undisturbed for that time."""
     limit = time.monotonic() + seconds
     follow(round_, lambda: time.monotonic() > limit, seconds + 60.0, "the next fault")
 

@@ -1,4 +1,4 @@
-"""Loaded by each interpreter of a struck run: fsync takes long while a file says so."""
+"""Loaded by each interpreter of a run with faults: fsync is slow while a file demands it."""
 
 from __future__ import annotations
 
