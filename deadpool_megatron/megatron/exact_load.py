@@ -139,7 +139,7 @@ def _groups_told_apart(lists: Iterable[Sequence[Mapping[str, Any]]]) -> Iterator
     ):
         keys = (*keys, "max_lr", "min_lr")
     name = "param_group_identifier_keys"
-    with replaced(base, name, keys), replaced(distrib_optimizer, name, keys):
+    with replaced(base, **{name: keys}), replaced(distrib_optimizer, **{name: keys}):
         yield
 
 
@@ -159,7 +159,7 @@ def _changed_before_load(optimizer: Any, changes: Sequence[_Change]) -> Iterator
         ):
             load(loaded)
 
-    with replaced(optimizer, "load_state_dict", load_state_dict):
+    with replaced(optimizer, load_state_dict=load_state_dict):
         yield
 
 
@@ -176,7 +176,7 @@ def _missing_entries_kept(inner: Any) -> Iterator[None]:
         present = inner._get_main_param_and_optimizer_states(parameter)
         set_states(parameter, {**present, **loaded})
 
-    with replaced(inner, "_set_main_param_and_optimizer_states", set_present_entries):
+    with replaced(inner, _set_main_param_and_optimizer_states=set_present_entries):
         yield
 
 

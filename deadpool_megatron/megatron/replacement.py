@@ -1,4 +1,4 @@
-"""The replacement of an attribute while a block runs."""
+"""The replacement of attributes while a block runs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 # An inherited method, or a builtin.
-_NOT_ITS_OWN = object()
+_ABSENT = object()
 
 
 @contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Have ``module.name`` be ``value`` while the block runs; ``module`` may be any object."""
-    previous = vars(module).get(name, _NOT_ITS_OWN)
-    setattr(module, name, value)
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of ``owner``, a module or any object, these values while the block runs."""
+    previous = {name: vars(owner).get(name, _ABSENT) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        if previous is _NOT_ITS_OWN:
-            delattr(module, name)
-        else:
-            setattr(module, name, previous)
+        for name, value in previous.items():
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

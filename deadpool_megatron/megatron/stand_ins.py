@@ -270,7 +270,7 @@ def _replace_generators() -> None:
 def _eager_compile() -> Iterator[None]:
     # jit.py takes torch.compile as its fuser when it is imported; on the CPU that would start a
     # C++ compiler in every rank at the first call of each fused function.
-    with replaced(torch, "compile", lambda function, *_args, **_options: function):
+    with replaced(torch, compile=lambda function, *_args, **_options: function):
         yield
 
 
@@ -299,7 +299,7 @@ def _unasked_imports_answered() -> Iterator[None]:
             return triton.language if fromlist and name == "triton.language" else triton
         return real(name, globals, locals, fromlist or (), level)
 
-    with replaced(builtins, "__import__", find):
+    with replaced(builtins, __import__=find):
         yield
 
 

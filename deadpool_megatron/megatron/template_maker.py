@@ -180,7 +180,7 @@ class _Maker:
         with contextlib.ExitStack() as stack:
             for inner in (each for each in self._inner if optimizer.is_distributed(each)):
                 stand_in = functools.partial(self._stand_in, inner)
-                stack.enter_context(replaced(inner, "get_parameter_state_dp_zero", stand_in))
+                stack.enter_context(replaced(inner, get_parameter_state_dp_zero=stand_in))
             yield
 
     def _stand_in(self, inner: Any, *_args: Any, **_kwargs: Any) -> dict[Any, Any]:

@@ -1,20 +1,19 @@
-"""The audit of one iteration: what data-parallel peers must hold, and compute, alike.
+"""The audit of an iteration: state and results that data-parallel peers must have in common.
 
-Before the passes all replicas compute one micro-batch of one of them (:mod:`.passes`). Then, around
-each inner update::
+Before the passes all replicas compute the same micro-batch (:mod:`.pass_audit`). Then, around each
+inner update::
 
-    before    peers compare sums of the weights that the forward pass has used; then one of them,
+    before    peers compare sums of the weights that the forward pass has used; then a role,
               another in each audit, sends the state of its shard as it was captured after the
               update before, and the gradients that it is about to use, to all of them, and each
               computes the update on copies
-    after     the audited role adds the sums of what its own update has made, and all compare
+    after     the audited role adds the sums of its own result, and all compare
 
-An update again on another node is an idea of ByteRobust (dual-phase replay) and of Megatron's rerun
-machine; here it takes one role's shard, a chunk at a time, so that it needs no memory to speak of.
+To repeat an update on another node is an idea of ByteRobust (dual-phase replay) and of Megatron's
+rerun machine; here it takes the shard of a single role, a chunk at a time, and hardly any memory.
 
-What differs means that the generation of this iteration is not handed to the vault: the group
-stands still until the coordinator has put the node aside and the run continues from the generation
-before, which the role has waited for to be committed.
+After a mismatch this iteration has no generation: the roles wait until the coordinator has
+quarantined the node, and the run continues from the generation before, which is committed already.
 """
 
 from __future__ import annotations
@@ -30,15 +29,11 @@ from torch import Tensor
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, is_due
 from deadpool_megatron.megatron import update_replay
-from deadpool_megatron.megatron.audit import comparison, update_transfer
+from deadpool_megatron.megatron.audit import comparison, update_transfer as transfer
 from deadpool_megatron.megatron.audit.pass_audit import PassAudit, incomparable_reason
 from deadpool_megatron.megatron.dimensions import plain_parameters
 from deadpool_megatron.megatron.loop import MegatronLoop
-from deadpool_megatron.megatron.optimizer import (
-    inner_optimizers,
-    is_distributed,
-    parameters_of,
-)
+from deadpool_megatron.megatron.optimizer import inner_optimizers, is_distributed, parameters_of
 from deadpool_megatron.member.framework import UpdateAudit
 from deadpool_megatron.member.peer_comparison import current_device, gathered
 from deadpool_megatron.member.role_reports import RoleReports
@@ -47,40 +42,43 @@ from deadpool_megatron.state.parts import Part, fingerprint
 
 _SUMS = 2  # of a fingerprint
 
-# The bytes of a part of a generation that lies sealed in an own slot.
+# Returns the bytes of a part of a generation that is sealed in a slot of this role.
 SealedPart = Callable[[Generation, str], memoryview | None]
 
 
 def _refuse_unauditable(optimizer: Any) -> None:
-    why, inner_ones = update_replay.why_not_replayed(optimizer), inner_optimizers(optimizer)
-    for inner in inner_ones:
+    reason, optimizers = update_replay.why_not_replayed(optimizer), inner_optimizers(optimizer)
+    for inner in optimizers:
         if not is_distributed(inner):
-            why = "without the distributed optimizer wrong state stays in the replica that has it"
+            reason = "without the distributed optimizer"
         elif inner.ddp_config.num_distributed_optimizer_instances > 1:
-            why = "with several optimizer instances wrong state stays in the replica that has it"
-    if not why and all(dist.get_world_size(one.data_parallel_group) < 2 for one in inner_ones):
-        why = "there are no data-parallel peers"
-    if why:
-        raise UnsupportedState(f"--deadpool-audit-interval: {why}; leave it out")
+            reason = "with several optimizer instances"
+        else:
+            continue
+        reason += " wrong state stays in the replica that has it"
+    if not reason and all(dist.get_world_size(i.data_parallel_group) < 2 for i in optimizers):
+        reason = "there are no data-parallel peers"
+    if reason:
+        raise UnsupportedState(f"--deadpool-audit-interval: {reason}; leave it out")
 
 
 def is_audited(iteration: int, interval: int, every: int) -> bool:
-    """Return whether it is the first one, in or after each ``interval``-th, whose state before is
-    captured where each ``every``-th generation is."""
+    """Return whether an iteration is audited: the first, in or after each ``interval``-th, whose
+    state before is captured, which each ``every``-th generation is."""
     before = max(0, iteration - every)
     return is_due(iteration - 1, every) and iteration // interval > before // interval
 
 
 def audit_number(iteration: int, interval: int, every: int) -> int:
-    """Of an audited iteration; that of the next one is greater by one, so that roles take turns."""
+    """Return the number of an audit; the next is greater by one, so that roles take turns."""
     return iteration // max(interval, every)
 
 
 class Audit(comparison.Auditor, UpdateAudit):
-    """Of one role in one process.
+    """The audits of a role in a process.
 
-    ``shards``: the part of each inner optimizer. Raises UnsupportedState where no peer can
-    compute what this role computes.
+    ``shards``: the part of each inner optimizer. Raises UnsupportedState where no peer can repeat
+    the computation of this role.
     """
 
     def __init__(
@@ -99,33 +97,31 @@ class Audit(comparison.Auditor, UpdateAudit):
         self._sealed_part = sealed_part
         self._interval = interval
         self._passes = None
-        if why := incomparable_reason(loop):
-            print(f"audits do not compare passes: {why}", flush=True)
+        if reason := incomparable_reason(loop):
+            print(f"audits do not compare passes: {reason}", flush=True)
         else:
             self._passes = PassAudit(loop, settle, reports)
             loop.around_passes = self._passes.around
         self._previous: Generation | None = None
         self._weights_compared = False
-        # Of each inner update that is computed twice: sums of what this role has computed from what
-        # was sent, a row for each chunk.
+        # For each repeated inner update the sums of this role's result from the state that was
+        # sent, a row for each chunk.
         self._computed: dict[int, Tensor] = {}
         self._seconds = 0.0
         self._bytes = 0
 
     def announce(self, iteration: int, previous: Generation, every: int) -> None:
-        """The iteration about to come, and whose state it begins from; each ``every``-th generation
-        is captured."""
-        self._iteration, self._previous = iteration, previous
-        self._number = None
-        if is_audited(iteration, self._interval, every):
-            self._number = audit_number(iteration, self._interval, every)
+        """Announce the next iteration, and the generation from whose state it begins; each
+        ``every``-th generation is captured."""
+        self._iteration, self._previous, due = iteration, previous, (self._interval, every)
+        self._number = audit_number(iteration, *due) if is_audited(iteration, *due) else None
         if self._passes is not None:
             self._passes.announce(iteration, self._number)
         self._weights_compared, self._computed = False, {}
         self._seconds, self._bytes = 0.0, 0
 
     def before_update(self, index: int) -> None:
-        """Inner optimizer ``index`` is about to update, with these weights and gradients."""
+        """Audit the weights and the update that inner optimizer ``index`` is about to make."""
         if self._number is None:
             return
         started = time.monotonic()
@@ -141,7 +137,7 @@ class Audit(comparison.Auditor, UpdateAudit):
         self._seconds += time.monotonic() - started
 
     def after_update(self, index: int) -> None:
-        """Inner optimizer ``index`` has updated its shard."""
+        """Compare the update that inner optimizer ``index`` has made."""
         if self._number is None:
             return
         started = time.monotonic()
@@ -150,7 +146,7 @@ class Audit(comparison.Auditor, UpdateAudit):
         self._seconds += time.monotonic() - started
         if index == len(self._inner) - 1:
             self._number = None
-            if dist.get_rank() == 0:  # one is enough: who finds something says so himself
+            if dist.get_rank() == 0:  # each role reports its mismatches itself
                 passes = 0.0 if self._passes is None else self._passes.seconds
                 facts = {"seconds": passes + self._seconds, "bytes": self._bytes}
                 self._reports.send_event(Kind.AUDITED, self._iteration, facts)
@@ -164,24 +160,23 @@ class Audit(comparison.Auditor, UpdateAudit):
         return roles[number % len(roles)]
 
     def _compare_weights(self) -> None:
-        """Compare what the forward pass has used: equal in all data-parallel peers."""
+        """Compare the weights of the forward pass, equal in all data-parallel peers."""
         groups: dict[bool, dist.ProcessGroup] = {}
         for index, inner in enumerate(self._inner):
-            is_expert = any(one.get("is_expert_parallel") for one in inner.optimizer.param_groups)
+            is_expert = any(g.get("is_expert_parallel") for g in inner.optimizer.param_groups)
             if (peers := self._peers(index)) is not None:
                 groups[is_expert] = peers
         for is_expert, peers in sorted(groups.items()):
             held = plain_parameters(self._loop, expert=is_expert)
             self._damage("audit.weight", held)
             found = gathered(fingerprint(held, current_device()), peers)
+            sums = {role: _sums(values) for role, values in found.items()}
             subject = "expert weights" if is_expert else "weights"
-            self._stop_if_wrong(
-                comparison.compare_held({r: _sums(one) for r, one in found.items()}, subject)
-            )
+            self._stop_if_wrong(comparison.compare_held(sums, subject))
 
     def _compute_alike(self, index: int, audited: int, peers: dist.ProcessGroup) -> Tensor:
-        """As :meth:`_compute`. Where no majority tells who is wrong, all compute it once more, and
-        who does not come to the same is: a fault that comes and goes shows so."""
+        """Return the sums of :meth:`_compute`. Without a majority all peers recompute; a role whose
+        result changes is faulty, which finds intermittent faults."""
         sums = self._compute(index, audited, peers)
         known, first = self._gather_computed(sums, peers)
         subject = f"the update of role {audited}"
@@ -194,29 +189,25 @@ class Audit(comparison.Auditor, UpdateAudit):
     def _gather_computed(
         self, sums: Tensor, peers: dist.ProcessGroup
     ) -> tuple[dict[int, int], dict[int, comparison.Sums]]:
-        """By role: its hardware, and its sums."""
+        """Return the hardware and the sums of each role."""
         own = torch.tensor([self._hardware], dtype=torch.int64, device=sums.device)
         found = gathered(torch.cat([own, sums.flatten()]), peers)
-        hardware_of = {role: int(row[0]) for role, row in found.items()}
-        return hardware_of, {role: _sums(row[1:]) for role, row in found.items()}
+        hardware = {role: int(row[0]) for role, row in found.items()}
+        return hardware, {role: _sums(row[1:]) for role, row in found.items()}
 
     def _compute(self, index: int, audited: int, peers: dist.ProcessGroup) -> Tensor:
-        """The update of ``audited`` on copies; sums of each chunk, of shape (chunks, 2)."""
+        """Return the sums, of shape (chunks, 2), of the update of ``audited``, made on copies."""
         inner, device, is_own = self._inner[index], current_device(), audited == dist.get_rank()
-        payload = update_transfer.describe(inner) if is_own else b""
-        description = update_transfer.described(
-            update_transfer.broadcast_bytes(payload, audited, peers, device)
-        )
+        payload = transfer.describe(inner) if is_own else b""
+        description = transfer.parse(transfer.broadcast_bytes(payload, audited, peers, device))
         sums = []
         for chunk in description.chunks:
             if is_own:
-                flat = update_transfer.pack(inner, chunk, self._state_before(index), device)
+                flat = transfer.pack(inner, chunk, self._state_before(index), device)
             else:
-                flat = torch.empty(
-                    update_transfer.chunk_bytes(chunk), dtype=torch.uint8, device=device
-                )
+                flat = torch.empty(transfer.chunk_bytes(chunk), dtype=torch.uint8, device=device)
             dist.broadcast(flat, src=audited, group=peers)
-            copies = update_transfer.unpack(chunk, flat)
+            copies = transfer.unpack(chunk, flat)
             self._bytes += flat.numel()
             del flat
             update_replay.update_copies(inner, description.groups, copies)
@@ -229,8 +220,8 @@ class Audit(comparison.Auditor, UpdateAudit):
         return torch.stack(sums) if sums else torch.zeros(0, _SUMS, dtype=torch.int64).to(device)
 
     def _state_before(self, index: int) -> Callable[[Tensor], Tensor]:
-        """The tensors of a shard as they were captured; as they are, where that is not in an own
-        slot."""
+        """Return a function that maps a tensor of a shard to its captured value, or to itself where
+        no slot of this role holds it."""
         part, previous = self._shards[index], self._previous
         held = None if previous is None else self._sealed_part(previous, part.name)
         if held is None:
@@ -242,7 +233,7 @@ class Audit(comparison.Auditor, UpdateAudit):
         used = torch.zeros_like(sums)
         if audited == dist.get_rank():
             for number, chunk in enumerate(update_replay.chunks(inner)):
-                made = (t for one in chunk for _, t in update_replay.all_tensors(inner, one))
+                made = (t for p in chunk for _, t in update_replay.all_tensors(inner, p))
                 used[number] = fingerprint(made, sums.device)
         known, found = self._gather_computed(torch.cat([sums, used]), peers)
         again = {role: both[: used.numel()] for role, both in found.items()}

@@ -1,16 +1,16 @@
-"""One micro-batch of one replica, computed forward and backward by all of them.
+"""A micro-batch of one replica, computed forward and backward by all of them.
 
-Data-parallel replicas hold the same weights. In an audited iteration one replica (another one each
-time) gives its first micro-batch, and its random states, to the others. Each runs it through its
+Data-parallel replicas hold the same weights. In an audited iteration a replica, another in each
+audit, sends its first micro-batch, and its random states, to the others. Each runs it through its
 whole pipeline, before its own micro-batches and without reducing gradients; then all roles compare
-sums of what each stage gave on, of the gradient that came back to it, and of its weights'
-gradients. Where in a replica the first of these is wrong, it was computed wrong. An interleaved
-pipeline takes no single micro-batch: the same one goes through it as often as it takes at least,
-and each chunk of a role is a stage.
+sums of the output of each stage, of the gradient that came back to it, and of its weights'
+gradients. In a replica the first wrong result is the origin of the error. An interleaved pipeline
+takes no single micro-batch: it runs the same micro-batch as often as its minimum, and each chunk
+of a role is a stage.
 
-Nothing of it stays: gradients are emptied, and what a forward pass changes is put back. Whether
-equal passes give equal bytes here at all is shown before it is relied upon: the first audit of a
-process computes the micro-batch twice (flash attention, for one, adds in any order).
+The passes leave no trace: gradients are emptied, and state that a forward pass changes is restored.
+The first audit of a process checks that equal passes give equal bytes: it computes the micro-batch
+twice (flash attention, for example, adds in any order).
 
 After Megatron's rerun machine and torchtitan's replay, which repeat a step where it was computed.
 """
@@ -30,37 +30,27 @@ import torch.distributed as dist
 from megatron.core import parallel_state, rerun_state_machine
 from torch import Tensor
 
-from deadpool_megatron.megatron import loop_extras as extras
+from deadpool_megatron.megatron import loop as loops, loop_extras as extras
 from deadpool_megatron.megatron.audit import comparison
 from deadpool_megatron.megatron.audit.update_transfer import broadcast_bytes
-from deadpool_megatron.megatron.loop import (
-    ForwardBackward,
-    MegatronLoop,
-    model_config,
-    trains_in_fp8,
-)
+from deadpool_megatron.megatron.loop import ForwardBackward, MegatronLoop
+from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.member.peer_comparison import current_device
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.parts import fingerprint
 
 _BATCHES = "batches"
-# How far a role is with the rehearsal; of all roles the least counts.
+# Stages of a rehearsal; the lowest of all roles counts.
 _STRANGE, _LEFT, _REHEARSED, _RELIED_ON = range(4)
-# What Megatron's schedules would do beside passes.
-SYNCHRONISING = (
-    "finalize_model_grads_func",
-    "grad_sync_func",
-    "no_sync_func",
-    "param_sync_func",
-)
+# Fields with the functions that Megatron's schedules would call in addition to passes.
+SYNCHRONISING = ("finalize_model_grads_func", "grad_sync_func", "no_sync_func", "param_sync_func")
 
 
 def incomparable_reason(loop: MegatronLoop) -> str:
-    """Return why passes of this model are not compared, in words; empty where they are."""
-    config = model_config(loop)
-    if getattr(config, "num_moe_experts", None):
+    """Return the reason why passes of this model are not compared; empty where they are."""
+    if getattr(loops.model_config(loop), "num_moe_experts", None):
         return "experts of several replicas work on the tokens of each other"
-    if trains_in_fp8(loop):
+    if loops.trains_in_fp8(loop):
         return "FP8 keeps scales that a pass changes"
     if dist.get_world_size(parallel_state.get_data_parallel_group()) < 2:
         return "there are no data-parallel peers"
@@ -68,18 +58,18 @@ def incomparable_reason(loop: MegatronLoop) -> str:
 
 
 class PassAudit(comparison.Auditor):
-    """Of one role in one process."""
+    """The audits of passes of a role in a process."""
 
     #: spent on the audit of this iteration
     seconds = 0.0
     _is_repeatable: bool | None = None
 
     def announce(self, iteration: int, number: int | None) -> None:
-        """The iteration about to come; ``number`` of its audit, None where it is not audited."""
+        """Announce the next iteration, with the ``number`` of its audit, or None."""
         self._iteration, self._number, self.seconds = iteration, number, 0.0
 
     def around(self, forward_backward: ForwardBackward) -> ForwardBackward:
-        """Megatron's function, with an audit before it where one is due."""
+        """Wrap Megatron's function so that a due audit runs before it."""
 
         def passes(**arguments: Any) -> Any:
             number, self._number = self._number, None
@@ -94,18 +84,18 @@ class PassAudit(comparison.Auditor):
     def _compare(
         self, forward_backward: ForwardBackward, arguments: Mapping[str, Any], number: int
     ) -> Any:
-        """Returns the iterator with what was taken from it."""
+        """Compare a micro-batch; return the iterator with the batch put back."""
         given = arguments["data_iterator"]
         iterators = list(given) if isinstance(given, list) else [given]
         group = parallel_state.get_data_parallel_group()
         replicas = dist.get_process_group_ranks(group)
         source = replicas[number % len(replicas)]
-        reads_data = [one is not None for one in iterators]
+        reads_data = [iterator is not None for iterator in iterators]
         batches: dict[int, Any] = {}
-        for at, one in enumerate(iterators):
-            if one is not None and source == dist.get_rank():
-                batches[at] = next(one)
-                iterators[at] = _put_back(batches[at], one)
+        for at, iterator in enumerate(iterators):
+            if iterator is not None and source == dist.get_rank():
+                batches[at] = next(iterator)
+                iterators[at] = _put_back(batches[at], iterator)
         agreed = self._agree(batches.values())
         given = iterators if isinstance(given, list) else iterators[0]
         if agreed is None:
@@ -117,25 +107,24 @@ class PassAudit(comparison.Auditor):
             run = functools.partial(self._run, forward_backward, again, shared, reads_data)
             once = run()
             repeated = agreed != _REHEARSED or torch.equal(once, run())
-            # Of all roles, before the first of them can accuse one: that ends the epoch.
+            # On all roles, before the first of them can report a mismatch: that ends the epoch.
             self._settle()
-            once_more = run if agreed == _RELIED_ON else None
-            mismatch = self._judge(*self._gather(once, repeated=repeated), once_more)
+            repeat = run if agreed == _RELIED_ON else None
+            mismatch = self._judge(*self._gather(once, repeated=repeated), repeat)
         finally:
             extras.restore_passing(self._loop, codec.decode(kept))
         self._stop_if_wrong(mismatch)
         return given
 
     def _min_micro_batches(self) -> int:
-        """Return how many a pipeline takes at least:
-        megatron/core/pipeline_parallel/schedules.py."""
+        """Return the minimum of a pipeline: megatron/core/pipeline_parallel/schedules.py."""
         if len(self._loop.model_chunks) == 1:
             return 1
-        return int(model_config(self._loop).microbatch_group_size_per_vp_stage)
+        return int(loops.model_config(self._loop).microbatch_group_size_per_vp_stage)
 
     def _agree(self, batches: Iterable[Any]) -> int | None:
-        """Return whether all roles rehearse or rely on a rehearsal; None where they leave it. A
-        process that came later knows less than others, and all have to do the same."""
+        """Return whether all roles rehearse or rely on a rehearsal; None where they do neither. A
+        process that joined later knows less than others, and all have to do the same."""
         state = {None: _REHEARSED, False: _LEFT, True: _RELIED_ON}[self._is_repeatable]
         if state != _LEFT and not all(map(_is_by_name, batches)):
             state = _STRANGE
@@ -152,7 +141,7 @@ class PassAudit(comparison.Auditor):
     def _share(
         self, batches: Mapping[int, Any], source: int, group: dist.ProcessGroup
     ) -> dict[str, Any]:
-        """The micro-batch of each chunk that reads data, and the random states of ``source``."""
+        """Return the micro-batch of each chunk that reads data, and random states of ``source``."""
         payload = b""
         if source == dist.get_rank():
             found = {str(chunk): dict(batch) for chunk, batch in batches.items()}
@@ -166,8 +155,8 @@ class PassAudit(comparison.Auditor):
         shared: dict[str, Any],
         reads_data: Sequence[bool],
     ) -> Tensor:
-        """The micro-batch through the pipeline; for each chunk sums of what it gave on, got back
-        and made, of shape (chunks, 3, 2)."""
+        """Run the micro-batch through the pipeline; return for each chunk sums of its output, of
+        the gradient that came back and of its weights' gradients, of shape (chunks, 3, 2)."""
         device, chunks = current_device(), self._loop.model_chunks
         times = arguments["num_microbatches"]
         sums = torch.zeros(len(chunks), 3, 2, dtype=torch.int64, device=device)
@@ -182,7 +171,7 @@ class PassAudit(comparison.Auditor):
 
         extras.set_random_states(shared)
         data: list[Any] = [
-            # Each time its own, for those that take things out of it.
+            # A copy for each pass, as a pass may remove entries.
             iter([dict(shared[_BATCHES][str(at)]) for _ in range(times)]) if reads else None
             for at, reads in enumerate(reads_data)
         ]
@@ -200,23 +189,18 @@ class PassAudit(comparison.Auditor):
 
     @contextlib.contextmanager
     def _without_synchronising(self) -> Iterator[None]:
-        """Gradients stay where they are, as those of any micro-batch but the last."""
-        config = vars(model_config(self._loop))
-        kept = {name: config[name] for name in SYNCHRONISING}
-        config.update(dict.fromkeys(SYNCHRONISING))
-        try:
-            with contextlib.ExitStack() as stack:
-                for chunk in self._loop.model_chunks:
-                    stack.enter_context(chunk.no_sync())
-                yield
-        finally:
-            config.update(kept)
+        """Keep gradients local, as those of any micro-batch but the last."""
+        unset = replaced(loops.model_config(self._loop), **dict.fromkeys(SYNCHRONISING))
+        with unset, contextlib.ExitStack() as stack:
+            for chunk in self._loop.model_chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
 
     def _gather(
         self, sums: Tensor, *, repeated: bool
     ) -> tuple[dict[int, comparison.Pass], dict[int, bool]]:
-        """The passes of all chunks of all roles (each a number, see :meth:`_roles`), and whether
-        they were repeated to the same bytes."""
+        """Return the passes of all chunks of all roles (each a number, see :meth:`_roles`), and
+        whether a repetition gave the same bytes."""
         own = [
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -228,57 +212,49 @@ class PassAudit(comparison.Auditor):
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         found = torch.stack(rows).cpu().tolist()
-        chunks, ranks = len(sums), 1 + max(one[1] for one in found)
+        chunks, ranks = len(sums), 1 + max(row[1] for row in found)
         passes: dict[int, comparison.Pass] = {}
-        for role, (replica, rank, peer, _, kind, *values) in enumerate(found):
+        for role, (replica, rank, peer, _, hardware, *values) in enumerate(found):
             for chunk in range(chunks):
-                at = 6 * chunk
+                starts = range(6 * chunk, 6 * chunk + 6, 2)
+                output, returned, gradient = (tuple(values[at : at + 2]) for at in starts)
+                stage, place = chunk * ranks + rank, peer * chunks + chunk
                 passes[role * chunks + chunk] = comparison.Pass(
-                    replica,
-                    chunk * ranks + rank,
-                    peer * chunks + chunk,
-                    output=tuple(values[at : at + 2]),
-                    returned=tuple(values[at + 2 : at + 4]),
-                    gradient=tuple(values[at + 4 : at + 6]),
-                    hardware=kind,
+                    replica, stage, place, output, returned, gradient, hardware
                 )
         return passes, {number: bool(found[number // chunks][3]) for number in passes}
 
     def _roles(self, numbers: Iterable[int]) -> list[int]:
-        """Return whose chunks these are."""
+        """Return the roles of these chunks."""
         return sorted({number // len(self._loop.model_chunks) for number in numbers})
 
     def _judge(
         self,
         passes: Mapping[int, comparison.Pass],
         repeated: Mapping[int, bool],
-        once_more: Callable[[], Tensor] | None,
+        repeat: Callable[[], Tensor] | None,
     ) -> comparison.Mismatch | None:
-        """Return where no majority tells who is wrong, all compute it ``once_more``, and who does
-        not come to the same is: a fault that comes and goes shows so. It is None, for all roles
-        alike, where that was done already."""
+        """Return the mismatch of the passes, if any. Without a majority all peers ``repeat`` the
+        passes; a role whose result changes is faulty, which finds intermittent faults. It is None,
+        on all roles, where they were repeated already."""
         keys = comparison.comparable(passes)
-        odd = comparison.unrepeatable(
-            {number: (keys[number], same) for number, same in repeated.items()}
-        )
-        if odd:
-            self._give_up(
-                f"the same pass gives other bytes each time, of roles {self._roles(odd)} (try"
-                " --deterministic-mode)"
-            )
+        is_same = {number: (keys[number], same) for number, same in repeated.items()}
+        if odd := comparison.unrepeatable(is_same):
+            reason = f"the same pass gives other bytes each time, of roles {self._roles(odd)}"
+            self._give_up(f"{reason} (try --deterministic-mode)")
             return None
         self._is_repeatable = True
-        if len({one.hardware for one in passes.values()}) > 1:
+        if len({each.hardware for each in passes.values()}) > 1:
             self._report_incomparable(self._roles(comparison.incomparable(keys)), "the passes")
         mismatch = comparison.compare_passes(passes)
-        if mismatch is not None and not mismatch.is_certain and once_more is not None:
-            again, _ = self._gather(once_more(), repeated=True)
+        if mismatch is not None and not mismatch.is_certain and repeat is not None:
+            again, _ = self._gather(repeat(), repeated=True)
             mismatch = comparison.compare_repeated_passes(passes, again) or mismatch
         return mismatch and replace(mismatch, roles=tuple(self._roles(mismatch.roles)))
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, reason: str) -> None:
         self._is_repeatable = False
-        self._warn(f"audits do not compare passes: {why}")
+        self._warn(f"audits do not compare passes: {reason}")
 
 
 def _add(sums: Tensor, device: torch.device, tensor: Tensor) -> None:
@@ -286,7 +262,7 @@ def _add(sums: Tensor, device: torch.device, tensor: Tensor) -> None:
 
 
 def _put_back(batch: Any, iterator: Any) -> Iterator[Any]:
-    """Megatron's has ``__next__`` only."""
+    """Return the iterator with ``batch`` before it; Megatron's has only ``__next__``."""
     return itertools.chain([batch], iter(lambda: next(iterator), object()))
 
 
@@ -298,18 +274,15 @@ def _is_by_name(batch: Any) -> bool:
 
 @contextlib.contextmanager
 def _rerun_machine_idle() -> Iterator[None]:
-    """Megatron's rerun machine looks at every result of a pass; a pass of an audit is none of them.
+    """Keep Megatron's rerun machine, which checks every result of a pass, from passes of an audit.
 
-    Results are not judged (but for NaN, where the machine is off), and the machine has the same
-    counts, largest values and wishes to run again afterwards as before."""
+    Results are not judged (except for NaN, where the machine is off), and afterwards the machine
+    has the same counts, largest values and requests for a rerun as before."""
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if machine is None:
         yield
         return
-    kept = {
-        name: value.copy() if isinstance(value, dict) else value
-        for name, value in vars(machine).items()
-    }
+    kept = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(machine).items()}
     # As in its very first run, in which it judges nothing.
     machine.state = rerun_state_machine.RerunState.INITIAL_RUN
     machine.first_iteration_complete = False

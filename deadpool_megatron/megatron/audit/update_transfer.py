@@ -1,9 +1,8 @@
-"""Inner updates on their way to peers that compute them as well: a description, then bytes by
-chunk.
+"""Transfer of inner updates to peers that compute them as well: a description, then bytes by chunk.
 
-The description is made once for each update by the role whose update it is, and says which
-parameters are in which chunk, in which group, and how each tensor of them looks. A chunk is one
-flat tensor of bytes, on the device of the communication.
+The role of an update describes it once: the parameters of each chunk, the group of each parameter,
+and the type, shape and device of its tensors. A chunk is a flat tensor of bytes, on the device of
+the communication.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _GRADIENT = "gradient"
 
 @dataclass(frozen=True)
 class TensorMeta(Listed):
-    """One tensor without its values: its type by name, and where its optimizer keeps it."""
+    """A tensor without its values: its type by name, and where its optimizer keeps it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,21 +37,19 @@ class TensorMeta(Listed):
 
     @property
     def nbytes(self) -> int:
-        """Of its values."""
+        """The bytes of its values."""
         return dtype_of(self.dtype).itemsize * math.prod(self.shape)
 
     @staticmethod
     def of(tensor: Tensor) -> TensorMeta:
-        """Returns how a tensor looks."""
-        return TensorMeta(
-            dtype_name(tensor.dtype), tuple(tensor.shape), tensor.device.type == "cpu"
-        )
+        """Return the metadata of a tensor."""
+        return TensorMeta(dtype_name(tensor.dtype), tuple(tensor.shape), tensor.is_cpu)
 
 
 @dataclass(frozen=True)
 class Parameter(Listed):
-    """One of a chunk. ``tensors``: under the empty name itself, then its state, by name, and its
-    gradient where it has one; ``values``: state that is no tensor."""
+    """A parameter of a chunk. ``tensors``: under the empty name itself, then its state, by name,
+    and its gradient if there is one; ``values``: state that is no tensor."""
 
     number: int
     group: int
@@ -62,14 +59,14 @@ class Parameter(Listed):
 
 @dataclass(frozen=True)
 class Description(Coded):
-    """Of one inner update: the plain values of its groups, and what is in each chunk."""
+    """An inner update: the plain values of its groups, and the parameters of each chunk."""
 
     groups: tuple[Mapping[str, Any], ...]
     chunks: tuple[tuple[Parameter, ...], ...]
 
 
 def describe(inner: Any) -> bytes:
-    """The update that ``inner`` is about to make; see :func:`described`."""
+    """Describe the update that ``inner`` is about to make; see :func:`parse`."""
     groups, parameters = update_replay.group_numbers(inner), itertools.count()
     found: list[list[Parameter]] = []
     for chunk in update_replay.chunks(inner):
@@ -78,31 +75,31 @@ def describe(inner: Any) -> bytes:
             tensors = dict(update_replay.all_tensors(inner, parameter))
             if parameter.grad is not None:
                 tensors[_GRADIENT] = parameter.grad
-            looks = {name: TensorMeta.of(tensor) for name, tensor in tensors.items()}
+            metas = {name: TensorMeta.of(tensor) for name, tensor in tensors.items()}
             number, values = next(parameters), plain_values(inner, parameter)
-            found[-1].append(Parameter(number, groups[number], looks, values))
+            found[-1].append(Parameter(number, groups[number], metas, values))
     whole = Description(update_replay.used_values(inner), tuple(map(tuple, found)))
     return codec.encode(whole.to_dict())
 
 
-def described(payload: bytes) -> Description:
+def parse(payload: bytes) -> Description:
     """Inverse of :func:`describe`."""
     return Description.from_dict(codec.decode(payload))
 
 
 def chunk_bytes(chunk: Sequence[Parameter]) -> int:
-    """Length of the flat tensor of a chunk."""
-    return sum(_padded(looks.nbytes) for one in chunk for looks in one.tensors.values())
+    """Return the length of the flat tensor of a chunk."""
+    return sum(_padded(meta.nbytes) for each in chunk for meta in each.tensors.values())
 
 
 def pack(
     inner: Any, chunk: Sequence[Parameter], before: Callable[[Tensor], Tensor], device: torch.device
 ) -> Tensor:
-    """The bytes of a chunk: gradients as they are, all else as ``before`` gives it."""
+    """Return the bytes of a chunk: gradients as they are, all else as ``before`` returns it."""
     flat = torch.zeros(chunk_bytes(chunk), dtype=torch.uint8, device=device)
     parameters = parameters_of(inner)
-    for one, places in _places(chunk, flat):
-        parameter = parameters[one.number]
+    for each, places in _places(chunk, flat):
+        parameter = parameters[each.number]
         for name, tensor in update_replay.all_tensors(inner, parameter):
             places[name].copy_(_as_bytes(before(tensor)))
         if _GRADIENT in places:
@@ -113,13 +110,13 @@ def pack(
 def unpack(chunk: Sequence[Parameter], flat: Tensor) -> list[update_replay.ParameterCopy]:
     """Inverse of :func:`pack`, on memory of its own, with the gradients in place."""
     copies = []
-    for one, places in _places(chunk, flat):
+    for each, places in _places(chunk, flat):
         tensors = {}
-        for name, looks in one.tensors.items():
-            own = places[name].to("cpu" if looks.is_on_host else flat.device, copy=True)
-            tensors[name] = own.view(dtype_of(looks.dtype)).view(looks.shape)
+        for name, meta in each.tensors.items():
+            own = places[name].to("cpu" if meta.is_on_host else flat.device, copy=True)
+            tensors[name] = own.view(dtype_of(meta.dtype)).view(meta.shape)
         gradient = tensors.pop(_GRADIENT, None)
-        copy = update_replay.ParameterCopy(one.number, one.group, tensors, one.values)
+        copy = update_replay.ParameterCopy(each.number, each.group, tensors, each.values)
         copy.parameter.grad = gradient
         copies.append(copy)
     return copies
@@ -128,7 +125,7 @@ def unpack(chunk: Sequence[Parameter], flat: Tensor) -> list[update_replay.Param
 def broadcast_bytes(
     payload: bytes, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> bytes:
-    """Return what role ``source`` gives as ``payload``, in all of the group. Collective."""
+    """Return the ``payload`` of role ``source`` on all ranks of the group. Collective."""
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     dist.broadcast(length, src=source, group=group)
     flat = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
@@ -141,14 +138,14 @@ def broadcast_bytes(
 def _places(
     chunk: Sequence[Parameter], flat: Tensor
 ) -> Iterator[tuple[Parameter, dict[str, Tensor]]]:
-    """For each parameter where the bytes of its tensors lie, by name."""
+    """Yield each parameter with the places of its tensors in ``flat``, by name."""
     start = 0
-    for one in chunk:
+    for each in chunk:
         places = {}
-        for name, looks in one.tensors.items():
-            places[name] = flat[start : start + looks.nbytes]
-            start += _padded(looks.nbytes)
-        yield one, places
+        for name, meta in each.tensors.items():
+            places[name] = flat[start : start + meta.nbytes]
+            start += _padded(meta.nbytes)
+        yield each, places
 
 
 def _padded(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""One pass of pretrain() up to train(): what it built, and how to make its iterators again.
+"""One pass of pretrain() up to train(): the objects that it built, and how to renew its iterators.
 
 A script parses its arguments itself from Megatron-LM 0.18 on: once, before pretrain(), when this
 process has no role yet; they are parsed again for every role that it gets. Before 0.18
@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import inspect
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,7 +26,7 @@ from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.megatron.exact_load import load_exactly
 from deadpool_megatron.megatron.pretraining import index_files, stages
-from deadpool_megatron.megatron.pretraining.dispatch import use_handlers
+from deadpool_megatron.megatron.pretraining.dispatch import bound_arguments, use_handlers
 from deadpool_megatron.megatron.pretraining.families import family
 from deadpool_megatron.megatron.pretraining.user_buffers import UserBuffers
 from deadpool_megatron.megatron.replacement import replaced
@@ -43,40 +42,37 @@ class NothingToTrain(ValueError):
 
 
 class CommandLine:
-    """Of one process. ``_parse``: Megatron's function with what the script gave it."""
+    """The command line of one process, parsed for each role that the process gets."""
 
     def __init__(self) -> None:
+        # Megatron's function with the arguments of the script's call.
         self._parse: Callable[[], Any] | None = None
 
     def parse_without_role(self, parse: Callable[[], Any]) -> Any:
-        """Returns the arguments for the script to make its config of. Says nothing, and opens no
-        writers: a role does that."""
+        """Return the arguments from which the script makes its config. Prints nothing, and opens no
+        writers: a role does both."""
         self._parse = parse
         os.environ["WORLD_SIZE"] = str(MemberPlace.from_environment().world_size)
         with no_writers(), contextlib.redirect_stdout(io.StringIO()):
             return parse()
 
     def parse_for_role(self) -> None:
-        """Parse arguments that the script has parsed again, for RANK as it is now."""
+        """Parse again what the script has parsed, for the present RANK."""
         if self._parse is not None:
             forget_globals()
             self._parse()
 
 
-@contextlib.contextmanager
-def no_writers() -> Iterator[None]:
-    """Nobody opens TensorBoard's or W&B's files while the block runs."""
+def no_writers() -> contextlib.AbstractContextManager[None]:
+    """Keep TensorBoard's and W&B's files closed while the block runs."""
     from megatron.training import global_vars
 
-    with (
-        replaced(global_vars, "_set_tensorboard_writer", lambda args: None),
-        replaced(global_vars, "_set_wandb_writer", lambda args: None),
-    ):
-        yield
+    unset = dict.fromkeys(("_set_tensorboard_writer", "_set_wandb_writer"), lambda args: None)
+    return replaced(global_vars, **unset)
 
 
 def forget_globals() -> None:
-    """Forget what parsing and initialize_megatron() set, so that they can be called again. The
+    """Unset the globals of parsing and initialize_megatron(), which can then be called again. The
     groups stay."""
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training import global_vars
@@ -95,8 +91,8 @@ class _Source:
 
 
 class Build:
-    """See the module text. ``detached``: built without peers. ``kinds``: of parameters, as an
-    earlier build of this run has left them."""
+    """See the module text. ``detached``: built without peers. ``kinds``: of parameters, from an
+    earlier build of this run."""
 
     def __init__(self, command_line: CommandLine, kinds: Sequence[tuple[Any, Any]] = ()) -> None:
         self._command_line = command_line
@@ -104,7 +100,7 @@ class Build:
         self.user_buffers = UserBuffers()
         self.detached = False
         self.complete = False
-        #: what setup_model_and_optimizer() answered
+        #: the result of setup_model_and_optimizer()
         self.objects: tuple[Any, ...] = ()
         #: of every model chunk: iterators for training, validation and test
         self.iterators: list[tuple[Any, Any, Any]] = []
@@ -115,7 +111,7 @@ class Build:
         self._train_iters: int | None = None
 
     def handlers(self) -> Mapping[str, Handler]:
-        """The scene of the pass."""
+        """Return the handlers of the pass."""
         return {
             "initialize_megatron": self._initialize,
             "setup_model_and_optimizer": self._setup,
@@ -126,7 +122,7 @@ class Build:
         }
 
     def renew_iterators(self) -> None:
-        """Iterators from where the counters in Megatron's arguments point, on the same data sets.
+        """Make iterators that begin at the counters in Megatron's arguments, on the same data sets.
 
         Collective. Draws from the random generators.
         """
@@ -138,14 +134,16 @@ class Build:
             with use_handlers(known), _loaders_with_own_generators(), _loaders_may_be_empty():
                 made.append(source.make_iterators(source.provider))
         self.iterators = made
-        train, valid, _ = self.iterator_arguments()
+        train, valid = made[0][:2]
+        if isinstance(self.train_arguments["train_data_iterator"], list):  # of virtual stages
+            train, valid = ([iterators[kind] for iterators in made] for kind in (0, 1))
         self.train_arguments.update(train_data_iterator=train, valid_data_iterator=valid)
 
     def renumber(self, old: int, new: int) -> None:
-        """Make what was built for role ``old`` that of ``new``, of the same stage class.
+        """Give the objects of role ``old`` to role ``new``, of the same stage class.
 
-        Megatron's groups are those of the new role already. The model stays, with its buffers; the
-        optimizer, whose shard is another, is made by Megatron's own function.
+        Megatron's groups are those of the new role already. The model stays, with its buffers;
+        Megatron's own function makes the optimizer, whose shard is another.
         """
         from megatron.training import get_args
 
@@ -154,45 +152,37 @@ class Build:
         after = stages.layer_offsets(get_args(), config, new)
         stages.shift_layers(model, [b - a for a, b in zip(before, after, strict=True)])
         stages.renumber_buckets(model)
-        # The old optimizer's memory is needed for the new one.
+        # The new optimizer needs the memory of the old.
         self.objects = (model, None, None)
         self.train_arguments.update(optimizer=None, opt_param_scheduler=None)
         gc.collect()
-        # Where the user names samples, the first call noted their iterations here: with them the
-        # schedule would be that of a run that is told by iterations, without a warm-up.
+        # Where the user gives samples, the first call noted their iterations here: they would make
+        # the schedule that of a run by iterations, without a warm-up.
         get_args().train_iters = self._train_iters
-        made_up = {"load_checkpoint": lambda *_args, **_kwargs: (0, 0)}
-        with use_handlers(made_up), self.kinds_exchanged():
+        nothing_loaded = {"load_checkpoint": lambda *_args, **_kwargs: (0, 0)}
+        with use_handlers(nothing_loaded), self.kinds_exchanged():
             self.objects = family().set_up_around(self._setup_call, model)
         _, optimizer, scheduler = self.objects
         self.train_arguments.update(optimizer=optimizer, opt_param_scheduler=scheduler)
 
     def close(self) -> None:
-        """Let go of everything. Loaders end their worker processes when they are freed, at once if
+        """Drop all references. Loaders end their worker processes when they are freed, at once if
         it is by their last reference; the garbage collector closes their queues before they can
-        tell the workers to end, and they wait for each of them."""
+        end the workers, and they wait for each of them."""
         self.iterators.clear()
         self.train_arguments.clear()
         self.objects = ()
         self._sources.clear()
         self._setup_call = _not_reached
 
-    def iterator_arguments(self) -> tuple[Any, Any, Any]:
-        """The three as pretrain() hands them on: lists where there are virtual stages."""
-        if isinstance(self.train_arguments["train_data_iterator"], list):
-            train, valid, test = zip(*self.iterators, strict=True)
-            return list(train), list(valid), list(test)
-        return self.iterators[0]
-
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._command_line.parse_for_role()
         original(*args, **kwargs)
         self.detached = is_detached(dist.group.WORLD)
 
-    @contextlib.contextmanager
-    def progress_log_kept(self) -> Iterator[None]:
-        """While the block runs, Megatron's log of progress is left alone by a spare that is built
-        for role 0: it does not start the job."""
+    def progress_log_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Keep a spare that is built for role 0 from writing Megatron's log of progress while the
+        block runs: it does not start the job."""
         from megatron.training import training
 
         append = training.append_to_progress_log
@@ -201,39 +191,38 @@ class Build:
             if not self.detached:
                 append(*args, **kwargs)
 
-        with replaced(training, "append_to_progress_log", unless_detached):
-            yield
+        return replaced(training, append_to_progress_log=unless_detached)
 
     @contextlib.contextmanager
     def kinds_exchanged(self) -> Iterator[None]:
-        """While the block runs, :attr:`kinds` becomes what ranks tell each other of their
-        parameters, so that each has a group of each kind (megatron/core/optimizer/__init__.py,
-        _get_param_groups); without peers they are heard from it.
+        """Record in :attr:`kinds` the kinds of parameters that ranks exchange while the block runs,
+        so that each has a group of each kind (megatron/core/optimizer/__init__.py,
+        _get_param_groups); without peers take them from it.
 
-        A stage without experts, or without embeddings, has kinds less than others. They follow from
-        the model and from what an optimizer is told of some parameters.
+        A stage without experts, or without embeddings, has fewer kinds than others. They follow
+        from the model and from the optimizer's overrides for some parameters.
         """
         from megatron.core import optimizer
 
         make, gather = optimizer._get_param_groups, dist.all_gather_object
-        told: list[tuple[Any, Any]] = []
+        exchanged: list[tuple[Any, Any]] = []
 
         def make_groups(model: Any, config: Any, overrides: Any) -> Any:
             given = list((overrides or {}).values())
 
-            def tell(found: list[Any], own: Any) -> None:
+            def exchange(found: list[Any], own: Any) -> None:
                 gather(found, own)
-                if is_detached(dist.group.WORLD) and len(told) < len(self.kinds):
-                    known, kinds = self.kinds[len(told)]
+                if is_detached(dist.group.WORLD) and len(exchanged) < len(self.kinds):
+                    known, kinds = self.kinds[len(exchanged)]
                     found += [kinds] if known == given else []
-                told.append((given, list(dict.fromkeys(itertools.chain(*found)))))
+                exchanged.append((given, list(dict.fromkeys(itertools.chain(*found)))))
 
-            with replaced(dist, "all_gather_object", tell):
+            with replaced(dist, all_gather_object=exchange):
                 return make(model, config, overrides)
 
-        with replaced(optimizer, "_get_param_groups", make_groups):
+        with replaced(optimizer, _get_param_groups=make_groups):
             yield
-        self.kinds = told
+        self.kinds = exchanged
 
     def _setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
@@ -244,14 +233,13 @@ class Build:
         return self.objects
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Without peers nothing can be loaded, nor has to be: the state comes with a role."""
+        """Load the checkpoint, but not without peers: the state comes with a role."""
         if self.detached:
             return 0, 0
         return load_exactly(original, *args, **kwargs)
 
     def make_training_iterators(self, original: Callable[..., Any], provider: Any) -> Any:
-        if failpoints.ACTIVE:
-            original = _announcing(original)
+        original = _with_failpoints(original) if failpoints.ACTIVE else original
         self._sources.append(_Source(original, provider))
         if self.detached:
             _assume_data(True)
@@ -267,66 +255,58 @@ class Build:
         make = functools.partial(original, *args, **kwargs)
         with index_files.written_whole():
             datasets = index_files.made_where_missing(make) if self.detached else make()
-        for one in datasets:
-            _keep_whole_mask(one)
+        for dataset in datasets:
+            _keep_whole_mask(dataset)
         self._sources[-1].datasets = datasets
         return datasets
 
     def _reach(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        bound.apply_defaults()
-        self.train, self.train_arguments = original, dict(bound.arguments)
+        self.train, self.train_arguments = original, bound_arguments(original, args, kwargs)
         self.complete = True
         raise Reached
 
 
 def _keep_whole_mask(dataset: Any) -> None:
-    """Have the mask of losses that a data set keeps for all of its samples be one without holes.
+    """Remove the holes from the mask of losses that a data set keeps for all of its samples.
 
-    Megatron keeps that of the first sample which a process, or each worker of a loader, reads, and
-    then masks the padding of that sample in it (gpt_dataset.py, ``__getitem__``). So what counts of
-    later samples would depend on where a process has begun, and a spare begins elsewhere.
+    Megatron keeps the mask of the first sample which a process, or each worker of a loader, reads,
+    and then masks the padding of that sample in it (gpt_dataset.py, ``__getitem__``). The loss of
+    later samples would depend on the place where a process has begun, and a spare begins elsewhere.
     """
-    for one in getattr(dataset, "datasets", [dataset]):  # of a blend
-        if getattr(one, "masks_and_position_ids_are_cacheable", False) and len(one) > 0:
-            one[0]
-            one.cached_loss_mask.fill_(1)
+    for part in getattr(dataset, "datasets", [dataset]):  # of a blend
+        if getattr(part, "masks_and_position_ids_are_cacheable", False) and len(part) > 0:
+            part[0]
+            part.cached_loss_mask.fill_(1)
 
 
-@contextlib.contextmanager
-def _loaders_with_own_generators() -> Iterator[None]:
+def _loaders_with_own_generators() -> contextlib.AbstractContextManager[None]:
     from megatron.training import training
 
-    name = "build_pretraining_data_loader"
-    with replaced(training, name, drawing_apart(getattr(training, name))):
-        yield
+    build = drawing_apart(training.build_pretraining_data_loader)
+    return replaced(training, build_pretraining_data_loader=build)
 
 
-@contextlib.contextmanager
-def _loaders_may_be_empty() -> Iterator[None]:
-    """While the block runs, a data set of which every sample is read gets a loader without batches.
+def _loaders_may_be_empty() -> contextlib.AbstractContextManager[None]:
+    """Give a data set of which every sample is read a loader without batches while the block runs.
 
-    Megatron's sampler refuses to begin there (data_samplers.py), and there a run stands after its
-    last iteration and its last evaluation: a blend has just as many samples as they take.
+    Megatron's sampler refuses to begin there (data_samplers.py), and there a run is after its last
+    iteration and its last evaluation: a blend has exactly the samples that they take.
     """
     from megatron.training import get_args, training
 
-    name = "build_pretraining_data_loader"
-    build = getattr(training, name)
+    build = training.build_pretraining_data_loader
 
-    def made(dataset: Any, consumed_samples: int) -> Any:
-        begins_anew = get_args().dataloader_type != "single"
-        if dataset is None or begins_anew or consumed_samples < len(dataset):
-            return build(dataset, consumed_samples)
-        return []
+    def build_unless_read(dataset: Any, consumed_samples: int) -> Any:
+        is_cyclic = get_args().dataloader_type != "single"
+        is_unread = dataset is None or is_cyclic or consumed_samples < len(dataset)
+        return build(dataset, consumed_samples) if is_unread else []
 
-    with replaced(training, name, made):
-        yield
+    return replaced(training, build_pretraining_data_loader=build_unless_read)
 
 
 def _assume_data(there: bool) -> None:
-    """Set what build_train_valid_test_data_loaders() otherwise takes from rank 0 alone: whether
-    there is data to train and evaluate on."""
+    """Set whether there is data to train and evaluate on, which
+    build_train_valid_test_data_loaders() otherwise takes from rank 0."""
     from megatron.training import get_args
 
     args = get_args()
@@ -338,18 +318,17 @@ def _keep(datasets: Any) -> Handler:
     return lambda original, *args, **kwargs: datasets
 
 
-def _announcing(make: Callable[..., Any]) -> Callable[..., Any]:
-    """The same iterators; each announces every batch that it draws."""
+def _with_failpoints(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that makes iterators: each passes a failpoint before every batch."""
 
-    def announced(batches: Iterable[Any]) -> Iterator[Any]:
-        for batch in batches:
-            failpoints.hit("data.next")
-            yield batch
+    def hit(batch: Any) -> Any:
+        failpoints.hit("data.next")
+        return batch
 
     def made(provider: Any) -> Any:
         iterators = make(provider)
         for rerunnable in filter(None, iterators):
-            rerunnable.iterable = announced(rerunnable.iterable)
+            rerunnable.iterable = map(hit, rerunnable.iterable)
         return iterators
 
     return made

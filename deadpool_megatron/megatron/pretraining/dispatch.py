@@ -1,38 +1,46 @@
-"""The scene, in which Megatron-LM's functions are played: each pass through pretrain() sets its own
-scene.
+"""Dispatch of hooked Megatron-LM functions to the handlers in use.
 
-A marked function (:mod:`deadpool_megatron.hookpoints`) for which the scene has a handler goes
-there; any other does what it always did. One scene at a time, on the main thread.
+A call of a hooked function (:mod:`deadpool_megatron.hookpoints`) goes to its handler, if the
+handlers in use have one; any other function runs unchanged. Main thread only.
 """
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from deadpool_megatron.hookpoints import Handler
 
-_scene: Mapping[str, Handler] | None = None
+_in_use: Mapping[str, Handler] = {}
 
 
 @contextmanager
 def use_handlers(handlers: Mapping[str, Handler]) -> Iterator[None]:
-    """Send the functions named in ``handlers`` there while the block runs."""
-    global _scene
-    previous, _scene = _scene, handlers
+    """Send calls of the functions named in ``handlers`` there while the block runs."""
+    global _in_use
+    previous, _in_use = _in_use, handlers
     try:
         yield
     finally:
-        _scene = previous
+        _in_use = previous
 
 
 def route(name: str) -> Handler:
-    """The lasting handler of function ``name``: does what the scene says."""
-    return functools.partial(_call, name)
+    """Return the permanent handler of function ``name``, which calls the handler in use."""
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        handler = _in_use.get(name)
+        return original(*args, **kwargs) if handler is None else handler(original, *args, **kwargs)
+
+    return call
 
 
-def _call(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    handler = None if _scene is None else _scene.get(name)
-    return original(*args, **kwargs) if handler is None else handler(original, *args, **kwargs)
+def bound_arguments(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call of ``original`` by name, with the defaults."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)

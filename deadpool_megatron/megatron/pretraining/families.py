@@ -1,7 +1,7 @@
 """The differences between versions of Megatron-LM, a row for each family of them.
 
-Everything else in these hooks asks :func:`family` and no version. Megatron can be imported when a
-method is called.
+The rest of the package asks :func:`family`, never a version. Its methods import Megatron when they
+are called.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from deadpool_megatron.support.versions import FAMILIES
 
 @dataclass(frozen=True)
 class Family:
-    """Versions of Megatron-LM that answer what the hooks ask in the same way: a row of
-    ``support/tables/versions.toml``, which says what each column means."""
+    """Versions of Megatron-LM with the same places and behaviour: a row of
+    ``support/tables/versions.toml``, which explains each column."""
 
     globals_setter: str
     finalising: str
@@ -31,24 +31,24 @@ class Family:
     queue_from_start: bool = False
 
     def own_config(self, argument: Any) -> Any:
-        """Return an argument of pretrain() such that what training changes in it stays there."""
+        """Return an argument of pretrain() such that training changes only a copy of it."""
         if not self.config_class:
             return argument
         holder, name = place(self.config_class)
         return copy.deepcopy(argument) if isinstance(argument, getattr(holder, name)) else argument
 
     def set_up_around(self, set_up: Callable[..., Any], model: Any) -> Any:
-        """Return what ``set_up``, a call of setup_model_and_optimizer(), makes around ``model``,
-        which is there already."""
+        """Return the result of ``set_up``, a call of setup_model_and_optimizer(), with ``model`` as
+        the model."""
         from megatron.training import training
 
         # Without a model in the config it asks get_model().
         without = {"cfg_container": None, "model_provider_func": _never}
-        with replaced(training, "get_model", lambda *_args, **_kwargs: model):
+        with replaced(training, get_model=lambda *_args, **_kwargs: model):
             return set_up(**without) if self.built_from_config else set_up()
 
     def drop_saves(self) -> None:
-        """Stop the writers of asynchronous saves and forget what they were writing."""
+        """Stop the writers of asynchronous saves and forget their saves."""
         from megatron.training import async_utils
 
         queue = async_utils._async_calls_queue
@@ -60,7 +60,7 @@ class Family:
 
 @functools.cache
 def family() -> Family:
-    """Return that of the Megatron in use; a version that nobody tried counts as the newest."""
+    """Return the family of the Megatron in use; an unknown version counts as the newest."""
     from megatron.core.package_info import __version__
 
     newest = list(FAMILIES.values())[-1]
@@ -68,20 +68,22 @@ def family() -> Family:
 
 
 def place(named: str) -> tuple[Any, str]:
-    """Return the holder and the name that a row names as ``MODULE:NAME``, or
-    ``MODULE:HOLDER.NAME``: a function of Megatron where its callers look it up."""
+    """Return the holder and the name of a function of Megatron, where its callers look it up.
+
+    ``named``: ``MODULE:NAME`` or ``MODULE:HOLDER.NAME``.
+    """
     module, _, path = named.partition(":")
     *holders, name = path.split(".")
     return functools.reduce(getattr, holders, importlib.import_module(module)), name
 
 
 def _abort_writers(queue: Any) -> None:
-    """Stop what an AsyncCallsQueue has under way, and drop the results."""
+    """Stop the writers of an AsyncCallsQueue, and drop their results."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     for caller in {id(call.async_caller): call.async_caller for call in queue.async_calls}.values():
         caller.close(abort=True)
-    # What an aborted writer has put there would be taken for the next one's result.
+    # A result of an aborted writer would be taken for that of the next writer.
     filesystem_async._results_queue = None
 
 

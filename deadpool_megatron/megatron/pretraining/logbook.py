@@ -1,15 +1,16 @@
-"""TensorBoard, W&B and the lines of training_log(): each step once, whoever writes it.
+"""TensorBoard, W&B and the lines of training_log(): each step once, in any process.
 
 A step that is repeated after a recovery is not written again by the process that wrote it. The last
-role also notes in the run directory what it has written: another process that takes the role over
-continues behind that, in a file of its own. (The purge step of TensorBoard would hide the points
-"vs samples" of all steps before, too.) What a closed epoch interrupts is not written at all. What a
-killed process had written and not noted is written again, with the same numbers.
+role also notes in the run directory which lines it has written: another process that takes the role
+over continues after them, in a file of its own. (The purge step of TensorBoard would hide the
+points "vs samples" of all steps before, too.) Lines that a closed epoch interrupts are not written
+at all. Lines that a killed process had written and not noted are written again, with the same
+numbers.
 
-W&B: one run for the whole of a training, which a successor continues. Its service keeps rows in
-memory for a while, and ends with the process whose rows they are: those are missing then.
+W&B has one run for the whole of a training, which a successor continues. Its service keeps rows in
+memory for a while, and ends with the process that wrote them: those rows are missing then.
 
-The run's own records are told of the same numbers, exactly.
+The run's own records receive the same numbers, exactly.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _RECOMPUTED_TAG = "deadpool/iterations_recomputed"
 
 
 class Logbook:
-    """Of one process; main thread only. On other roles than the last one it has no writer."""
+    """The log writers of one process; main thread only. Only the last role has writers."""
 
     def __init__(self, run_directory: Path) -> None:
         # (iteration, kind of line) of the newest lines written by this process, or before it.
@@ -53,22 +54,25 @@ class Logbook:
         self._wandb: Any = None
         self._opened = False
         self._note = run_directory / _NOTE
-        # Of the newest lines: their epoch, and when they were written. None before the first.
+        # Epoch and time of the newest lines. None before the first.
         self._epoch: int | None = None
         self._wall_seconds: float | None = None
         # Marks of a recovery that are still to be written.
         self._marks: dict[str, float] = {}
 
     def open(self, restored: bool, first_iteration: int) -> None:
-        """Once in a process, before its first line: ``first_iteration`` is the next to be written.
+        """Open the writers, once in a process; ``first_iteration`` is the next to be written. Later
+        calls drop all further writes, except in :meth:`lines`: the first writes of train() are
+        there.
 
-        ``restored``: a run is under way, and somebody may have written that iteration before.
+        ``restored``: another process of the run may have written that iteration before.
         """
         if self._opened:
+            self._give(None, None)
             return
         self._opened = True
         if restored:
-            # Lines of the iterations before are in the files of whoever played this role.
+            # Earlier lines are in the files of the processes that held this role before.
             self._written = dict.fromkeys(("log", "evaluation"), first_iteration - 1)
         if not self._is_last():
             return
@@ -78,8 +82,8 @@ class Logbook:
         self._write_note()
 
     def close(self) -> None:
-        """The training is over. Megatron ends W&B's run itself, but not after a recovery, when it
-        sees no writer; what W&B has not written would be lost with the process."""
+        """End W&B's run after the training. Megatron does so itself, but not after a recovery, when
+        it sees no writer; rows that W&B has not written would be lost with the process."""
         wandb, self._wandb = self._wandb, None
         if wandb is not None:
             wandb.finish()
@@ -88,16 +92,15 @@ class Logbook:
     def lines(
         self, kind: str, iteration: int, check: Callable[[], None], epoch: int
     ) -> Iterator[None]:
-        """Take what the block prints and writes for the lines of ``kind`` of ``iteration``.
+        """Hold back the lines of ``kind`` of ``iteration`` that the block prints and writes.
 
-        They are written at its end, when ``check`` has not raised EpochClosed.
+        They are written at its end, unless ``check`` raises EpochClosed.
         """
-        repeated = iteration <= self._written.get(kind, 0)
-        is_shown = not repeated
-        printed = io.StringIO()
+        is_repeated = iteration <= self._written.get(kind, 0)
+        is_shown, printed = not is_repeated, io.StringIO()
         try:
             with self.silence(), self._held() as held, contextlib.redirect_stdout(printed):
-                if not repeated:
+                if not is_repeated:
                     self._give(self._writer, self._wandb)
                 yield
             check()
@@ -107,7 +110,7 @@ class Logbook:
         finally:
             if is_shown:
                 print(printed.getvalue(), end="", flush=True)
-        if repeated:
+        if is_repeated:
             return
         for write in held:
             write()
@@ -118,11 +121,11 @@ class Logbook:
             self._write_note()
 
     def mark(self, epoch: int, recomputed: int, iteration: int, *, shown: bool) -> None:
-        """Among the lines of an iteration: the epoch, a curve that steps up with each recovery, and
-        with the first new line after one what it has cost. ``shown``: in this iteration; what is
-        not comes with the next one that is.
+        """Write the epoch among the lines of an iteration, a curve that steps up with each
+        recovery, and with the first new line after a recovery its cost. ``shown``: in this
+        iteration; marks that are not shown are written in the next that is.
 
-        The seconds are those in which nothing new was logged, by the clocks of whoever logged.
+        The seconds are those in which nothing new was logged, by the clocks of the loggers.
         """
         from megatron.training import global_vars
 
@@ -143,38 +146,26 @@ class Logbook:
 
     @contextmanager
     def _held(self) -> Iterator[list[functools.partial[None]]]:
-        """Put off what the block writes: calls to make. Megatron looks at the types of writers,
-        so they stay what they are."""
+        """Defer the writes of the block: yield the calls to make. The writers keep their types,
+        which Megatron checks."""
         calls: list[functools.partial[None]] = []
 
-        def put_off(write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            calls.append(functools.partial(write, *args, **kwargs))
+        def later(write: Callable[..., None]) -> Callable[..., None]:
+            return lambda *args, **kwargs: calls.append(functools.partial(write, *args, **kwargs))
 
-        targets = [(self._wandb, "log")]
-        if self._writer is not None:
-            targets.append((self._writer.file_writer.event_writer, "add_event"))
         with contextlib.ExitStack() as stack:
-            for owner, name in targets:
-                if owner is not None:
-                    later = functools.partial(put_off, getattr(owner, name))
-                    stack.enter_context(replaced(owner, name, later))
+            if self._wandb is not None:
+                stack.enter_context(replaced(self._wandb, log=later(self._wandb.log)))
+            if self._writer is not None:
+                events = self._writer.file_writer.event_writer
+                stack.enter_context(replaced(events, add_event=later(events.add_event)))
             yield calls
 
-    @contextmanager
-    def silence(self) -> Iterator[None]:
-        """Nothing that the block writes reaches a writer, unless it is a block of :meth:`lines`."""
+    def silence(self) -> contextlib.AbstractContextManager[None]:
+        """Drop all writes of the block, except those in a block of :meth:`lines`."""
         from megatron.training import global_vars
 
-        before = global_vars._GLOBAL_TENSORBOARD_WRITER, global_vars._GLOBAL_WANDB_WRITER
-        self._give(None, None)
-        try:
-            yield
-        finally:
-            self._give(*before)
-
-    def mute(self) -> None:
-        """From now on nothing but :meth:`lines` writes: what train() writes first is there."""
-        self._give(None, None)
+        return replaced(global_vars, _GLOBAL_TENSORBOARD_WRITER=None, _GLOBAL_WANDB_WRITER=None)
 
     def _give(self, writer: Any, wandb: Any) -> None:
         from megatron.training import global_vars
@@ -183,29 +174,29 @@ class Logbook:
         global_vars._GLOBAL_WANDB_WRITER = wandb
 
     def _is_last(self) -> bool:
-        """Return whether this is the role that Megatron writes lines on."""
+        """Return whether Megatron writes lines on this role."""
         return dist.get_rank() == dist.get_world_size() - 1
 
     def _take_over(self) -> None:
-        """Learn what another process has written in this role."""
+        """Read which lines another process has written in this role."""
         try:
             note = json.loads(self._note.read_text())
         except (OSError, ValueError):
-            return  # nobody has come so far
+            return  # no process has written any
         for kind, iteration in note["written"].items():
             self._written[kind] = max(self._written.get(kind, 0), iteration)
         self._epoch, self._wall_seconds = note.get("epoch"), note.get("wall_seconds")
 
     def _write_note(self) -> None:
-        """Note that what is written now is complete."""
+        """Note that the lines written so far are complete."""
         if self._writer is not None:
-            # Within its own two minutes a kill would take the lines with it.
+            # Its own flush comes every two minutes; a kill would take the lines with it.
             self._writer.flush()
         note = {"written": self._written, "epoch": self._epoch, "wall_seconds": self._wall_seconds}
         write_json(self._note, note)
 
     def _open_writers(self) -> None:
-        """As Megatron's set_global_variables() does it."""
+        """Open the writers as Megatron's set_global_variables() does."""
         from megatron.training import get_args, global_vars
 
         args = get_args()
@@ -225,16 +216,16 @@ class Logbook:
 
 
 def name_run(environment: MutableMapping[str, str]) -> None:
-    """Have wandb.init() make, or continue with, the W&B run of this run; not if the user has said
-    how runs are resumed."""
+    """Have wandb.init() make or continue the W&B run of this run, unless the user has chosen how
+    W&B's runs are resumed."""
     if "WANDB_RESUME" not in environment and "DEADPOOL_RUN_ID" in environment:
         environment["WANDB_RESUME"] = "allow"
         environment.setdefault("WANDB_RUN_ID", f"deadpool-{environment['DEADPOOL_RUN_ID']}")
 
 
 class Reporter:
-    """Tells the run's own records, on one role: the first tensor- and data-parallel one of the last
-    pipeline stage."""
+    """Reports of a training to the run's own records, sent by a single role: the first tensor- and
+    data-parallel rank of the last pipeline stage."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
@@ -243,7 +234,7 @@ class Reporter:
     def step(
         self, iteration: int, answer: tuple[Any, ...], optimizer: Any, counters: Mapping[str, int]
     ) -> None:
-        """An iteration was trained; ``answer`` is what train_step() answered."""
+        """Report a trained iteration; ``answer`` is the return value of train_step()."""
         from megatron.training import get_args
 
         if not _is_reporting_role() or not answer[LOSSES]:
@@ -255,26 +246,24 @@ class Reporter:
         self._has_begun = True
         skipped, norm = bool(answer[SKIPPED]), answer[GRAD_NORM]
         rate = get_canonical_lr_for_logging(optimizer.param_groups)
-        self._emit(
-            "step",
-            {
-                "iteration": iteration,
-                "loss": _loss(answer[LOSSES]),
-                "grad_norm": None if skipped or norm is None else float(norm).hex(),
-                "learning_rate": float(rate or 0.0).hex(),
-                "skipped": skipped,
-                "samples": counters["consumed_train_samples"],
-            },
-        )
+        step = {
+            "iteration": iteration,
+            "loss": _loss(answer[LOSSES]),
+            "grad_norm": None if skipped or norm is None else float(norm).hex(),
+            "learning_rate": float(rate or 0.0).hex(),
+            "skipped": skipped,
+            "samples": counters["consumed_train_samples"],
+        }
+        self._emit("step", step)
 
     def evaluation(self, iteration: int, losses: Mapping[str, Any] | None) -> None:
-        """An evaluation between iterations gave these mean losses."""
+        """Report the mean losses of an evaluation between iterations."""
         if losses and _is_reporting_role():
             self._emit("evaluation", {"iteration": iteration, "loss": _loss(losses)})
 
-    def lost_checkpoint(self, directory: Path, why: str) -> None:
-        """Nobody falls back to a checkpoint; said by the role that calls this."""
-        text = f"the checkpoint {directory} does not count: {why}"
+    def lost_checkpoint(self, directory: Path, reason: str) -> None:
+        """Report, from the calling role, a checkpoint to which no recovery falls back."""
+        text = f"the checkpoint {directory} does not count: {reason}"
         self._emit("log", {"level": "warning", "text": text})
         print(f"deadpool: {text}", flush=True)
 
@@ -288,6 +277,6 @@ def _is_reporting_role() -> bool:
 
 
 def _loss(losses: Mapping[str, Any]) -> str:
-    """The loss that is trained on, exactly: Megatron's models call it ``lm loss``."""
+    """Return the loss of the training, exactly: Megatron's models call it ``lm loss``."""
     value = losses.get("lm loss", next(iter(losses.values())))
     return float(value).hex()

@@ -1,21 +1,20 @@
-"""Megatron's own checkpoints while a session trains: when one counts, and which is still owed; and
-what save_checkpoint() would write, with marks for what an iteration changes.
+"""Megatron's own checkpoints while a session trains: which count, which are owed, and the content
+of save_checkpoint(), with marks for the values that an iteration changes.
 
-An error of the file system while it saves costs that checkpoint, not the run. A save is a row of
+An error of the file system in a save costs that checkpoint, not the run. A save is a row of
 collectives with file operations between them, nearly all of them on role 0. An error that leaves in
-the middle takes role 0 out of the row, and the others wait for it. Here the operation is passed
-over instead, every role goes through the whole row, and at its end all of them agree that what was
-written does not count. In the older format (--ckpt-format torch) many roles write files of their
-own, and role 0 the tracker when all have: there they agree before. Read with core_v0.16.1 open:
-checkpointing.py (save_checkpoint), dist_checkpointing/serialization.py (save),
-strategies/state_dict_saver.py.
+the middle takes role 0 out of the row, and the others wait for it. Here the operation is skipped
+instead, every role runs the whole row, and at its end all of them agree that the checkpoint does
+not count. In the older format (--ckpt-format torch) many roles write files of their own, and role 0
+then the tracker: there they agree before. Read with core_v0.16.1 open: checkpointing.py
+(save_checkpoint), dist_checkpointing/serialization.py (save), strategies/state_dict_saver.py.
 
-A save is written as the user asked, and counts where it holds all that a resume needs
-(:func:`lacking`). Exports are whole whatever the saves are like.
+A save is written as the user asked, and counts where it holds everything that a resume needs
+(:func:`unusable_reason`). Exports are whole, independent of the saves.
 
-What a save would write is made by Megatron's own functions; only those that would communicate are
-left out. No iteration of a generation is to be run again: of the rerun machine Megatron writes
-nothing then, or since 0.18 the state of a machine that has nothing to do.
+Megatron's own functions make the content of a save; only those that would communicate are left out.
+No iteration of a generation is to be run again: Megatron writes nothing of an idle rerun machine,
+or since 0.18 its state.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import copy
-import importlib
 import io
 import os
 import secrets
@@ -42,34 +40,36 @@ from deadpool_megatron.megatron.pretraining.families import family, place
 from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.member.peer_comparison import current_device
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
-from deadpool_megatron.state.template import (
-    Attributes,
-    FromExtras,
-    RandomStates,
-    TemplateError,
-)
+from deadpool_megatron.state.template import Attributes, FromExtras, RandomStates, TemplateError
 from deadpool_megatron.vault.disk import extras_file
 
-_CHECKPOINTING = "megatron.core.dist_checkpointing"
+# Functions that a role runs without its peers; the last prints that the checkpoint was saved.
+_ALONE = (
+    "megatron.training.checkpointing:cleanup_old_non_persistent_checkpoint",
+    "megatron.training.checkpointing:ensure_directory_exists",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.finish",
+    "megatron.core.dist_checkpointing.serialization:save_config",
+    "megatron.training.checkpointing:print_rank_0",
+)
 _PROBE_BYTES = 4096
 # Of Megatron's arguments, which are part of a checkpoint: counted by every iteration.
 _COUNTED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
 
 class StorageFaults:
-    """Errors of the save of this moment. ``tolerated``: whether it may be passed over."""
+    """Errors of the present save. ``tolerated``: whether its operations may be skipped."""
 
     def __init__(self) -> None:
         self.tolerated = False
         self._found = ""
 
     def begin(self, directory: Path) -> None:
-        """Of a save that may be lost: role 0 tries whether ``directory`` can be written at all."""
+        """Begin a save that may be lost: role 0 checks whether ``directory`` can be written."""
         if dist.get_rank() != 0:
             return
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            check_checkpoint(directory)  # before anybody writes through a link of somebody else's
+            check_checkpoint(directory)  # before a write follows a link of another user
             for path in extras_file.files_in(directory):  # of an earlier save of this name
                 path.unlink()
             with tempfile.NamedTemporaryFile(dir=directory) as probe:
@@ -80,42 +80,35 @@ class StorageFaults:
             self._note(error)
 
     def agree(self, device: torch.device) -> bool:
-        """Returns whether something was passed over. Collective: role 0 knows of everything."""
+        """Return whether an operation was skipped. Collective: role 0 knows of all."""
         found = torch.tensor([bool(self._found)], dtype=torch.int32, device=device)
         dist.broadcast(found, src=0)
         return bool(found.item())
 
     def forget(self) -> str:
-        """Returns what was found, and begins again."""
+        """Return the first error, and forget it."""
         found, self._found = self._found, ""
         return found
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Pass errors over while the block runs, in saves and in what finalises them later."""
-        checkpointing = importlib.import_module("megatron.training.checkpointing")
-        serialization = importlib.import_module(f"{_CHECKPOINTING}.serialization")
-        writer = importlib.import_module(f"{_CHECKPOINTING}.strategies.filesystem_async")
-        names: tuple[tuple[Any, str, Callable[..., Callable[..., Any]]], ...] = (
-            (checkpointing, "cleanup_old_non_persistent_checkpoint", self._alone),
-            (checkpointing, "ensure_directory_exists", self._alone),
-            *((*place(named), self._alone) for named in family().common_saves),
-            (writer.FileSystemWriterAsync, "finish", self._alone),
-            (serialization, "save_config", self._alone),
-            (*place(family().finalising), self._together),
-            *((*place(named), self._opening) for named in family().openers),
-            # It would say that the checkpoint was saved.
-            (checkpointing, "print_rank_0", self._alone),
-        )
+        """Skip operations after an error, in saves and their later finalisation, in the block."""
+        wrappers = {
+            **dict.fromkeys((*_ALONE, *family().common_saves), self._alone),
+            **dict.fromkeys(family().openers, self._opening),
+            family().finalising: self._together,
+        }
         with contextlib.ExitStack() as stack:
-            for holder, name, wrapped in names:
-                stack.enter_context(replaced(holder, name, wrapped(_named(holder, name))))
+            for named, wrapper in wrappers.items():
+                holder, name = place(named)
+                original = getattr(holder, name, None) or getattr(builtins, name)
+                stack.enter_context(replaced(holder, **{name: wrapper(original)}))
             yield
 
     @contextlib.contextmanager
     def written_by_many(self) -> Iterator[None]:
-        """Pass errors over in a save of the older format, and have all roles know of them before
-        one writes the tracker: at the barrier to which they come when their files are there."""
+        """Skip operations after an error in a save of the older format, and share the error among
+        all roles before the tracker is written: at the barrier after their files are written."""
         barrier = dist.barrier
 
         def agreed(*args: Any, **kwargs: Any) -> Any:
@@ -124,15 +117,15 @@ class StorageFaults:
             self._found = next(filter(None, found), "")
             return barrier(*args, **kwargs)
 
-        saving = replaced(torch, "save", self._alone(torch.save))
-        with saving, replaced(dist, "barrier", agreed):
+        saving = replaced(torch, save=self._alone(torch.save))
+        with saving, replaced(dist, barrier=agreed):
             yield
 
     def _note(self, error: BaseException) -> None:
         self._found = self._found or f"{type(error).__name__}: {error}".replace("\n", " ")
 
     def _alone(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Of what a role does without its peers: nothing more once something is missing."""
+        """Wrap a function that a role runs without its peers: skip it after an error."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self.tolerated:
@@ -147,7 +140,7 @@ class StorageFaults:
         return run
 
     def _together(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Of what all roles do: it raises on all of them when one could not write."""
+        """Wrap a function of all roles, which raises on all when a role could not write."""
 
         def run(*args: Any, **kwargs: Any) -> None:
             try:
@@ -155,14 +148,14 @@ class StorageFaults:
             except CheckpointException as error:
                 if not self.tolerated:
                     raise
-                # Of each role that could not write, with its traceback: the first says why.
+                # The failures of all roles, with tracebacks: the first has the reason.
                 first = next(iter(error.failures.values()), (error, None))[0]
                 self._note(first)
 
         return run
 
     def _opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Of open_file() for what role 0 writes at the end: the tracker, the log of progress."""
+        """Wrap open_file() for the last files of role 0: the tracker, the log of progress."""
 
         def run(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if self.tolerated and mode in ("w", "a", "a+"):
@@ -175,7 +168,7 @@ class StorageFaults:
 
     @contextlib.contextmanager
     def _noting(self, original: Callable[..., Any], path: str, mode: str) -> Iterator[Any]:
-        # A tracker that could be written in part only would name no checkpoint.
+        # A tracker that was written in part would name no checkpoint.
         written = f"{path}.{secrets.token_hex(4)}" if mode == "w" else path
         try:
             file: Any = None if self._found else original(written, mode)
@@ -194,11 +187,11 @@ class StorageFaults:
 
 
 class Saves(StorageFaults):
-    """Calls save_checkpoint() and tells when what it wrote can be fallen back to.
+    """Calls save_checkpoint() and announces when a recovery can fall back to the checkpoint.
 
     With ``--async-save`` a checkpoint counts when it is finalised. ``unfinished`` is the iteration
-    of one that is not (0: none); it travels with the state, so that after a recovery, which drops
-    what was being written, all roles know that a checkpoint is owed.
+    of an unfinished save (0: none); it travels with the state, so that after a recovery, which
+    drops such saves, all roles know that a checkpoint is owed.
     """
 
     def __init__(
@@ -206,10 +199,10 @@ class Saves(StorageFaults):
     ) -> None:
         super().__init__()
         self.unfinished = 0
-        # Of the moment of the newest lasting save, for when it is finalised.
+        # Captured at the newest lasting save, for the moment at which it is finalised.
         self._extras = b""
         self.owed = False
-        #: iteration -> the checkpoint and why it could not be written, as role 0 knows
+        #: iteration -> the checkpoint and the reason why it was not written, as role 0 knows
         self.lost: dict[int, str] = {}
         self._announce = announce
         self._report_lost = report_lost
@@ -225,13 +218,16 @@ class Saves(StorageFaults):
         may_be_lost: bool,
         capture: Callable[[], bytes],
     ) -> None:
-        """Write one checkpoint, or start to. Collective. ``lasting``: not one of those that
-        Megatron keeps only until the next. ``is_last``: it is owed by whoever continues with the
-        run if it is lost, as no other follows. ``may_be_lost``: an error of the file system costs
-        it; else it ends this process. ``capture``: the extras that lie beside a lasting one."""
+        """Write a checkpoint, or start to. Collective.
+
+        ``lasting``: Megatron keeps it, not only until the next. ``is_last``: if it is lost, the
+        rest of the run owes it, as no other follows. ``may_be_lost``: an error of the file system
+        costs the checkpoint; else it ends this process. ``capture`` returns the extras to store
+        with a lasting checkpoint.
+        """
         from megatron.training import get_args
 
-        self.look()
+        self.poll()
         directory = checkpoint_directory(iteration, lasting)
         failpoints.hit("save.begin")
         if self.owed:
@@ -244,7 +240,7 @@ class Saves(StorageFaults):
                 return
         if lasting:
             # A state that continues from this checkpoint owes none.
-            with replaced(self, "unfinished", 0):
+            with replaced(self, unfinished=0):
                 self._extras = capture()
         is_older = get_args().ckpt_format == "torch"
         with self.written_by_many() if is_older else contextlib.nullcontext():
@@ -257,8 +253,8 @@ class Saves(StorageFaults):
         elif lasting:
             self._count(directory, iteration)
 
-    def look(self) -> None:
-        """Notice that an asynchronous save is finalised. All roles see it at the same moment."""
+    def poll(self) -> None:
+        """Check whether an asynchronous save is finalised. All roles see it in the same call."""
         if self.unfinished and not self.owed and self._is_queue_empty():
             directory = checkpoint_directory(self.unfinished, lasting=True)
             if not self._is_lost(directory, self.unfinished):
@@ -266,12 +262,12 @@ class Saves(StorageFaults):
             self.unfinished = 0
 
     def abandon(self) -> None:
-        """After an interrupt: stop writers; what they were writing is owed."""
+        """Stop the writers after an interrupt; their checkpoints are owed."""
         self.forget()
         family().drop_saves()
 
     def restore(self, unfinished: int) -> None:
-        """As the restored generation had it."""
+        """Restore :attr:`unfinished` of a generation."""
         self.lost.clear()
         self._owe(unfinished)
 
@@ -281,12 +277,12 @@ class Saves(StorageFaults):
     def _count(self, directory: Path, iteration: int) -> None:
         from megatron.training import get_args
 
-        why = lacking(get_args())
-        if not why:
+        reason = unusable_reason(get_args())
+        if not reason:
             self._announce(directory, iteration, self._extras)
         elif dist.get_rank() == 0 and not self._has_reported_lost:
             self._has_reported_lost = True
-            self._report_lost(directory, f"{why}; exports do (--deadpool-persist-interval)")
+            self._report_lost(directory, f"{reason}; exports do (--deadpool-persist-interval)")
 
     def _is_queue_empty(self) -> bool:
         from megatron.training import async_utils
@@ -294,13 +290,13 @@ class Saves(StorageFaults):
         return bool(async_utils.is_empty_async_queue())
 
     def _is_lost(self, directory: Path, iteration: int) -> bool:
-        """Return whether a checkpoint cannot count, told once. Collective."""
+        """Return whether a checkpoint cannot count, and report it once. Collective."""
         if not self.tolerated or not self.agree(current_device()):
             return False
-        why = self.forget()
-        self.lost = {iteration: f"{directory}: {why}"}
+        reason = self.forget()
+        self.lost = {iteration: f"{directory}: {reason}"}
         if dist.get_rank() == 0:
-            self._report_lost(directory, f"it was not written: {why}")
+            self._report_lost(directory, f"it was not written: {reason}")
         return True
 
 
@@ -316,9 +312,9 @@ def checkpoint_directory(iteration: int, lasting: bool) -> Path:
     return base.absolute() / f"iter_{iteration:07d}"
 
 
-def lacking(args: Any) -> str:
-    """Return why nobody falls back to what is saved with these arguments, nor to another one like
-    it; empty where it holds all that a resume needs, and where each file has one writer."""
+def unusable_reason(args: Any) -> str:
+    """Return why a recovery cannot fall back to saves with these arguments; empty where a save has
+    everything that a resume needs, and where each file has a single writer."""
     if args.no_save_optim or args.no_save_rng:
         return "as requested, it lacks the optimizer or the random states"
     # By tensor-, pipeline- and expert-parallel rank (checkpointing.py, get_checkpoint_name).
@@ -345,7 +341,7 @@ def saved_state(objects: tuple[Any, ...]) -> dict[str, Any]:
 
     args = copy.copy(get_args())
     vars(args).update(ckpt_format="torch_dist", use_dist_ckpt=True)
-    vars(args).update(no_save_optim=None, no_save_rng=None)  # as parsed where nobody says them
+    vars(args).update(no_save_optim=None, no_save_rng=None)  # as parsed without the flags
     if args.data_parallel_random_init:
         raise TemplateError("--data-parallel-random-init: random states would have to be gathered")
     model, optimizer, scheduler = objects
@@ -387,7 +383,7 @@ def _idle_machine(args: Any) -> dict[str, Any] | None:
 
 
 def _arguments(args: Any) -> Attributes:
-    """Megatron's arguments as they are once train() is under way."""
+    """Return Megatron's arguments as they are while train() runs."""
     from megatron.training import training
 
     later = copy.copy(args)
@@ -398,9 +394,3 @@ def _arguments(args: Any) -> Attributes:
     # train() sets it before it counts the iteration.
     current = FromExtras(("counters", "iteration"), plus=-1)
     return Attributes(later, {**counted, "curr_iteration": current})
-
-
-def _named(place: Any, name: str) -> Callable[..., Any]:
-    """Return what ``place`` calls by that name: a builtin, where it has none of its own."""
-    found: Callable[..., Any] = getattr(place, name, None) or getattr(builtins, name)
-    return found

@@ -1,7 +1,7 @@
-"""The newest iteration, as far as train() has to know it to be entered again behind it.
+"""The newest iteration, as far as train() has to know it to be entered again after it.
 
-What a training step returns, and the sums of the log, are kept as encoded extras, which come back
-exactly.
+The return value of a training step, and the sums of the log, are kept as encoded extras, which
+come back exactly.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from deadpool_megatron.megatron.loop_extras import capture_loss_sums, restore_loss_sums
 from deadpool_megatron.state import extras as codec
 
-# Positions in what train_step() answers in 0.16.
+# Positions in the return value of train_step() in 0.16.
 LOSSES, SKIPPED, SHOULD_EXIT, GRAD_NORM = 0, 1, 3, 5
-# Of Megatron's arguments: what an iteration changes.
+# Of Megatron's arguments: those that an iteration changes.
 POSITIONS = ("consumed_train_samples", "skipped_train_samples")
 
 
 class NewestIteration:
-    """The answer of ``train_step()`` in the newest iteration, and what was there before it.
+    """The return value of ``train_step()`` in the newest iteration, and the counters before it.
 
     Kept as bytes, exactly, because it travels with the generation. ``operations``: Megatron's count
     of floating-point operations, which train() keeps in a local variable.
@@ -30,20 +30,21 @@ class NewestIteration:
     def __init__(self, operations: float) -> None:
         self.operations = operations
         self._before: dict[str, Any] = {}
-        #: what consume_seqlen_stats_in_iteration() answered: sums over packed sequences
+        #: the result of consume_seqlen_stats_in_iteration(): sums over packed sequences
         self.lengths: list[float | None] = []
-        # The answer, sums of the log as training_log() found them, and sums that Megatron keeps
-        # elsewhere, and empties when it logs them. Empty before the first iteration.
+        # The return value, sums of the log as training_log() found them, and sums that Megatron
+        # keeps elsewhere, and empties when it logs them. Empty before the first iteration.
         self._kept = b""
 
     @property
     def known(self) -> bool:
-        """Return whether there is an answer; not at the start and after a load of a checkpoint."""
+        """Return whether there was an iteration; not at the start and after a load of a
+        checkpoint."""
         return bool(self._kept)
 
     @property
     def skipped(self) -> int:
-        """Return whether the update was skipped, as train_step() answers it."""
+        """Return whether the update was skipped, as train_step() returns it."""
         return int(codec.decode(self._kept)["answer"][SKIPPED])
 
     @property
@@ -57,21 +58,21 @@ class NewestIteration:
         return float(self._before.get("operations", self.operations))
 
     def begin(self, args: Any, gathers_ahead: bool) -> None:
-        """An iteration is about to be trained. ``gathers_ahead``: parameters are gathered by the
+        """Note the counters before an iteration. ``gathers_ahead``: parameters are gathered by the
         forward pass that needs them (--overlap-param-gather, after the first update)."""
         self._before = {name: getattr(args, name) for name in POSITIONS}
         self._before.update(operations=self.operations, gathers_ahead=gathers_ahead)
 
     def finish(self, answer: tuple[Any, ...], sums: Mapping[str, Any]) -> None:
-        """It is trained. ``sums``: of the log, not yet with this iteration."""
+        """Keep the ``answer`` of train_step(). ``sums``: of the log, without this iteration."""
         kept = {"answer": answer, "sums": dict(sums), "loss_sums": capture_loss_sums()}
         self._kept = codec.encode(kept)
 
     def replay(self, device: torch.device) -> tuple[Any, ...]:
-        """The answer, for train() to continue behind it.
+        """Return the answer again, for train() to continue after it.
 
         After the first iteration it trains, train() has parameters gathered ahead, unless the
-        update was skipped. Where that had begun before a skipped one, it must begin here: the
+        update was skipped. Where that had begun before a skipped update, it must begin here: the
         truth is in :attr:`skipped`.
         """
         answer = codec.decode(self._kept, device)["answer"]
@@ -80,17 +81,16 @@ class NewestIteration:
         return tuple(answer)
 
     def sums(self, device: torch.device) -> dict[str, Any]:
-        """Sums of the log as training_log() has to find them for this iteration."""
-        found: dict[str, Any] = codec.decode(self._kept, device)["sums"]
-        return found
+        """Return the sums of the log as training_log() has to find them for this iteration."""
+        return dict(codec.decode(self._kept, device)["sums"])
 
-    def restore_loss_sums_before(self) -> None:
-        """Those of auxiliary losses, as training_log() has to find them: a generation of after an
-        evaluation holds what it has left of them."""
+    def restore_loss_sums(self) -> None:
+        """Restore the sums of auxiliary losses as training_log() has to find them: in a generation
+        captured after an evaluation, the log has emptied them."""
         restore_loss_sums(codec.decode(self._kept)["loss_sums"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what :meth:`restore` takes, as values of extras."""
+        """Return the argument of :meth:`restore`, as values of extras."""
         return {
             "kept": self._kept,
             "before": self._before,

@@ -1,5 +1,5 @@
-"""Things that train() starts or finds at each entry, where Megatron-LM enters it once: a profile,
-the detector of stragglers, and sums over the sequences of an iteration.
+"""State that train() makes or reads at each entry, where Megatron-LM enters it once: a profile, the
+detector of stragglers, and sums over the sequences of an iteration.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from deadpool_megatron.megatron.replacement import replaced
 
-#: arguments of num_floating_point_operations(), as consume_seqlen_stats_in_iteration() answers them
+#: arguments of num_floating_point_operations(), as consume_seqlen_stats_in_iteration() returns them
 LENGTHS = ("total_real_tokens_in_batch", "seqlen_squared_sum_in_batch")
 _CONSUME = "consume_seqlen_stats_in_iteration"
 
@@ -22,8 +22,8 @@ _CONSUME = "consume_seqlen_stats_in_iteration"
 def for_training(
     lengths: Callable[[], list[float | None]], done: int | None, first: int
 ) -> Iterator[Callable[[], Iterable[float | None]]]:
-    """train() is entered while the block runs, to continue after iteration ``done`` (None: nothing
-    was trained here), in a run that began after ``first``.
+    """Prepare an entry into train() that continues after iteration ``done`` (None: this run has
+    trained nothing), in a run that began after ``first``.
 
     ``lengths``: the sums over sequences of the newest iteration. They belong to its generation, so
     they are taken as soon as the step is over, by the function that this yields (collective where
@@ -38,44 +38,36 @@ def for_training(
     with contextlib.ExitStack() as stack:
         if take is not tuple:
             training._seqlen_stats_in_iteration, training._seqlen_stats_active = None, False
-            stack.enter_context(replaced(training, _CONSUME, lambda: tuple(lengths())))
+            stack.enter_context(replaced(training, **{_CONSUME: lambda: tuple(lengths())}))
         if args.profile and done is not None:
             stack.enter_context(_profile(args, done, first))
         yield take
 
 
-@contextlib.contextmanager
-def for_warm_up() -> Iterator[None]:
-    """train() is entered for a step that belongs to no run: neither is started."""
+def for_warm_up() -> contextlib.AbstractContextManager[None]:
+    """Prepare an entry into train() for a step that belongs to no run: it starts neither profile
+    nor detector."""
     from megatron.training import get_args
 
-    args = get_args()
-    with replaced(args, "profile", False), replaced(args, "log_straggler", False):
-        yield
+    return replaced(get_args(), profile=False, log_straggler=False)
 
 
-@contextlib.contextmanager
-def _profile(args: Any, done: int, first: int) -> Iterator[None]:
-    """A profile that has begun or is over is not begun again: what is left of one that was
-    interrupted is ended, and is lost. One that is yet to come begins at the iteration at which it
-    would have: torch's own counts from the entry."""
+def _profile(args: Any, done: int, first: int) -> contextlib.AbstractContextManager[None]:
+    """Have train() start a profile only if its first iteration is yet to come, at that iteration:
+    torch's own counts from the entry. A profile that was interrupted is ended, and is lost."""
     if torch._C._autograd._profiler_enabled():
         torch._C._autograd._disable_profiler()
         if torch.cuda.is_available():
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
     start = args.profile_step_start
     counted = start - (args.iteration - first if args.use_pytorch_profiler else 0)
-    with (
-        replaced(args, "profile", done < start),
-        replaced(args, "profile_step_start", max(counted, 0)),
-    ):
-        yield
+    return replaced(args, profile=done < start, profile_step_start=max(counted, 0))
 
 
 def forget_detector(detector: Any) -> None:
-    """Have train() configure the detector of stragglers as in a new process, on all roles alike:
-    for the rank that this process has now, without times of an interrupted step, and on or off as
-    it was at the start, for a newcomer knows of no switch."""
+    """Have train() configure the detector of stragglers as in a new process, equally on all roles:
+    for the present rank, without times of an interrupted step, and on or off as at the start,
+    since a new process knows of no switch."""
     if detector.sock is not None:
         with contextlib.suppress(OSError):  # it ends the wait of the thread that listens
             detector.sock.shutdown(socket.SHUT_RDWR)

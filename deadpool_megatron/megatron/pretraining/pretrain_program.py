@@ -1,8 +1,8 @@
-"""Attaches to Megatron-LM: what ``--deadpool`` adds to its command line and refuses to go with,
-where the marked functions lead, and its ``pretrain()`` as a program of a session, never edited.
-Imported at the first call of one of them.
+"""Megatron-LM's ``pretrain()`` as a program of a session: the flags of ``--deadpool``, the refusals
+of a command line, and the handlers of all hooked functions. Imported at the first call of a hooked
+function.
 
-What is refused is a table in :mod:`deadpool_megatron.support`. Without ``--deadpool`` all of the
+The refused flags are a table in :mod:`deadpool_megatron.support`. Without ``--deadpool`` all of the
 flags do nothing.
 
 pretrain() is called in passes. Pass 1 ends when Megatron's groups exist, pass 2 when ``train()`` is
@@ -17,7 +17,6 @@ import argparse
 import ast
 import contextlib
 import functools
-import inspect
 import io
 import os
 import shlex
@@ -34,28 +33,16 @@ from deadpool_megatron.cluster.coordinator.durable import saves_refusal
 from deadpool_megatron.cluster.process import member_place
 from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.cluster.process.program import LOADED
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunDirectoryError,
-    take_saves,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.hookpoints import FLAG, POINTS, Handler
 from deadpool_megatron.megatron.framework import MegatronFramework
-from deadpool_megatron.megatron.pretraining import dispatch, stages
-from deadpool_megatron.megatron.pretraining.build import (
-    Build,
-    CommandLine,
-    NothingToTrain,
-    Reached,
-    forget_globals,
-    no_writers,
-)
-from deadpool_megatron.megatron.pretraining.dispatch import use_handlers
+from deadpool_megatron.megatron.pretraining import build, dispatch, stages
+from deadpool_megatron.megatron.pretraining.dispatch import bound_arguments, use_handlers
 from deadpool_megatron.megatron.pretraining.families import family, place
-from deadpool_megatron.megatron.pretraining.megatron_checkpoints import lacking
-from deadpool_megatron.megatron.pretraining.training_loop import PretrainLoop
+from deadpool_megatron.megatron.pretraining.megatron_checkpoints import unusable_reason
+from deadpool_megatron.megatron.pretraining.training_loop import PretrainLoop, loaded_checkpoint
 from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.member import Session
 from deadpool_megatron.member.loop import Emit, Program, ProtectedLoop
@@ -64,18 +51,14 @@ from deadpool_megatron.support import findings, flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group ``deadpool``, with the settings of the run that this process belongs to.
-
-    Those given to ``deadpool run`` itself are its defaults, so that Megatron's list of arguments
-    shows what is in force.
-    """
-    defaults = Settings.from_environment(os.environ)
-    arguments.add_arguments(parser, defaults=defaults)
+    """Add the group ``deadpool``. The settings of this process's run are the defaults, so that
+    Megatron's list of arguments shows those in force."""
+    arguments.add_arguments(parser, defaults=Settings.from_environment(os.environ))
     return parser
 
 
 def set_implied(args: argparse.Namespace) -> None:
-    """Set what a protected run sets in arguments that were parsed and not yet validated."""
+    """Set the arguments that a protected run implies, after parsing and before validation."""
     if getattr(args, "deadpool", False):
         for row in flags.SET:
             if row.applies(args):
@@ -83,9 +66,8 @@ def set_implied(args: argparse.Namespace) -> None:
 
 
 def refusal(args: argparse.Namespace, argv: Sequence[str]) -> str:
-    """Return why arguments, validated by Megatron, cannot be protected, or that nobody has looked
-    at flags in ``argv``, the script's command line: one line, which, why, what to do; empty if they
-    can be."""
+    """Return the reason why validated arguments cannot be protected, or why flags in ``argv``, the
+    script's command line, are not known to be: a line with flags, reason and advice, or empty."""
     if not getattr(args, "deadpool", False):
         return ""
     line = findings.refusal(findings.judge(argv, args))
@@ -93,11 +75,8 @@ def refusal(args: argparse.Namespace, argv: Sequence[str]) -> str:
 
 
 def launch_problem(environ: Mapping[str, str], argv: Sequence[str]) -> str | None:
-    """Return why this process cannot be protected as it was started, and the command that can; one
-    line.
-
-    None for a member of a run, and without ``--deadpool``.
-    """
+    """Return a line with the reason why this process cannot be protected as it was started, and the
+    command that can; None for a member of a run, and without ``--deadpool``."""
     if FLAG not in argv or member_place.VARIABLE in environ:
         return None
     if any(name.startswith("TORCHELASTIC_") for name in environ):
@@ -136,21 +115,20 @@ def _add_arguments(
 
 
 def _validate(original: Callable[..., Any], args: Any, *more: Any, **kwargs: Any) -> Any:
-    answer = original(args, *more, **kwargs)
+    validated = original(args, *more, **kwargs)
     if line := refusal(args, sys.argv):
         _end(line)
-    return answer
+    return validated
 
 
 # Of this process, which has one command line and is a member of one run.
-_command_line = CommandLine()
+_command_line = build.CommandLine()
 
 
 @functools.cache
 def _session() -> Session:
-    """Joined at the first call; its device is taken before anything of Megatron looks at one."""
-    problem = launch_problem(os.environ, sys.argv)
-    if problem is not None:
+    """Join the session at the first call, and take its device before Megatron looks at devices."""
+    if problem := launch_problem(os.environ, sys.argv):
         _end(problem)
     return Session.join()
 
@@ -169,7 +147,7 @@ def _pretrain(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     program = PretrainProgram(call, _command_line, Path(os.environ["DEADPOOL_RUN_DIR"]))
     try:
         session.run(program)
-    except NothingToTrain as error:
+    except build.NothingToTrain as error:
         _end(str(error))
 
 
@@ -179,7 +157,7 @@ def _end(problem: str) -> None:
 
 
 def _size(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Nodes, and processes on each, as another launcher has set them; 1 where it says nothing."""
+    """Return the nodes, and the processes of each, that another launcher has set; 1 by default."""
     if "SLURM_STEP_ID" in environ and "LOCAL_WORLD_SIZE" not in environ:
         nodes = _number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
         return nodes, max(1, _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") // nodes)
@@ -196,64 +174,61 @@ def _number(environ: Mapping[str, str], *names: str) -> int:
 
 
 class PretrainProgram(Program):
-    """``pretrain``: Megatron's function with the arguments that the user's script gave it."""
+    """``pretrain``: Megatron's function with the arguments of the user's script."""
 
     def __init__(
-        self, pretrain: Callable[[], Any], command_line: CommandLine, run_directory: Path
+        self, pretrain: Callable[[], Any], command_line: build.CommandLine, run_directory: Path
     ) -> None:
         self._pretrain = pretrain
         self._command_line = command_line
         self._run_directory = run_directory
         # Functions of the user's script, as _initialize_distributed() gets them.
-        self._group_makers: tuple[Any, Any] = (None, None)
+        self._group_makers: tuple[Any, ...] = (None, None)
 
     def make_groups(self) -> None:
-        """See :class:`Program`: arguments are parsed for the role, then nothing but the groups."""
+        """See :class:`Program`: parse arguments for the role, and make only the groups."""
 
         def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
-            self._group_makers = (
-                given["get_embedding_ranks"],
-                given["get_position_embedding_ranks"],
-            )
+            names = ("get_embedding_ranks", "get_position_embedding_ranks")
+            given = bound_arguments(original, args, kwargs)
+            self._group_makers = tuple(given[name] for name in names)
             original(*args, **kwargs)
-            raise Reached
+            raise build.Reached
 
         self._parse(make)
 
     def make_loop(self, emit: Emit) -> ProtectedLoop:
         """See :class:`Program`: everything up to the call of train()."""
-        forget_globals()
-        note, kinds = RunDirectory(self._run_directory).built, []
-        # Role 0 may not have been built, or with kinds that cannot be written down.
+        build.forget_globals()
+        note, kinds = run_files.RunDirectory(self._run_directory).built, []
+        # Role 0 may not have been built, or with kinds that cannot be written to a file.
         with contextlib.suppress(OSError, SyntaxError, ValueError):
             kinds = ast.literal_eval(note.read_text())
-        build = Build(self._command_line, kinds)
+        made = build.Build(self._command_line, kinds)
         # The loop opens the writers: a spare must not, and an adopter continues in the same files.
         with (
-            use_handlers(build.handlers()),
-            no_writers(),
-            build.progress_log_kept(),
-            build.kinds_exchanged(),
-            build.user_buffers.put_off(),
-            contextlib.suppress(Reached),
+            use_handlers(made.handlers()),
+            build.no_writers(),
+            made.progress_log_kept(),
+            made.kinds_exchanged(),
+            made.user_buffers.deferred(),
+            contextlib.suppress(build.Reached),
         ):
             self._pretrain()
-        if not build.complete:
-            raise NothingToTrain("pretrain() returned without training: is --train-iters above 0?")
-        if not build.detached and dist.get_rank() == 0:
-            write_text(note, repr(build.kinds))
-            _take_saves(RunDirectory(self._run_directory))
-        return PretrainLoop(build, self._pretrain, self._run_directory, emit)
+        if not made.complete:
+            problem = "pretrain() returned without training: is --train-iters above 0?"
+            raise build.NothingToTrain(problem)
+        if not made.detached and dist.get_rank() == 0:
+            write_text(note, repr(made.kinds))
+            _take_saves(run_files.RunDirectory(self._run_directory))
+        return PretrainLoop(made, self._pretrain, self._run_directory, emit)
 
     def loaded_checkpoint(self, iteration: int) -> Path | None:
-        """See :class:`Program`: one of which all was loaded."""
+        """See :class:`Program`: the whole checkpoint."""
         from megatron.training import get_args
 
-        args = get_args()
-        path = Path(args.load or "").absolute() / f"iter_{iteration:07d}"
-        is_part = args.finetune or args.no_load_optim or args.no_load_rng
-        return path if iteration and not is_part and (path / "metadata.json").exists() else None
+        path = loaded_checkpoint(get_args(), iteration)
+        return path if iteration and path and (path / "metadata.json").exists() else None
 
     def framework(self, loop: ProtectedLoop) -> MegatronFramework:
         """See :class:`Program`."""
@@ -265,14 +240,14 @@ class PretrainProgram(Program):
         return loop.class_of(role) == loop.stage_class()
 
     def renumber(self, loop: ProtectedLoop, emit: Emit) -> ProtectedLoop:
-        """See :class:`Program`: same model and data sets; groups found again, a new optimizer."""
+        """See :class:`Program`: keep model and data sets, find groups again, renew optimizer."""
         from megatron.training import get_args, initialize
 
         assert isinstance(loop, PretrainLoop)
         old, args = loop.role, get_args()
         args.rank = int(os.environ["RANK"])
         # It would destroy some of the groups, which are to be found again.
-        with replaced(dist, "destroy_process_group", lambda *_args: None):
+        with replaced(dist, destroy_process_group=lambda *_args: None):
             parallel_state.destroy_model_parallel()
         with contextlib.redirect_stdout(io.StringIO()):
             initialize._initialize_distributed(*self._group_makers, None)
@@ -280,7 +255,7 @@ class PretrainProgram(Program):
         return PretrainLoop(loop.build, self._pretrain, self._run_directory, emit)
 
     def provisional_role(self, wanted: int, world_size: int) -> int:
-        """See :class:`Program`: one of the commonest stage class."""
+        """See :class:`Program`: a role of the commonest stage class."""
         from megatron.training import get_args
         from megatron.training.arguments import core_transformer_config_from_args
 
@@ -301,43 +276,44 @@ class PretrainProgram(Program):
         dist.destroy_process_group()
 
     def _parse(self, then: Handler) -> None:
-        """Have the arguments parsed for the role, up to where groups are made; ``then`` that."""
+        """Parse the arguments for the role, and call ``then`` where the groups would be made."""
         from megatron.training import global_vars
 
         def parse_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self._command_line.parse_for_role()
             return original(*args, **kwargs)
 
-        forget_globals()
-        # Tokenizer, writers and the rest are made by the next pass.
+        build.forget_globals()
+        # The next pass makes tokenizer, writers and the rest.
+        holder, name = place(family().globals_setter)
         with (
             use_handlers({"initialize_megatron": parse_first, "_initialize_distributed": then}),
-            replaced(*place(family().globals_setter), global_vars.set_args),
+            replaced(holder, **{name: global_vars.set_args}),
             contextlib.redirect_stdout(io.StringIO()),
         ):
             try:
                 self._pretrain()
-            except Reached:
+            except build.Reached:
                 return
         raise RuntimeError("pretrain() returned without making its groups")
 
     def spares_may_build(self) -> bool:
-        """Not before role 0 has made the index files, so that nobody makes them twice."""
-        return RunDirectory(self._run_directory).built.exists()
+        """Return whether role 0 has made the index files, which are not to be made twice."""
+        return run_files.RunDirectory(self._run_directory).built.exists()
 
 
-def _take_saves(run: RunDirectory) -> None:
-    """Checkpoints of which nobody was told are looked for as well."""
+def _take_saves(run: run_files.RunDirectory) -> None:
+    """Have the directory of saves searched for checkpoints that were never reported."""
     from megatron.training import get_args
 
     args = get_args()
-    if args.save and not lacking(args):
-        with contextlib.suppress(OSError, RunDirectoryError):  # the first save says it
-            take_saves(run, Path(args.save).absolute())
+    if args.save and not unusable_reason(args):
+        with contextlib.suppress(OSError, run_files.RunDirectoryError):  # the first save reports it
+            run_files.take_saves(run, Path(args.save).absolute())
 
 
 def _reached(*_args: Any, **_kwargs: Any) -> None:
-    raise Reached
+    raise build.Reached
 
 
 HANDLERS: dict[str, Handler] = {

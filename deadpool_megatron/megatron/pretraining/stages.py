@@ -1,4 +1,4 @@
-"""Roles that can use each other's model objects: stage classes, and what still names the role.
+"""Stage classes: roles that can use each other's model objects, and how one becomes another.
 
 Two roles are of one class when their models have layers of equal kinds and equal slices of them.
 Then a spare that was built for one becomes the other in place: its groups are renumbered, the
@@ -8,6 +8,7 @@ numbers of its layers shifted. Only the optimizer is made again, for its shard l
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,8 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-# Settings that make a layer depend on its number in the whole model (transformer_config.py):
-# with one of them, stages with other numbers are of other classes.
+# Settings that make a layer depend on its number in the whole model (transformer_config.py): with
+# any of them, stages with other numbers are of other classes.
 _BY_NUMBER = (
     "apply_query_key_layer_scaling",
     "no_rope_freq",
@@ -42,39 +43,34 @@ class Coordinates:
 
 
 def coordinates(args: Any, role: int) -> Coordinates:
-    """Of ``role``, from Megatron's validated arguments.
+    """Return the coordinates of ``role``, from Megatron's validated arguments.
 
     As parallel_state.py, RankGenerator: a mixed-radix number, the first dimension of the order
     counting fastest; experts have an order of their own.
     """
     order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-    tp, cp, pp = (
-        args.tensor_model_parallel_size,
-        args.context_parallel_size,
-        args.pipeline_model_parallel_size,
-    )
-    ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or tp
-    world = args.world_size
-    dense = _digits(
-        role, order, {"tp": tp, "cp": cp, "ep": 1, "dp": world // (tp * cp * pp), "pp": pp}
-    )
-    experts = _digits(
-        role, order, {"tp": etp, "cp": 1, "ep": ep, "dp": world // (etp * ep * pp), "pp": pp}
-    )
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    etp, ep = args.expert_tensor_parallel_size or tp, args.expert_model_parallel_size
+    sizes = {"tp": tp, "cp": args.context_parallel_size, "ep": 1, "pp": pp}
+    sizes["dp"] = args.world_size // math.prod(sizes.values())
+    dense = _digits(role, order, sizes)
+    sizes = {"tp": etp, "cp": 1, "ep": ep, "pp": pp, "dp": args.world_size // (etp * ep * pp)}
+    experts = _digits(role, order, sizes)
     return Coordinates(
         dense["tp"], dense["cp"], dense["pp"], expert=experts["ep"], expert_tensor=experts["tp"]
     )
 
 
 def stage_class(args: Any, config: Any, role: int) -> str:
-    """Equal for roles that can use each other's model objects, given the model's ``config``."""
+    """Return a name that is equal for roles that can use each other's model objects.
+
+    ``config``: that of the model.
+    """
     place = coordinates(args, role)
     stages = args.pipeline_model_parallel_size
     kind = {0: "first", stages - 1: "last"}.get(place.pipeline, "middle")
-    if stages == 1:
-        kind = "only"
-    pattern = layer_pattern(args)
-    if pattern:
+    kind = "only" if stages == 1 else kind
+    if pattern := layer_pattern(args):
         layers = _segments(args, config, pattern)[place.pipeline :: stages]
     elif layout := _layout(config):
         layers = ["".join(str(kind.value) for kind in chunk) for chunk in layout[place.pipeline]]
@@ -93,7 +89,7 @@ def stage_class(args: Any, config: Any, role: int) -> str:
 
 
 def layer_offsets(args: Any, config: Any, role: int) -> list[int]:
-    """Number of layers before each model chunk of ``role``."""
+    """Return the number of layers before each model chunk of ``role``."""
     stage, stages = coordinates(args, role).pipeline, args.pipeline_model_parallel_size
     if pattern := layer_pattern(args):
         segments = _segments(args, config, pattern)
@@ -107,8 +103,8 @@ def layer_offsets(args: Any, config: Any, role: int) -> list[int]:
 
 
 def layer_pattern(args: Any) -> str:
-    """The kinds of all layers of a hybrid model, a character each, with Megatron's marks between
-    segments; empty for other models."""
+    """Return the kinds of all layers of a hybrid model, a character each, with Megatron's marks
+    between segments; empty for other models."""
     pattern: str | None = getattr(args, "hybrid_layer_pattern", None)  # since 0.17
     names = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_attention_ratio")
     if pattern or not any(getattr(args, name, None) for name in names):
@@ -120,22 +116,19 @@ def layer_pattern(args: Any) -> str:
 
 
 def commonest_role(args: Any, config: Any, wanted: int, members_per_node: int) -> int:
-    """A role of the commonest class among those that lie on nodes where ``wanted`` does.
+    """Return a role of the commonest class among those with the local rank of ``wanted``.
 
-    ``wanted`` itself when its class is as common as any.
+    It is ``wanted`` if no class is more common.
     """
-    slot = wanted % members_per_node
-    roles = range(slot, args.world_size, members_per_node)
+    roles = range(wanted % members_per_node, args.world_size, members_per_node)
     classes = {role: stage_class(args, config, role) for role in roles}
     counts = Counter(classes.values())
-    most = max(counts.values())
-    if counts[classes[wanted]] == most:
-        return wanted
-    return next(role for role in roles if counts[classes[role]] == most)
+    common: int = max([wanted, *roles], key=lambda role: counts[classes[role]])
+    return common
 
 
 def shift_layers(model_chunks: list[Any], by: list[int]) -> None:
-    """Add to the number of every layer of each chunk, and of what a layer consists of."""
+    """Add to the number of every layer of each chunk, and of the parts of a layer."""
     for chunk, delta in zip(model_chunks, by, strict=True):
         for module in chunk.modules() if delta else ():
             if isinstance(getattr(module, "layer_number", None), int):
@@ -143,7 +136,7 @@ def shift_layers(model_chunks: list[Any], by: list[int]) -> None:
 
 
 def renumber_buckets(model_chunks: list[Any]) -> None:
-    """The one rank that DDP keeps as a number: which shard of a bucket is the own one
+    """Update the only rank that DDP keeps as a number: which shard of a bucket is its own
     (param_and_grad_buffer.py, _ParamAndGradBucketGroup)."""
     for chunk in model_chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -166,19 +159,19 @@ def _chunks(args: Any) -> list[int | None]:
 
 
 def _layout(config: Any) -> list[list[list[Any]]] | None:
-    """The layers of each model chunk of each stage, of --pipeline-model-parallel-layout. Megatron's
-    functions answer for the own stage only, whichever is asked for, and for none without groups."""
+    """Return the layers of each model chunk of each stage, from --pipeline-model-parallel-layout.
+    Megatron's functions know only the own stage, and none without groups."""
     given = getattr(config, "pipeline_model_parallel_layout", None)
     return given.layout if given else None
 
 
 def _numbers(args: Any, config: Any, stage: int) -> list[int]:
-    """Of the layers of each model chunk of a stage."""
+    """Return the number of layers of each model chunk of a stage."""
     return [get_num_layers_to_build(config, chunk, stage) for chunk in _chunks(args)]
 
 
 def _segments(args: Any, config: Any, pattern: str) -> list[str]:
-    """The kinds of layers of all model chunks in the order of the model (Megatron's
+    """Return the kinds of layers of all model chunks in the order of the model (Megatron's
     hybrid_layer_allocation.py, select_pipeline_segment)."""
     segments = pattern.split("/")[0].split("|")
     if len(segments) > 1 or not pattern:

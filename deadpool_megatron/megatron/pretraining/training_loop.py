@@ -1,9 +1,9 @@
 """Megatron-LM's train() and what follows it in pretrain(), as a loop that a session protects.
 
-Every recovery enters train() again, on all roles alike, on the objects that were built once. To
-resume after iteration k it begins *with* k: the step answers what it answered the first time, which
-travels with the generation, and everything that train() does after a step (log, evaluation, save,
-decision to exit) is done again or, where the state is already that after it, left out.
+Every recovery enters train() again, on all roles, on the objects that were built once. To resume
+after iteration k it begins *with* k: the step returns its first result, which travels with the
+generation. Everything that train() does after a step (log, evaluation, save, decision to exit) is
+repeated or, where the state is already that after it, left out.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import (
-    get_current_global_batch_size,
-    get_current_running_global_batch_size,
-    get_num_microbatches,
-    update_num_microbatches,
-)
+from megatron.core import num_microbatches_calculator as microbatches, parallel_state
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
@@ -32,7 +26,7 @@ from deadpool_megatron.megatron.exact_load import load_exactly
 from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.megatron.pretraining import per_entry_state, stages
 from deadpool_megatron.megatron.pretraining.build import Build
-from deadpool_megatron.megatron.pretraining.dispatch import use_handlers
+from deadpool_megatron.megatron.pretraining.dispatch import bound_arguments, use_handlers
 from deadpool_megatron.megatron.pretraining.logbook import Logbook, Reporter
 from deadpool_megatron.megatron.pretraining.megatron_checkpoints import Saves, saved_state
 from deadpool_megatron.megatron.pretraining.newest_iteration import (
@@ -44,18 +38,18 @@ from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.member.loop import Emit, StepRunner
 from deadpool_megatron.member.peer_comparison import current_device
 
-# Of Megatron's arguments: where the data is.
-_PLACES = (*POSITIONS, "consumed_valid_samples")
-# Loaded once it has read something; before 0.17 it keeps nothing by path.
+# Of Megatron's arguments: the positions in the data.
+_POSITIONS = (*POSITIONS, "consumed_valid_samples")
+# Imported once it has read something; before 0.17 it keeps nothing by path.
 METADATA_READER = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
 
 
-class _Warm(BaseException):
+class _WarmedUp(BaseException):
     """Leaves train() after the step of a warm-up."""
 
 
 class _NoGeneration(BaseException):
-    """A step that wants the run to end made no update; carries what it answered."""
+    """A step that ends the run made no update; carries the result of the step."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -70,23 +64,20 @@ class PretrainLoop(MegatronLoop):
         from megatron.training import get_args
 
         self._args = args = get_args()
-        loaded = Path(str(args.load)) / f"iter_{args.iteration:07d}"
-        in_part = args.finetune or args.no_load_optim or args.no_load_rng
-        self.loaded = loaded if loaded.is_dir() and not in_part else None
+        self.loaded = loaded_checkpoint(args, args.iteration)
         self.build = build
-        self.role = self._args.rank
+        self.role = args.rank
         self._pretrain = pretrain
         self._reporter = Reporter(emit)
         self.model_chunks, self.optimizer, self.scheduler = build.objects
-        self.counters = {"iteration": self._args.iteration, **self._places()}
+        self.counters = {"iteration": args.iteration, **self._positions()}
         self.log_sums = {}
-        self._first_iteration = self._args.iteration + 1
+        self._first_iteration = args.iteration + 1
         self._runner: StepRunner | None = None
         self._saves = Saves(self._announce, self._reporter.lost_checkpoint)
         self._logbook = Logbook(run_directory)
         self._restored = False
-        self._entered = False
-        self._newest = NewestIteration(self._args.num_floating_point_operations_so_far)
+        self._newest = NewestIteration(args.num_floating_point_operations_so_far)
         self._operations = self._newest.operations
         # Sums of the log, as train() holds them once it has been entered and logged.
         self._sums: dict[str, Any] | None = None
@@ -99,7 +90,7 @@ class PretrainLoop(MegatronLoop):
         arguments = build.train_arguments
         arguments["forward_step_func"] = _faults_in_forward(arguments["forward_step_func"])
 
-    # What a session asks of a loop.
+    # The interface to a session.
 
     def train(self, runner: StepRunner) -> None:
         """See :class:`ProtectedLoop`."""
@@ -108,9 +99,6 @@ class PretrainLoop(MegatronLoop):
         # The first iteration whose lines are to be written (again).
         logs_newest = self._newest.known and not runner.is_behind("evaluation")
         self._logbook.open(self._restored, self.counters["iteration"] + (not logs_newest))
-        if self._entered:
-            self._logbook.mute()
-        self._entered = True
         self._go_to_start()
         handlers: dict[str, Callable[..., Any]] = {
             "train_step": self._train_step,
@@ -121,7 +109,6 @@ class PretrainLoop(MegatronLoop):
             "checkpoint_and_decide_exit": self._decide_exit,
         }
         done = self.counters["iteration"] if self._newest.known else None
-        # What train() starts at each entry continues where it was.
         entering = per_entry_state.for_training(
             lambda: self._newest.lengths, done, self._first_iteration - 1
         )
@@ -132,10 +119,10 @@ class PretrainLoop(MegatronLoop):
                     result = self.build.train(**self.build.train_arguments)
                 self._follow_up(result)
         except SystemExit as stop:
-            # As --exit-interval and the like end a run: by a decision of all roles.
+            # The run ends by a decision of all roles, as with --exit-interval.
             if stop.code not in (None, 0):
                 raise
-        self._saves.look()
+        self._saves.poll()
         self._logbook.close()
         iteration, last = self.counters["iteration"], self._args.train_iters
         self.early = f"{iteration} of {last} iterations" if iteration < last else ""
@@ -148,12 +135,12 @@ class PretrainLoop(MegatronLoop):
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
-            raise _Warm
+            raise _WarmedUp
 
         with (
             use_handlers({"train_step": step}),
             per_entry_state.for_warm_up(),
-            contextlib.suppress(_Warm),
+            contextlib.suppress(_WarmedUp),
         ):
             self.build.train(**self.build.train_arguments)
 
@@ -162,7 +149,7 @@ class PretrainLoop(MegatronLoop):
         if not self._restored:
             return
         self._abandon_saves()
-        self._set_places(self.counters)
+        self._set_positions(self.counters)
         # With another number Megatron would guess how many validation samples were consumed before
         # checkpoints said so (training.py:3350), also where there was none yet.
         self._args.iteration = 0
@@ -176,38 +163,33 @@ class PretrainLoop(MegatronLoop):
         self._abandon_saves()
         reader = getattr(sys.modules.get(METADATA_READER), "CachedMetadataFileSystemReader", None)
         if (forget := getattr(reader, "clear_metadata_cache", None)) is not None:
-            # What this process has read of a path; somebody may have written it anew since.
+            # This process may have read the path before it was overwritten.
             forget()
         number = int(directory.name.removeprefix("iter_"))
         is_older = any(directory.glob("mp_rank_*"))
-        # What the user said is about the start of the run, and about saves, whose state Megatron
-        # loads into; this one is to be loaded whole.
-        whole = {
-            "load": str(directory.parent),
-            "ckpt_step": number,
-            "ckpt_format": "torch" if is_older else "torch_dist",
-            "exit_on_missing_checkpoint": True,
-            "pretrained_checkpoint": None,
-            "finetune": False,
-            "no_load_optim": False,
-            "no_load_rng": False,
-            "no_save_optim": False,
-            "no_save_rng": False,
-        }
+        # The user's flags are about the start of the run, and about saves, whose state Megatron
+        # loads into; this checkpoint is to be loaded whole.
+        parts = ("finetune", "no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng")
+        whole = replaced(
+            args,
+            load=str(directory.parent),
+            ckpt_step=number,
+            ckpt_format="torch" if is_older else "torch_dist",
+            exit_on_missing_checkpoint=True,
+            pretrained_checkpoint=None,
+            **dict.fromkeys(parts, False),
+        )
+        # In the older format it takes the optimizer's shards from where the tracker points.
+        tracked = replaced(checkpointing, read_metadata=lambda _: (number, False))
         args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
         self.scheduler.num_steps = 0  # a load adds to it
-        with contextlib.ExitStack() as stack:
-            for name, value in whole.items():
-                stack.enter_context(replaced(args, name, value))
-            # Of the older format it takes the optimizer's shards from where the tracker points.
-            tracked = replaced(checkpointing, "read_metadata", lambda _: (number, False))
-            stack.enter_context(tracked)
+        with whole, tracked:
             iteration, operations = load_exactly(
                 checkpointing.load_checkpoint, *self.build.objects, checkpointing_context={}
             )
         # The load sets the parameter groups before it takes over the checkpoint's weight decay.
         self.scheduler.step(increment=0)
-        self.counters.update(iteration=iteration, **self._places())
+        self.counters.update(iteration=iteration, **self._positions())
         self._newest, self._operations = NewestIteration(operations), operations
         self._saves.restore(0)
         self._passed = self._just_loaded = iteration
@@ -229,7 +211,7 @@ class PretrainLoop(MegatronLoop):
         return {**super().model_arguments(), **{name: getattr(args, name) for name in names}}
 
     def class_of(self, role: int) -> str:
-        """The stage class of any role."""
+        """Return the stage class of any role."""
         return stages.stage_class(self._args, self.build.train_arguments["config"], role)
 
     def state_hash(self) -> str:
@@ -262,31 +244,31 @@ class PretrainLoop(MegatronLoop):
         self._operations = kept["operations"]
         self._first_iteration = kept["first_iteration"]
         self._saves.restore(kept["unfinished_save"])
-        # What lies beside a checkpoint knows only of the one before.
+        # The extras in a checkpoint know only the checkpoint before.
         self._passed = kept["passed"] if self._just_loaded is None else self._just_loaded
         self._just_loaded = None
 
-    # Entering train() and going on behind it.
+    # The entry into train(), and the part of pretrain() after it.
 
     def _go_to_start(self) -> None:
-        """Megatron's arguments as train() has to find them: before the newest iteration, whose
-        answer is replayed, or after it where there is no answer."""
+        """Set Megatron's arguments as train() has to find them: before the newest iteration, whose
+        result is replayed, or after it where there is no result."""
         from megatron.training import get_timers
 
         args, iteration = self._args, self.counters["iteration"]
         self._to_replay = iteration if self._newest.known else 0
         args.iteration = iteration - (1 if self._to_replay else 0)
         args.curr_iteration = args.iteration
-        self._set_places({**self.counters, **self._newest.positions_before})
+        self._set_positions({**self.counters, **self._newest.positions_before})
         args.num_floating_point_operations_so_far = self._newest.operations_before
         self._sums = None
-        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        microbatches.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         self.build.train_arguments["config"].timers = get_timers()
 
     def _follow_up(self, result: Any) -> None:
-        """Do what pretrain() does when train() has returned ``result``: last save, evaluations.
+        """Run the part of pretrain() after train() has returned ``result``: last save, evaluations.
 
-        Everything before is passed over: the functions that build answer with what there is.
+        The functions before it do nothing, or return the objects that were built.
         """
         from megatron.training import training
 
@@ -308,18 +290,18 @@ class PretrainLoop(MegatronLoop):
         }
         with use_handlers(handlers), muted:
             muted.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            muted.enter_context(replaced(training, "append_to_progress_log", _nothing))
+            muted.enter_context(replaced(training, append_to_progress_log=_nothing))
             self._pretrain()
 
-    # What Megatron's functions do meanwhile.
+    # Handlers of Megatron's functions.
 
     def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        iteration = self._arguments(original, args, kwargs)["iteration"] + 1
+        iteration = bound_arguments(original, args, kwargs)["iteration"] + 1
         if iteration == self._to_replay:
             self._to_replay = 0
             get_rerun_state_machine().current_iteration = iteration
             return self._newest.replay(current_device())
-        self._saves.look()
+        self._saves.poll()
         failpoints.set_context(iteration=iteration, section="forward-backward")
         failpoints.hit("step.begin")
         hooks = getattr(self.model_chunks[0], "remove_forward_pre_hook_handles", {})
@@ -329,29 +311,27 @@ class PretrainLoop(MegatronLoop):
                 iteration, lambda: self._update(original, args, kwargs, iteration)
             )
         except _NoGeneration as left:
-            # Megatron saves and ends the run now; nothing of that belongs to a generation.
+            # Megatron saves and ends the run now, which belongs to no generation.
             self._runner = None
             return left.answer
 
     def _update(
         self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any], iteration: int
     ) -> Any:
-        """The step itself, and everything that has to be known to continue behind it elsewhere."""
+        """Run the step, and record everything that another process needs to continue after it."""
         from megatron.training import training
 
-        given = self._arguments(original, args, kwargs)
+        given = bound_arguments(original, args, kwargs)
         given["forward_backward_func"] = self.around_passes(given["forward_backward_func"])
         answer = original(**given)
         self._newest.lengths = list(self._take_lengths())
         if answer[SHOULD_EXIT]:
             raise _NoGeneration(answer)
         self._newest.finish(answer, self._sums or {})
-        batch = (
-            parallel_state.get_data_parallel_world_size()
-            * self._args.micro_batch_size
-            * get_num_microbatches()
-        )
-        skipped = get_current_global_batch_size() - get_current_running_global_batch_size()
+        replicas = parallel_state.get_data_parallel_world_size()
+        batch = replicas * self._args.micro_batch_size * microbatches.get_num_microbatches()
+        skipped = microbatches.get_current_global_batch_size()
+        skipped -= microbatches.get_current_running_global_batch_size()
         # As train() will count them when the step has returned.
         self.counters.update(
             iteration=iteration,
@@ -369,17 +349,17 @@ class PretrainLoop(MegatronLoop):
         return answer
 
     def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = self._arguments(original, args, kwargs)
+        given = bound_arguments(original, args, kwargs)
         iteration, sums = given["iteration"], given["total_loss_dict"]
         if self._sums is not sums:
-            # train() was entered anew, with empty ones.
+            # train() was entered again, with empty sums.
             sums.update(self._newest.sums(current_device()))
-            self._newest.restore_loss_sums_before()
+            self._newest.restore_loss_sums()
             self._sums = sums
         if "is_first_iteration" in given:
-            # Of the run, not of this entry into train(): the first line leaves the sums alone.
+            # In the run, not in this entry into train(): the first line leaves the sums alone.
             given["is_first_iteration"] = iteration == self._first_iteration
-        given["skipped_iter"] = self._newest.skipped  # which a replayed step may not say
+        given["skipped_iter"] = self._newest.skipped  # a replayed step may return another
         failpoints.set_context(section="log")
         failpoints.hit("log.begin")
         runner, every = self._running, self._args.tensorboard_log_interval
@@ -392,20 +372,17 @@ class PretrainLoop(MegatronLoop):
         return answer
 
     def _evaluate_at_the_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        prefix = str(self._arguments(original, args, kwargs)["prefix"])
-        boundary = "test" if prefix.endswith("test set") else "validation"
-        self._evaluate(boundary, original, *args, **kwargs)
+        is_test = bound_arguments(original, args, kwargs)["prefix"].endswith("test set")
+        self._evaluate("test" if is_test else "validation", original, *args, **kwargs)
 
     def _evaluate(
         self, boundary: str, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
-        runner = self._running
+        runner, iteration = self._running, self.counters["iteration"]
 
         def run() -> None:
             failpoints.hit("evaluation.begin")
-            with self._logbook.lines(
-                boundary, self.counters["iteration"], runner.check, runner.epoch
-            ):
+            with self._logbook.lines(boundary, iteration, runner.check, runner.epoch):
                 original(*args, **kwargs)
             self.counters["consumed_valid_samples"] = self._args.consumed_valid_samples
             failpoints.hit("evaluation.end")
@@ -418,7 +395,7 @@ class PretrainLoop(MegatronLoop):
         return answer
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        given = self._arguments(original, args, kwargs)
+        given = bound_arguments(original, args, kwargs)
         iteration, lasting = given["iteration"], not given.get("non_persistent_ckpt", False)
         write = functools.partial(
             self._saves.write,
@@ -437,12 +414,12 @@ class PretrainLoop(MegatronLoop):
     def _decide_exit(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.training import training
 
-        given = self._arguments(original, args, kwargs)
+        given = bound_arguments(original, args, kwargs)
         self._newest.operations = given["num_floating_point_operations_so_far"]
         if given["iteration"] == self._passed and self._running.is_behind("save"):
-            return False  # the run before may have ended there, as --exit-interval says
+            return False  # the run before may have ended there, by --exit-interval
         if self._saves.owed:
-            # The one that was being written when the run was interrupted.
+            # Its save was interrupted.
             names = inspect.signature(training.save_checkpoint_and_time).parameters
             training.save_checkpoint_and_time(
                 **{name: value for name, value in given.items() if name in names}
@@ -460,24 +437,24 @@ class PretrainLoop(MegatronLoop):
         if self._runner is not None:
             self._runner.count_as_durable(directory, iteration, extras)
 
-    def _set_places(self, places: Mapping[str, Any]) -> None:
-        for name in _PLACES:
-            setattr(self._args, name, places[name])
+    def _set_positions(self, positions: Mapping[str, Any]) -> None:
+        for name in _POSITIONS:
+            setattr(self._args, name, positions[name])
 
-    def _places(self) -> dict[str, int]:
-        return {name: getattr(self._args, name) for name in _PLACES}
+    def _positions(self) -> dict[str, int]:
+        return {name: getattr(self._args, name) for name in _POSITIONS}
 
     def _abandon_saves(self) -> None:
-        """One that was under way when an exception passed."""
+        """Abandon a save that an exception has interrupted."""
         self.build.train_arguments["checkpointing_context"].clear()
         self._saves.abandon()
 
-    def _arguments(
-        self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        bound.apply_defaults()
-        return dict(bound.arguments)
+
+def loaded_checkpoint(args: Any, iteration: int) -> Path | None:
+    """Return the checkpoint of which Megatron's arguments have loaded everything, if any."""
+    path = Path(str(args.load)).absolute() / f"iter_{iteration:07d}"
+    is_part = args.finetune or args.no_load_optim or args.no_load_rng
+    return path if path.is_dir() and not is_part else None
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -485,8 +462,8 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _faults_in_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Let tests fail before each micro-batch: point ``forward``, which a fault may mark for
-    gradients that are NaN; added only once."""
+    """Add the failpoint ``forward`` before each micro-batch, which a fault may mark for gradients
+    that are NaN; only once."""
     if not failpoints.ACTIVE or hasattr(forward_step, "__wrapped__"):
         return forward_step
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout.records import is_due
-from deadpool_megatron.megatron.audit import update_transfer
+from deadpool_megatron.megatron.audit import update_transfer as transfer
 from deadpool_megatron.megatron.audit.audit import audit_number, is_audited
 from deadpool_megatron.megatron.audit.comparison import Pass, compare_held, compare_repeated_passes
 from deadpool_megatron.megatron.update_replay import update_copies
@@ -78,14 +78,12 @@ def test_a_peer_gets_the_same_bytes(name: str) -> None:
     before = owner.bytes_now()
     for number, parameter in enumerate(owner.parameters):
         parameter.grad = None if number == 1 else torch.randn(parameter.shape)
-    description = update_transfer.described(update_transfer.describe(owner.inner))
+    description = transfer.parse(transfer.describe(owner.inner))
     with torch.no_grad():  # as captured, not as it is
         for parameter in owner.parameters:
             parameter.add_(1.0)
     shipped = [
-        update_transfer.pack(
-            owner.inner, chunk, lambda tensor: owner.part.slice(before, tensor), CPU
-        )
+        transfer.pack(owner.inner, chunk, lambda tensor: owner.part.slice(before, tensor), CPU)
         for chunk in description.chunks
     ]
     with torch.no_grad():
@@ -94,8 +92,8 @@ def test_a_peer_gets_the_same_bytes(name: str) -> None:
     owner.adam.step()
     seen = 0
     for chunk, flat in zip(description.chunks, shipped, strict=True):
-        assert flat.numel() == update_transfer.chunk_bytes(chunk)
-        copies = update_transfer.unpack(chunk, flat)
+        assert flat.numel() == transfer.chunk_bytes(chunk)
+        copies = transfer.unpack(chunk, flat)
         update_copies(peer.inner, description.groups, copies)
         for copy in copies:
             live = owner.parameters[copy.number]

@@ -82,7 +82,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         monkeypatch.setattr(parallel_state, name, lambda: 0)
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda: dist.group.WORLD)
     config = SimpleNamespace(**dict.fromkeys(pass_audit.SYNCHRONISING))
-    monkeypatch.setattr(pass_audit, "model_config", lambda _loop: config)
+    monkeypatch.setattr(pass_audit.loops, "model_config", lambda _loop: config)
     monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
     mode = rerun_state_machine.RerunMode.VALIDATE_RESULTS
     rerun_state_machine.initialize_rerun_state_machine(mode=mode)
@@ -207,7 +207,7 @@ def test_each_chunk_of_an_interleaved_pipeline_is_a_stage(
     rig.chunks.append(Chunk())
     config = SimpleNamespace(microbatch_group_size_per_vp_stage=2)
     vars(config).update(dict.fromkeys(pass_audit.SYNCHRONISING))
-    monkeypatch.setattr(pass_audit, "model_config", lambda _loop: config)
+    monkeypatch.setattr(pass_audit.loops, "model_config", lambda _loop: config)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 6)
     monkeypatch.setattr(dist, "all_gather", gather)
     rig.iteration(1)

@@ -22,8 +22,8 @@ from deadpool_megatron.cluster.process import member_place
 from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.comms import Communicators, EpochClosed
 from deadpool_megatron.layout.records import BOUNDARIES
-from deadpool_megatron.megatron.pretraining import logbook, pretrain_program
-from deadpool_megatron.megatron.pretraining.build import CommandLine
+from deadpool_megatron.megatron.pretraining import logbook
+from deadpool_megatron.megatron.pretraining.build import CommandLine, forget_globals
 from deadpool_megatron.megatron.pretraining.pretrain_program import PretrainProgram
 from deadpool_megatron.state import extras as codec
 from tests.common import lives
@@ -310,7 +310,7 @@ def make(
 
     def made(small: SmallTraining | None = None, **given: Any) -> Life:
         if small is not None:
-            pretrain_program.forget_globals()
+            forget_globals()
         small = small or SmallTraining(monkeypatch, tmp_path, **given)
         return Life(small, capsys, tmp_path)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deadpool_megatron.megatron.pretraining.megatron_checkpoints import (
     Saves,
     StorageFaults,
-    lacking,
+    unusable_reason,
 )
 
 WHOLE = SimpleNamespace(
@@ -43,14 +43,14 @@ def given(**changes: object) -> Any:
 @pytest.mark.parametrize("name", ["no_save_optim", "no_save_rng"])
 @pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
 def test_without_some_of_the_state_none_counts(name: str, ckpt_format: str) -> None:
-    assert not lacking(given(ckpt_format=ckpt_format))
-    assert lacking(given(ckpt_format=ckpt_format, **{name: True}))
+    assert not unusable_reason(given(ckpt_format=ckpt_format))
+    assert unusable_reason(given(ckpt_format=ckpt_format, **{name: True}))
 
 
 @pytest.mark.parametrize("changes", SHARED, ids=str)
 def test_files_with_several_writers_do_not_count(changes: dict[str, object]) -> None:
-    assert lacking(given(ckpt_format="torch", **changes))
-    assert not lacking(given(**changes))
+    assert unusable_reason(given(ckpt_format="torch", **changes))
+    assert not unusable_reason(given(**changes))
 
 
 def test_what_does_not_count_is_announced_to_nobody_and_told_once(

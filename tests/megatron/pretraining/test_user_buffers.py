@@ -62,7 +62,7 @@ def buffers(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[UserB
     communicators.install()
     dist.init_process_group()
     made.renew()
-    with made.put_off():
+    with made.deferred():
         initialize._initialize_tp_communicators()
     assert library.communicators() is None
     yield made
