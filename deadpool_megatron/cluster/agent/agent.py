@@ -5,7 +5,7 @@ fixed: first the vault stops sealing, then the members are interrupted, then eve
 left the epoch or is killed, and only then the inventory is taken and sent.
 
 Losing the coordinator changes nothing for training; the agent reconnects, to the next one if need
-be. A node that is cut off from a coordinator that lives ends its members (contact.py), for its
+be. A node that is cut off from a coordinator that lives ends its members (fence.py), for its
 roles are about to be given away.
 """
 
@@ -23,16 +23,18 @@ from functools import partial
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.agent.contact import CoordinatorAddress, Fence, StandbySupervisor
+from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
 from deadpool_megatron.cluster.agent.evidence import LastStacks
 from deadpool_megatron.cluster.agent.exporter import NodeExports
+from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.agent.members import Member, NodeMembers, wait_drained, wait_ended
-from deadpool_megatron.cluster.agent.node_check import NodeChecker
+from deadpool_megatron.cluster.agent.node_checker import NodeChecker
 from deadpool_megatron.cluster.agent.options import (
     AgentOptions,
     device_environment,
     member_spec,
 )
+from deadpool_megatron.cluster.agent.standby_supervisor import StandbySupervisor
 from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultSupervisor
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of

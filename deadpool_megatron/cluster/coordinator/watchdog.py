@@ -37,7 +37,7 @@ class Watchdog:
 
     def at_silence(self, quiet: list[AgentPeer], now: float) -> list[inputs.NodeLost]:
         """Of the agents that have been silent for a while the nodes that were for too long, which
-        are forgotten with that (see agent/contact.py)."""
+        are forgotten with that (see agent/fence.py)."""
         found = []
         for peer in quiet:
             peer.ping()

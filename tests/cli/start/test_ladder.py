@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import arguments
-from deadpool_megatron.cluster.agent.contact import Fence
+from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.journal.terms import HeartbeatTiming
 from deadpool_megatron.settings import FIELDS, Settings, SettingsError, flag_name, is_chosen
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from deadpool_megatron.cluster.agent import node_check as module, vault_process as vault_keeper
+from deadpool_megatron.cluster.agent import node_checker as module, vault_process as vault_keeper
 from deadpool_megatron.cluster.agent.members import Member
-from deadpool_megatron.cluster.agent.node_check import NodeChecker
+from deadpool_megatron.cluster.agent.node_checker import NodeChecker
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.vault_process import VaultSupervisor
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd

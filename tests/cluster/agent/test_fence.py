@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from deadpool_megatron.cluster.agent.contact import Fence
+from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.journal.terms import HeartbeatTiming
 from deadpool_megatron.settings import Settings
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.agent.agent import Agent
-from deadpool_megatron.cluster.agent.contact import CoordinatorAddress
+from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
 from deadpool_megatron.cluster.agent.vault_process import VaultSupervisor
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.layout.records import Seat

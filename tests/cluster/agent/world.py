@@ -25,11 +25,11 @@ import pytest
 
 from deadpool_megatron.cluster.agent import (
     agent as agents,
-    contact,
     evidence,
     exporter,
     members,
-    node_check,
+    node_checker,
+    standby_supervisor,
     vault_process,
 )
 from deadpool_megatron.cluster.agent.agent import Agent
@@ -205,9 +205,9 @@ class World:
 
     def _play(self) -> None:
         patch = self.patch
-        for module in (contact, exporter, vault_process):
+        for module in (standby_supervisor, exporter, vault_process):
             patch.setattr(module, "start_child", self._start_child)
-        for module in (agents, node_check):
+        for module in (agents, node_checker):
             patch.setattr(module, "answer_of", self._answer_of)
         patch.setattr(agents, "Starter", self._starter)
         patch.setattr(agents, "Files", lambda *_: self)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.agent.contact import StandbySupervisor
+from deadpool_megatron.cluster.agent.standby_supervisor import StandbySupervisor
 from deadpool_megatron.cluster.process import children, fork_server, posix
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, patiently
 from deadpool_megatron.cluster.process.fork_server import (
@@ -330,7 +330,7 @@ def test_a_thread_that_a_disk_holds_up_does_not_keep_the_process() -> None:
 async def test_standby_is_started_as_soon_as_that_is_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deadpool_megatron.cluster.agent.contact._RESTART_SECONDS", 0.01)
+    monkeypatch.setattr("deadpool_megatron.cluster.agent.standby_supervisor._RESTART_SECONDS", 0.01)
     pair, short = socket.socketpair, Short(0, errno.EMFILE)
 
     def pairs() -> tuple[socket.socket, socket.socket]:

@@ -1,7 +1,4 @@
-"""Contact with the coordinator: the node's standby, which says what it saw in the journal and is
-told whether there is contact; where the coordinator is, by that or by the run directory; and when a
-node that may be cut off must stop its members.
-"""
+"""The supervisor of a node's standby coordinator: its process, its reports and its orders."""
 
 from __future__ import annotations
 
@@ -12,22 +9,15 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.journal.terms import HeartbeatTiming
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, start_child
-from deadpool_megatron.cluster.process.logs import read
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, address_in
-from deadpool_megatron.file_systems import TimedRead
-from deadpool_megatron.settings import Settings
 
 _RESTART_SECONDS = 1.0
 _END_SECONDS = 5.0
-_LONGEST_PAUSE_SECONDS = 30.0
+_MAX_PAUSE_SECONDS = 30.0
 _LINE_BYTES = 1 << 16
-_MAX_BYTES = 1 << 16
 Address = tuple[str, int]
 
 
@@ -97,7 +87,7 @@ class StandbySupervisor:
                 ours.close()
             print(f"no standby yet: {error}", file=sys.stderr, flush=True)
             loop.call_later(self._pause, self.start)
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+            self._pause = min(2 * self._pause, _MAX_PAUSE_SECONDS)
             return
         self._pause = _RESTART_SECONDS
         self._line, self._unread = ours, b""
@@ -205,98 +195,3 @@ class StandbySupervisor:
         if self._line is not None:
             with contextlib.suppress(OSError):  # it has ended; its successor is told at its start
                 self._line.send(f"{line}\n".encode())
-
-
-class CoordinatorAddress:
-    """``seen()``: what the standby saw in the journal. Without that the address is read from
-    ``coordinator.json``, by a thread, so that no run directory that hangs holds the agent up;
-    ``fixed``: where that is not shared. For the agent's loop.
-    """
-
-    def __init__(
-        self, run: RunDirectory, fixed: Address | None, seen: Callable[[], Address | None]
-    ) -> None:
-        self._text = TimedRead(partial(read, run.coordinator, 0, _MAX_BYTES))
-        self._seen = seen
-        self._told = fixed
-
-    def newest(self) -> Address | None:
-        """Returns it, None as long as it is not known; does not block."""
-        if (seen := self._seen()) is not None:
-            return seen
-        with contextlib.suppress(TimeoutError):  # the next one finds what is being read
-            self._told = address_in(self._text.look(0.0)) or self._told
-        return self._told
-
-
-class Fence:
-    """The moment by which a node that may be cut off must stop its members: the agent's half of
-    fencing by time. Pure of I/O and clocks; times are monotonic seconds of this host.
-
-    The coordinator gives the roles of a silent node away after ``node_silence_seconds`` (G) since
-    it last heard from it, and only if its own sign of life was in the journal all that time. The
-    agent ends its members ``fence_seconds`` (F) after it *sent* the newest beat that was
-    acknowledged, which is no later than the moment at which the coordinator heard it. With P the
-    time between two looks into the journal, D the time to kill the members and r the bound on the
-    ratio of two clocks' rates: (F + P + D) r < G. Nothing is assumed about the network, nor that
-    two clocks show the same time.
-
-    A coordinator that shows no sign of life gives nothing away, so while the journal can be read
-    and the sign stands still, training continues. After such a gap it counts every silence again;
-    see :class:`~deadpool_megatron.cluster.journal.terms.HeartbeatTiming`. A coordinator that takes
-    over gives every node ``rejoin_seconds`` from its claim; the node allows itself the same share
-    of that as F is of G.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._limit = settings.fence_seconds
-        share = settings.fence_seconds / settings.node_silence_seconds
-        self._rejoin_limit = settings.rejoin_seconds * share
-        self._rhythm = HeartbeatTiming.of(settings)
-        self._contact: float | None = None
-        self._contact_term = 0
-        self._mark: tuple[int, str] | None = None
-        self._term_at = 0.0
-        self._changed_at = 0.0
-        self._looked_at = 0.0
-
-    def heard(self, sent_at: float, term: int) -> None:
-        """The coordinator of a term acknowledged a beat (or join) that was sent at ``sent_at``."""
-        if term >= self._contact_term:
-            newest = self._contact if term == self._contact_term else None
-            self._contact_term = term
-            self._contact = sent_at if newest is None else max(newest, sent_at)
-
-    def looked(self, term: int, beat: str, at: float) -> None:
-        """The journal was read, beginning at ``at``."""
-        before, self._looked_at = self._looked_at, at
-        if self._mark is None:
-            self._term_at = at if self._contact is None else self._contact
-        elif term > self._mark[0]:
-            # Claimed after the look before, which may be long ago if the journal was out of reach.
-            self._term_at = before
-        if self._mark != (term, beat):
-            self._mark = (term, beat)
-            self._changed_at = at
-        elif at - self._changed_at >= self._rhythm.stall and self._contact is not None:
-            self._contact = max(self._contact, at)
-
-    def silent_seconds(self, now: float) -> float:
-        """Return how long nothing has proved that this node still counts; 0 before the first
-        contact."""
-        if self._contact is None:
-            return 0.0
-        return now - (self._term_at if self._is_awaited() else self._contact)
-
-    def _is_awaited(self) -> bool:
-        """Return whether a coordinator that this node has not met yet has taken over."""
-        return self._mark is not None and self._mark[0] > self._contact_term
-
-    def verdict(self, now: float) -> str:
-        """Return why the members must be stopped now; empty while they may continue."""
-        silent = self.silent_seconds(now)
-        if silent <= (self._rejoin_limit if self._is_awaited() else self._limit):
-            return ""
-        if now - self._looked_at > 2 * self._rhythm.stall:
-            return f"cut off: no coordinator and no journal for {silent:.1f} s"
-        return f"cut off: the coordinator lives, but was not reached for {silent:.1f} s"
