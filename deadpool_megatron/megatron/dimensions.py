@@ -1,4 +1,4 @@
-"""The dimensions of parallelism: what peers along each can rebuild, and must hold equal.
+"""The dimensions of parallelism: state that peers along each can rebuild, and must hold equal.
 
 Tensor: parameters that are replicated over the group. Pipeline: tied embeddings. Data: parameters
 from the shards of the peers.

@@ -1,7 +1,7 @@
 """Loads an optimizer from a checkpoint exactly where PyTorch's own Adam does the updates.
 
 That is so wherever neither Apex nor Transformer Engine is installed. Megatron 0.16.1 writes such
-checkpoints completely but does not bring everything back; each place below says what is missing.
+checkpoints completely but does not load everything; the comments below name what is missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import distrib_optimizer, optimizer as base
 
-from deadpool_megatron.megatron.loop_extras import command_counts
+from deadpool_megatron.megatron.loop_extras import overrides_schedule
 from deadpool_megatron.megatron.optimizer import (
     complete_state,
     group_rates,
@@ -27,17 +27,17 @@ from deadpool_megatron.state.initial_state import complete_as_tried
 
 _States = dict[torch.Tensor, dict[str, Any]]
 _Change = Callable[[dict[str, Any]], None]
-# Of a parameter group, beside its rates.
+# Keys that identify the kind of a parameter group.
 _OF_A_KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
 
 
 @contextlib.contextmanager
 def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """Within, ``optimizer.load_state_dict`` brings back what was saved, all of it.
+    """Within, ``optimizer.load_state_dict`` loads everything that was saved.
 
     The sharded state to load into has to be made within as well. Optimizer state keeps its tensors:
-    whoever refers to them sees the loaded values. Other optimizers than Adam of PyTorch are left to
-    Megatron. Where the command line counts for ``scheduler``, it does for parameter groups.
+    references to them see the loaded values. Other optimizers than PyTorch's Adam are left to
+    Megatron. If the command line overrides the schedule, it overrides rates of parameter groups.
     """
     for part in inner_optimizers(optimizer):
         if getattr(part, "init_state_fn", complete_state) is None and not is_distributed(part):
@@ -48,11 +48,11 @@ def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
         for part in inner_optimizers(optimizer)
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
     ]
-    changes = [_keep_rates(optimizer)] if command_counts(scheduler) else []
+    changes = [_keep_rates(optimizer)] if overrides_schedule(scheduler) else []
     # A distributed optimizer loads its own state before it is given what was saved.
     own = [part.optimizer.param_groups for part in inner_optimizers(optimizer)]
     if not inner:
-        with _groups_told_apart(own), _changed_before_load(optimizer, changes):
+        with _groups_distinguished(own), _changed_before_load(optimizer, changes):
             yield
         return
     # distrib_optimizer.py:642 asserts that there is one step, and finds none before the first.
@@ -66,7 +66,7 @@ def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
         # copies into them.
         stack.enter_context(torch.no_grad())
         changes.append(_supply_zero_step)
-        stack.enter_context(_groups_told_apart(own))
+        stack.enter_context(_groups_distinguished(own))
         stack.enter_context(_changed_before_load(optimizer, changes))
         for part in filter(is_distributed, inner):
             stack.enter_context(_missing_entries_kept(part))
@@ -81,10 +81,10 @@ def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
 
 
 def load_exactly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``original``, Megatron's load_checkpoint(), and have the optimizer come back exactly.
+    """Call ``original``, Megatron's load_checkpoint(), and load the optimizer exactly.
 
-    Of random states Megatron saves those of each pipeline and tensor rank (checkpointing.py:336):
-    what else a role has lies beside the checkpoint (vault/disk/extras_file.py).
+    Megatron saves the random states of each pipeline and tensor rank (checkpointing.py:336): other
+    random states of a role are in the extras file of the checkpoint (vault/disk/extras_file.py).
     """
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     if given.get("optimizer") is None:
@@ -99,14 +99,14 @@ def _supply_zero_step(loaded: dict[str, Any]) -> None:
     A run in fp16 has made no step while it looks for its loss scale.
     """
     state = loaded.get("state", {})
-    own = [one for one in state.values() if isinstance(one, dict)]
-    adam = any("exp_avg" in one for one in own) and not any("step" in one for one in own)
+    states = [value for value in state.values() if isinstance(value, dict)]
+    adam = any("exp_avg" in each for each in states) and not any("step" in each for each in states)
     if adam and "common_step" not in state:
         state["common_step"] = torch.tensor(0.0)
 
 
 def _keep_rates(optimizer: Any) -> _Change:
-    """Have loaded parameter groups go by the rates of the command line.
+    """Give loaded parameter groups the rates of the command line.
 
     Before 0.19 those of the checkpoint count, whatever the scheduler is told; from then on Megatron
     knows the groups by their rates, and finds none. Groups of a kind that have several rates are
@@ -119,7 +119,7 @@ def _keep_rates(optimizer: Any) -> _Change:
     def change(loaded: dict[str, Any]) -> None:
         for group in loaded.get("param_groups", ()):
             own = rates.get(_kind(group), [])
-            if own and all(one == own[0] for one in own):
+            if own and all(each == own[0] for each in own):
                 group.update(own[0])
 
     return change
@@ -130,9 +130,9 @@ def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _groups_told_apart(lists: Iterable[Sequence[Mapping[str, Any]]]) -> Iterator[None]:
-    """Within, Megatron knows parameter groups by their rates as well where several of a list are of
-    a kind, as with --decoupled-lr: before 0.19 it takes one of them for all (optimizer.py:383)."""
+def _groups_distinguished(lists: Iterable[Sequence[Mapping[str, Any]]]) -> Iterator[None]:
+    """Within, Megatron identifies parameter groups by their rates as well if several of a list have
+    the same kind, as with --decoupled-lr: before 0.19 it uses one for all (optimizer.py:383)."""
     keys = base.param_group_identifier_keys
     if any(
         len(groups) > len({tuple(map(group.get, keys)) for group in groups}) for groups in lists
@@ -153,8 +153,8 @@ def _changed_before_load(optimizer: Any, changes: Sequence[_Change]) -> Iterator
         parts = loaded if isinstance(loaded, list) else loaded.values() if several else [loaded]
         for part, change in itertools.product(parts, changes):
             change(part.get("optimizer", part))
-        # Of role 0, which may have more of them than this one.
-        with _groups_told_apart(
+        # The groups of role 0, which may be more than those of this role.
+        with _groups_distinguished(
             part.get("optimizer", part).get("param_groups", ()) for part in parts
         ):
             load(loaded)
@@ -165,9 +165,9 @@ def _changed_before_load(optimizer: Any, changes: Sequence[_Change]) -> Iterator
 
 @contextlib.contextmanager
 def _missing_entries_kept(inner: Any) -> Iterator[None]:
-    """Leave alone what a checkpoint does not have: only some formats have the steps once more.
+    """Within, entries that a checkpoint lacks keep their values: only some formats have the steps.
 
-    distrib_optimizer.py:940 wants all that is in the state, and fails with the format of
+    distrib_optimizer.py:940 needs all entries of the state, and fails with the format of
     --dist-ckpt-optim-fully-reshardable.
     """
     set_states: Callable[[Any, dict[str, Any]], None] = inner._set_main_param_and_optimizer_states
@@ -181,8 +181,8 @@ def _missing_entries_kept(inner: Any) -> Iterator[None]:
 
 
 def _put_back(adam: torch.optim.Optimizer, kept: _States) -> None:
-    """Have the tensors from before a load that failed: with the one step that it shares out among
-    all parameters, the next load would have Adam advance it once per parameter."""
+    """Put back the tensors from before a failed load: it shares one step among all parameters, and
+    after the next load Adam would advance that step once per parameter."""
     for group in adam.param_groups:
         group.pop("step", None)
         for parameter in group["params"]:
@@ -192,9 +192,9 @@ def _put_back(adam: torch.optim.Optimizer, kept: _States) -> None:
 def _restore_identity(adam: torch.optim.Optimizer, kept: _States) -> None:
     """Move loaded values into the tensors that were there before the load.
 
-    The steps of a distributed optimizer need more than that. Only its groups get the loaded number:
-    distrib_optimizer.py:825 makes one tensor of it that all parameters share, so that Adam would
-    advance it once per parameter, and :940 then overwrites it with the number from before the load.
+    The steps of a distributed optimizer need more. Only its groups get the loaded step:
+    distrib_optimizer.py:825 makes a tensor of it that all parameters share, so that Adam would
+    advance it once per parameter, and :940 then overwrites it with the step from before the load.
     """
     for group in adam.param_groups:
         step = group.pop("step", None)

@@ -1,4 +1,4 @@
-"""Megatron as a framework: its optimizers, extras, groups and checkpoints behind the one seam."""
+"""Megatron as a framework: its optimizers, extras, groups and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deadpool_megatron.megatron.audit.audit import Audit
 from deadpool_megatron.megatron.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.megatron.loop import MegatronLoop, model_config
 from deadpool_megatron.megatron.template_maker import make_template
-from deadpool_megatron.megatron.update_replay import refuse_what_cannot_be_replayed
+from deadpool_megatron.megatron.update_replay import refuse_unreplayable
 from deadpool_megatron.member.framework import Framework, ScheduleDifference, StepCalls, UpdateAudit
 from deadpool_megatron.member.role_reports import RoleReports
 from deadpool_megatron.member.update_capture import UpdateCapture
@@ -26,7 +26,7 @@ from deadpool_megatron.vault.member import VaultClient
 
 
 class MegatronFramework(Framework):
-    """See :class:`Framework`; of a loop on Megatron."""
+    """The framework of a loop on Megatron; see :class:`Framework`."""
 
     versions = (core.__version__,)
 
@@ -94,7 +94,7 @@ class MegatronFramework(Framework):
     def schedule_difference(self, values: dict[str, Any]) -> ScheduleDifference | None:
         """See :class:`Framework`."""
         found = loop_extras.other_schedule(self._loop, values)
-        is_overridden = loop_extras.command_counts(self._loop.scheduler)
+        is_overridden = loop_extras.overrides_schedule(self._loop.scheduler)
         flag = "--override-opt-param-scheduler"
         return ScheduleDifference(found, flag, is_overridden) if found else None
 
@@ -113,7 +113,7 @@ class MegatronFramework(Framework):
         # Here: no other scheme loads it.
         from deadpool_megatron.megatron.step_keeper import StepKeeper
 
-        refuse_what_cannot_be_replayed(self._loop.optimizer)
+        refuse_unreplayable(self._loop.optimizer)
         return StepKeeper(self._loop.optimizer, self._shard, platform, vault, report)
 
     def audit(

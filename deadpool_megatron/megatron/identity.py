@@ -1,9 +1,9 @@
-"""The identity of a role's state: what its bytes mean, and one number for all of it.
+"""The identity of a role's state: the meaning of its bytes, and a hash of all of it.
 
-The layout of a role's generations says which parameters of which model they are, cut in which way;
-so its member describes it to the vaults, once, when a role is built or a model takes another role
-in place. Names are those of the whole model: however its layers are dealt out to stages, each has
-one name. The hash covers everything that a rank's training depends on: the oracle of exactness.
+The layout of a role's generations names the parameters of the model and their cut; the member sends
+it to the vaults when a role is built or a model takes another role in place. Names are those of the
+whole model: each layer has the same name in any distribution over stages. The hash covers
+everything that the training of a rank depends on: the oracle of exactness.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _OTHERS = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel
 
 
 def identify(loop: MegatronLoop, parts: Sequence[Part]) -> None:
-    """Have each shard part of a role say what it holds. Raises UnsupportedState for a parameter
-    that is updated and has no name."""
+    """Set the meaning of each shard part of a role. Raises UnsupportedState for an updated
+    parameter without a name."""
     names = {id(parameter): name for name, parameter in loop.named_parameters()}
     model = in_words(loop.model_arguments())
     for inner, part in zip(optimizer.inner_optimizers(loop.optimizer), parts, strict=True):
@@ -45,21 +45,21 @@ def identify(loop: MegatronLoop, parts: Sequence[Part]) -> None:
 def _contents(inner: Any, names: dict[int, str]) -> Iterator[str]:
     """A line for each parameter, in the order in which they are packed."""
     models = {
-        id(updated): (one, start) for one, updated, start in optimizer.model_parameters(inner)
+        id(updated): (model, start) for model, updated, start in optimizer.model_parameters(inner)
     }
-    for updated in (one for group in inner.optimizer.param_groups for one in group["params"]):
+    for updated in (tensor for group in inner.optimizer.param_groups for tensor in group["params"]):
         parameter, start = models.get(id(updated), (updated, 0))
         if id(parameter) not in names:
             shape = tuple(parameter.shape)
             raise UnsupportedState(f"named_parameters() has no parameter of shape {shape}")
         kept = {"": updated, **optimizer.state_tensors(inner, updated)}
-        states = [f"{key}:{one.dtype}:{tuple(one.shape)}" for key, one in kept.items()]
+        states = [f"{key}:{tensor.dtype}:{tuple(tensor.shape)}" for key, tensor in kept.items()]
         yield f"{_slice(names[id(parameter)], parameter)}|{start}|{states}"
 
 
 def _slice(name: str, parameter: Tensor) -> str:
-    """A parameter and which slice of the whole model's it is: experts are dealt out to ranks of
-    their own. No data-parallel rank: replicas have equal slices."""
+    """Return a parameter and its slice of the whole model: experts have groups of their own. It
+    has no data-parallel rank, as replicas have equal slices."""
     is_dense = getattr(parameter, "allreduce", True)
     ranks = [_rank(group) for group in (_OTHERS[:1] if is_dense else _EXPERTS)]
     return f"{name}|{tuple(parameter.shape)}|{ranks}"
@@ -110,7 +110,7 @@ def state_hash(loop: MegatronLoop) -> str:
 
 
 def entry_digests(loop: MegatronLoop) -> dict[str, str]:
-    """Return entry -> short digest, of this rank's state beside weights and optimizer state."""
+    """Return entry -> short digest, of this rank's state but weights and optimizer state."""
     return short_digests(_numbers(loop))
 
 

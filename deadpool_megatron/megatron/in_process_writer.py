@@ -75,16 +75,16 @@ def _new_queue(mp_mode: str = "") -> queue.Queue[Any]:  # noqa: ARG001
 
 
 def _replace(place: Any, replacement: object, *names: str) -> None:
-    """Put ``replacement`` in the place of the one of ``names`` that this version has."""
+    """Replace that attribute among ``names`` which this version has."""
     (name,) = (name for name in names if hasattr(place, name))
     setattr(place, name, replacement)
 
 
 class _Writer(threading.Thread):
-    """Writes beside training; the part of a process that Megatron uses of it."""
+    """A writer in a thread, with the methods of a process that Megatron uses."""
 
     def kill(self) -> None:
-        """Wait for the end: a thread cannot be stopped, and nobody may write beside it."""
+        """Wait for the end: a thread cannot be stopped, and there may be no second writer."""
         self.join()
 
 

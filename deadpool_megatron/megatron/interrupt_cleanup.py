@@ -1,9 +1,9 @@
-"""Remains of an interrupted step in Megatron: a table of what, where and why.
+"""Remains of an interrupted step in Megatron: a table of state, place and consequence.
 
-:meth:`InterruptCleanup.forget` goes through it before each restore. Two things go earlier, as soon
-as nothing can write any more: the frames of the exception (``member/session.py``), and the list
-that c10d's coalescing manager leaves on a group (``comms/communicators.py``). What a program keeps
-of its own, its iterators for one, it resets itself: ``ProtectedLoop.reset_after_interrupt``.
+:meth:`InterruptCleanup.forget` clears them before each restore. Two remains are dropped earlier, as
+soon as nothing can write any more: the frames of the exception (``member/session.py``), and the
+list that c10d's coalescing manager leaves on a group (``comms/communicators.py``). A program resets
+its own remains, such as iterators, in ``ProtectedLoop.reset_after_interrupt``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deadpool_megatron.megatron.loop import MegatronLoop, model_config
 from deadpool_megatron.megatron.optimizer import inner_optimizers
 
 _SCHEDULE_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
-# What an overlapped pass of shared experts hands from one of its parts to the next.
+# Values that an overlapped pass of shared experts passes between its parts.
 _PARTS_OF_SHARED_EXPERTS = (
     "cached_fc1_input",
     "cached_fc2_input",
@@ -43,7 +43,7 @@ OFFLOADING = (
 
 
 class InterruptCleanup:
-    """Made once per built loop, which is in order then: what is to be put back is taken from it."""
+    """Made once per built loop, whose state is intact then: :meth:`forget` puts that state back."""
 
     def __init__(self, loop: MegatronLoop) -> None:
         self.loop = loop
@@ -52,18 +52,18 @@ class InterruptCleanup:
         self.gathers_ahead = [bool(_forward_hooks(chunk)) for chunk in loop.model_chunks]
         self.rerun_mode = None if machine is None else machine.get_mode()
         self.never_trained = [module for module in self.modules() if not module.training]
-        # Which activations go to host memory decides about strides, and strides about last bits: a
-        # step that learns what to offload, as after an interrupt, has to be like all others.
+        # The choice of offloaded activations decides about strides, and strides about last bits: a
+        # step that learns what to offload, as after an interrupt, has to equal all others.
         handler: Any = fine_grained_activation_offload.ChunkOffloadHandler
         handler.should_bulk_offload = lambda *_: True
 
     def modules(self) -> Iterator[Any]:
-        """Of all chunks."""
+        """Yield the modules of all chunks."""
         for chunk in self.loop.model_chunks:
             yield from chunk.modules()
 
     def forget(self) -> None:
-        """All of it, without communication. Main thread, and only when nothing can write."""
+        """Clear all remains, without communication. Main thread, when nothing can write."""
         for row in TABLE:
             row(self)
 
@@ -92,7 +92,7 @@ def virtual_stage(_: InterruptCleanup) -> None:
 def timers(left: InterruptCleanup) -> None:
     """Started timers, in the configs of model and optimizers: they cannot be started again."""
     # An evaluation takes them out of the config of the model.
-    inner = (getattr(one, "config", None) for one in inner_optimizers(left.loop.optimizer))
+    inner = (getattr(each, "config", None) for each in inner_optimizers(left.loop.optimizer))
     for config in (model_config(left.loop), *inner):
         for timer in getattr(getattr(config, "timers", None), "_timers", {}).values():
             if timer._started:
@@ -117,8 +117,8 @@ def logits(left: InterruptCleanup) -> None:
 
 def buckets(left: InterruptCleanup) -> None:
     """Handles, ready counts, the order of the first batch, in bucket groups of the chunks and of
-    the distributed optimizers: a newcomer reduces at the end of its first backward pass, later ones
-    within, and all roles must do so in the same order."""
+    the distributed optimizers: a new process reduces at the end of its first backward pass, later
+    during the pass, and all roles must do so in the same order."""
     for bucket_group in bucket_groups(left.loop):
         bucket_group.grad_reduce_handle = None
         if hasattr(bucket_group, "grad_reduce_finished"):  # since 0.18
@@ -132,8 +132,8 @@ def buckets(left: InterruptCleanup) -> None:
 
 
 def groups_of_norms(left: InterruptCleanup) -> None:
-    """The list of groups that have gradient norms, in the optimizers: a newcomer asks all roles in
-    its first step, others would not answer."""
+    """The list of groups that have gradient norms, in the optimizers: a new process gathers it from
+    all roles in its first step, and others would not take part."""
     for optimizer in (left.loop.optimizer, *inner_optimizers(left.loop.optimizer)):
         if hasattr(optimizer, "_has_grad_norm_group_cache"):  # since 0.19
             optimizer._has_grad_norm_group_cache = None
@@ -171,7 +171,7 @@ def fp8_state(left: InterruptCleanup) -> None:
 
 
 def shared_experts(left: InterruptCleanup) -> None:
-    """Half of an overlapped pass, in shared experts: the next one may not begin before its end."""
+    """Half of an overlapped pass, in shared experts: the next pass may not begin before its end."""
     for module in left.modules():
         if hasattr(module, _PARTS_OF_SHARED_EXPERTS[0]):
             for name in _PARTS_OF_SHARED_EXPERTS:
@@ -200,14 +200,14 @@ def delayed_gradients(left: InterruptCleanup) -> None:
 
 def offloaded_activations(_: InterruptCleanup) -> None:
     """Chunks, groups and copies under way, in the process-wide manager of offloaded activations:
-    the next step would begin in the middle. A new one learns again what to offload, and all roles
-    tell each other what, so all must begin alike."""
+    the next step would begin in the middle. A new manager learns again what to offload, and all
+    roles exchange that, so all must begin alike."""
     fine_grained_activation_offload.PipelineOffloadManager.OFFLOAD_MGR = None
 
 
 def offloaded_layers(left: InterruptCleanup) -> None:
-    """The layer that is next, in Transformer Engine's context of offloaded layers, which each block
-    has: it would be another one."""
+    """The next layer, in Transformer Engine's context of offloaded layers, which each block has: it
+    would be another layer."""
     make = transformer_block.get_cpu_offload_context
     for block in left.modules():
         if isinstance(block, transformer_block.TransformerBlock) and block.config.cpu_offloading:
@@ -234,7 +234,7 @@ def captured_graphs(left: InterruptCleanup) -> None:
             module.cuda_graphs, module.cuda_graph_manual_hooks = [], []
 
 
-# A row each: what is left, where it lives, and what would come of it.
+# A row each: the remains, their place, and the consequence.
 TABLE = (
     gather_buffers,
     schedule,

@@ -46,7 +46,7 @@ _LoggedLoss = MutableMapping[str, Any]
 
 
 def capture(loop: MegatronLoop) -> dict[str, Any]:
-    """Extras of the loop as it stands; values are copies or are encoded before the next change."""
+    """Return the extras of the loop; values are copies, or are encoded before the next change."""
     values: dict[str, Any] = {
         "counters": dict(loop.counters),
         "log_sums": {name: float(value).hex() for name, value in loop.log_sums.items()},
@@ -84,16 +84,15 @@ def tracked_random_states() -> dict[str, Tensor]:
 def restore(loop: MegatronLoop, values: dict[str, Any]) -> None:
     """Put extras back in place, except what :func:`restore_last` does.
 
-    Raises ExtrasError when the loop has other buffers, or of other shapes, than the one that was
-    captured.
+    Raises ExtrasError if the loop has other buffers, or of other shapes, than the captured loop.
     """
     _check_buffers(loop, values)
     loop.counters.clear()
     loop.counters.update(values["counters"])
     loop.log_sums.clear()
     loop.log_sums.update({k: float.fromhex(v) for k, v in values["log_sums"].items()})
-    # Set, not load_state_dict: that one adds the steps to the live value.
-    rates, is_commands = optimizer.group_rates(loop.optimizer), command_counts(loop.scheduler)
+    # Set, as load_state_dict adds the steps to the live value.
+    rates, is_commands = optimizer.group_rates(loop.optimizer), overrides_schedule(loop.scheduler)
     if getattr(loop.scheduler, "use_checkpoint_opt_param_scheduler", False):
         vars(loop.scheduler).update(values["schedule"])
     loop.scheduler.num_steps = values["scheduler.num_steps"]
@@ -115,8 +114,7 @@ def restore(loop: MegatronLoop, values: dict[str, Any]) -> None:
 
 
 def capture_passing(loop: MegatronLoop) -> dict[str, Any]:
-    """Return what a forward and backward pass changes beside gradients: a part of
-    :func:`capture`."""
+    """Return the part of :func:`capture` that a forward and backward pass changes."""
     values = {f"buffer.{name}": tensor for name, tensor in frozen_and_buffers(loop)}
     values |= capture_logits(loop)
     return {**values, **capture_loss_sums(), **random_states()}
@@ -131,7 +129,7 @@ def restore_passing(loop: MegatronLoop, values: dict[str, Any]) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """All of them, Megatron's own and those of Python, numpy and torch."""
+    """Return all random states: Megatron's own and those of Python, numpy and torch."""
     return {"random.tracker": tracked_random_states(), **capture_random_states()}
 
 
@@ -148,7 +146,7 @@ def set_random_states(values: dict[str, Any]) -> None:
 
 
 def restore_last(values: dict[str, Any]) -> None:
-    """Put back what rebuilding the data loaders may touch: loss sums, and the random states."""
+    """Put back the state that a rebuild of the data loaders may touch: loss sums, random states."""
     restore_loss_sums(values)
     set_random_states(values)
 
@@ -163,15 +161,15 @@ def _schedule(scheduler: Any) -> dict[str, Any]:
     return scheduler.state_dict() if is_megatrons else {}
 
 
-def command_counts(scheduler: Any) -> bool:
+def overrides_schedule(scheduler: Any) -> bool:
     """Return whether the schedule of the command line counts, not that of the state, as with
     --override-opt-param-scheduler."""
     return bool(getattr(scheduler, "override_opt_param_scheduler", False))
 
 
 def other_schedule(loop: MegatronLoop, values: dict[str, Any]) -> str:
-    """In what the schedule of the state is another one than that of the command line, as Megatron's
-    load compares them; empty where it is not, or where the state's is asked for."""
+    """Return the first difference between the schedules of the state and of the command line, as
+    Megatron's load compares them; empty if there is none, or if the state's is requested."""
     own, kept = _schedule(loop.scheduler), values["schedule"]
     if not own or loop.scheduler.use_checkpoint_opt_param_scheduler:
         return ""
@@ -192,7 +190,7 @@ def frozen_and_buffers(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
     """Every lasting buffer, persistent or not (expert bias, token counts, amax), and frozen weights
     unless they are large.
 
-    Frozen parameters are in no optimizer and in no gather: nothing else would bring them back.
+    Frozen parameters are in no optimizer and in no gather: nothing else would restore them.
     """
     found: list[tuple[str, Tensor]] = []
     for index, chunk in enumerate(loop.model_chunks):
@@ -202,11 +200,11 @@ def frozen_and_buffers(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
 
 
 def lasting_buffers(chunk: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """All buffers of a model chunk but tables that a module makes by itself when it needs others.
+    """Return all buffers of a model chunk but tables that a module recomputes when needed.
 
-    Those of YaRN follow from arguments alone, and plain attributes say what they are valid for
-    (yarn_rotary_pos_embedding.py, get_cached_cos_sin): put back from before the first forward pass
-    they would be used as if they were those that it has made, of another length and dtype.
+    Those of YaRN follow from arguments alone, and plain attributes hold their validity
+    (yarn_rotary_pos_embedding.py, get_cached_cos_sin): tables from before the first forward pass
+    would be used in place of those of that pass, which have another length and dtype.
     """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, module in chunk.named_modules():
@@ -237,7 +235,7 @@ def _are_large(frozen: list[tuple[str, Tensor]]) -> bool:
 
 
 def _check_buffers(loop: MegatronLoop, values: dict[str, Any]) -> None:
-    """A buffer that only one of two loops has cannot be restored, or would be forgotten."""
+    """Raise ExtrasError for a buffer that only the live or only the captured loop has."""
     live = {f"buffer.{name}": tensor.shape for name, tensor in frozen_and_buffers(loop)}
     kept = {name: value.shape for name, value in values.items() if name.startswith("buffer.")}
     if live != kept:
@@ -260,20 +258,20 @@ def _restore_buffers(loop: MegatronLoop, values: dict[str, Any]) -> None:
 
 
 def capture_attributes(loop: MegatronLoop) -> dict[str, Any]:
-    """A part of the extras."""
+    """Return the extras that are plain attributes."""
     values = capture_logits(loop)
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if machine is not None:
         values["rerun"] = {
             "counts": dict(machine.large_value_counts),
-            "largest": {name: float(one).hex() for name, one in machine.max_values.items()},
+            "largest": {name: float(value).hex() for name, value in machine.max_values.items()},
             "first_is_over": bool(machine.first_iteration_complete),
         }
     return values
 
 
 def capture_logits(loop: MegatronLoop) -> dict[str, Any]:
-    """Return what a pass changes of it; an audit has the rerun machine not look."""
+    """Return the largest logits, which a pass changes; audits bypass the rerun machine."""
     return {f"logits.{name}": tensor for name, tensor in largest_logits(loop)}
 
 
@@ -285,15 +283,15 @@ def restore_attributes(loop: MegatronLoop, values: dict[str, Any]) -> None:
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if machine is not None and (seen := values.get("rerun")) is not None:
         machine.large_value_counts = dict(seen["counts"])
-        machine.max_values = {name: float.fromhex(one) for name, one in seen["largest"].items()}
+        machine.max_values = {name: float.fromhex(text) for name, text in seen["largest"].items()}
         machine.first_iteration_complete = seen["first_is_over"]
 
 
 def largest_logits(loop: MegatronLoop) -> Iterator[tuple[str, Tensor]]:
-    """Of each attention that has seen any since the last clip: a number for each of its heads."""
+    """Yield the largest logits of each head, for each attention with any since the last clip."""
     for name, module, _ in _attention(loop):
         if (found := vars(module)[_LOGITS]) is not None:
-            yield name, found.detach()  # some versions keep the graph of every batch behind it
+            yield name, found.detach()  # some versions keep the graph of every batch with it
 
 
 def _attention(loop: MegatronLoop) -> Iterator[tuple[str, torch.nn.Module, torch.device]]:
@@ -306,7 +304,7 @@ def _attention(loop: MegatronLoop) -> Iterator[tuple[str, torch.nn.Module, torch
 
 
 def capture_loss_sums() -> dict[str, Any]:
-    """The sums, and over which groups they are summed; tensors as they are, not copies."""
+    """Return the sums, and the groups over which they are summed; tensors are not copied."""
     found = {name: (_sums_of(entry), entry) for name, entry in logged_losses().items()}
     return {
         _SUMS: {
@@ -318,7 +316,7 @@ def capture_loss_sums() -> dict[str, Any]:
 
 
 def restore_loss_sums(values: dict[str, Any]) -> None:
-    """Set those captured, make those that this process has not met yet, zero all others."""
+    """Set captured sums, create those that this process does not have, zero all others."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name, kept in values[_SUMS].items():
         for key, sums in kept["sums"].items():
@@ -332,7 +330,7 @@ def restore_loss_sums(values: dict[str, Any]) -> None:
             entry.update(_groups_of(kept["groups"]))
     for name, entry in logged_losses().items():
         own, known = _sums_of(entry), values[_SUMS].get(name, {"sums": {}})["sums"]
-        left = {key: one for key, one in own.items() if key not in known}
+        left = {key: value for key, value in own.items() if key not in known}
         for tensor in left.values():
             tensor.zero_()
         if left and len(left) == len(own):
@@ -340,7 +338,7 @@ def restore_loss_sums(values: dict[str, Any]) -> None:
 
 
 def logged_losses() -> dict[str, _LoggedLoss]:
-    """By name; what is changed in them is changed in Megatron."""
+    """Return Megatron's live entries by name."""
     found = {f"{_MOE}{name}": _fields(entry) for name, entry in expert_losses().items()}
     return {**found, _MTP: MTPLossLoggingHelper.tracker}
 
@@ -358,7 +356,7 @@ def _fields(entry: Any) -> _LoggedLoss:
 
 
 def _new_loss(name: str, values: Tensor) -> _LoggedLoss:
-    """For experts; the entry of multi-token prediction is always there."""
+    """Create an entry for experts; that of multi-token prediction always exists."""
     made = {} if moe_logging is None else moe_logging.MetricEntry(values=values)
     expert_losses()[name.removeprefix(_MOE)] = made
     return _fields(made)
@@ -369,16 +367,17 @@ def _sums_of(entry: _LoggedLoss) -> dict[str, Tensor]:
 
 
 def _summed_over(entry: _LoggedLoss) -> dict[str, Any]:
-    """The groups over which an entry is summed when it is logged, as parallel_state names them.
+    """Return the groups over which an entry is summed when it is logged, as parallel_state names
+    them.
 
-    A forward pass sets them. A process that logs the restored step before its first one would leave
-    these communications out, or continue in groups of a role that it was built for before.
+    A forward pass sets them. A process that logs the restored step before its first forward pass
+    would omit these communications, or use groups of its previous role.
     """
     names = {id(value): name for name, value in vars(parallel_state).items()}
     found: dict[str, Any] = {key: bool(entry[key]) for key in _SWITCHES if key in entry}
     for key in _SUM_GROUPS:
         group = entry.get(key)
-        # One that somebody else has made cannot be found again, and stays as it is.
+        # A group that is not of parallel_state cannot be found again, and stays as it is.
         if group is None or id(group) in names:
             found[key] = None if group is None else names[id(group)]
     return found

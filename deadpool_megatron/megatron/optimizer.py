@@ -3,8 +3,8 @@
 ``get_megatron_optimizer`` answers a ChainedOptimizer of inner optimizers (dense, expert, ...); each
 inner one becomes one part, because the bytes of each are shared by another set of roles.
 
-What is said here of FusedAdam, in particular of Megatron's precision-aware use of it, was written
-with the sources open and has never run: it needs a GPU. The sources: Transformer Engine 2.8 to
+The code for FusedAdam, in particular for Megatron's precision-aware use of it, was written with the
+sources open and has never run: it needs a GPU. The sources: Transformer Engine 2.8 to
 2.12, pytorch/optimizers/fused_adam.py and pytorch/tensor/float8_tensor.py; Apex 25.09,
 optimizers/fused_adam.py; Megatron-core 0.16.1, core/optimizer/{__init__,distrib_optimizer}.py.
 """
@@ -29,7 +29,7 @@ from deadpool_megatron.state.optimizer_state import OptimizerState, Place, Unsup
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.support import flags
 
-# Of a parameter group: between which its learning rate and weight decay move.
+# Keys of a parameter group: the bounds of its learning rate and weight decay.
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 _FP8_RECIPES = frozenset({"delayed", "tensorwise", "blockwise", "mxfp8"})
 
@@ -41,31 +41,31 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def _chained(optimizer: Any) -> list[Any]:
-    """Those that chain no others, in turn: a chain may be in a chain (dense ones and a layer-wise
-    one, since 0.18)."""
+    """Return the optimizers that chain no others, in turn: chains may be nested (since 0.18, with
+    dense and layer-wise optimizers)."""
     if not hasattr(optimizer, "chained_optimizers"):
         return [optimizer]
-    return [one for link in optimizer.chained_optimizers for one in _chained(link)]
+    return [inner for link in optimizer.chained_optimizers for inner in _chained(link)]
 
 
 def layer_wise(optimizer: Any) -> list[LayerWiseDistributedOptimizer]:
-    """The chains that deal out whole parameters to data-parallel ranks: each rank updates its own,
-    and gathers what the others have updated."""
+    """Return the chains that distribute whole parameters over data-parallel ranks: each rank
+    updates its own, and gathers those of the others."""
     links = [optimizer, *getattr(optimizer, "chained_optimizers", ())]
-    return [one for one in links if isinstance(one, LayerWiseDistributedOptimizer)]
+    return [link for link in links if isinstance(link, LayerWiseDistributedOptimizer)]
 
 
 def loss_scalers(optimizer: Any) -> dict[str, Any]:
-    """Those of all optimizers by name, of stubs as well: the first one's scale is that of the loss
-    (optimizer.py, ``ChainedOptimizer.get_loss_scale``), be it a stub or not."""
+    """Return the loss scalers of all optimizers by name, those of stubs included: the scale of the
+    loss is that of the first, even of a stub (``ChainedOptimizer.get_loss_scale``)."""
     chained = _chained(optimizer)
     inner = inner_optimizers(optimizer)
     names = [
-        f"scaler{inner.index(one)}" if one in inner else f"scaler_of_stub{number}"
-        for number, one in enumerate(chained)
+        f"scaler{inner.index(link)}" if link in inner else f"scaler_of_stub{number}"
+        for number, link in enumerate(chained)
     ]
-    scalers = [getattr(one, "grad_scaler", None) for one in chained]
-    return {name: one for name, one in zip(names, scalers, strict=True) if one is not None}
+    scalers = [getattr(link, "grad_scaler", None) for link in chained]
+    return {name: scaler for name, scaler in zip(names, scalers, strict=True) if scaler is not None}
 
 
 def is_distributed(inner: Any) -> bool:
@@ -79,7 +79,7 @@ def refuse_unknown_state(optimizer: Any, config: Any) -> None:
     ``config`` is the model's. Restoring less than all would train on, with other numbers (A8).
     """
     inner = inner_optimizers(optimizer)
-    # What a model has of a configuration it has of the flags, whoever has set it.
+    # The configuration of a model follows from the flags, or from a program that sets it.
     refused = [row.line for row in flags.REFUSED if row.applies(config)]
     for reason in (*refused, _refused_low_precision(config, inner), *map(_refused_adam, inner)):
         if reason:
@@ -101,11 +101,11 @@ def _refused_low_precision(config: Any, inner: list[Any]) -> str:
     # Engine, pytorch/tensor/utils.py). That gives the same bytes if the scale is the same.
     if recipe == "mxfp8":
         return "weights in MXFP8 are gathered in the buffer of gradients, which a recovery empties"
-    if not all(is_distributed(one) for one in inner):
+    if not all(map(is_distributed, inner)):
         return "weights in FP8 can be cast again by the distributed optimizer only"
-    if any(masters_in_adam(one) for one in inner):
+    if any(map(masters_in_adam, inner)):
         return "weights in FP8 that the precision-aware optimizer casts itself cannot be cast again"
-    if recipe == "delayed" and any(getattr(one, "grad_scaler", None) for one in inner):
+    if recipe == "delayed" and any(getattr(each, "grad_scaler", None) for each in inner):
         return (
             "weights in FP8, delayed scaling and a loss scaler: after a skipped update nobody knows"
             " the scale with which the weights were cast"
@@ -114,7 +114,7 @@ def _refused_low_precision(config: Any, inner: list[Any]) -> str:
 
 
 def _refused_adam(inner: Any) -> str:
-    """Return why the state of this one's Adam is not known; empty when it is."""
+    """Return why the state of this inner optimizer is not known; empty if it is."""
     if not hasattr(inner, "optimizer"):
         return f"{type(inner).__name__} in fp32, which Megatron does not wrap: give --bf16"
     fused = hasattr(inner.optimizer, "initialize_state") or is_hybrid(inner)
@@ -159,8 +159,8 @@ def parameters_of(inner: Any) -> list[Tensor]:
     return optimizer_state.parameters_of(inner.optimizer)
 
 
-# What holds the values of Transformer Engine's quantised tensors. Their transposed and column-wise
-# copies are made again from these.
+# Attributes with the values of Transformer Engine's quantised tensors. Their transposed and
+# column-wise copies are derived from these.
 _RAW = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 
 
@@ -180,8 +180,8 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def model_parameters(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Each parameter of the model for which an inner optimizer updates another tensor, that tensor,
-    and the element of the parameter at which the role's run of it begins."""
+    """Yield each parameter of the model for which an inner optimizer updates another tensor, that
+    tensor, and the element of the parameter at which the role's run begins."""
     if is_distributed(inner):
         groups = inner.optimizer.param_groups
         for parameter, (group, place) in inner.model_param_group_index_map.items():
@@ -191,7 +191,7 @@ def model_parameters(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
     models = getattr(inner, "float16_groups", [])
     masters = getattr(inner, "fp32_from_float16_groups", [])
     for parameters, updated in zip(models, masters, strict=True):
-        yield from ((one, other, 0) for one, other in zip(parameters, updated, strict=True))
+        yield from ((model, main, 0) for model, main in zip(parameters, updated, strict=True))
 
 
 def state_tensors(inner: Any, parameter: Tensor) -> dict[str, Tensor]:
@@ -264,18 +264,19 @@ class ShardState:
             OptimizerState(inner.optimizer, _owners, fixed=masters_in_adam(inner))
             for inner in self._inner
         ]
-        dealt_out = [one for chain in layer_wise(optimizer) for one in _chained(chain)]
+        distributed_whole = [inner for chain in layer_wise(optimizer) for inner in _chained(chain)]
         self.parts = [
             Part(
                 f"shard{index}",
                 state.tensors,
-                [dist.get_rank()] if inner in dealt_out else _replicas(inner),
+                [dist.get_rank()] if inner in distributed_whole else _replicas(inner),
             )
             for index, (inner, state) in enumerate(zip(self._inner, self._states, strict=True))
         ]
 
     def readopt(self) -> None:
-        """Move what a load has replaced back into the packed tensors. Values do not change."""
+        """Move tensors that a load has replaced back into the packed memory. Values do not
+        change."""
         for index in range(len(self._inner)):
             self._readopt(index)
 
@@ -286,7 +287,7 @@ class ShardState:
             self._readopt(index)
 
     def _readopt(self, index: int) -> None:
-        if is_hybrid(self._inner[index]):  # a load leaves it with masters that nobody updates
+        if is_hybrid(self._inner[index]):  # after a load its master weights are not updated
             self._inner[index].optimizer._sync_sub_optimizers_state_to_hdo()
         self._states[index].readopt()
 
@@ -303,7 +304,7 @@ def _replicas(inner: Any) -> list[int]:
             return [dist.get_rank()]
         group = parallel_state.get_inter_distributed_optimizer_instance_group()
     # Not by the mark on parameters: master weights, which the groups name then, do not have it.
-    elif any(one.get("is_expert_parallel") for one in inner.optimizer.param_groups):
+    elif any(group.get("is_expert_parallel") for group in inner.optimizer.param_groups):
         group = parallel_state.get_expert_data_parallel_group()
     else:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -313,19 +314,20 @@ def _replicas(inner: Any) -> list[int]:
 def statistics_span_the_world(optimizer: Any) -> bool:
     """True when found-inf or the gradient norm is summed over all roles before any update.
 
-    Then a word of every role lies between a role's gate and its first overwrite, for which the host
-    waits (:mod:`.protection`), and 2+N slots suffice (design, section 4). Otherwise the dependency
-    argument needs 3+N.
+    Then a collective over all roles lies between a role's gate and its first overwrite, and the
+    host waits for it (:mod:`.protection`): 2+N slots suffice (design, section 4). Otherwise the
+    dependency argument needs 3+N.
     """
     inner = inner_optimizers(optimizer)
-    if not inner or not all(is_distributed(one) for one in inner):
+    if not inner or not all(map(is_distributed, inner)):
         return dist.get_world_size() == 1
-    groups = [one.get_grad_stats_parallel_group() for one in inner]
+    groups = [each.get_grad_stats_parallel_group() for each in inner]
     return all(dist.get_world_size(group) == dist.get_world_size() for group in groups)
 
 
 def _groups(inner: Any) -> list[dict[str, Any]]:
-    """Its parameter groups, and those in which the device's part of an offloaded one counts."""
+    """Return its parameter groups, and those in which the device part of an offloaded optimizer
+    counts its steps."""
     on_device = getattr(inner.optimizer, "gpu_optimizer", None)
     return [*inner.optimizer.param_groups, *(on_device.param_groups if on_device else ())]
 
@@ -342,8 +344,8 @@ def restore_param_group_values(optimizer: Any, values: list[list[dict[str, Any]]
 
 
 def group_rates(optimizer: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every parameter group, in the order of :func:`param_group_values`, and what the command line
-    says of its learning rate and weight decay."""
+    """Return every parameter group, in the order of :func:`param_group_values`, with the bounds of
+    learning rate and weight decay from the command line."""
     return [
         (group, {name: group[name] for name in _RATES if name in group})
         for inner in inner_optimizers(optimizer)
@@ -358,19 +360,19 @@ def plain_values(inner: Any, parameter: Tensor) -> dict[str, Any]:
 
 def state_numbers(optimizer: Any) -> dict[str, dict[str, Any]]:
     """Values in the state of parameters that are no tensors, by place: counts of steps."""
-    states = _looked_after(optimizer)
+    states = _states_with_numbers(optimizer)
     values = {place: optimizer_state.plain_values(state) for place, state in states}
     return {place: found for place, found in values.items() if found}
 
 
 def restore_state_numbers(optimizer: Any, kept: Mapping[str, dict[str, Any]]) -> None:
     """Inverse of :func:`state_numbers`."""
-    for place, state in _looked_after(optimizer):
+    for place, state in _states_with_numbers(optimizer):
         optimizer_state.restore_plain_values(state, kept.get(place, {}))
 
 
-def _looked_after(optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The states of parameters, by place, in which not all may be tensors."""
+def _states_with_numbers(optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield place and state of each parameter whose state may hold values that are no tensors."""
     for index, inner in enumerate(inner_optimizers(optimizer)):
         if not _changes_in_place(inner):
             for number, parameter in enumerate(parameters_of(inner)):

@@ -127,7 +127,7 @@ def install_megatron_lm(checkout: Path) -> None:
     _megatron_lm_installed = True
 
 
-def drawing_apart(build: Callable[..., Any]) -> Callable[..., Any]:
+def with_own_generator(build: Callable[..., Any]) -> Callable[..., Any]:
     """A function as ``build``, whose loaders draw from a generator of their own.
 
     A loader draws a seed for its workers whenever it is iterated: at once, or with
@@ -400,7 +400,7 @@ def _accept_norms() -> None:
 def _keep_generator_from_loaders() -> None:
     """Also in a run without our hooks, against which others are held."""
     training = importlib.import_module("megatron.training.training")
-    apart = drawing_apart(training.build_pretraining_data_loader)
+    apart = with_own_generator(training.build_pretraining_data_loader)
     training.build_pretraining_data_loader = apart  # type: ignore[attr-defined]
 
 

@@ -1,11 +1,11 @@
-"""The scheme ``recompute``: an older generation, and each update since once more.
+"""The scheme ``recompute``: an older generation, and a replay of each update since.
 
-Beside the generation that an update made the process keeps what it used: gradients, and values of
-the parameter groups.
+With the generation that an update made the process keeps the input of the update: gradients, and
+values of the parameter groups.
 
 Captured at the pre-hook of each inner optimizer, after clipping and found-inf (traps, A2 and B12):
 the gradients may be views of the gradient buffer, which the next iteration zeroes, so their copies
-are ordered before it. An update that is skipped as a whole fires no hook: its step says so, and
+are ordered before it. An update that is skipped as a whole fires no hook: its step is marked, and
 holds no gradients.
 
 Nothing is trusted before the first update of this process has been rehearsed
@@ -42,12 +42,12 @@ from deadpool_megatron.vault.member import RestoredParts, SlotWriter, VaultClien
 _STEP_BYTES = 64 << 10
 _BYTES_PER_PARAMETER = 8  # its number, in the list of those without a gradient
 
-# matched, seconds, bytes, difference -> tells the coordinator
+# matched, seconds, bytes, difference -> report to the coordinator
 Report = Callable[[Mapping[str, Any]], None]
 
 
 class StepKeeper(UpdateCapture):
-    """Of one role in one process. Main thread."""
+    """Keeper of the updates of one role in one process. Main thread."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class StepKeeper(UpdateCapture):
         self._vault = vault
         self._report = report
         self._is_wanted = False
-        self._matched: bool | None = None  # what the rehearsal has shown
+        self._matched: bool | None = None  # the result of the rehearsal
         self._updates: dict[int, InnerUpdate] = {}
         self._is_one_update = True
         self._copies: dict[int, CopyHandle] = {}
@@ -118,8 +118,8 @@ class StepKeeper(UpdateCapture):
         self._copies[index] = self._platform.side_copy(into, sources)
 
     def order_copies(self, await_it: Await) -> None:
-        """Before the next iteration may overwrite gradients. On a device nobody waits here but its
-        stream."""
+        """Order the copies before the next iteration overwrites gradients. On a device only the
+        stream waits, not the host."""
         for copy in self._reading:
             await_it("the copy of gradients", copy.precede)
         self._reading = []
@@ -149,7 +149,7 @@ class StepKeeper(UpdateCapture):
         if not self.keeps():
             return sizes, copies
         found = [updates.get(index) for index in range(len(self._inner))]
-        payload = codec.encode({"inner": [one and one.to_dict() for one in found]})
+        payload = codec.encode({"inner": [update and update.to_dict() for update in found]})
         if len(payload) > self._capacity:
             return sizes, copies
         writer.part(records.UPDATE_PART)[: len(payload)] = payload
@@ -211,7 +211,7 @@ class StepKeeper(UpdateCapture):
         """The bytes of the shard parts that the update began from; None where they are not in own
         slots: restored from elsewhere, or not sealed yet. Then it is the next update's turn."""
         held = [self._vault.sealed_part(previous, part.name) for part in self._shards]
-        found = [one for one in held if one is not None]
+        found = [part for part in held if part is not None]
         return found if len(found) == len(held) else None
 
     def _rehearse(

@@ -1,11 +1,11 @@
 """The recipe of a role's part of a checkpoint, from its live objects: which bytes lie where.
 
 A program makes the state that a save would write (:meth:`MegatronLoop.checkpoint_state`). Each
-tensor in it is found again by its address: in a shard part, among the extras, or in a parameter
-that is cast from master weights in a shard part. Of the parameters of a distributed optimizer every
-data-parallel peer writes what it has the master weights of, so that nobody needs bytes of others.
-A run with a tensor that is not found has no exports, and says so. From the training process the
-recipe goes to the exporters.
+tensor in it is identified by its address: in a shard part, among the extras, or in a parameter that
+is cast from master weights in a shard part. Every data-parallel peer writes those parameters of a
+distributed optimizer whose master weights it has, so that no peer needs bytes of others. A run with
+an unknown tensor has no exports, and reports that. The training process hands the recipe to the
+exporters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from deadpool_megatron.state.template import (
     has_marks,
 )
 
-# Objects beside tensors that no iteration changes.
+# Objects that no iteration changes and that are no tensors.
 _CONSTANT_OBJECTS = (
     ".per_bucket_numel",
     ".per_bucket_numel_unpadded",
@@ -155,7 +155,7 @@ class _Maker:
         if tensor.numel() and tensor.is_contiguous():
             place = tensor.data_ptr(), tensor.numel(), tensor.element_size()
             origin = _Origin(*place, part, offset_bytes, stored, is_extra)
-            bisect.insort(self._origins, origin, key=lambda one: one.address)
+            bisect.insort(self._origins, origin, key=lambda each: each.address)
 
     def _add_derived(self, inner: Any) -> None:
         """Parameters that are cast from master weights, whole or a run of them."""
@@ -168,7 +168,7 @@ class _Maker:
                 raise TemplateError("a parameter is not what its master weights round to")
             self._add(run, origin.part, offset, origin.stored)
         if optimizer.is_distributed(inner):
-            self._share(inner, (one for buffer in inner.buffers for one in buffer.params))
+            self._share(inner, (tensor for buffer in inner.buffers for tensor in buffer.params))
 
     @contextlib.contextmanager
     def _without_gathering(self) -> Iterator[None]:
@@ -223,11 +223,11 @@ class _Maker:
             first_instance = inner.distributed_optimizer_instance_id == 0
             bisect.insort(self._shared, (tensor.data_ptr(), end, first_instance))
 
-    def _one_piece(self, tensor: Tensor, what: str) -> tuple[_Origin, int]:
+    def _one_piece(self, tensor: Tensor, subject: str) -> tuple[_Origin, int]:
         """The origin of a whole tensor, and the offset of its first byte in the part."""
         found = self._find(tensor)
         if len(found) != 1 or found[0][1] != tensor.numel():
-            raise TemplateError(f"{what} not lie in one piece of a shard part")
+            raise TemplateError(f"{subject} not lie in one piece of a shard part")
         _, _, origin, first = found[0]
         return origin, origin.offset_of(first)
 
@@ -237,8 +237,8 @@ class _Maker:
         item = tensor.element_size()
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * item
         found = []
-        place = bisect.bisect_left(self._origins, end, key=lambda one: one.address)
-        # They do not overlap: the ones before the first that ends too early do so, too.
+        place = bisect.bisect_left(self._origins, end, key=lambda each: each.address)
+        # Origins do not overlap: those before the first that ends too early end too early as well.
         while place > 0 and (origin := self._origins[place - 1]).end > begin:
             place -= 1
             low, high = max(begin, origin.address), min(end, origin.end)
@@ -300,7 +300,7 @@ class _Maker:
         """None for memory that is no parameter of a distributed optimizer; else whether it is of
         the first instance of it, which writes."""
         begin, end = data.data_ptr(), data.data_ptr() + data.numel() * data.element_size()
-        place = bisect.bisect_right(self._shared, begin, key=lambda one: one[0]) - 1
+        place = bisect.bisect_right(self._shared, begin, key=lambda each: each[0]) - 1
         if place < 0 or not data.numel():
             return None
         low, high, first_instance = self._shared[place]
@@ -322,14 +322,14 @@ class _Maker:
         if len(chained) == 1:
             return self._marked(node, 0, self._inner[0])
         return {
-            key: self._marked(node[key], self._inner.index(one), one)
-            if any(one is inner for inner in self._inner)
+            key: self._marked(node[key], self._inner.index(link), link)
+            if any(link is inner for inner in self._inner)
             else node[key]
-            for key, one in enumerate(chained)
+            for key, link in enumerate(chained)
         }
 
     def _marked(self, node: Any, index: int, inner: Any) -> Any:
-        """Return what one inner optimizer saves beside its tensors, with marks."""
+        """Return the values that an inner optimizer saves and that are no tensors, with marks."""
         if isinstance(node, ShardedObject):
             node.data = self._marked(node.data, index, inner)
             return node
@@ -401,12 +401,12 @@ def _padding(node: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     if isinstance(node, Mapping):
         flag = node.get("padding")
         if isinstance(flag, LocalNonpersistentObject) and flag.obj:
-            for one in node.values():
-                if isinstance(one, ShardedTensor):
-                    yield one.key, tuple(one.global_offset)
+            for leaf in node.values():
+                if isinstance(leaf, ShardedTensor):
+                    yield leaf.key, tuple(leaf.global_offset)
             return
-        for one in node.values():
-            yield from _padding(one)
+        for child in node.values():
+            yield from _padding(child)
     elif isinstance(node, list):
-        for one in node:
-            yield from _padding(one)
+        for child in node:
+            yield from _padding(child)

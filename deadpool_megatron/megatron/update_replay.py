@@ -1,9 +1,9 @@
-"""One update of an inner optimizer again, from its state before and the gradients that it used.
+"""The replay of an update of an inner optimizer, from its previous state and its gradients.
 
 ``step`` of the live optimizer's own class does it, with its own flags, on tensors of the same
-device: whatever the implementation (for-each, fused), the same numbers come out of the same bytes.
-That this is so is not believed but shown: by a rehearsal on the first update of a run, and by the
-owner's checksums after each replay (layout.gradient_chain).
+device: with the same implementation (for-each, fused), equal bytes give equal numbers. A rehearsal
+on the first update of a run proves that, as do the owner's checksums after each replay
+(layout.gradient_chain).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.wire.forms import Coded
 
-# What a rehearsal takes of device memory at a time: state before, and gradients, about this much.
+# Device memory that a rehearsal takes at a time for previous state and gradients, approximately.
 _CHUNK_BYTES = 64 << 20
 _PLAIN = (int, float, bool, str, type(None))
-# Whose update depends on nothing but parameters, state, gradients and the values of the groups.
+# Optimizers whose update depends only on parameters, state, gradients and values of the groups.
 _KNOWN = frozenset({"Adam", "AdamW", "FusedAdam"})
 
 
@@ -38,9 +38,9 @@ class InnerUpdate(Coded):
     without_gradient: tuple[int, ...]
 
 
-def why_not_replayed(optimizer: Any) -> str:
-    """Return why the same update could give other bytes, in words; empty where it cannot."""
-    groups = [group for one in optimizers.param_group_values(optimizer) for group in one]
+def replay_refusal(optimizer: Any) -> str:
+    """Return why the same update could give other bytes; empty if it cannot."""
+    groups = [group for inner in optimizers.param_group_values(optimizer) for group in inner]
     if any(isinstance(value, Tensor) for group in groups for value in group.values()):
         return "the optimizer is capturable: its steps and learning rate lie on the device"
     for inner in optimizers.inner_optimizers(optimizer):
@@ -60,11 +60,11 @@ def why_not_replayed(optimizer: Any) -> str:
     return ""
 
 
-def refuse_what_cannot_be_replayed(optimizer: Any) -> None:
+def refuse_unreplayable(optimizer: Any) -> None:
     """Raise UnsupportedState where the same update could give other bytes."""
-    if why := why_not_replayed(optimizer):
+    if reason := replay_refusal(optimizer):
         raise UnsupportedState(
-            f"--deadpool-protection recompute: {why}; use --deadpool-protection buddy"
+            f"--deadpool-protection recompute: {reason}; use --deadpool-protection buddy"
         )
 
 
@@ -206,7 +206,7 @@ def _set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _is_plain_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)
+    return isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)
 
 
 def all_tensors(inner: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -216,7 +216,7 @@ def all_tensors(inner: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def chunks(inner: Any) -> Iterator[list[Tensor]]:
-    """The parameters in turn, so many at a time that they and their state take about 64 MiB."""
+    """Yield the parameters in groups that take, with their state, about ``_CHUNK_BYTES``."""
     found: list[Tensor] = []
     nbytes = 0
     for parameter in optimizers.parameters_of(inner):

@@ -214,7 +214,7 @@ def test_an_offloaded_optimizer_goes_on_exactly(dtype: torch.dtype) -> None:
         loaded.restore(loop, shard)
 
 
-def dealt_out(*own: Any, **more: Any) -> LayerWiseDistributedOptimizer:
+def distributed_whole(*own: Any, **more: Any) -> LayerWiseDistributedOptimizer:
     chain = LayerWiseDistributedOptimizer.__new__(LayerWiseDistributedOptimizer)
     chain.chained_optimizers = list(own)
     vars(chain).update(more)
@@ -229,7 +229,7 @@ def test_parameters_that_are_dealt_out_are_their_owners_alone(
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: None)
     own, everybodys = (trained(KINDS["momentum"])[0] for _ in range(2))
-    chain = SimpleNamespace(chained_optimizers=[dealt_out(own), everybodys])
+    chain = SimpleNamespace(chained_optimizers=[distributed_whole(own), everybodys])
     assert optimizers.inner_optimizers(chain) == [own, everybodys]
     complete_state(chain)
     assert [part.replicas for part in ShardState(chain).parts] == [(1,), (0, 1)]
@@ -240,7 +240,7 @@ def test_what_others_own_is_gathered_after_a_restore(in_buffers: bool) -> None:
     told: list[str] = []
     inner, loop = trained(KINDS["momentum"])
     inner._copy_main_params_to_model_params = lambda: told.append("masters")
-    loop.optimizer = dealt_out(
+    loop.optimizer = distributed_whole(
         inner, allgather_params=lambda: told.append("gathered"), use_buffer_param_sync=in_buffers
     )
     (chunk,) = loop.model_chunks

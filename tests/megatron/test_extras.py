@@ -431,7 +431,7 @@ def test_another_schedule_is_named_where_the_command_line_is_not_to_count() -> N
     group["max_lr"] = 0.25
     found = extras.other_schedule(lower, kept)
     assert found == "max_lr is None in the state and 0.25 on the command line"
-    assert not extras.command_counts(lower.scheduler)
+    assert not extras.overrides_schedule(lower.scheduler)
     lower.scheduler.override_opt_param_scheduler = True
     theirs = [[{**group, "max_lr": 9.0, "lr": 9.0}]]
     extras.restore(lower, {**kept, "scheduler.num_steps": 8, "param_groups": theirs})

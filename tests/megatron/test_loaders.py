@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deadpool_megatron.megatron.pretraining.build import Build
-from deadpool_megatron.megatron.stand_ins import drawing_apart
+from deadpool_megatron.megatron.stand_ins import with_own_generator
 
 
 def build_loader(dataset: Any = None, consumed_samples: int = 0) -> Any:
@@ -33,8 +33,8 @@ def drawn_by(make: Callable[[], Any]) -> bool:
 
 def test_an_iteration_over_a_loader_draws_nothing() -> None:
     assert drawn_by(lambda: cyclic(build_loader())), "what it is about"
-    assert not drawn_by(lambda: cyclic(drawing_apart(build_loader)()))
-    assert drawing_apart(lambda: None)() is None, "a role without data has no loader"
+    assert not drawn_by(lambda: cyclic(with_own_generator(build_loader)()))
+    assert with_own_generator(lambda: None)() is None, "a role without data has no loader"
 
 
 def test_no_iterators_of_a_run_draw_behind_random_states_that_were_put_back(

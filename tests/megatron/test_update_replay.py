@@ -156,17 +156,17 @@ def test_values_that_were_not_there_are_taken_away() -> None:
 def test_what_cannot_be_replayed_is_refused_at_start() -> None:
     rig = Rig(*FLAGS["adamw-foreach"])
     chained = SimpleNamespace(chained_optimizers=[rig.inner])
-    update_replay.refuse_what_cannot_be_replayed(chained)
+    update_replay.refuse_unreplayable(chained)
     rig.inner.config = SimpleNamespace(use_precision_aware_optimizer=True)
     with pytest.raises(UnsupportedState, match="precision-aware"):
-        update_replay.refuse_what_cannot_be_replayed(chained)
+        update_replay.refuse_unreplayable(chained)
     momentum = SimpleNamespace(optimizer=torch.optim.SGD(rig.parameters, lr=0.1))
     with pytest.raises(UnsupportedState, match=r"not for SGD.*use --deadpool-protection"):
-        update_replay.refuse_what_cannot_be_replayed(SimpleNamespace(chained_optimizers=[momentum]))
+        update_replay.refuse_unreplayable(SimpleNamespace(chained_optimizers=[momentum]))
     rig.adam.param_groups[0]["lr"] = torch.tensor(0.1)
     del rig.inner.config
     with pytest.raises(UnsupportedState, match="capturable"):
-        update_replay.refuse_what_cannot_be_replayed(chained)
+        update_replay.refuse_unreplayable(chained)
 
 
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"

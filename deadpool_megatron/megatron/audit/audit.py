@@ -47,7 +47,7 @@ SealedPart = Callable[[Generation, str], memoryview | None]
 
 
 def _refuse_unauditable(optimizer: Any) -> None:
-    reason, optimizers = update_replay.why_not_replayed(optimizer), inner_optimizers(optimizer)
+    reason, optimizers = update_replay.replay_refusal(optimizer), inner_optimizers(optimizer)
     for inner in optimizers:
         if not is_distributed(inner):
             reason = "without the distributed optimizer"

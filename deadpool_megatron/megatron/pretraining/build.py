@@ -30,7 +30,7 @@ from deadpool_megatron.megatron.pretraining.dispatch import bound_arguments, use
 from deadpool_megatron.megatron.pretraining.families import family
 from deadpool_megatron.megatron.pretraining.user_buffers import UserBuffers
 from deadpool_megatron.megatron.replacement import replaced
-from deadpool_megatron.megatron.stand_ins import drawing_apart
+from deadpool_megatron.megatron.stand_ins import with_own_generator
 
 
 class Reached(BaseException):
@@ -282,7 +282,7 @@ def _keep_whole_mask(dataset: Any) -> None:
 def _loaders_with_own_generators() -> contextlib.AbstractContextManager[None]:
     from megatron.training import training
 
-    build = drawing_apart(training.build_pretraining_data_loader)
+    build = with_own_generator(training.build_pretraining_data_loader)
     return replaced(training, build_pretraining_data_loader=build)
 
 
