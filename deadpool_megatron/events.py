@@ -176,8 +176,8 @@ def to_line(event: Event) -> bytes:
 
 
 class EventLog:
-    """The event files of a term, written by this object only; ``path``: of the first term. A large
-    file is followed by another file. Not thread-safe.
+    """The event files of a term, written by this object only; ``path`` is that of the first term. A
+    large file is followed by another file. Not thread-safe.
     """
 
     def __init__(self, path: Path, term: int = 1, part_bytes: int = PART_BYTES) -> None:
@@ -218,7 +218,7 @@ class EventLog:
         """Close the file."""
         if self._file >= 0:
             file, self._file = self._file, -1
-            with contextlib.suppress(OSError):  # of an earlier write, which has reported it
+            with contextlib.suppress(OSError):  # an earlier write has reported it
                 os.close(file)
 
     def _open(self) -> None:

@@ -55,9 +55,9 @@ def danger_above(path: Path) -> str:
     """Return the reason, in a line, why another user could replace the directory ``path``; empty
     where only this user and root can, or where the user trusts it.
 
-    A user who may write to a directory above it may rename the entries that lead to it, unless the
-    sticky bit is set there, as in /tmp. That is no reason to refuse, as in directories of a team.
-    Below a directory that no other user can enter everything is out of reach.
+    A user with write access to a directory above it may rename the entries that lead to it, unless
+    the sticky bit is set there, as in /tmp. That is no reason to refuse, as in directories of a
+    team. Below a directory that no other user can enter everything is out of reach.
     """
     if _is_trusted(path):
         return ""

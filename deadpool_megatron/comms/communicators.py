@@ -33,7 +33,7 @@ from deadpool_megatron.settings import is_played
 _c10d: Any = c10d
 
 _DRAIN_STEP_SECONDS = 0.002
-#: a single one may be bad luck; each holds sockets, threads and halves of communicators
+#: a single rebuild may be bad luck; each holds sockets, threads and halves of communicators
 _MAX_HANGING_REBUILDS = 1
 _fabric_lock = threading.Lock()
 # Groups with the communicators of an epoch.
@@ -280,7 +280,7 @@ class Communicators(Observation):
 
     def _drain(self, epoch: Epoch) -> None:
         self._set_all(lambda group: ClosedGroup(epoch.number))
-        # An exception inside c10d's coalescing manager leaves its list behind, and collectives on
+        # An exception inside c10d's coalescing manager does not drop its list, and collectives on
         # the group would then be collected for ever instead of run.
         for group in self._roster.groups():
             _c10d._world.pg_coalesce_state.pop(group, None)

@@ -195,7 +195,7 @@ class Account:
 
     def _close(self, at: float, kind: str) -> None:
         self.is_repeating = False
-        if self.closed_at:  # another failure before the last one was over
+        if self.closed_at:  # another failure before the end of the last
             self._settle(at, {self.now: 1.0})
             self.now = Use.OTHER_RECOVERY
             return

@@ -70,7 +70,7 @@ class Narrator:
         self._restored = 0  # the restored iteration
 
     def take(self, event: Event) -> list[Line]:
-        """Fold an event; return the lines to read now. Raises one of :data:`events.DAMAGE` for a
+        """Fold an event; return the lines to read now. Raises as in :data:`events.DAMAGE` for a
         damaged event."""
         story, was_over, current = self.story, self.story.ended is not None, self.story.current
         if event.kind is Kind.EPOCH_DECIDED:

@@ -193,7 +193,7 @@ class Story:
         self.silence: Event | None = None  # loss of a coordinator, until all agents are back
 
     def take(self, event: Event) -> None:
-        """Take in an event; a damaged event raises one of :data:`events.DAMAGE`."""
+        """Take in an event; a damaged event raises an error of :data:`events.DAMAGE`."""
         self.account.take(event)
         last_seen, self.last_wall = self.last_wall, max(self.last_wall, event.wall_seconds)
         if event.kind is not Kind.LOG:  # which may have the date of another clock

@@ -158,7 +158,8 @@ def view(
 
     ``status``: the coordinator's answer, or None; ``run``: the run's directory; ``now``: the
     reader's wall clock, seconds; ``left``: a text about the memory of a run without a process;
-    ``final``: the result. Raises one of :data:`events.DAMAGE` for the status of another version.
+    ``final``: the result. Raises an error of :data:`events.DAMAGE` for the status of another
+    version.
     """
     if status is not None:
         story = story.ahead(map(Event.from_dict, status["events"]["unwritten"]))

@@ -1,4 +1,4 @@
-"""``python -m deadpool_megatron.persist JOB``: write the part of an export that one node has.
+"""``python -m deadpool_megatron.persist JOB``: write a node's part of an export.
 
 Its agent starts it.
 

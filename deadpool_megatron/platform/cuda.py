@@ -107,7 +107,7 @@ class CudaPlatform(devices.Platform):
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         address, length = devices.host_range(memory)
         if code := int(_driver().cudaHostRegister(address, length, 0)):
-            # The runtime keeps the error of a refused call for the next kernel: this one.
+            # The runtime keeps the error of a refused call for the next kernel, which is this.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device="cuda")
             torch.cuda.check_error(code)
@@ -137,7 +137,7 @@ def _own_stream(device: int) -> torch.cuda.Stream:
 
     torch hands out 32 streams for each priority in turn, to groups and to users, so after a few
     recoveries the operations of a new group would queue after our copies. Where the driver makes no
-    stream, one of torch's has to do.
+    stream, a stream of torch has to do.
     """
     handle = ctypes.c_void_p()
     try:

@@ -1,8 +1,8 @@
 """A file with tensors that no iteration changes, written once and named after its content.
 
-It holds their bytes one after the other. Its name is made of two checksums (xxh3, 128 bits): of the
-names, dtypes and shapes, and of the bytes. So roles with equal tensors share one file, the first
-process writes it, and a reader can prove that it read what was written.
+It holds their bytes one after the other. Its name is made of two checksums (xxh3, 128 bits), that
+of the names, dtypes and shapes, and that of the bytes. So roles with equal tensors share one file,
+the first process writes it, and a reader can prove that it read what was written.
 
 The writer announces itself by a second file, ``.NAME``, the claim, which gets a byte for each piece
 that is on the disk; other processes wait while it grows. A claim only saves work: each writer has

@@ -17,7 +17,7 @@ ALIGNMENT_BYTES = 64
 ARENA_BYTES = 256 << 20
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The sums need eight bytes for each word of a block, of memory that training leaves free.
-_BLOCK_WORDS = 1 << 22
+_BLOCK_ELEMENTS = 1 << 22
 _PERIOD = 8191  # prime, so that the weights do not align with power-of-two shapes
 
 
@@ -50,7 +50,7 @@ class Part:
         self.nbytes = end
 
     def views(self, buffer: memoryview) -> list[Tensor]:
-        """Return CPU tensors over ``buffer``: for each live tensor one of its dtype and shape.
+        """Return CPU tensors over ``buffer``: for each live tensor a view of its dtype and shape.
 
         Raises ValueError when the buffer is smaller than ``nbytes``.
         """
@@ -62,7 +62,7 @@ class Part:
         ]
 
     def slice(self, buffer: memoryview, tensor: Tensor) -> Tensor:
-        """Return the bytes of ``buffer`` that belong to a live tensor inside one of this part's, as
+        """Return the bytes of ``buffer`` that belong to a live tensor inside this part, as
         a CPU tensor of its dtype and shape. Raises KeyError for any other tensor.
         """
         if not tensor.numel():
@@ -70,7 +70,7 @@ class Part:
         return view_of(buffer, self.offset_of(tensor), tensor)
 
     def offset_of(self, tensor: Tensor) -> int:
-        """Return the offset in the buffer of a live tensor inside one of this part's.
+        """Return the offset in the buffer of a live tensor inside this part.
 
         Raises KeyError for any other tensor, and for a tensor without bytes.
         """
@@ -174,27 +174,28 @@ def _fill_arena(tensors: Sequence[Tensor]) -> Tensor:
 
 def fingerprint(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a cheap fingerprint of tensors, computed on their device: the plain and the weighted
-    sum (mod 2**64) of all words, int64, of shape (2,).
+    sum (mod 2**64) of all integers, int64, of shape (2,).
 
     Not cryptographic: it finds the accidents that matter when peers are compared after a restore (a
     missed parameter sync, a wrong shard), at the price of one read of the parameters. The sum of
-    position-weighted words catches swapped and shifted content, which a plain sum does not.
+    position-weighted integers catches swapped and shifted content, which a plain sum does not.
     """
     total = torch.zeros(2, dtype=torch.int64, device=device)
     for index, tensor in enumerate(tensors):
-        words = tensor.detach().contiguous().reshape(-1)
-        words = words.view(_WORD[words.element_size()])
-        for start in range(0, words.numel(), _BLOCK_WORDS):
-            block = words[start : start + _BLOCK_WORDS].to(torch.int64)
+        integers = tensor.detach().contiguous().reshape(-1)
+        integers = integers.view(_WORD[integers.element_size()])
+        for start in range(0, integers.numel(), _BLOCK_ELEMENTS):
+            block = integers[start : start + _BLOCK_ELEMENTS].to(torch.int64)
             end = start + block.numel()
-            weights = torch.arange(start, end, dtype=torch.int64, device=words.device)
+            weights = torch.arange(start, end, dtype=torch.int64, device=integers.device)
             total[0] += block.sum()
             total[1] += weights.remainder_(_PERIOD).add_(index + 1).mul_(block).sum()
     return total
 
 
 def largest_value(parts: Sequence[Part]) -> float:
-    """The largest number of the parts in magnitude, NaN if there is one; makes no copy of them."""
+    """The largest number of the parts in magnitude, or NaN if they hold any; makes no copy of
+    them."""
     largest = [
         torch.stack(torch.aminmax(tensor)).abs().max().float()
         for part in parts

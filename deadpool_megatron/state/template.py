@@ -49,7 +49,7 @@ class TemplateError(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of a tensor of the checkpoint.
+    """A box of a tensor of the checkpoint.
 
     Its bytes are contiguous, from ``offset_bytes`` on in ``part``: a shard part, or the name of a
     tensor among the extras, whose dtype is the one found there. ``stored``: dtype of the bytes,
@@ -237,11 +237,11 @@ class RandomStates(Mark):
 
     def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:
         """See :class:`Mark`."""
-        version, words, gauss = extras["random.python"]
+        version, state, gauss = extras["random.python"]
         kind, position, has_gauss, cached = extras["random.numpy"]
         keys = np.frombuffer(extras["random.numpy.keys"], dtype="<u4").astype(np.uint32)
         return {
-            "random_rng_state": (version, tuple(words), gauss),
+            "random_rng_state": (version, tuple(state), gauss),
             "np_rng_state": (kind, keys, position, has_gauss, cached),
             "torch_rng_state": extras["random.torch"],
             "cuda_rng_state": extras.get("random.cuda", extras["random.torch"]),

@@ -3,9 +3,9 @@
 A peer is pending until it has proved that it knows the run secret. The kernel holds silent
 connections and passes one on when data arrives. At most ``max_pending`` peers are in this process:
 a newcomer then waits in the kernel's queue until another peer has authenticated, or is closed
-because its time is over: the oldest of the address with most peers. So many real agents get in, one
-after the other, and a host that opens thousands of connections can take neither all descriptors nor
-the place of others for long.
+because its time is over: the oldest of the address with most peers. In this way all real agents get
+in, one after the other, and a host that opens thousands of connections can take neither all
+descriptors nor the place of others for long.
 """
 
 from __future__ import annotations

@@ -64,10 +64,10 @@ class Activity:
 
 @dataclass
 class Progress:
-    """Counts finished operations over all epochs; a lost count under races does no harm.
+    """The number of finished operations over all epochs; a lost count under races does no harm.
 
-    ``waited_seconds``: of the main thread, in operations whose wait blocks the host;
-    ``stream_waits``: of streams, where a wait blocks these.
+    ``waited_seconds`` is the time of the main thread in operations whose wait blocks the host,
+    ``stream_waits`` that of streams in operations whose wait blocks these.
     """
 
     finished: int = 0
@@ -104,7 +104,7 @@ class RetiredEpoch:
 
 @dataclass(eq=False)
 class Epoch:
-    """State shared by all inner groups that one attach has created.
+    """State shared by all inner groups of an attach.
 
     ``closed`` is set once and never cleared; ``in_flight`` maps a serial number to operations
     without a wait so far, ``abandoned`` holds those whose wait was abandoned, ``waits`` maps a

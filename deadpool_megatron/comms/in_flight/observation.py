@@ -23,7 +23,7 @@ class Observation:
         return self._attaching or self._current
 
     def waiting_for(self) -> tuple[str, str, int] | None:
-        """(group, operation, sequence number) in which the main thread waits, or another one.
+        """Return the (group, operation, sequence number) in which the main or any thread waits.
 
         Collectives and messages of a group are numbered separately, from 1 in each epoch: the rank
         of a group with the lowest number keeps the others waiting.

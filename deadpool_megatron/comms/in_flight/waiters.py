@@ -65,7 +65,7 @@ class Waiter:
     def begin(self, call: Callable[[], Any]) -> None:
         """Start ``call`` in the thread, without traces of the call before."""
         self.finished = False
-        self.error = None  # of a call that ended in the moment in which it was left
+        self.error = None  # of an earlier call that ended in the moment of its Left
         self.inbox.put(call)
 
     def _serve(self) -> None:
@@ -220,7 +220,7 @@ class Builders:
         ]
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Connect these as well, after all others; before the run, or by one of its jobs."""
+        """Connect these as well, after all others; before the run, or by a job of it."""
         self._waiting.extend(jobs)
 
     def run(self) -> None:

@@ -184,7 +184,7 @@ class HostWork(SeamWork):
         began = monotonic()
         try:
             if timeout is not None and timeout.total_seconds() <= 0:
-                timeout = None  # how C++ says "no timeout"
+                timeout = None  # no timeout in C++
             problem = self._wait_handed(timeout) if self._handed else self._wait_sliced(timeout)
         finally:
             del waits[ident]
@@ -245,7 +245,7 @@ class HostWork(SeamWork):
     # -- Pending ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait on behalf of a caller who dropped this Work."""
+        """Wait on behalf of a caller that dropped this Work."""
         self.wait()
 
     def unfinished_in(self) -> Stuck | None:
