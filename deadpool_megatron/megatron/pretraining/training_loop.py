@@ -24,22 +24,18 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.megatron import identity as hashing
 from deadpool_megatron.megatron.exact_load import load_exactly
 from deadpool_megatron.megatron.loop import MegatronLoop
-from deadpool_megatron.megatron.pretraining import per_entry_state, stages
+from deadpool_megatron.megatron.pretraining import newest_iteration, per_entry_state, stages
 from deadpool_megatron.megatron.pretraining.build import Build
 from deadpool_megatron.megatron.pretraining.dispatch import bound_arguments, use_handlers
 from deadpool_megatron.megatron.pretraining.logbook import Logbook, Reporter
 from deadpool_megatron.megatron.pretraining.megatron_checkpoints import Saves, saved_state
-from deadpool_megatron.megatron.pretraining.newest_iteration import (
-    POSITIONS,
-    SHOULD_EXIT,
-    NewestIteration,
-)
+from deadpool_megatron.megatron.pretraining.newest_iteration import NewestIteration
 from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.member.loop import Emit, StepRunner
 from deadpool_megatron.member.peer_comparison import current_device
 
 # Of Megatron's arguments: the positions in the data.
-_POSITIONS = (*POSITIONS, "consumed_valid_samples")
+_POSITIONS = (*newest_iteration.POSITIONS, "consumed_valid_samples")
 # Imported once it has read something; before 0.17 it keeps nothing by path.
 METADATA_READER = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
 
@@ -109,9 +105,8 @@ class PretrainLoop(MegatronLoop):
             "checkpoint_and_decide_exit": self._decide_exit,
         }
         done = self.counters["iteration"] if self._newest.known else None
-        entering = per_entry_state.for_training(
-            lambda: self._newest.lengths, done, self._first_iteration - 1
-        )
+        first = self._first_iteration - 1
+        entering = per_entry_state.for_training(lambda: self._newest.lengths, done, first)
         try:
             with self._saves.watched():
                 with use_handlers(handlers), entering as take_lengths:
@@ -137,11 +132,8 @@ class PretrainLoop(MegatronLoop):
             original(*args, **kwargs)
             raise _WarmedUp
 
-        with (
-            use_handlers({"train_step": step}),
-            per_entry_state.for_warm_up(),
-            contextlib.suppress(_WarmedUp),
-        ):
+        warm_up = per_entry_state.for_warm_up()
+        with use_handlers({"train_step": step}), warm_up, contextlib.suppress(_WarmedUp):
             self.build.train(**self.build.train_arguments)
 
     def reset_after_interrupt(self) -> None:
@@ -151,7 +143,7 @@ class PretrainLoop(MegatronLoop):
         self._abandon_saves()
         self._set_positions(self.counters)
         # With another number Megatron would guess how many validation samples were consumed before
-        # checkpoints said so (training.py:3350), also where there was none yet.
+        # checkpoints stored it (training.py:3350), also where there was none yet.
         self._args.iteration = 0
         self.build.renew_iterators()
 
@@ -184,9 +176,8 @@ class PretrainLoop(MegatronLoop):
         args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
         self.scheduler.num_steps = 0  # a load adds to it
         with whole, tracked:
-            iteration, operations = load_exactly(
-                checkpointing.load_checkpoint, *self.build.objects, checkpointing_context={}
-            )
+            load, objects = checkpointing.load_checkpoint, self.build.objects
+            iteration, operations = load_exactly(load, *objects, checkpointing_context={})
         # The load sets the parameter groups before it takes over the checkpoint's weight decay.
         self.scheduler.step(increment=0)
         self.counters.update(iteration=iteration, **self._positions())
@@ -325,7 +316,7 @@ class PretrainLoop(MegatronLoop):
         given["forward_backward_func"] = self.around_passes(given["forward_backward_func"])
         answer = original(**given)
         self._newest.lengths = list(self._take_lengths())
-        if answer[SHOULD_EXIT]:
+        if answer[newest_iteration.SHOULD_EXIT]:
             raise _NoGeneration(answer)
         self._newest.finish(answer, self._sums or {})
         replicas = parallel_state.get_data_parallel_world_size()
@@ -338,11 +329,9 @@ class PretrainLoop(MegatronLoop):
             consumed_train_samples=self._args.consumed_train_samples + batch,
             skipped_train_samples=self._args.skipped_train_samples + skipped,
         )
-        self._operations = self._newest.operations + training.num_floating_point_operations(
-            self._args,
-            batch,
-            **dict(zip(per_entry_state.LENGTHS, self._newest.lengths, strict=False)),
-        )
+        lengths = dict(zip(per_entry_state.LENGTHS, self._newest.lengths, strict=False))
+        operations = training.num_floating_point_operations(self._args, batch, **lengths)
+        self._operations = self._newest.operations + operations
         self._reporter.step(iteration, answer, self.optimizer, self.counters)
         failpoints.hit("step.end")
         failpoints.set_context(section="between")
