@@ -475,7 +475,7 @@ class Departure:
 
     def status(self, exit_code: int) -> int:
         """Returns the exit status of an agent that ends for a reason of its own (``exit_code``), or
-        for none. One that is told to end as well does not come back, as if it were only fenced."""
+        for none. An agent that is also ordered to stop does not rejoin."""
         is_ordered = exit_code and self.is_ordered
         return ExitStatus.TERMINATED if is_ordered else exit_code or self.exit_status
 

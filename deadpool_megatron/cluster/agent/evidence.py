@@ -1,4 +1,4 @@
-"""Evidence for people of a job that does not move: nothing is decided from it.
+"""Diagnostics for a hung job; no decision depends on them.
 
 A member is asked where it stands before it is killed. It answers by writing the Python stacks of
 all its threads to its log, which its agent reads.

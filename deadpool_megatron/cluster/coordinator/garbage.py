@@ -11,13 +11,13 @@ _OLD_SECONDS = 3600.0
 
 
 class GarbageSearch:
-    """The search for objects that refer to each other in a circle, a little at a time.
+    """Incremental cyclic garbage collection.
 
-    Records, inventories and layouts of all roles are millions of objects without a circle among
-    them. Python counts how many more objects there are than before: where new ones take the place
-    of old ones that is none, until it looks through hundreds of thousands at once, and nobody is
-    answered. So the coordinator looks itself, in each tick, at what is new. ``now``: seconds, of a
-    clock that only goes forward.
+    Records, inventories and layouts of all roles are millions of objects without a cycle among
+    them. Python's own collector counts net new objects: while new objects replace old ones it does
+    nothing, and then it traverses hundreds of thousands at once while no request is answered. So
+    the coordinator collects itself, in each tick, among the new objects. ``now``: seconds of a
+    monotonic clock.
     """
 
     def __init__(self, now: float) -> None:

@@ -27,7 +27,7 @@ _NAMES: Mapping[type[actions.Action], str] = {
 
 
 class RecordFrames:
-    """A record as agents are told it: one frame, the same for all of them, and the sources of its
+    """A record as it is sent to agents: one frame, the same for all of them, and the sources of its
     own roles to each. The history of the run is the journal's alone.
     """
 
@@ -47,12 +47,13 @@ class RecordFrames:
 
 
 class Orders:
-    """Keeps no state but what is told of the newest record. Used from the coordinator's loop."""
+    """Sends the orders; its only state is the frames of the newest record. For the coordinator's
+    loop."""
 
     def __init__(self, options: CoordinatorOptions, peers: Peers) -> None:
         self._options = options
         self._peers = peers
-        self._told: RecordFrames | None = None
+        self._frames: RecordFrames | None = None
 
     def give(self, order: actions.Action) -> None:
         """Send it to whom it is for. It arrives once, on this connection or on the next one; of
@@ -104,23 +105,23 @@ class Orders:
             peer.send_frame(frame)
 
     def prepare(self, record: EpochRecord) -> RecordFrames:
-        """Make what all agents are told of a record, once for all of them; in any thread."""
-        self._told = told = RecordFrames(record)
-        return told
+        """Make the frames of a record, once for all agents; in any thread."""
+        self._frames = frames = RecordFrames(record)
+        return frames
 
     def _tell(self, peer: AgentPeer, record: EpochRecord) -> None:
         if frames := self._lacked(peer, record):
             peer.send_frame(frames)
 
     def _lacked(self, peer: AgentPeer, record: EpochRecord) -> bytes:
-        """The record for an agent that lacks it, else nothing; it counts as told from here on."""
+        """The record for an agent that lacks it, else nothing; it counts as sent from here on."""
         if peer.told >= record.epoch:
             return b""
         peer.told = record.epoch
-        told = self._told
-        if told is None or told.record is not record:
-            told = self.prepare(record)
-        return told.to(peer.node)
+        frames = self._frames
+        if frames is None or frames.record is not record:
+            frames = self.prepare(record)
+        return frames.to(peer.node)
 
     def _drop(self, order: actions.DropNode) -> None:
         peer = self._peers.agents.get(order.node)

@@ -1,4 +1,4 @@
-"""The succession of coordinators: what each begins with."""
+"""The succession of coordinators: the state from which a new one starts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class CoordinatorOptions:
 def look_up(
     journal: Journal, durable: TimedRead[Valid], known: EpochRecord | None = None
 ) -> RecoveredState:
-    """Read it; ``known``: a record that was read before. Raises JournalError, or OSError."""
+    """Read the newest record and the checkpoints; ``known``, a record read before, avoids a second
+    read. Raises JournalError, or OSError."""
     record = newest_record(journal, known)
     try:
         return RecoveredState(record, durable.look(_DURABLE_SECONDS))

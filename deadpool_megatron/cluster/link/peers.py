@@ -1,4 +1,4 @@
-"""The coordinator's connections: who is connected, what they said last, what they are told.
+"""The coordinator's connections: connected agents, their latest reports, the orders sent to them.
 
 A connection has been authenticated (:mod:`~deadpool_megatron.wire.listener`). It is an agent's
 (first message ``join``) or a command's (``control``). Who is refused is counted, and reported now
@@ -170,7 +170,7 @@ class Peers:
         for peer in peers:
             peer.orders.add(self._ordered, frame)
         self.in_turn([p for p in peers if p.welcomed], lambda peer: peer.send_frame(frame))
-        # What is ordered because of a loss has a higher number, so it must not overtake this order.
+        # Orders that follow from a failure are numbered later and must be sent later.
         for peer in peers:
             if peer.orders.is_over_full and self.agents.get(peer.node) is peer:
                 self._give_up(peer, f"it leaves {len(peer.orders)} orders unanswered")

@@ -1,7 +1,7 @@
-"""Bootstrap: nodes come and are judged, and the first epoch is decided when enough of them are fit.
+"""Bootstrap: nodes join and are checked; the first epoch starts once enough are eligible.
 
-Before the first epoch all nodes are judged together. Afterwards a node without a role is held
-against what the run has agreed on, when it joins and when it tells its facts again.
+Before the first epoch all nodes are judged together. Afterwards a node without a role is compared
+with what the run has agreed on, when it joins and when it reports its facts again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deadpool_megatron.preflight import eligibility
 from deadpool_megatron.preflight.eligibility import Eligibility, HostFacts, Judgement, Needs
 from deadpool_megatron.preflight.health import NOT_CHECKED, Health
 
-# Nobody needs what a node without a role holds alone.
+# In these phases no recovery depends on data held only by a node without a role.
 _AT_REST = (states.Phase.BOOTSTRAPPING, states.Phase.RUNNING, states.Phase.PAUSING)
 
 # Nodes come.
@@ -193,8 +193,8 @@ def _is_judged(core: Core, bootstrapping: states.Bootstrapping) -> bool:
 
 
 def told(core: Core, event: ev.FactsReported) -> None:
-    """A node has looked at itself again. Memory is not asked for any more: by now it may hold
-    copies.
+    """A node has repeated its health check. Its memory is no longer compared with the requirement:
+    by now it may hold copies.
     """
     fleet = core.state.fleet
     if (known := fleet.nodes.get(event.node)) is None:
@@ -238,7 +238,7 @@ def _look_again(core: Core, node: int, *, fresh: bool) -> None:
     if judged == known.judged:
         return
     if judged.eligibility is Eligibility.EXCLUDED and core.state.phase not in _AT_REST:
-        # What it holds may be what is restored or saved; it will tell its facts again.
+        # The restore or dump may need its data; it will report again later.
         fleet.distrust(frozenset({node}))
         return
     _emit(core, node, judged, known.facts, known.domain)

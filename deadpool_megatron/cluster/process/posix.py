@@ -108,8 +108,8 @@ def wait_gone(pids: Iterable[int], deadline_seconds: float) -> list[int]:
 
 
 class Orphans:
-    """Children that this process has inherited as the first one of its container, where nobody else
-    waits for them: workers of killed members, say. Elsewhere there are none."""
+    """Orphans that this process inherits when it is PID 1 of a container, such as workers of killed
+    members. Elsewhere there are none."""
 
     def __init__(self) -> None:
         self._ended: set[int] = set()

@@ -236,8 +236,8 @@ def runs_in_memory() -> dict[str, Path | None]:
 
 
 def kept_memory(run: RunDirectory, run_id: str) -> str:
-    """Return what of a run that can continue is in this host's memory, and both ways from there, in
-    a line; empty where the run is over, or holds nothing here."""
+    """Return one line on the run's memory on this host, with the commands to resume or remove it;
+    empty where the run is over, or holds nothing here."""
     held = [directory for directory in node_directories(run_id) if any(directory.glob("*.seg"))]
     if not held or (run.final.exists() and not run_files.slots_are_kept(run)):
         return ""

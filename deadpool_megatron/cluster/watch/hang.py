@@ -383,7 +383,7 @@ def table_of(statuses: Mapping[int, RoleStatus]) -> dict[str, Any]:
         if any(known.waits for known in roles.values()):
             members = {role: _Known() for role in roles_in(name, statuses)}
             found.append(_Group(name, {**members, **roles}))
-    # Where everybody waits, nobody is to be looked for.
+    # If every role is waiting, there is no culprit.
     found.sort(key=lambda group: group.order)
     return {
         "groups": [group.to_dict() for group in found[:MOST_GROUPS]],
