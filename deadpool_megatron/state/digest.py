@@ -1,5 +1,5 @@
-"""Digests of training state: the oracle of exactness, and the short ones by which a difference is
-found."""
+"""Digests of training state: the oracle of exactness, and short digests that locate a
+difference."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The state of a torch optimizer before its first update: what that would begin with, made before
-it.
+"""The initial state of a torch optimizer, created before its first update.
 
-The layout of a slot must be fixed by then. Where PyTorch does not say with what an optimizer
-begins, a first update of copies shows it.
+The layout of a slot must be fixed by then. Where PyTorch does not document the initial state of an
+optimizer, a first update of copies shows it.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ def refuse_unknown_values(optimizer: Any) -> None:
         for key, value in kept.items():
             # Classes and functions are code.
             if key != "params" and not isinstance(value, _KEEPABLE) and not callable(value):
-                what = type(value).__name__
-                raise UnsupportedState(
-                    f"{kind} keeps {key}, a {what}: neither a tensor nor a number"
-                )
+                found = f"{kind} keeps {key}, a {type(value).__name__}"
+                raise UnsupportedState(f"{found}: neither a tensor nor a number")
 
 
 def is_plain_adam(optimizer: Any) -> bool:
@@ -63,9 +60,9 @@ def complete_adam(adam: Any) -> None:
 
 
 def complete_as_tried(optimizer: Any, *_: Any) -> None:
-    """Zeros, where a first update of copies shows that they are the same as no state; or negative
-    ones: to these a first gradient is added without losing the sign of its zeros, and the momentum
-    of SGD begins as a copy of it. No random numbers are drawn."""
+    """Create zeros, where a first update of copies proves them equal to no state, or negative
+    zeros: a first gradient added to these keeps the sign of its zeros, as the momentum of SGD
+    begins as a copy of the gradient. No random numbers are drawn."""
     for group in optimizer.param_groups:
         for whole in group["params"]:
             if optimizer.state[whole]:
@@ -74,7 +71,7 @@ def complete_as_tried(optimizer: Any, *_: Any) -> None:
             count = torch.arange(parameter.numel(), device=parameter.device)
             zeros = torch.zeros_like(parameter)
             gradients = [-zeros, (count % 7 - 3).view(zeros.shape).to(zeros.dtype)]
-            wanted = [_first_update(optimizer, group, parameter, one, {}) for one in gradients]
+            wanted = [_first_update(optimizer, group, parameter, g, {}) for g in gradients]
             for fill in (0.0, -0.0):
                 state = {key: _begun(value, fill) for key, value in wanted[0].items() if key}
                 made = [_first_update(optimizer, group, parameter, g, state) for g in gradients]
@@ -121,24 +118,24 @@ def _begun(value: Any, fill: float | None = None) -> Any:
     return type(value)(0) if is_number and fill is not None else value
 
 
-def _same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        same_bytes(value, other[key]) if isinstance(value, Tensor) else value == other[key]
-        for key, value in one.items()
+def _same_state(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return first.keys() == second.keys() and all(
+        same_bytes(value, second[key]) if isinstance(value, Tensor) else value == second[key]
+        for key, value in first.items()
     )
 
 
-def same_bytes(one: Tensor, other: Tensor) -> bool:
+def same_bytes(first: Tensor, second: Tensor) -> bool:
     """Compare two tensors bit for bit, wherever they are."""
 
     def raw(tensor: Tensor) -> Tensor:
         return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
-    return torch.equal(raw(one), raw(other))
+    return torch.equal(raw(first), raw(second))
 
 
 def without_hooks(optimizer: Any) -> Any:
-    """The same optimizer on the same state, whose step calls nobody."""
+    """Return the same optimizer on the same state, with a step that calls no hooks."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

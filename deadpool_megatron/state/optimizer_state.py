@@ -1,4 +1,4 @@
-"""The state of one torch optimizer: tensors in fixed places, and the values beside them.
+"""The state of a torch optimizer: tensors in fixed places, and its other values.
 
 A tensor may be a DTensor; then its part is the local shard.
 """
@@ -22,8 +22,8 @@ Place = tuple[str, MutableMapping[Any, Any], str]
 
 
 class UnsupportedState(ValueError):
-    """An optimizer, a precision or a model whose unique state is not known, or that has too much of
-    it; the message says why."""
+    """An optimizer, a precision or a model with unknown or too much unique state; the message has
+    the reason."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def changes_in_place(optimizer: Any) -> bool:
-    """Return whether updates are known to replace no tensor, so that nobody has to look after
+    """Return whether updates are known to replace no tensor, so that no check is needed after
     each."""
     return type(optimizer).__name__ in _IN_PLACE
 
@@ -43,7 +43,7 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def places(optimizer: Any, parameter: Tensor) -> Iterator[Place]:
-    """Every tensor that an optimizer keeps for one of its parameters."""
+    """Yield every tensor that an optimizer keeps for a parameter."""
     state = optimizer.state[parameter]
     for key in sorted(state):
         if isinstance(state[key], Tensor) and state[key] is not parameter:
@@ -99,8 +99,8 @@ class OptimizerState:
                     raise UnsupportedState(f"{kind} keeps {more}, which it did not at its start")
 
     def release(self) -> None:
-        """Give parameters of the model memory of their own, as before they were packed: what is
-        packed for its next optimizer has to be laid out as in a role that was built again."""
+        """Give parameters of the model memory of their own, as before they were packed: the layout
+        for its next optimizer must be that of a role that was built again."""
         for kept in self._kept:
             if not kept.name and isinstance(kept.parameter, torch.nn.Parameter):
                 kept.local.data = kept.local.detach().clone()
@@ -122,7 +122,7 @@ class _Kept:
         self._place = self.local.detach()
 
     def readopt(self, owner: MutableMapping[Any, Any], key: str) -> None:
-        """Bring the current value, which ``owner`` has, into the remembered memory."""
+        """Copy the current value, which ``owner`` has, into the remembered memory."""
         current = local_tensor(owner[key])
         if current.data_ptr() == self._place.data_ptr():
             return
@@ -135,8 +135,8 @@ class _Kept:
 
 
 def group_values(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The plain values of parameter groups: what the scheduler has set (lr, weight decay), and what
-    a load has taken from a checkpoint (betas).
+    """Return the plain values of parameter groups, as set by the scheduler (lr, weight decay) and
+    by a load from a checkpoint (betas).
 
     FusedAdam counts its steps here, too, from its first step on. Steps and learning rate of a
     capturable Adam are tensors.
@@ -148,10 +148,10 @@ def group_values(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def restore_group_values(
     groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Inverse of :func:`group_values`, in place. What was not there then is taken away.
+    """Restore the values of :func:`group_values`, in place; later values are removed.
 
-    A count of steps that stayed behind, of an interrupted first iteration or of a warm-up, would
-    correct the bias of the moments for the wrong step.
+    A remaining count of steps, of an interrupted first iteration or of a warm-up, would correct the
+    bias of the moments for the wrong step.
     """
     for group, kept in zip(groups, values, strict=True):
         for key, value in list(group.items()):
