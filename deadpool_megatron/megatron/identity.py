@@ -17,13 +17,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from deadpool_megatron.layout.words import in_words
-from deadpool_megatron.megatron import fp8, optimizer
+from deadpool_megatron.megatron import fp8, loop_extras, optimizer
 from deadpool_megatron.megatron.loop import MegatronLoop, layer_number, trains_in_fp8
-from deadpool_megatron.megatron.loop_extras import (
-    largest_logits,
-    lasting_buffers,
-    tracked_random_states,
-)
 from deadpool_megatron.state.digest import Entry, generator_entries, short_digests, state_digest
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part
@@ -127,11 +122,11 @@ def _weights(loop: MegatronLoop) -> Iterator[Entry]:
                 yield f"parameter.{number}.{name}.{attribute}", tensor
             if not raw:
                 yield f"parameter.{number}.{name}", parameter
-        for name, buffer in lasting_buffers(chunk):
+        for name, buffer in loop_extras.lasting_buffers(chunk):
             yield f"buffer.{number}.{name}", buffer
     for name, tensor in fp8.named_tensors(loop.model_chunks) if trains_in_fp8(loop) else ():
         yield f"fp8.{name}", tensor
-    for name, tensor in largest_logits(loop):
+    for name, tensor in loop_extras.largest_logits(loop):
         yield f"logits.{name}", tensor
     for number, part in enumerate(optimizer.inner_optimizers(loop.optimizer)):
         yield from _optimizer_entries(f"optimizer.{number}", part)
@@ -165,5 +160,5 @@ def _optimizer_entries(name: str, part: Any) -> Iterator[Entry]:
 
 def _generator_entries() -> Iterator[Entry]:
     yield from generator_entries()
-    for name, state in sorted(tracked_random_states().items()):
+    for name, state in sorted(loop_extras.tracked_random_states().items()):
         yield f"rng.{name}", state

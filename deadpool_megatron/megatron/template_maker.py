@@ -33,19 +33,9 @@ from deadpool_megatron.megatron import optimizer
 from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.megatron.loop_extras import frozen_and_buffers, large_frozen_weights
 from deadpool_megatron.megatron.replacement import replaced
+from deadpool_megatron.state import template
 from deadpool_megatron.state.parts import Part
-from deadpool_megatron.state.template import (
-    FROZEN,
-    ZEROS,
-    FromExtras,
-    Piece,
-    StateTemplate,
-    StepNumber,
-    TemplateError,
-    boxes,
-    dtype_name,
-    has_marks,
-)
+from deadpool_megatron.state.template import StateTemplate, TemplateError
 
 # Objects that no iteration changes and that are no tensors.
 _CONSTANT_OBJECTS = (
@@ -105,7 +95,7 @@ class _Maker:
                 self._add(tensor, part.name, offset, tensor.dtype)
         offset = 0
         for _, tensor in large_frozen_weights(loop):
-            self._add(tensor, FROZEN, offset, tensor.dtype)
+            self._add(tensor, template.FROZEN, offset, tensor.dtype)
             offset += tensor.nbytes
         # Memory of parameters that data-parallel peers have a run each of.
         self._shared: list[tuple[int, int, bool]] = []
@@ -123,7 +113,7 @@ class _Maker:
         if "optimizer" in state:
             state["optimizer"] = self._marked_optimizer(state["optimizer"])
         sharded, common = save_preprocess(state, False)
-        pieces: list[Piece] = []
+        pieces: list[template.Piece] = []
         objects: dict[str, Any] = {}
         for leaf in nested_values(sharded):
             if isinstance(leaf, ShardedTensor):
@@ -249,13 +239,13 @@ class _Maker:
 
     # Tensors.
 
-    def _pieces(self, leaf: ShardedTensor, is_padding: bool) -> Iterator[Piece]:
+    def _pieces(self, leaf: ShardedTensor, is_padding: bool) -> Iterator[template.Piece]:
         data = leaf.data
         if not data.is_contiguous():
             raise TemplateError(f"{leaf.key} is saved from memory that is not contiguous")
         if is_padding:
             if is_main_replica(leaf.replica_id):
-                zeros = _Origin(0, data.numel(), data.element_size(), ZEROS, 0, data.dtype)
+                zeros = _Origin(0, data.numel(), data.element_size(), template.ZEROS, 0, data.dtype)
                 yield from self._run(leaf, 0, data.numel(), zeros, 0)
             return
         runs = self._find(data)
@@ -277,22 +267,21 @@ class _Maker:
 
     def _run(
         self, leaf: ShardedTensor, start: int, stop: int, origin: _Origin, first: int
-    ) -> Iterator[Piece]:
-        """The boxes of the elements ``start`` to ``stop``, which begin at element ``first`` of
-        their origin."""
+    ) -> Iterator[template.Piece]:
+        """Yield the boxes of elements ``start`` to ``stop``; ``first``: that of the origin."""
         prepended = leaf.prepend_axis_num
-        for box in boxes(tuple(leaf.data.shape), start, stop):
+        for box in template.boxes(tuple(leaf.data.shape), start, stop):
             local = (*([0] * prepended), *box.offsets)
             offset = origin.offset_of(first + box.start - start)
-            yield Piece(
+            yield template.Piece(
                 key=leaf.key,
                 shape=tuple(leaf.global_shape),
                 offsets=tuple(a + b for a, b in zip(leaf.global_offset, local, strict=True)),
                 sizes=(*([1] * prepended), *box.sizes),
-                dtype=dtype_name(leaf.data.dtype),
+                dtype=template.dtype_name(leaf.data.dtype),
                 part=origin.part,
-                offset_bytes=0 if origin.part == ZEROS else offset,
-                stored=dtype_name(origin.stored),
+                offset_bytes=0 if origin.part == template.ZEROS else offset,
+                stored=template.dtype_name(origin.stored),
                 is_extra=origin.is_extra,
             )
 
@@ -313,7 +302,7 @@ class _Maker:
         if is_constant and "_extra_state" in leaf.key:
             configs = [getattr(chunk, "config", None) for chunk in self._loop.model_chunks]
             is_constant = not any(getattr(config, "fp8", None) for config in configs)
-        if not is_constant and not has_marks(leaf.data):
+        if not is_constant and not template.has_marks(leaf.data):
             raise TemplateError(f"{leaf.key}: nobody knows how an iteration changes it")
         return leaf.data
 
@@ -365,7 +354,7 @@ class _Maker:
             elif isinstance(live.get(key), Tensor) or (
                 key in live and isinstance(value, int | float | bool | str | tuple)
             ):
-                marked[key] = FromExtras(("param_groups", index, number, key))
+                marked[key] = template.FromExtras(("param_groups", index, number, key))
             else:
                 marked[key] = value
         return marked
@@ -374,15 +363,15 @@ class _Maker:
         if isinstance(node, ShardedObject):
             node.data = self._marked_scaler(node.data, index)
             return node
-        return {key: FromExtras(("scalers", f"scaler{index}", key)) for key in node}
+        return {key: template.FromExtras(("scalers", f"scaler{index}", key)) for key in node}
 
-    def _step(self, inner: Any, *, as_number: bool) -> StepNumber | None:
+    def _step(self, inner: Any, *, as_number: bool) -> template.StepNumber | None:
         for state in inner.optimizer.state.values():
             step = state.get("step")
             if isinstance(step, Tensor) and (found := self._find(step.view(-1))):
                 _, _, origin, first = found[0]
-                stored = dtype_name(origin.stored)
-                return StepNumber(origin.part, origin.offset_of(first), stored, as_number)
+                stored = template.dtype_name(origin.stored)
+                return template.StepNumber(origin.part, origin.offset_of(first), stored, as_number)
         return None
 
 

@@ -1,4 +1,4 @@
-"""The layout of a role's generations, from its parts: what a slot has room for, and for whom."""
+"""The layout of a role's generations, from its parts: the contents of a slot, and its replicas."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deadpool_megatron.layout.records import (
-    BOUNDARIES,
-    PartInfo,
-    RoleLayout,
-    extras_part,
-    gradients_part,
-)
+from deadpool_megatron.layout import records
+from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.state.parts import Part
 
 
@@ -25,27 +20,24 @@ def role_layout(
     meaning: str,
     step_parts: Sequence[PartInfo] = (),
 ) -> RoleLayout:
-    """The layout of a role's generations. ``extras_room_bytes``: at each boundary; no part of the
-    hash, so that a run continues with other room. ``step_parts``: for the updates that lead to each
-    generation, where they are kept.
+    """Return the layout of a role's generations.
+
+    ``extras_room_bytes``: capacity for the extras at each boundary. It is not in the hash, so that
+    a run can continue with another capacity. ``step_parts``: for updates, if the scheme keeps them.
     """
     identities = {part.name: part.signature() for part in parts}
     # The gradients of a part are those of the same parameters.
-    identities |= {gradients_part(name): identity for name, identity in identities.items()}
+    identities |= {records.gradients_part(name): identity for name, identity in identities.items()}
     found = [*(PartInfo(part.name, part.nbytes, part.replicas) for part in parts), *step_parts]
     infos = [replace(info, identity=identities.get(info.name, "")) for info in found]
     digest = hashlib.sha256(meaning.encode())
     for info in infos:
         digest.update(f"{info.name}|{info.nbytes}|{info.identity};".encode())
+    names = map(records.extras_part, records.BOUNDARIES)
+    extras = [PartInfo(name, extras_room_bytes, (role,)) for name in names]
     return RoleLayout(
         role=role,
-        parts=(
-            *infos,
-            *(
-                PartInfo(extras_part(boundary), extras_room_bytes, (role,))
-                for boundary in BOUNDARIES
-            ),
-        ),
+        parts=(*infos, *extras),
         peers=tuple(sorted(peers)),
         slots=slots,
         layout_hash=digest.hexdigest(),
