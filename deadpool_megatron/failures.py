@@ -55,9 +55,7 @@ class FailureKind(StrEnum):
     NONFINITE_LOSS = "nonfinite-loss"  # the loss, or another checked number, is NaN or infinite
     SLOW_NODE = "slow-node"  # much slower than its peers
     SILENT_CORRUPTION = "silent-corruption"  # it computed, or held, other numbers than its peers
-    OTHER_PROGRAM = (
-        "other-program"  # a process, or the state to continue from, is of another program
-    )
+    OTHER_PROGRAM = "other-program"  # a process or a state is of another program
     CORRUPT_STATE = "corrupt-state"  # a state did not restore, or not the same on all peers
     BUG = "bug"  # the same failure again at the same step: the program's own
     # Planned: a node was asked to leave, copies are moved, protection changes, the run is to end.
