@@ -1,4 +1,4 @@
-"""The life of an audit on ranks that train: what each role says and does in each iteration.
+"""The life of an audit on ranks that train: the messages and waits of each role in each iteration.
 
 In lives/audits.txt a line is an iteration with the faults in it: a role and the point where a bit
 is wrong there. How the file is written again: tests/common/lives.py.
@@ -53,8 +53,8 @@ class _Reports:
 
 
 def live_on_rank(script: Sequence[str], options: dict[str, Any]) -> list[list[str]]:
-    """What comes of each line of a life on this rank."""
-    rank, reports, told = dist.get_rank(), _Reports(), list[list[str]]()
+    """Return the lines of this rank for each line of a life."""
+    rank, reports, reported = dist.get_rank(), _Reports(), list[list[str]]()
     loop, _ = make_loop(f"{TINY} {options['flags']}")
     complete_state(loop.optimizer)
     shard, slots = optimizers.ShardState(loop.optimizer), dict[Any, memoryview]()
@@ -104,10 +104,10 @@ def live_on_rank(script: Sequence[str], options: dict[str, Any]) -> list[list[st
                     load(part, slots[before, part.name])
                 rebuild_from_peers(loop)
                 loop.reset_after_interrupt()
-            told.append([*printed.getvalue().splitlines(), *reports.lines])
+            reported.append([*printed.getvalue().splitlines(), *reports.lines])
             reports.lines.clear()
             printed.truncate(printed.seek(0))
-    return told
+    return reported
 
 
 def live(script: Sequence[str], options: dict[str, Any], _: Path) -> list[str]:
@@ -115,8 +115,8 @@ def live(script: Sequence[str], options: dict[str, Any], _: Path) -> list[str]:
     lines = []
     for number, line in enumerate(script[: len(ranks[0])]):
         lines.append(line)
-        for role, told in enumerate(ranks):
-            lines += [f"    {role}: {said}" for said in told[number]]
+        for role, reported in enumerate(ranks):
+            lines += [f"    {role}: {line_of_role}" for line_of_role in reported[number]]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Who is wrong, by the results of peers; when they are compared, and how those travel. More is in
+"""Which peers are wrong by their results, when they are compared, and how they travel. More is in
 tests/megatron/calls/comparison.txt."""
 
 from itertools import pairwise
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 @given(st.integers(3, 40), st.data())
-def test_a_minority_is_named_and_nobody_else(peers: int, data: st.DataObject) -> None:
+def test_only_a_minority_is_named(peers: int, data: st.DataObject) -> None:
     wrong = data.draw(st.sets(st.integers(0, peers - 1), max_size=(peers - 1) // 2))
     held = {role: (5, role) if role in wrong else RIGHT for role in range(peers)}
     found = compare_held(held, "weights")
@@ -64,7 +64,7 @@ def test_one_in_each_interval_that_has_a_captured_state(interval: int, every: in
 def test_roles_take_turns_none_is_left_out(interval: int, every: int) -> None:
     audited = [k for k in range(1, 1000) if is_audited(k, interval, every)]
     numbers = [audit_number(k, interval, every) for k in audited]
-    assert [later - one for one, later in pairwise(numbers)] == [1] * (len(numbers) - 1)
+    assert [later - number for number, later in pairwise(numbers)] == [1] * (len(numbers) - 1)
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -72,7 +72,7 @@ def test_a_peer_gets_the_same_bytes(name: str) -> None:
     owner, peer = Rig(*FLAGS[name]), Rig(*FLAGS[name])
     for rig in (peer, owner):
         rig.update(5e-3)
-    with torch.no_grad():  # what the peer has must not matter
+    with torch.no_grad():  # the state of the peer must not matter
         for parameter in peer.parameters:
             parameter.fill_(7.0)
     before = owner.bytes_now()

@@ -18,7 +18,7 @@ from deadpool_megatron.megatron.audit.pass_audit import PassAudit
 
 
 class Chunk(nn.Module):
-    """What the audit asks of Megatron's DDP."""
+    """The part of Megatron's DDP that the audit uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,20 +38,20 @@ class Chunk(nn.Module):
 
 
 class Rig:
-    """``noise``: what a pass adds to its output, one after the other."""
+    """``noise``: the numbers that passes add to their outputs, in order."""
 
     def __init__(self) -> None:
         self.chunk = Chunk()
         self.chunks = [self.chunk]
         self.done: list[str] = []
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.noise = iter([0.0] * 100)
         loop = SimpleNamespace(model_chunks=self.chunks)
-        reports = SimpleNamespace(send_event=self._told)
+        reports = SimpleNamespace(send_event=self._report)
         self.audit = PassAudit(loop, lambda: self.done.append("settled"), reports)  # type: ignore[arg-type]
 
-    def _told(self, _kind: Any, _iteration: Any, data: dict[str, Any]) -> None:
-        self.told.append(data["text"])
+    def _report(self, _kind: Any, _iteration: Any, data: dict[str, Any]) -> None:
+        self.reported.append(data["text"])
 
     def forward_backward(self, *, data_iterator: Any, num_microbatches: int) -> None:
         """In place of Megatron's."""
@@ -104,20 +104,20 @@ def test_megatrons_rerun_machine_does_not_see_it(
     before = copy.deepcopy({k: v for k, v in vars(machine).items() if k != "error_injector"})
     rig.iteration(1)
     assert rig.done.count("pass") == 2
-    assert not rig.told
+    assert not rig.reported
     assert {name: vars(machine)[name] for name in before} == before
 
 
-def test_passes_that_do_not_repeat_are_left_with_the_name_of_who_did_not(rig: Rig) -> None:
+def test_passes_that_do_not_repeat_are_left_and_the_roles_named(rig: Rig) -> None:
     rig.noise = iter([0.0, 1.0])
     rig.iteration(1)
-    (text,) = rig.told
+    (text,) = rig.reported
     assert "of roles [0]" in text
     rig.iteration(2)
     assert rig.done.count("pass") == 2, "not computed any more"
 
 
-def test_the_generation_before_is_committed_by_all_before_anybody_is_accused(
+def test_all_commit_the_generation_before_before_a_mismatch_is_reported(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gather(rows: list[Tensor], row: Tensor) -> None:
@@ -132,7 +132,7 @@ def test_the_generation_before_is_committed_by_all_before_anybody_is_accused(
 @pytest.fixture
 def mismatches(monkeypatch: pytest.MonkeyPatch) -> list[Mismatch | None]:
     found: list[Mismatch | None] = []
-    monkeypatch.setattr(PassAudit, "_stop_if_wrong", lambda _, one: found.append(one))
+    monkeypatch.setattr(PassAudit, "_stop_if_wrong", lambda _, mismatch: found.append(mismatch))
     return found
 
 
@@ -140,15 +140,15 @@ HARDWARE, OUTPUT = 4, 5  # where they stand in the row of a role
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_other_bytes_of_other_hardware_accuse_nobody(
+def test_other_bytes_of_other_hardware_are_no_mismatch(
     other: bool, rig: Rig, mismatches: list[Mismatch | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three replicas of one role, the last of which gives another output."""
 
     def gather(rows: list[Tensor], row: Tensor) -> None:
-        for replica, one in enumerate(rows):
-            one.copy_(row)
-            one[0] = replica
+        for replica, target in enumerate(rows):
+            target.copy_(row)
+            target[0] = replica
         rows[2][OUTPUT] += 1
         rows[2][HARDWARE] += other
 
@@ -158,24 +158,24 @@ def test_other_bytes_of_other_hardware_accuse_nobody(
         rig.iteration(number)
     named = None if other else Mismatch((2,), True, "a forward and backward pass")
     assert mismatches == [named, named]
-    said = "audits cannot judge the passes of roles [2]: no data-parallel peer has"
-    assert [text.startswith(said) for text in rig.told] == [True] * other, "once"
+    warning = "audits cannot judge the passes of roles [2]: no data-parallel peer has"
+    assert [text.startswith(warning) for text in rig.reported] == [True] * other, "once"
 
 
 @pytest.mark.parametrize("is_repeated", [False, True])
 def test_of_two_replicas_the_one_that_does_not_repeat_itself_is_wrong(
     is_repeated: bool, rig: Rig, mismatches: list[Mismatch | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second audit, for the first one tries whether passes repeat. The second replica gives
+    """In the second audit, as the first checks whether passes repeat. The second replica gives
     another output, once or each time."""
     gathered = 0
 
     def gather(rows: list[Tensor], row: Tensor) -> None:
         nonlocal gathered
         gathered += 1
-        for replica, one in enumerate(rows):
-            one.copy_(row)
-            one[0] = replica
+        for replica, target in enumerate(rows):
+            target.copy_(row)
+            target[0] = replica
         rows[1][OUTPUT] += gathered == 2 or (gathered > 2 and is_repeated)
 
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
@@ -196,10 +196,10 @@ def test_each_chunk_of_an_interleaved_pipeline_is_a_stage(
     included."""
 
     def gather(rows: list[Tensor], row: Tensor) -> None:
-        for role, one in enumerate(rows):
-            one.copy_(row)
+        for role, target in enumerate(rows):
+            target.copy_(row)
             replica, rank = divmod(role, 2)
-            one[:3] = torch.tensor([replica, rank, rank])
+            target[:3] = torch.tensor([replica, rank, rank])
         first_chunk, second_chunk = OUTPUT, OUTPUT + 6
         rows[3][[first_chunk, second_chunk]] += 1
         rows[2][second_chunk] += 1

@@ -68,7 +68,7 @@ def test_no_flag_is_judged_twice() -> None:
     assert all(family.reason for family in (*REVIEWED, *UNREVIEWED))
 
 
-def test_what_no_cpu_runs_is_accepted_and_not_called_supported() -> None:
+def test_flags_that_no_cpu_runs_are_accepted_and_not_called_supported() -> None:
     """As the reach tests leave it out: nobody has run it, anywhere."""
     cannot = tomllib.loads((ROOT / "tests" / "reach" / "rules.toml").read_text())["cannot"]
     patterns = " ".join(cannot.values()).split()

@@ -11,7 +11,7 @@ from deadpool_megatron.megatron.pretraining import index_files
 
 
 @pytest.fixture(autouse=True)
-def role_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def second_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEADPOOL_RUN_DIR", str(tmp_path))
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 1 if group is None else 3)
 
@@ -29,10 +29,10 @@ def test_files_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         np.save(str(path), np.arange(3), allow_pickle=True)
     assert seen == [False]
     assert np.load(path).tolist() == [0, 1, 2]
-    assert [one.name for one in tmp_path.iterdir()] == ["index.npy"]
+    assert [file.name for file in tmp_path.iterdir()] == ["index.npy"]
 
 
-def test_who_finds_them_missing_makes_them_as_rank_0_does(
+def test_a_process_without_index_files_makes_them_as_rank_0_does(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cache" / "abc-sample_index.npy"

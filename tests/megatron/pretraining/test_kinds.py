@@ -12,8 +12,8 @@ from megatron.core.optimizer import OptimizerConfig, ParamKey
 from deadpool_megatron.comms import Communicators
 from deadpool_megatron.megatron.pretraining.build import Build, CommandLine
 
-WORDS = ParamKey(name="words.*")
-OVERRIDES = {ParamKey(name="*.bias"): {"wd_mult": 0.0}, WORDS: {"max_lr": 0.5}}
+EMBEDDINGS = ParamKey(name="words.*")
+OVERRIDES = {ParamKey(name="*.bias"): {"wd_mult": 0.0}, EMBEDDINGS: {"max_lr": 0.5}}
 
 
 def stage(*parts: str) -> torch.nn.ModuleDict:
@@ -24,17 +24,17 @@ def stage(*parts: str) -> torch.nn.ModuleDict:
 
 
 def groups(build: Build, model: torch.nn.Module, overrides: Any = OVERRIDES) -> list[Any]:
-    """Of every group what tells it from others, and how many parameters it has."""
+    """Return the distinctive values of every group, and the number of its parameters."""
     with build.kinds_exchanged():
         made = optimizer._get_param_groups([model], OptimizerConfig(lr=1.0), overrides)  # type: ignore
-    return [one | {"params": len(one["params"])} for one in made]
+    return [group | {"params": len(group["params"])} for group in made]
 
 
 @pytest.mark.parametrize("parts", [["dense"], ["dense", "words"], ["dense", "experts"]])
 def test_a_stage_with_fewer_kinds_is_built_alike_without_peers(
     monkeypatch: pytest.MonkeyPatch, parts: list[str]
 ) -> None:
-    poor, peer, told = stage(*parts), Build(CommandLine()), Build(CommandLine())
+    poor, peer, informed = stage(*parts), Build(CommandLine()), Build(CommandLine())
     communicators = Communicators()
     communicators.install()
     monkeypatch.setenv("RANK", "1")
@@ -46,11 +46,11 @@ def test_a_stage_with_fewer_kinds_is_built_alike_without_peers(
             dist, "all_gather_object", lambda found, own: found.extend([peer.kinds[0][1], own])
         )
         with_peer.setattr(dist, "get_world_size", lambda: 0)
-        wanted = groups(told, poor)
-    alone = Build(CommandLine(), ast.literal_eval(repr(told.kinds)))
+        wanted = groups(informed, poor)
+    alone = Build(CommandLine(), ast.literal_eval(repr(informed.kinds)))
     assert groups(alone, poor) == groups(alone, poor) == wanted  # made twice for a spare
     assert len(wanted) == 6 > len(groups(Build(CommandLine()), poor))
-    other = OVERRIDES | {WORDS: {"max_lr": 0.25}}
+    other = OVERRIDES | {EMBEDDINGS: {"max_lr": 0.25}}
     assert groups(alone, poor, other) == groups(Build(CommandLine()), poor, other)
     dist.destroy_process_group()
     communicators.uninstall()

@@ -74,12 +74,12 @@ class Life:
     def emit(self, kind: str, data: Any) -> None:
         self.small.note(f"emit {kind}", **data)
 
-    def show(self, what: str) -> None:
+    def show(self, heading: str) -> None:
         """Write down what was printed, under a heading."""
         found = self.capsys.readouterr()
         for text in (found.out, found.err):
             self.small.lines += [f"    | {line}" for line in text.splitlines()]
-        self.small.lines.append(f"{what}:")
+        self.small.lines.append(f"{heading}:")
 
     def build(self) -> None:
         self.program.make_groups()
@@ -157,11 +157,11 @@ def is_interrupted(make: Callable[..., Life]) -> Life:
 
     life.small.acts["train_step 3"] = closes
     life.train()
-    life.small.acts |= {"skips 3": no_room, "skips 5": no_room}
-    for what in ("log 3", "evaluation 4", "save 4", "validation 5"):
-        life.show(f"interrupted, it trains on until {what}")
+    life.small.acts |= {"skips 3": disk_full, "skips 5": disk_full}
+    for moment in ("log 3", "evaluation 4", "save 4", "validation 5"):
+        life.show(f"interrupted, it trains on until {moment}")
         life.restore()
-        life.closes_at = what
+        life.closes_at = moment
         life.train()
     life.show("interrupted, it trains to the end")
     life.restore()
@@ -190,7 +190,7 @@ def saves_in_the_background(make: Callable[..., Life]) -> Life:
         for call in queue._async_calls_queue.async_calls:
             call.ends = True
 
-    life.small.acts |= {"directory iter_0000006": no_room, "directory iter_0000009": no_room}
+    life.small.acts |= {"directory iter_0000006": disk_full, "directory iter_0000009": disk_full}
     life.small.acts |= {f"train_step {iteration}": ends for iteration in range(4, 9)}
     life.train()
     return life
@@ -202,7 +202,7 @@ def saves_cannot_be_written(make: Callable[..., Life]) -> Life:
     life.build()
     taken = life.run / "saves" / "iter_0000002"
     taken.write_text("taken")
-    life.small.acts |= {"tracker 4": no_room, "directory iter_0000006": no_room}
+    life.small.acts |= {"tracker 4": disk_full, "directory iter_0000006": disk_full}
     life.train()
     files = sorted(str(path) for path in life.run.glob("saves/iter*/*"))
     life.small.note("files", names=files)
@@ -213,7 +213,7 @@ def saves_cannot_be_written(make: Callable[..., Life]) -> Life:
     return life
 
 
-def no_room() -> None:
+def disk_full() -> None:
     raise OSError(28, "No space left on device")
 
 
@@ -227,7 +227,7 @@ def checkpoints_are_loaded(make: Callable[..., Life]) -> Life:
     life.build()
     life.show("it was loaded as the program was built")
     life.small.note("loaded", it=life.loop.loaded, by=life.program.loaded_checkpoint(4))
-    life.small.acts["exits 6"] = no_room
+    life.small.acts["exits 6"] = disk_full
     life.train()
     life.small.acts.clear()
     life.show("fallen back to")

@@ -18,14 +18,14 @@ LENGTH, SAMPLES, WORD, END, PADDING = 16, 24, 3, 8, 9
 
 
 class Padded:
-    """Documents of one length, each with words, its end, and as much padding as it needs."""
+    """Documents of one length, each with tokens, its end, and the padding that it needs."""
 
     sequence_lengths = np.full(SAMPLES + 1, LENGTH, dtype=np.int32)
 
     def get(self, number: int, offset: int = 0, length: int | None = None) -> Any:
-        words = 1 + number * 5 % (LENGTH - 2)
+        count = 1 + number * 5 % (LENGTH - 2)
         whole = np.full(LENGTH, PADDING, dtype=np.int64)
-        whole[:words], whole[words] = WORD, END
+        whole[:count], whole[count] = WORD, END
         return whole[offset:] if length is None else whole[offset : offset + length]
 
 
@@ -45,10 +45,10 @@ def data_set(kind: str) -> Any:
     )
     low: Any = Padded()
     documents = np.arange(SAMPLES + 1, dtype=np.int32)
-    one, other = (
+    first, second = (
         MockGPTDataset(low, None, documents, SAMPLES, Split.train, config) for _ in range(2)
     )
-    return BlendedDataset([one, other], [1, 1], SAMPLES, config) if kind == "blend" else one
+    return BlendedDataset([first, second], [1, 1], SAMPLES, config) if kind == "blend" else first
 
 
 @pytest.mark.parametrize("kind", ["single", "blend", "ends are masked"])

@@ -16,11 +16,11 @@ from deadpool_megatron.megatron.pretraining.training_loop import PretrainLoop
 
 @pytest.fixture
 def detector() -> Iterator[StragglerDetector]:
-    """The real one, which is one in a process, put back as it was."""
-    one, before = StragglerDetector(), dict(vars(StragglerDetector()))
-    yield one
-    vars(one).clear()
-    vars(one).update(before)
+    """The real detector, a singleton of the process, restored at the end."""
+    real, before = StragglerDetector(), dict(vars(StragglerDetector()))
+    yield real
+    vars(real).clear()
+    vars(real).update(before)
     StragglerDetector._configured = False
 
 
@@ -64,7 +64,7 @@ def test_a_profile_of_torch_counts_from_the_start_of_the_run(
     assert training.args.profile_step_start == 110
 
 
-def test_what_is_left_of_an_interrupted_profile_is_ended(training: types.SimpleNamespace) -> None:
+def test_an_interrupted_profile_is_ended(training: types.SimpleNamespace) -> None:
     training.args.profile, training.args.iteration = True, 11
     torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).start()
     is_profiling = torch.autograd._profiler_enabled
@@ -86,7 +86,7 @@ def test_a_warm_up_starts_none_of_them(training: types.SimpleNamespace) -> None:
     ("dispatcher", "overlaps", "steps"),
     [("alltoall", False, 1), ("flex", False, 0), ("alltoall", True, 0)],
 )
-def test_a_step_without_peers_makes_no_buffers_of_theirs(
+def test_a_step_without_peers_makes_no_shared_buffers(
     training: types.SimpleNamespace, dispatcher: str, overlaps: bool, steps: int
 ) -> None:
     """As DeepEP does, which maps their memory in a forward pass, and Transformer Engine before."""
@@ -103,7 +103,7 @@ def test_a_step_without_peers_makes_no_buffers_of_theirs(
 def test_sums_of_an_interrupted_step_are_not_those_of_the_next(
     training: types.SimpleNamespace,
 ) -> None:
-    """Those of the newest iteration are told again as it was told first."""
+    """Those of the newest iteration are consumed again as at first."""
     lengths: list[float | None] = []
     with per_entry_state.for_training(lambda: lengths, 4, 0) as take:
         assert training.training._seqlen_stats_in_iteration is None

@@ -76,7 +76,7 @@ def test_each_epoch_has_new_ones_in_the_same_groups(buffers: UserBuffers, librar
     seen = []
     for _ in range(3):
         buffers.renew()
-        ((world, domain),) = {one.groups for one in library.communicators().values()}
+        ((world, domain),) = {buffer.groups for buffer in library.communicators().values()}
         found = [dist.get_process_group_ranks(group) for group in (world, domain)]
         assert found == [[0, 1, 2, 3], [2, 3]]
         seen.append(id(library.communicators()))
@@ -88,8 +88,8 @@ def test_each_epoch_has_new_ones_in_the_same_groups(buffers: UserBuffers, librar
 def test_a_process_with_something_of_another_set_is_replaced(
     buffers: UserBuffers, library: Library, fails: bool
 ) -> None:
-    """The end of a buffer that is kept would be that of the new ones; and nobody frees what C++ has
-    made by the time that it is interrupted."""
+    """The end of a buffer that is kept would be that of the new set; and no code frees the
+    buffers that C++ has made before an interrupt."""
     library.fails = fails
     with pytest.raises(ConnectionError) if fails else contextlib.nullcontext():
         buffers.renew()
