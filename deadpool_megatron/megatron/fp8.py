@@ -1,10 +1,10 @@
 """State that Transformer Engine keeps for training in FP8: captured, put back in place, reset.
 
 With delayed scaling every module has scaling factors and histories of largest values (amax) that
-each forward and each backward pass changes, and that no parameter tells: unique state. So has
+each forward and each backward pass changes, and that follow from no parameter: unique state. So has
 attention in FP8 with tensorwise scaling, for its softmax. Tensorwise, blockwise and MXFP8 scaling
-keep nothing else: their factors are computed from the values at hand, and what is cached of them is
-made again. Nothing here is needed for them but the reset.
+keep nothing else: their factors are computed from the current values, and caches of them are made
+again. They need only the reset of this module.
 
 Amaxes are reduced over registers that the whole process shares, in the order in which modules came
 by first. Peers reduce a register in one collective, so which modules are in it, and in which order,
@@ -38,7 +38,7 @@ _KINDS = ("scale", "scale_inv", "amax_history")
 # The process-wide registers, and where a module keeps its places in them.
 _REGISTERS = ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer")
 _PLACE = "buffer_index_and_autocast_key"
-# What the state manager says outside of any autocast region; the depth was renamed in 2.9.
+# Values of the state manager outside of any autocast region; the depth was renamed in 2.9.
 _OUTSIDE = {
     "FP8_ENABLED": False,
     "FP8_CALIBRATION": False,
@@ -49,7 +49,7 @@ _OUTSIDE = {
     "AUTOCAST_DEPTH": 0,
     "FP8_AUTOCAST_DEPTH": 0,
 }
-# How many matrix products a module quantises for, as its forward pass says (prepare_forward).
+# The count of matrix products that a module quantises for, from its forward pass (prepare_forward).
 _PRODUCTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2, "DotProductAttention": 3}
 
 _Modules = list[tuple[str, Any]]
@@ -74,7 +74,7 @@ def capture(loop: MegatronLoop) -> dict[str, Any]:
 def restore(loop: MegatronLoop, values: Mapping[str, Any]) -> None:
     """Inverse of :func:`capture`, in place: quantizers and registers refer to these tensors.
 
-    Raises ExtrasError when the loop quantises in other modules than the one that was captured.
+    Raises ExtrasError if the loop quantises in other modules than the captured loop.
     """
     modules = _quantising(loop)
     if values.get("fp8.layout") != (_layout(modules) if modules else None):
@@ -91,10 +91,11 @@ def restore(loop: MegatronLoop, values: Mapping[str, Any]) -> None:
 
 
 def reset_in_flight(model_chunks: Sequence[Any]) -> None:
-    """Forget what an interrupted step left behind, and what was cached of its weights.
+    """Clear the remains of an interrupted step, and the caches of its weights.
 
-    Stale entries of an interrupted recomputation would be taken for those of the next one: no
-    error, but scaling factors of another micro-batch, and other numbers of reductions.
+    Stale entries of an interrupted recomputation would be taken for those of the next
+    recomputation: no error, but scaling factors of another micro-batch, and other counts of
+    reductions.
     """
     modules = _modules(model_chunks if _completed else ())
     if not any(module in _completed for _, module in modules):

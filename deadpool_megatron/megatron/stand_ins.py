@@ -58,10 +58,10 @@ _MODULES = (
     "megatron.training.config.resilience_config",
     "megatron.training.config.training_config",
 )
-# What imports Triton although its kernels are never called; everybody else, PyTorch among them,
-# tests for Triton and goes on without. 0.16 and later: initialize.py imports it. 0.18: the experts,
+# Modules that import Triton although its kernels are never called; all others, PyTorch among them,
+# test for Triton and run without. 0.16 and later: initialize.py imports it. 0.18: the experts,
 # which in 0.19 import the last.
-_WITHOUT_BEING_ASKED = frozenset(
+_UNCONDITIONAL_IMPORTERS = frozenset(
     {
         "megatron.core.transformer.custom_layers.batch_invariant_kernels",
         "megatron.core.transformer.moe.paged_stash",
@@ -128,13 +128,13 @@ def install_megatron_lm(checkout: Path) -> None:
 
 
 def with_own_generator(build: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as ``build``, whose loaders draw from a generator of their own.
+    """Return a function like ``build`` whose loaders draw from a generator of their own.
 
-    A loader draws a seed for its workers whenever it is iterated: at once, or with
-    ``--dataloader-type cyclic`` in the next iteration (training.py, ``cyclic_iter``). After a
-    return that would be behind the random states that were put back. Where there is no GPU, dropout
-    draws from the same generator, and a run that loads a checkpoint and then builds its loaders
-    would continue with other numbers.
+    A loader draws a seed for its workers at each iteration over it: at once, or with
+    ``--dataloader-type cyclic`` in the next iteration (training.py, ``cyclic_iter``). In a restored
+    process that would follow the restore of the random states. Without a GPU, dropout draws from
+    the same generator, and a run that loads a checkpoint and then builds its loaders would continue
+    with other numbers.
     """
 
     @functools.wraps(build)
@@ -237,8 +237,8 @@ def _replace_streams() -> None:
 
 
 def _replace_generators() -> None:
-    # tensor_parallel/random.py keeps named states of "the CUDA generator". What dropout draws from
-    # on the CPU is the default generator, so that is the one to switch between those states.
+    # tensor_parallel/random.py keeps named states of "the CUDA generator". On the CPU dropout draws
+    # from the default generator, which therefore switches between those states.
     # _lazy_call must be there before the import: random.py:12 binds it by name.
     def call_now(action: Callable[[], object], **_options: object) -> None:
         action()
@@ -276,8 +276,8 @@ def _eager_compile() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unasked_imports_answered() -> Iterator[None]:
-    """Have Megatron import what is not installed, while the block runs, where it does so unasked:
-    kernels that nobody can call, and names of a later Python.
+    """Let Megatron import modules that are not installed while the block runs: kernels that are
+    never called, and names of a later Python.
     """
     if not hasattr(typing, "override"):  # before Python 3.12; 0.18, training/models/hybrid.py:5
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
@@ -294,8 +294,8 @@ def _unasked_imports_answered() -> Iterator[None]:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> types.ModuleType:
-        asks = (globals or {}).get("__name__")
-        if name.split(".")[0] == "triton" and asks in _WITHOUT_BEING_ASKED:
+        importer = (globals or {}).get("__name__")
+        if name.split(".")[0] == "triton" and importer in _UNCONDITIONAL_IMPORTERS:
             return triton.language if fromlist and name == "triton.language" else triton
         return real(name, globals, locals, fromlist or (), level)
 
@@ -341,7 +341,7 @@ def _finish_after_import() -> None:
 
 def _answer_for_a_device() -> None:
     # "Megatron requires CUDA" (initialize.py:62), and without a device it creates no groups
-    # (initialize.py:319) and seeds nothing (:422). Nobody else hears of it.
+    # (initialize.py:319) and seeds nothing (:422). All other callers get the true answer.
     _only_for("megatron.training.initialize", "is_available", True)
     _only_for("megatron.training.initialize", "device_count", 1)
     # initialize.py:331.
@@ -356,7 +356,7 @@ def _answer_for_a_device() -> None:
 
 
 def _only_for(module: str, function: str, answer: object) -> None:
-    """Have ``torch.cuda.<function>`` answer this to one module, and the truth to all others."""
+    """Have ``torch.cuda.<function>`` return ``answer`` to one module, and the truth to others."""
     real: Callable[[], object] = getattr(torch.cuda, function)
 
     @functools.wraps(real)
@@ -398,7 +398,7 @@ def _accept_norms() -> None:
 
 
 def _keep_generator_from_loaders() -> None:
-    """Also in a run without our hooks, against which others are held."""
+    """Build loaders so in unprotected runs as well, to which protected runs are compared."""
     training = importlib.import_module("megatron.training.training")
     apart = with_own_generator(training.build_pretraining_data_loader)
     training.build_pretraining_data_loader = apart  # type: ignore[attr-defined]
@@ -408,7 +408,7 @@ def _put_first(checkout: Path) -> None:
     """Have ``megatron.core`` and ``megatron.training`` both come from ``checkout``.
 
     ``megatron`` is a namespace package: a wheel of megatron-core that is installed as well adds to
-    it, and whoever comes first on the path decides for ``megatron.core``. Raises ValueError,
+    it, and the first entry of the path decides for ``megatron.core``. Raises ValueError,
     and RuntimeError when megatron.core has been imported from elsewhere.
     """
     if not (checkout / "megatron" / "training" / "training.py").is_file():
@@ -421,7 +421,7 @@ def _put_first(checkout: Path) -> None:
         sys.path.remove(place)
     sys.path.insert(0, place)
     if sys.pycache_prefix is None:
-        # Compiled modules go beside the user's other caches instead of into the checkout.
+        # Compiled modules go to the user's caches instead of into the checkout.
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         sys.pycache_prefix = str(cache / "deadpool-megatron" / "pycache")
 
@@ -456,8 +456,8 @@ def _use_compiled_helpers() -> None:
     """Take the compiled index builder from the wheel where the checkout has none.
 
     initialize.py:190 would run ``make`` in the checkout, with whatever ``python3-config`` is first
-    on the path, and end the process without a word when that fails. Without a wheel that was made
-    from the same source that still happens.
+    on the path, and end the process without a message when that fails. Without a wheel of the same
+    source that still happens.
     """
     datasets = importlib.import_module("megatron.core.datasets")
     library = _compiled_helpers(Path(str(datasets.__file__)).parent)
