@@ -19,10 +19,7 @@ from pathlib import Path
 from deadpool_megatron import failpoints
 from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.agent_orders import Vault
-from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.pace import interface_of
-from deadpool_megatron.vault.transport import Transport
+from deadpool_megatron.vault import agent_orders, errors, pace, transport as transports
 from deadpool_megatron.wire import auth
 
 
@@ -60,10 +57,10 @@ def main() -> int:
         print(f"vault of node {given.node}: {error}", file=sys.stderr)
         return 2
     listener = socket.socket(fileno=given.tcp_fd)
-    transport = Transport(listener, secret, run_id, given.node, settings.connect_seconds)
+    transport = transports.Transport(listener, secret, run_id, given.node, settings.connect_seconds)
     local = socket.socket(fileno=given.unix_fd)
-    interface = interface_of(listener.getsockname()[0])
-    vault = Vault(given.node, given.segment_dir, settings, transport, local, interface)
+    interface = pace.interface_of(listener.getsockname()[0])
+    vault = agent_orders.Vault(given.node, given.segment_dir, settings, transport, local, interface)
 
     def end(*_: object) -> None:
         vault.ended_by_signal = True
@@ -72,7 +69,7 @@ def main() -> int:
         signal.signal(number, end)
     try:
         vault.start()
-    except SegmentError as error:
+    except errors.SegmentError as error:
         print(f"vault of node {given.node}: {error}", file=sys.stderr)
         return 2
     vault.wait()

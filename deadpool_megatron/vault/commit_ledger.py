@@ -148,12 +148,9 @@ class CommitLedger:
     ) -> None:
         self.on_committed(role, generation, boundary)
         shipped_bytes = self._shipped.pop(role, 0)
-        facts: dict[str, object] = {
-            "lineage": generation.lineage,
-            "boundary": boundary,
-            "released": released,
-        }
-        facts |= {"bytes": shipped_bytes, **self._nic.note(Pace.committed, role, generation)}
+        facts: dict[str, object] = {"lineage": generation.lineage, "boundary": boundary}
+        facts |= {"released": released, "bytes": shipped_bytes}
+        facts |= self._nic.note(Pace.committed, role, generation)
         self._reports.emit(Kind.COMMITTED, role, generation, facts)
         if released or role not in self._unprotected:
             return

@@ -78,25 +78,16 @@ class VaultControl:
         which parts it has no intact bytes (:meth:`BadPart.to_list`). With ``held`` all of those
         generations instead, each to a directory of its own: ``files``."""
         about = {"directory": str(directory), "generation": generation.to_list()}
-        generations = [one.to_list() for one in held]
-        return dict(
-            await self._order(
-                "dump", deadline_seconds, **about, boundary=boundary, held=generations
-            )
-        )
+        about |= {"boundary": boundary, "held": [other.to_list() for other in held]}
+        return dict(await self._order("dump", deadline_seconds, **about))
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
         """Set the generation of an iteration of the open epoch aside; see
         :mod:`.disk.pinned_snapshot`."""
         # The vault's own limit is the one that says what was waited for.
-        answer = await self._order(
-            "take",
-            deadline_seconds + _TAKE_GRACE_SECONDS,
-            name=name,
-            iteration=iteration,
-            limit_seconds=deadline_seconds,
-        )
-        return [Snapshot.from_dict(one) for one in answer]
+        about = {"name": name, "iteration": iteration, "limit_seconds": deadline_seconds}
+        answer = await self._order("take", deadline_seconds + _TAKE_GRACE_SECONDS, **about)
+        return [Snapshot.from_dict(snapshot) for snapshot in answer]
 
     async def status(self, deadline_seconds: float) -> dict[str, Any]:
         """Counters and holdings, see ``Vault.status``."""

@@ -34,6 +34,10 @@ class Target(NamedTuple):
     block: int | None = None
 
 
+# Groups of targets with the parts that each target of a group is owed.
+Ways = Iterable[tuple[Sequence[Target], Collection[str]]]
+
+
 @dataclass(frozen=True)
 class Offer:
     """Parts of a generation that the vault of its role has. ``elsewhere``: name, bytes and checksum
@@ -76,9 +80,7 @@ class Scheme(ABC):
         self._owed: dict[tuple[int, PartKind], Owed] = {}
 
     @abstractmethod
-    def _ways(
-        self, layout: RoleLayout, kind: PartKind
-    ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
+    def _ways(self, layout: RoleLayout, kind: PartKind) -> Ways:
         """Groups of targets with the parts that each of a group is owed. Of ``kind`` and extras
         only: shard parts, or the steps to them."""
 
@@ -151,9 +153,7 @@ class Copies(Scheme):
         super().__init__(record)
         self._placement = CopyPlacement.of_record(record)
 
-    def _ways(
-        self, layout: RoleLayout, kind: PartKind
-    ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
+    def _ways(self, layout: RoleLayout, kind: PartKind) -> Ways:
         return [(self._buddies(layout), self._uncovered(layout, kind, PartKind.EXTRAS))]
 
     def _buddies(self, layout: RoleLayout) -> list[Target]:
@@ -170,9 +170,7 @@ class Copies(Scheme):
 class Local(Scheme):
     """Generations stay on their own node (REFT's SMP): nothing is owed to anybody."""
 
-    def _ways(
-        self, layout: RoleLayout, kind: PartKind
-    ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
+    def _ways(self, layout: RoleLayout, kind: PartKind) -> Ways:
         return ()
 
 
@@ -181,8 +179,6 @@ class LocalTwice(Scheme):
     like the copy of a buddy. A damaged slot of a dead process is repaired without the network: a
     restore takes the first place of a part on its node whose checksum matches."""
 
-    def _ways(
-        self, layout: RoleLayout, kind: PartKind
-    ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
+    def _ways(self, layout: RoleLayout, kind: PartKind) -> Ways:
         names = [one.name for one in layout.parts if kind_of(one.name) in (kind, PartKind.EXTRAS)]
         return [([Target(self._seats[layout.role])], names)]

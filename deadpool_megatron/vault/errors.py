@@ -166,16 +166,7 @@ class VaultReports:
 
     def emit(self, kind: Kind, role: int, generation: Generation, data: dict[str, Any]) -> None:
         """Send an event about a generation of a role."""
-        self.send(
-            Event(
-                kind,
-                epoch=self.epoch,
-                node=self._node,
-                role=role,
-                iteration=generation.iteration,
-                data=data,
-            )
-        )
+        self.send(Event(kind, self.epoch, self._node, role, generation.iteration, data=data))
 
     def corruption(
         self, role: int, generation: Generation, name: str, where: str, expected: int, found: int

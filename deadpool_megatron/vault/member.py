@@ -273,12 +273,8 @@ class VaultClient:
             self.register(layout, epoch, interrupted)
         self._enter(epoch)
         self._restored = generation
-        wish = {
-            "t": "restore",
-            "epoch": epoch,
-            "generation": generation.to_list(),
-            "boundary": boundary,
-        }
+        about = {"epoch": epoch, "generation": generation.to_list(), "boundary": boundary}
+        wish = {"t": "restore", **about}
         answer = self._ask(wish, time.monotonic() + deadline_seconds, interrupted, "restore")
         if answer["t"] == "unavailable":
             tried = tuple((int(n), int(r), str(reason)) for n, r, reason in answer["tried"])
@@ -329,12 +325,8 @@ class VaultClient:
                 return
             link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             link.settimeout(_SEND_SECONDS)
-            hello = {
-                "seat": self._seat.to_list(),
-                "layout": self._layout.to_dict(),
-                "rehearsed": self._rehearsed,
-                "has_slots": self._segment is not None,
-            }
+            hello: dict[str, Any] = {"seat": self._seat.to_list(), "layout": self._layout.to_dict()}
+            hello |= {"rehearsed": self._rehearsed, "has_slots": self._segment is not None}
             try:
                 link.connect(self._path)
                 framing.send(link, {"t": "member", **hello})
@@ -537,9 +529,8 @@ class RestoredParts:
                 maps[file_name] = own.contents.toreadonly()
             elif file_name not in maps:
                 with open(path, "rb") as file:
-                    maps[file_name] = memoryview(
-                        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                    )
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                maps[file_name] = memoryview(mapped)
             self._parts[name] = maps[file_name][offset : offset + nbytes]
 
     @property

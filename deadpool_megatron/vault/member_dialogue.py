@@ -240,20 +240,11 @@ class MemberConnection:
             if over:  # its member has died while this was fetched, and will never release it
                 self._unpin()
                 return
-            self.link.send(
-                {
-                    "t": "restored",
-                    "epoch": epoch,
-                    "parts": {
-                        name: [
-                            place.segment.path.name,
-                            place.segment.offset(place.slot, place.name),
-                            place.nbytes,
-                        ]
-                        for name, place in outcome.items()
-                    },
-                }
-            )
+            parts = {
+                name: [at.segment.path.name, at.segment.offset(at.slot, at.name), at.nbytes]
+                for name, at in outcome.items()
+            }
+            self.link.send({"t": "restored", **about, "parts": parts})
 
     def _unpin(self) -> None:
         with self._lock:

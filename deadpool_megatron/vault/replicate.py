@@ -138,16 +138,10 @@ class Sender(threading.Thread, ABC):
 
     def _send_paced(self, channel: Channel, flow: Share, place: Place, view: memoryview) -> None:
         """Send a piece of a part at the pace of all protection traffic."""
-        sent = 0
+        sent, iteration = 0, flow.generation.iteration
+        about = {"role": self._layout.role, "iteration": iteration, "to": self._node}
         for piece in flow.pieces(view, self._going):
-            piece = failpoints.maybe_damaged(
-                piece,
-                "vault.chunk",
-                role=self._layout.role,
-                iteration=flow.generation.iteration,
-                to=self._node,
-                part=place.name,
-            )
+            piece = failpoints.maybe_damaged(piece, "vault.chunk", part=place.name, **about)
             channel.send_bulk(piece)
             self._store.reports.counters["bytes shipped"] += len(piece)
             sent += len(piece)

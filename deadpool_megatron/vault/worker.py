@@ -211,7 +211,6 @@ class RoleWorker(threading.Thread):
                     place = Place(segment, slot, name, entry.nbytes, entry.checksum, entry.epoch)
                     store.mark_bad(place, found)
             obtained = self._outcome if isinstance(self._outcome, dict) else None
-            if generation != self._restored or self._restorer.accepts(
-                segment, slot, digests, obtained
-            ):
+            is_new = generation != self._restored
+            if is_new or self._restorer.accepts(segment, slot, digests, obtained):
                 store.seal_own(segment, filled, digests, epoch)

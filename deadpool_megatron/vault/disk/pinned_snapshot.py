@@ -148,14 +148,8 @@ class _Taker:
             while self._ledger.committed.get(self._role, (Generation(0, 0), ""))[0] < wanted:
                 self._wait(limit, f"the commit of iteration {wanted.iteration}")
         os.ftruncate(self._file, max(1, self._end))
-        return Snapshot(
-            self._role,
-            self._layout.layout_hash,
-            wanted,
-            boundary,
-            str(self.path),
-            dict(self._parts),
-        )
+        about = self._role, self._layout.layout_hash, wanted, boundary, str(self.path)
+        return Snapshot(*about, dict(self._parts))
 
     def close(self) -> None:
         """Let go of the file; it stays."""

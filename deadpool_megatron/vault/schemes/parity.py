@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ import xxhash
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout import parity_groups, records
 from deadpool_megatron.vault import room
-from deadpool_megatron.vault.copies import Copies, Offer, Parts, Target
+from deadpool_megatron.vault.copies import Copies, Offer, Parts, Target, Ways
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
 from deadpool_megatron.vault.schemes.parity_decode import load_code
 from deadpool_megatron.vault.shm.segment import Segment, checksum
@@ -74,9 +74,7 @@ class Parity(Copies):
             Target(node, block) for block, node in zip(group.blocks, group.holders, strict=True)
         ]
 
-    def _ways(
-        self, layout: records.RoleLayout, kind: records.PartKind
-    ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
+    def _ways(self, layout: records.RoleLayout, kind: records.PartKind) -> Ways:
         return [
             (self._buddies(layout), self._uncovered(layout, records.PartKind.EXTRAS)),
             (self.holders(layout.role), self.coded(layout)),

@@ -500,12 +500,9 @@ class Geometry:
     def __init__(
         self, layout: RoleLayout, seat: Seat | None, slots: int, page_bytes: int = PAGE_BYTES
     ) -> None:
-        described = {
-            "layout": layout.to_dict(),
-            "seat": seat.to_list() if seat else None,
-            "slots": slots,
-            "page_bytes": page_bytes,
-        }
+        described: dict[str, object] = {"layout": layout.to_dict()}
+        described["seat"] = seat.to_list() if seat else None
+        described |= {"slots": slots, "page_bytes": page_bytes}
         self.slots = slots
         self.page_bytes = page_bytes
         self.description = json.dumps(described, separators=(",", ":"), sort_keys=True).encode()
