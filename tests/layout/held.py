@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-from deadpool_megatron.layout import records
-from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
+from deadpool_megatron.layout import planner, records
 
 # Node -> roles, generations and names of parts.
 Content = Mapping[int, Iterable[tuple[int, records.Generation, frozenset[str]]]]
@@ -35,7 +34,7 @@ def holders(
     }
 
 
-def chosen(query: RestoreQuery) -> records.Restore:
-    answer = choose_restore(query)
+def chosen(query: planner.RestoreQuery) -> records.Restore:
+    answer = planner.choose_restore(query)
     assert isinstance(answer, records.Restore), answer
     return answer

@@ -6,9 +6,7 @@ from pathlib import Path
 
 from hypothesis import given, settings, strategies as st
 
-from deadpool_megatron.layout import sizing
-from deadpool_megatron.layout.gradient_chain import step_parts
-from deadpool_megatron.layout.parity_groups import MEMBERS, ParityGroup, parity_layout
+from deadpool_megatron.layout import gradient_chain, parity_groups, sizing
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.vault.memory import allocated_bytes
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, steps_name
@@ -44,7 +42,7 @@ def test_own_slots_and_copies(layout: RoleLayout) -> None:
 def test_chains(layout: RoleLayout, full_every: int) -> None:
     """Two files on the buddy: whole copies, and what leads on from them."""
     shards = {part.name: part for part in layout.parts[:-1]}
-    steps = step_parts(shards, 4096, 0)
+    steps = gradient_chain.step_parts(shards, 4096, 0)
     layout = replace(layout, parts=(*shards.values(), *steps, layout.parts[-1]))
     others = [part.name for part in layout.parts if part.name not in shards]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
@@ -58,7 +56,7 @@ def test_chains(layout: RoleLayout, full_every: int) -> None:
 @given(layouts(), st.integers(1, 6))
 def test_blocks(layout: RoleLayout, roles: int) -> None:
     of = {role: replace(layout, role=role) for role in range(roles)}
-    group = ParityGroup(tuple(of), (1 << 33,), (9,))
-    made = parity_layout(of, group, 0, 1)
-    longest = {part.name: part.nbytes for part in made.parts if part.name != MEMBERS}
+    group = parity_groups.ParityGroup(tuple(of), (1 << 33,), (9,))
+    made = parity_groups.parity_layout(of, group, 0, 1)
+    longest = {part.name: part.nbytes for part in made.parts if part.name != parity_groups.MEMBERS}
     assert sizing.block_bytes(made.slots, roles, longest) >= segment_bytes(made)

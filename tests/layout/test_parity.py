@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from deadpool_megatron.layout import parity_groups as parity, records
-from deadpool_megatron.layout.placement import missing_copies
+from deadpool_megatron.layout import parity_groups as parity, placement, records
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 
 
@@ -66,7 +65,7 @@ def test_groups_of_any_cluster(drawn: tuple[records.EpochRecord, int]) -> None:
     groups, m = parity.ParityPlacement.of_record(record).groups, record.replicas
     assert sorted(r for group in groups for r in group.roles) == sorted(record.seats)
     live = len(record.nodes)
-    short = missing_copies(
+    short = placement.missing_copies(
         {role: seat.node for role, seat in record.seats.items()},
         {node: address.domain for node, address in record.nodes.items()},
         [node for node, address in record.nodes.items() if address.spare],

@@ -5,12 +5,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, strategies as st
 
-from deadpool_megatron.layout import records
+from deadpool_megatron.layout import history, records, schemes
 from deadpool_megatron.layout.gradient_chain import REPLAY, key, step_parts, suspects
-from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityPlacement, parity_role
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
-from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from tests.layout.held import Content, chosen, holders, inventories
 
 EXTRAS = records.extras_part("step")
@@ -20,7 +18,7 @@ STEP = frozenset(
     {records.gradients_part("shard0"), records.UPDATE_PART, records.SUMS_PART, "extras@step"}
 )
 OWN = WHOLE | STEP
-LINES = {1: 7, 2: NO_LIMIT}
+LINES = {1: 7, 2: history.NO_LIMIT}
 
 
 def layout(role: int, parts: tuple[str, ...] = ("main",)) -> records.RoleLayout:
@@ -52,7 +50,7 @@ class World:
         self.protect(self.placement, (OLD, NEW))
 
     def place(self, group: int, parities: int | None = None) -> ParityPlacement:
-        plan = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=group))
+        plan = schemes.ProtectionPlan(schemes.SchemeNumbers(schemes.SchemeKind.PARITY, group=group))
         domains = {node: f"rack{node}" for node in range(self.nodes)}
         spares = set(domains) - set(self.seats.values())
         return ParityPlacement(self.seats, domains, spares, plan, parities or self.parities)
@@ -88,7 +86,13 @@ class World:
             inventories[node] = records.Inventory(node, 1, tuple(holdings), tuple(found))
         seats = {role: records.Seat(node, role, 0) for role, node in self.seats.items()}
         return RestoreQuery(
-            2, seats, inventories, seats, seats, {1: NO_LIMIT}, bad_parts=frozenset(self.bad)
+            2,
+            seats,
+            inventories,
+            seats,
+            seats,
+            {1: history.NO_LIMIT},
+            bad_parts=frozenset(self.bad),
         )
 
     def sources(self, role: int, generation: records.Generation, name: str) -> set[records.Source]:

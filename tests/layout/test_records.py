@@ -5,10 +5,8 @@ from dataclasses import fields, replace
 
 from hypothesis import given, settings, strategies as st
 
-from deadpool_megatron.layout import records, records as rec
+from deadpool_megatron.layout import records, records as rec, schemes, words
 from deadpool_megatron.layout.history import History
-from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
-from deadpool_megatron.layout.words import group_name, roles_in
 
 G = rec.Generation(2, 7)
 PLACES = {"shard": (rec.Source(1, 0),)}
@@ -24,7 +22,9 @@ RECORD = rec.EpochRecord(
     emitted_up_to=6,
     fewer_copies=frozenset({0}),
     cause="a node is gone",
-    protection=ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=4)),
+    protection=schemes.ProtectionPlan(
+        schemes.SchemeNumbers(schemes.SchemeKind.RECOMPUTE, full_every=4)
+    ),
     history=History(kept={2: 7}, recoveries=4),
 )
 LAYOUT = rec.RoleLayout(3, (rec.PartInfo("shard", 8, (3,)),), (3, 4), 3, "hash", meaning="first")
@@ -97,4 +97,4 @@ def test_round_trip(inventory: records.Inventory) -> None:
 
 @given(st.lists(st.integers(0, 40), unique=True, min_size=1))
 def test_a_name_tells_the_roles(roles: list[int]) -> None:
-    assert roles_in(group_name("TP (of experts)", roles), range(41)) == tuple(roles)
+    assert words.roles_in(words.group_name("TP (of experts)", roles), range(41)) == tuple(roles)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.agent_orders import Vault
-from deadpool_megatron.vault.member import VaultClient
+from deadpool_megatron.vault import agent_orders, member
 from tests.vault.fake_network import FakeNetwork, QuickListener
 
 
@@ -20,7 +19,7 @@ class LocalNode:
     ) -> None:
         self.network, self.number, self.directory = network, number, directory
         self.settings = settings
-        self.clients: list[VaultClient] = []
+        self.clients: list[member.VaultClient] = []
         self.starts = 0
         self.start()
 
@@ -32,14 +31,16 @@ class LocalNode:
         self.listener.bind(self.socket_path)
         self.listener.listen()
         transport = self.network.transport("fake", self.number, 5.0)
-        self.vault = Vault(self.number, self.directory, self.settings, transport, self.listener)
+        self.vault = agent_orders.Vault(
+            self.number, self.directory, self.settings, transport, self.listener
+        )
         self.vault.start()
         self.end = threading.Thread(target=self.vault.wait, name=f"vault{self.number}")
         self.end.start()
 
-    def client(self, seat: Seat) -> VaultClient:
+    def client(self, seat: Seat) -> member.VaultClient:
         """The connection of a member."""
-        made = VaultClient(self.socket_path, self.directory, seat, connect_seconds=5.0)
+        made = member.VaultClient(self.socket_path, self.directory, seat, connect_seconds=5.0)
         self.clients.append(made)
         return made
 

@@ -10,8 +10,7 @@ import pytest
 
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Seat
-from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.member_dialogue import listening_at
+from deadpool_megatron.vault import errors, member_dialogue
 from deadpool_megatron.vault.shm.segment import PartState, Segment, copy_name, own_name
 from tests.vault.harness import Member, cluster, content, make_layout, memory, train, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin, flip, swap
@@ -45,7 +44,7 @@ def test_names_that_are_cleaned_away_lead_to_what_is_held_again(tmp_path: Path) 
             member.check(record)
         assert len(node.seen(Kind.LOG, level="warning")) == 1
         node.kill()
-        node.unix = listening_at(Path(node.socket_path))  # as the agent does
+        node.unix = member_dialogue.listening_at(Path(node.socket_path))  # as the agent does
         node.start()
         assert not any(path.is_symlink() for path in node.directory.iterdir())
 
@@ -118,7 +117,7 @@ def test_damage_in_the_own_slot_before_it_is_shipped_is_told(tmp_path: Path) -> 
         members = begin(running)
         train(members, Generation(1, 1))  # a vault stopped and continued in the middle of sealing
         members[0].write(Generation(1, 2))
-        with pytest.raises(VaultError, match="damaged"):
+        with pytest.raises(errors.VaultError, match="damaged"):
             members[0].wait(Generation(1, 2))
         held = {(h.role, h.generation): h.parts for h in running.close(1)[0].holdings}
         assert "shard" not in held[0, Generation(1, 2)]
@@ -179,7 +178,7 @@ def test_full_memory_of_a_buddy_holds_the_gate_and_says_why(
     ) as running:
         (tight_memory / "ballast").write_bytes(bytes(2 << 20))
         (member,) = running.join({0: layouts[0]})
-        with pytest.raises(VaultError, match="bytes needed"):
+        with pytest.raises(errors.VaultError, match="bytes needed"):
             Member(running.nodes[1], layouts[0]).client.register(make_layout(1, 1 << 20), 1)
         member.write(FIRST)
         assert member.wait(FIRST, seconds=0.5) == "shut"

@@ -17,15 +17,11 @@ from zlib import crc32
 import pytest
 
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout import records
-from deadpool_megatron.layout.gradient_chain import step_parts
+from deadpool_megatron.layout import gradient_chain, planner, records, schemes
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
-from deadpool_megatron.layout.schemes import plan_of_kind
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import room
+from deadpool_megatron.vault import errors, room
 from deadpool_megatron.vault.control import VaultControl
-from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import own_name
 from deadpool_megatron.wire.framing import WireError
 from tests.common import lives
@@ -59,7 +55,7 @@ class Life:
 
     def __init__(self, directory: Path, kind: str) -> None:
         self.directory, self.lines = directory, list[str]()
-        self.plan = plan_of_kind(kind, replace(SETTINGS, full_every=3), 1, 3)
+        self.plan = schemes.plan_of_kind(kind, replace(SETTINGS, full_every=3), 1, 3)
         self.network, self.loop = FakeNetwork(), Loop()
         self.events: dict[int, list[Event]] = {}
         self.controls: dict[int, VaultControl] = {}
@@ -79,7 +75,7 @@ class Life:
         if kind != "recompute":
             return plain
         shards = {p.name: replace(p, nbytes=p.nbytes // 3) for p in plain.parts[:2]}
-        kept = step_parts(shards, 512, role)
+        kept = gradient_chain.step_parts(shards, 512, role)
         return replace(plain, parts=(*plain.parts[:2], *kept, *plain.parts[2:]))
 
     def connect(self, number: int) -> None:
@@ -94,7 +90,7 @@ class Life:
 
     def refused(self, what: str, act: Callable[[], Any]) -> None:
         """Write down how something is refused."""
-        with pytest.raises((VaultError, OSError)) as found:
+        with pytest.raises((errors.VaultError, OSError)) as found:
             act()
         self.note(what, f"{type(found.value).__name__}: {found.value}")
 
@@ -173,10 +169,10 @@ class Life:
         self, epoch: int, inventories: dict[int, records.Inventory], seats: dict[int, records.Seat]
     ) -> records.EpochRecord:
         """Open an epoch with what the coordinator would choose; all restore."""
-        query = RestoreQuery(
+        query = planner.RestoreQuery(
             epoch, range(3), inventories, seats, self.seats, self.kept, bad_parts=self.bad
         )
-        restore = choose_restore(query)
+        restore = planner.choose_restore(query)
         assert isinstance(restore, records.Restore), restore
         self.note("restore", restore.to_dict())
         self.seats = seats
@@ -188,7 +184,7 @@ class Life:
         for role, member in self.members.items():
             try:
                 parts = member.restore(record)
-            except VaultError as error:
+            except errors.VaultError as error:
                 self.note(f"role {role} has not restored", str(error))
                 return
             sums = {name: (len(parts.part(name)), crc32(parts.part(name))) for name in parts.names}

@@ -13,12 +13,11 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import member_dialogue
+from deadpool_megatron.vault import member_dialogue, slot_store
 from deadpool_megatron.vault.errors import Frozen, VaultError
 from deadpool_megatron.vault.member import SlotWriter, VaultClient, free_slot
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
-from deadpool_megatron.vault.slot_store import SlotStore
 from tests.common.waiting import wait_for
 from tests.vault.fake_network import QuickListener
 from tests.vault.harness import commit, enter, make_layout, record_of
@@ -123,7 +122,7 @@ class Vault:
 
     def start(self) -> None:
         """The first one, or the next one after :meth:`stop`."""
-        self.state = SlotStore(scheme_of, 0, self.directory, Settings(), lambda _: None)
+        self.state = slot_store.SlotStore(scheme_of, 0, self.directory, Settings(), lambda _: None)
         self.members = member_dialogue.MemberConnections(self.state)
         seats = {role: Seat(0, 0, 0) for role in range(2)}
         self.state.adopt(record_of(1, seats=seats))

@@ -13,9 +13,7 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation, Restore, RoleLayout, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import member_dialogue
-from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.member import VaultClient
+from deadpool_megatron.vault import errors, member, member_dialogue
 from deadpool_megatron.vault.member_dialogue import LocalLink, MemberConnection, MemberConnections
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
@@ -83,9 +81,9 @@ def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path: Path
     assert asked == [LAYOUT]
 
 
-def leaves_the_gate_at_once(client: VaultClient, why: str) -> None:
+def leaves_the_gate_at_once(client: member.VaultClient, why: str) -> None:
     interrupted = os.eventfd(0, os.EFD_CLOEXEC)
-    with pytest.raises(VaultError, match=why):
+    with pytest.raises(errors.VaultError, match=why):
         client.wait_committed(
             Generation(1, 4),
             "step",
@@ -100,7 +98,9 @@ def test_the_last_words_of_a_vault_reach_a_member_that_had_something_to_tell_it(
     tmp_path: Path,
 ) -> None:
     """Damage in the member's own slot is said once; the next vault has nothing to seal there."""
-    client = VaultClient(str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
+    client = member.VaultClient(
+        str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=1.0
+    )
     client._link, vault = socket.socketpair()
     enter(client, 1)
     framing.send(vault, {"t": "bad", "epoch": 1, "generation": [1, 4], "part": "shard"})
@@ -110,7 +110,7 @@ def test_the_last_words_of_a_vault_reach_a_member_that_had_something_to_tell_it(
 
 def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_path: Path) -> None:
     """With a lag the gate does not ask again, and the slot to overwrite is chosen by this."""
-    client = VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
+    client = member.VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
 
     def committed(epoch: int, iteration: int) -> Generation:
         generation = Generation(epoch, iteration)

@@ -16,8 +16,7 @@ from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.layout.sizing import PAGE_BYTES, Topology, memory_needs, node_needs
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import memory
-from deadpool_megatron.vault.errors import OutOfSpace
+from deadpool_megatron.vault import errors, memory
 from deadpool_megatron.vault.memory import (
     Budget,
     MemoryLimit,
@@ -42,7 +41,7 @@ def _take_all(directory: str, first: int, limit: int, results: multiprocessing.Q
             made.append(
                 Segment.create(path, layout, None, NAMES, budget=Budget(Path(directory), limit))
             )
-        except OutOfSpace:
+        except errors.OutOfSpace:
             break
     results.put(len(made))
 
@@ -168,7 +167,7 @@ def test_memory_is_filled_beside_others_and_counts_from_the_beginning(
     assert filling.wait(30)
     create(1)
     monkeypatch.setattr("deadpool_megatron.vault.memory._LOCK_SECONDS", 0.05)
-    with pytest.raises(OutOfSpace):
+    with pytest.raises(errors.OutOfSpace):
         create(2)
     go_on.set()
     first.join(30)

@@ -14,14 +14,12 @@ import pytest
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.gradient_chain import key, step_parts
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import restore as restoring, room
+from deadpool_megatron.vault import errors, restore as restoring, room, slot_store
 from deadpool_megatron.vault.disk.dump import dump
-from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
-from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.transport import Channel
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import content, make_layout, record_of
@@ -49,14 +47,14 @@ class House:
 
     def __init__(self, directory: Path) -> None:
         self.network = FakeNetwork()
-        self.states, self.servers = list[SlotStore](), list[Server]()
+        self.states, self.servers = list[slot_store.SlotStore](), list[Server]()
         for node in range(3):
             folder = directory / f"node{node}"
             folder.mkdir()
             settings = Settings(restore_seconds=5.0, chunk_bytes=4096)
             transport = self.network.transport("fake", node, 5.0)
             about = folder, settings, lambda _: None, transport
-            self.states.append(SlotStore(scheme_of, node, *about))
+            self.states.append(slot_store.SlotStore(scheme_of, node, *about))
             self.servers.append(Server(self.states[node], transport))
             self.servers[node].start()
 
@@ -101,7 +99,7 @@ class House:
         return path, records.Restore("dump", RESTORED, path=str(directory))
 
     def refuse(self, match: str, restore: records.Restore | None = None) -> None:
-        with pytest.raises(RestoreUnavailable, match=match):
+        with pytest.raises(errors.RestoreUnavailable, match=match):
             self.obtainer(restore).obtain(LAYOUT)
         found = self.states[0].table.find(0, RESTORED, "shard")
         assert not [place for place in found if place.segment.seat is not None]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from deadpool_megatron.layout import records
-from deadpool_megatron.layout.history import NO_LIMIT
+from deadpool_megatron.layout import history, records
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.dump import dump, dump_files, generation_name
@@ -81,7 +80,7 @@ def test_what_can_be_recomputed_counts_as_there(files: list[dict[int, set[str]]]
 
         bases = {base(shard) for shard in SHARDS}
         whole = "extras@step" in held.get(4, ()) and 0 not in bases and len(bases - {4}) <= 1
-        found, why_not = newest_whole(Path(name), range(1), {1: NO_LIMIT})
+        found, why_not = newest_whole(Path(name), range(1), {1: history.NO_LIMIT})
         assert (found is not None) is whole, why_not
         if found is not None:
             assert (found.generation, found.boundary) == (G(1, 4), "step")

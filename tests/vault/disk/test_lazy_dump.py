@@ -11,12 +11,11 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault import errors, slot_store
 from deadpool_megatron.vault.disk.dump import dump_held, generation_name
 from deadpool_megatron.vault.disk.sources import newest_whole
-from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, dump_name
-from deadpool_megatron.vault.slot_store import SlotStore
 
 G = Generation
 ROLES = 2
@@ -86,10 +85,10 @@ def test_the_newest_whole_generation_of_the_kept_line(
         assert len(why_not) == len(newer)
 
 
-def vault(directory: Path) -> SlotStore:
+def vault(directory: Path) -> slot_store.SlotStore:
     """With two generations of role 7 in a copy."""
     directory.mkdir()
-    state = SlotStore(scheme_of, 5, directory, Settings(), lambda _: None)
+    state = slot_store.SlotStore(scheme_of, 5, directory, Settings(), lambda _: None)
     parts = tuple(PartInfo(n, 1 << 18, (7,)) for n in ("shard", "extras@step"))
     segment = Segment.create(
         directory / copy_name(7), RoleLayout(7, parts, (7,), 2, "h"), None, ("shard",)
@@ -115,7 +114,9 @@ def test_all_generations_are_written_each_to_its_place(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path, small_disk: Path) -> None:
     """The newest generation has room; the older one has not."""
     state = vault(tmp_path / "node")
-    with pytest.raises(VaultError, match=r"bytes needed, \d+ free; 1 files were written") as caught:
+    with pytest.raises(
+        errors.VaultError, match=r"bytes needed, \d+ free; 1 files were written"
+    ) as caught:
         dump_held(state, small_disk, [G(1, 3), G(1, 4)])
     assert "\n" not in str(caught.value)
     assert [p.name for p in small_disk.rglob("*.seg*")] == ["dump-7-5.seg"]
@@ -140,7 +141,7 @@ def test_salvage_keeps_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.M
         process, "node_directories", lambda _: [tmp_path / "node5", tmp_path / "node6"]
     )
     info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
-    with pytest.raises(VaultError, match=r"copy-8\.seg is no segment of this version"):
+    with pytest.raises(errors.VaultError, match=r"copy-8\.seg is no segment of this version"):
         process.dump_orphans(run, info, {1: NO_LIMIT})
     for node in (5, 6):
         assert (run.dump / "1-4" / dump_name(7, node)).exists()

@@ -3,9 +3,7 @@
 from pathlib import Path
 
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers
-from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
+from deadpool_megatron.layout import history, parity_groups, planner
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.restore import Restorer
@@ -73,11 +71,11 @@ class Vaults:
         self.open(chosen)
         return self.adopt()
 
-    def put_block(self, members: BlockMembers | None = None, **parts: bytes) -> None:
+    def put_block(self, members: parity_groups.BlockMembers | None = None, **parts: bytes) -> None:
         """Put a block in the place of parity block 0 that differs from it in this."""
         coded, (number, *_) = self.coded, self.coded.group.blocks
         right = {name: coded.parity(0, name) for name in ("shard", "tail")}
-        told = {MEMBERS: (members or coded.members(0)).encode()}
+        told = {parity_groups.MEMBERS: (members or coded.members(0)).encode()}
         seal(self.block(0), coded.layouts[number], None, right | parts | told)
 
     def obtain(self, record: EpochRecord, role: int) -> None:
@@ -116,8 +114,8 @@ def seats_of(coded: CodedGroup, lost: set[int], spare: int) -> dict[int, Seat]:
 
 def plan(inventories: dict[int, Inventory], seats: dict[int, Seat], roles: int) -> Restore:
     """What the coordinator would decide."""
-    restore = choose_restore(
-        RestoreQuery(2, range(roles), inventories, seats, seats, {1: NO_LIMIT})
+    restore = planner.choose_restore(
+        planner.RestoreQuery(2, range(roles), inventories, seats, seats, {1: history.NO_LIMIT})
     )
-    assert not isinstance(restore, NoRestore), restore
+    assert not isinstance(restore, planner.NoRestore), restore
     return restore

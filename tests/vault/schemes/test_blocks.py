@@ -18,14 +18,11 @@ from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, Parity
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import room
-from deadpool_megatron.vault.errors import OutOfSpace
-from deadpool_megatron.vault.replicate import Sender, sender_to
+from deadpool_megatron.vault import errors, replicate, room, slot_store
 from deadpool_megatron.vault.schemes.parity import Parity, ParityBlock
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, copy_name, own_name
-from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.wire.framing import WireError
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout, record_of, wait_until
@@ -60,23 +57,25 @@ class Making:
         }
         self.states = {node: self.begin(node) for node in self.transports}
         self.servers = {n: Server(state, self.transports[n]) for n, state in self.states.items()}
-        self.senders: list[Sender] = []
+        self.senders: list[replicate.Sender] = []
         for server in self.servers.values():
             server.start()
         self.adopt(self.record)
 
     @property
-    def state(self) -> SlotStore:
+    def state(self) -> slot_store.SlotStore:
         return self.states[self.holder]
 
-    def begin(self, node: int) -> SlotStore:
+    def begin(self, node: int) -> slot_store.SlotStore:
         directory = self.directory / f"node{node}"
         directory.mkdir(exist_ok=True)
         if node in self.held:
             seat = Seat(node, 0, 0)
             seal(directory / own_name(node, seat), self.layouts[node], seat, self.held[node])
         transport = self.transports[node]
-        state = SlotStore(scheme_of, node, directory, SETTINGS, self.events.append, transport)
+        state = slot_store.SlotStore(
+            scheme_of, node, directory, SETTINGS, self.events.append, transport
+        )
         state.table.scan()
         return state
 
@@ -114,7 +113,7 @@ class Making:
             scheme = state.ledger.require_scheme(self.record.epoch)
             targets = scheme.owed(layout, GENERATION).names
             (target,) = (one for one in targets if one.block == self.block)
-            sender = sender_to(target, state, layout, scheme)
+            sender = replicate.sender_to(target, state, layout, scheme)
             self.senders.append(sender)
             sender.start()
 
@@ -387,7 +386,7 @@ def test_a_half_made_one_gives_way_to_what_has_to_come_before(begin: Begin) -> N
     ("what", "lack"),
     [
         ("parity_code.Coder", ModuleNotFoundError("No module named 'zfec'")),
-        ("parity.room.reserve", OutOfSpace("9 bytes needed")),
+        ("parity.room.reserve", errors.OutOfSpace("9 bytes needed")),
     ],
 )
 def test_a_holder_that_lacks_something_says_what(

@@ -16,10 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import event, given, settings, strategies as st
 
-from deadpool_megatron.layout import records
-from deadpool_megatron.layout.gradient_chain import key, step_parts
-from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.placement import missing_copies
+from deadpool_megatron.layout import gradient_chain, history, placement, records
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, Restore, Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
@@ -114,10 +111,10 @@ class RoleMember(Member):
         self, replay: records.Replay, missing: list[str]
     ) -> dict[str, tuple[Generation, str]]:
         """What the parts that nobody has whole are computed from."""
-        wanted = {key(replay.base, name): (replay.base, name) for name in missing}
+        wanted = {gradient_chain.key(replay.base, name): (replay.base, name) for name in missing}
         for step in replay.steps:
             for name in (*map(records.gradients_part, missing), records.UPDATE_PART):
-                wanted[key(step, name)] = (step, name)
+                wanted[gradient_chain.key(step, name)] = (step, name)
         return wanted
 
     def _compare(self, parts: RestoredParts, wanted: Mapping[str, tuple[Generation, str]]) -> None:
@@ -184,7 +181,7 @@ class Nodes:
         self.layouts = {role: self._layout(role, case.sizes[role], tuple(roles)) for role in roles}
         self.seats = {role: Seat(node, role, 0) for role, node in enumerate(case.seats)}
         self.owners = self.seats
-        self.kept = {1: NO_LIMIT}
+        self.kept = {1: history.NO_LIMIT}
         self.members: dict[int, RoleMember] = {}
 
     def _layout(self, role: int, nbytes: int, roles: tuple[int, ...]) -> records.RoleLayout:
@@ -194,7 +191,9 @@ class Nodes:
         if self.case.scheme != "recompute":
             return plain
         shards = {one.name: one for one in plain.parts if one.name in SHARDS}
-        steps = step_parts({n: replace(one, nbytes=nbytes) for n, one in shards.items()}, 64, role)
+        steps = gradient_chain.step_parts(
+            {n: replace(one, nbytes=nbytes) for n, one in shards.items()}, 64, role
+        )
         assert records.gradients_part("shard") in {one.name for one in steps}
         parts = (*plain.parts[:2], *steps, *plain.parts[2:])
         return replace(plain, parts=parts, layout_hash=f"steps-{nbytes}")
@@ -209,7 +208,9 @@ class Nodes:
             nodes={n: records.NodeAddress("fake", n, domains[n], n not in used) for n in self.live},
             restore=restore,
             replicas=self.replicas,
-            fewer_copies=missing_copies(at, domains, set(self.live) - used, self.replicas),
+            fewer_copies=placement.missing_copies(
+                at, domains, set(self.live) - used, self.replicas
+            ),
             protection=self.plan,
         )
 
@@ -341,7 +342,7 @@ def recover(nodes: Nodes) -> EpochRecord | None:
         except (RestoreUnavailable, VaultError) as error:
             event(f"again: {type(error).__name__}")
             continue
-        nodes.kept = {epoch: NO_LIMIT, 1: restore.generation.iteration}
+        nodes.kept = {epoch: history.NO_LIMIT, 1: restore.generation.iteration}
         return record
     raise AssertionError("no end")
 

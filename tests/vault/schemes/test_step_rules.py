@@ -13,8 +13,7 @@ from deadpool_megatron.layout import gradient_chain, records
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout, Seat, gradients_part
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import room, worker as workers
-from deadpool_megatron.vault.commit_ledger import Acknowledgements
+from deadpool_megatron.vault import commit_ledger, room, worker as workers
 from deadpool_megatron.vault.copies import Target
 from deadpool_megatron.vault.schemes.gradients import Recompute, replayed_otherwise
 from deadpool_megatron.vault.schemes.registry import scheme_of
@@ -93,7 +92,7 @@ def test_a_gap_a_missing_step_and_a_buddy_that_lost_its_base_make_a_whole_one() 
 
 def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole() -> None:
     chains, layout, buddy = begun(), make_layout(), Target(1)
-    ledger = Acknowledgements(chains)
+    ledger = commit_ledger.Acknowledgements(chains)
     chains.decide(layout, g(0), has_step=True)
     chains.decide(layout, g(1), has_step=True)
     assert ledger.missing(layout, g(0), ALL, buddy) == WHOLE
@@ -111,7 +110,7 @@ def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole() -> None
 
 def test_what_peers_hold_anyway_needs_no_gradients() -> None:
     chains, layout, buddy = begun(), make_layout(covered=True), Target(1)
-    ledger = Acknowledgements(chains)
+    ledger = commit_ledger.Acknowledgements(chains)
     for iteration in (0, 1):
         chains.decide(layout, g(iteration), has_step=True)
     assert ledger.missing(layout, g(1), ALL, buddy) == STEP[1:]

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout import records
+from deadpool_megatron.layout import history, records, schemes
 from deadpool_megatron.layout.gradient_chain import key, step_parts, unpack_sums
-from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
-from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member import RestoredParts
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, own_name
@@ -19,7 +17,7 @@ from tests.vault import harness
 EVERY = 4
 SHARDS = ("shard", "tail")
 STEP = {*map(records.gradients_part, SHARDS), records.UPDATE_PART, records.SUMS_PART}
-PLAN = ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=EVERY))
+PLAN = schemes.ProtectionPlan(schemes.SchemeNumbers(schemes.SchemeKind.RECOMPUTE, full_every=EVERY))
 
 
 def with_steps(role: int) -> records.RoleLayout:
@@ -65,7 +63,9 @@ def planned(
 ) -> records.Restore:
     """What the coordinator would decide for epoch 2."""
     owners = {role: records.Seat(role, 0, 0) for role in range(2)}
-    answer = choose_restore(RestoreQuery(2, range(2), inventories, seats, owners, {1: NO_LIMIT}))
+    answer = choose_restore(
+        RestoreQuery(2, range(2), inventories, seats, owners, {1: history.NO_LIMIT})
+    )
     assert isinstance(answer, records.Restore), answer
     return answer
 
@@ -153,7 +153,7 @@ def test_what_is_recomputed_takes_no_slot_of_an_older_generation(tmp_path: Path)
         own.invalidate_part(slot, "shard", PartState.BAD)  # as its vault does with damaged bytes
         inventories = running.close(1)
         assert held(inventories[1], 1).keys() == {5, 6}
-        query = RestoreQuery(2, range(2), inventories, seats, seats, {1: NO_LIMIT})
+        query = RestoreQuery(2, range(2), inventories, seats, seats, {1: history.NO_LIMIT})
         restore = choose_restore(query)
         assert isinstance(restore, records.Restore)
         assert restore.generation == kept

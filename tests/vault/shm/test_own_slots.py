@@ -11,12 +11,11 @@ import pytest
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.errors import OutOfSpace
+from deadpool_megatron.vault import errors, slot_store
 from deadpool_megatron.vault.memory import allocated_bytes
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, copy_name, own_name
 from deadpool_megatron.vault.shm.table import Place
-from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.worker import RoleWorker
 from tests.vault import harness
 from tests.vault.harness import Cluster, Member, Node, cluster, make_layout, memory, wait_until
@@ -210,13 +209,13 @@ def test_the_own_slots_are_all_that_a_restore_needs(
         if fits:
             Member(spare, layouts[1], 2).check(record)
         else:
-            with pytest.raises(OutOfSpace, match="raise --deadpool-memory-gb"):
+            with pytest.raises(errors.OutOfSpace, match="raise --deadpool-memory-gb"):
                 Member(spare, layouts[1], 2)
 
 
 def test_what_was_restored_is_let_go_when_there_is_something_newer(tmp_path: Path) -> None:
     """A chain of steps lies in other files; while anybody holds it, its memory is not free."""
-    state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
+    state = slot_store.SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
     seat = Seat(0, 0, 0)
     record = harness.record_of(2, restore=Restore("memory", FIRST))
     state.adopt(record)
