@@ -29,11 +29,10 @@ from deadpool_megatron.vault.disk import sources
 from deadpool_megatron.vault.disk.sources import last_boundary
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.restore import Restorer
-from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, dump_name, own_name
-from deadpool_megatron.vault.slot_store import SlotStore
 from tests.cluster.machine.rig import Rig
 from tests.trainer.layouts import BF16, MODEL, MOE, PP2, TP2, make_loop
+from tests.vault.slots import SlotStore, scheme_of
 
 NEWEST, SHARD, SEAT = Generation(1, 7), "shard0", Seat(0, 0, 0)
 # Of two ranks; PP2 for all others.

@@ -19,10 +19,9 @@ from deadpool_megatron.layout.records import Generation, PartInfo, Restore, Role
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import frozen_file
 from deadpool_megatron.vault.disk.dump import dump_held
-from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
-from deadpool_megatron.vault.slot_store import SlotStore
 from tests.persist.harness.exported import exported, saved_at
+from tests.vault.slots import SlotStore, scheme_of
 
 
 @pytest.fixture

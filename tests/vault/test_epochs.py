@@ -21,16 +21,15 @@ from deadpool_megatron.vault.copies import Target
 from deadpool_megatron.vault.epoch_gate import EpochGate
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
 from deadpool_megatron.vault.member_dialogue import LocalLink, MemberConnection, MemberConnections
-from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Filled, Segment, SlotState, checksum, own_name
-from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.transport import ask_part
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed
 from tests.common.waiting import PATIENCE_SECONDS
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout, record_of
+from tests.vault.slots import SlotStore, scheme_of
 
 LATE, OPEN, EARLY = 1, 2, 3
 OWN, PEER = make_layout(0, nbytes=100), make_layout(7, nbytes=100)

@@ -15,12 +15,11 @@ from deadpool_megatron.layout.records import Generation, Restore, RoleLayout, Se
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import errors, member, member_dialogue
 from deadpool_megatron.vault.member_dialogue import LocalLink, MemberConnection, MemberConnections
-from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
-from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed
 from tests.vault.harness import commit, enter, make_layout, record_of
+from tests.vault.slots import SlotStore, scheme_of
 
 LAYOUT = make_layout(3, nbytes=100)
 

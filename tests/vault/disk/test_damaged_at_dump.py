@@ -11,11 +11,10 @@ from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.dump import damaged, dump, generation_name
 from deadpool_megatron.vault.disk.sources import newest_whole
-from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
-from deadpool_megatron.vault.slot_store import SlotStore
 from tests.vault.harness import Cluster, cluster, make_layout
 from tests.vault.protected import begin
+from tests.vault.slots import SlotStore, scheme_of
 
 G = records.Generation
 STEP = (records.UPDATE_PART, records.SUMS_PART, records.gradients_part("shard"))

@@ -14,11 +14,10 @@ from deadpool_megatron.vault.disk.dump import dump, dump_files, generation_name
 from deadpool_megatron.vault.disk.sources import newest_whole, slots_of, snapshot_of_dump
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.restore import Restorer
-from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, dump_name, own_name
 from deadpool_megatron.vault.shm.table import Place
-from deadpool_megatron.vault.slot_store import SlotStore
 from tests.vault.harness import make_layout, record_of
+from tests.vault.slots import SlotStore, scheme_of
 
 G = records.Generation
 SHARDS = ("first", "second")

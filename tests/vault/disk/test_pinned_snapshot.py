@@ -13,11 +13,10 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk import pinned_snapshot as taking
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot, drop_snapshots
 from deadpool_megatron.vault.errors import TooLate, VaultError
-from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from deadpool_megatron.vault.shm.table import Place
-from deadpool_megatron.vault.slot_store import SlotStore
 from tests.vault import harness
+from tests.vault.slots import SlotStore, scheme_of
 
 
 def order(

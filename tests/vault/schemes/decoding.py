@@ -7,13 +7,12 @@ from deadpool_megatron.layout import history, parity_groups, planner
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.restore import Restorer
-from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import copy_name, own_name
-from deadpool_megatron.vault.slot_store import SlotStore
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import record_of
 from tests.vault.schemes.coded import EXTRAS, GENERATION, CodedGroup, seal
+from tests.vault.slots import SlotStore, scheme_of
 
 SETTINGS = Settings(connect_seconds=5.0, restore_seconds=1.0, chunk_bytes=16 << 10)
 

@@ -16,12 +16,11 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import commit_ledger, room, worker as workers
 from deadpool_megatron.vault.copies import Target
 from deadpool_megatron.vault.schemes.gradients import Recompute, replayed_otherwise
-from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm import segment as segments
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name, own_name
-from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.worker import RoleWorker
 from tests.vault.harness import record_of
+from tests.vault.slots import SlotStore, scheme_of
 
 EVERY = 4
 EXTRAS = records.extras_part("step")

@@ -9,35 +9,20 @@ from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.membership import matters
 from deadpool_megatron.cluster.machine.state import Opening
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.gradient_chain import REPLAY, step_parts
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.parity_groups import ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.rebuild import block_holders
-from deadpool_megatron.layout.records import (
-    SUMS_PART,
-    UPDATE_PART,
-    BadPart,
-    Decoding,
-    EpochRecord,
-    Generation,
-    Holding,
-    Inventory,
-    PartInfo,
-    Recipe,
-    Replay,
-    Restore,
-    RoleLayout,
-    Source,
-    gradients_part,
-)
+from deadpool_megatron.layout.records import SUMS_PART, BadPart, Generation, Holding, Inventory
 from deadpool_megatron.layout.schemes import recomputes
 from deadpool_megatron.wire.framing import FrameBuffer
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, layout
 
 EXTRAS = frozenset({"extras@step"})
 CODED = frozenset({"main", "members"})
-LED = frozenset({gradients_part("main"), UPDATE_PART, SUMS_PART, "extras@step"})
+LED = frozenset({records.gradients_part("main"), records.UPDATE_PART, SUMS_PART, "extras@step"})
 
 
 def test_places_that_a_recipe_reads_from_matter_until_all_is_restored() -> None:
@@ -45,8 +30,12 @@ def test_places_that_a_recipe_reads_from_matter_until_all_is_restored() -> None:
     (holder,) = block_holders(rig.record)
     first, second = sorted({2, 3, 4} - {holder})
     recipes = {
-        0: Recipe(decodings={"main": Decoding((0, 1), 1, {2: (Source(first, 1 << 40),)})}),
-        1: Recipe(replay=Replay(g(0), (g(1),), {g(1): {"main": (Source(second, 1),)}})),
+        0: records.Recipe(
+            decodings={"main": records.Decoding((0, 1), 1, {2: (records.Source(first, 1 << 40),)})}
+        ),
+        1: records.Recipe(
+            replay=records.Replay(g(0), (g(1),), {g(1): {"main": (records.Source(second, 1),)}})
+        ),
     }
     record = replace(rig.record, restore=replace(rig.record.restore, recipes=recipes))
     assert not matters(rig.state, record, first)
@@ -107,10 +96,10 @@ def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from() -> None
     told = RecordFrames(record)
     for role, seat in record.seats.items():
         own, common = FrameBuffer().feed(told.to(seat.node))
-        restore = Restore.from_dict(own["restore"])
+        restore = records.Restore.from_dict(own["restore"])
         assert restore == record.restore.of_roles([role])
         assert set(restore.recipes) == ({1} if role == 1 else set())
-        found = EpochRecord.from_dict(common["record"])
+        found = records.EpochRecord.from_dict(common["record"])
         wanted = replace(record, restore=record.restore.of_roles(()), history=History())
         assert found == wanted
 
@@ -144,9 +133,9 @@ def test_a_part_that_cannot_be_decoded_is_not_counted_on_again() -> None:
     assert set(restore.recipes) == {1}
 
 
-def with_steps(role: int) -> RoleLayout:
+def with_steps(role: int) -> records.RoleLayout:
     plain = layout(role, 2)
-    steps = step_parts({"main": PartInfo("", 4, (role,))}, 64, role)
+    steps = step_parts({"main": records.PartInfo("", 4, (role,))}, 64, role)
     return replace(plain, parts=(plain.parts[0], *steps, plain.parts[1]))
 
 
