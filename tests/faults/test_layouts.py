@@ -16,17 +16,8 @@ import pytest
 from deadpool_megatron.events import Event, Kind
 from fake_nccl import KIND
 from fake_nccl.stream_order import JUNK_LOG
-from tests.faults.harness import layouts
-from tests.faults.harness.jobs import (
-    Layout,
-    Outcome,
-    assert_unnoticed,
-    dies,
-    fault,
-    reference,
-    run_job,
-    strike,
-)
+from tests.faults.harness import jobs, layouts
+from tests.faults.harness.jobs import Layout, Outcome, assert_unnoticed, dies, fault, reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.full]
 ITERATIONS = 12
@@ -82,7 +73,9 @@ PLANS: dict[Layout, list[dict[str, Any]]] = {
 def test_layout_survives(tmp_path: Path, layout: Layout) -> None:
     plan = PLANS[layout]
     spares = 2 - (layout.nodes == 2)
-    outcome = strike(tmp_path / "run", layout, ITERATIONS, plan, spares=spares, refill=len(plan))
+    outcome = jobs.strike(
+        tmp_path / "run", layout, ITERATIONS, plan, spares=spares, refill=len(plan)
+    )
     if layout is layouts.FP16:
         assert any(step["skipped"] for step in outcome.final["steps"])
 
@@ -100,7 +93,7 @@ def test_what_is_looked_at_less_or_restored_from_longer_ago_survives(
     tmp_path: Path, name: str
 ) -> None:
     layout, settings = SETTINGS[name]
-    strike(tmp_path / "run", layout, 15, SEVERAL, spares=2, refill=4, settings=settings)
+    jobs.strike(tmp_path / "run", layout, 15, SEVERAL, spares=2, refill=4, settings=settings)
 
 
 ABORTED = [
@@ -179,7 +172,7 @@ def test_junk_in_a_save_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def run_on_fake(
     tmp_path: Path, layout: Layout, iterations: int, plan: Sequence[Mapping[str, Any]], flags: str
 ) -> Outcome:
-    return run_job(
+    return jobs.run_job(
         tmp_path / "run",
         layout,
         iterations,

@@ -6,19 +6,8 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.files import DETAIL_VARIABLE
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
-from tests.faults.harness.jobs import (
-    Program,
-    assert_unnoticed,
-    await_event,
-    fault,
-    recomputed,
-    reference,
-    restart_kinds,
-    run_job,
-    run_program,
-    strike,
-    trainer,
-)
+from tests.faults.harness import jobs
+from tests.faults.harness.jobs import Program, assert_unnoticed, fault, reference, run_job, strike
 from tests.faults.harness.layouts import EXPERTS, PP2_DP2
 from tests.faults.test_restart import take_all_down
 from tests.persist.test_runs import HELD_TRAINER
@@ -48,7 +37,7 @@ def test_nodes_lost_along_a_chain(tmp_path: Path) -> None:
     outcome = strike(
         tmp_path / "run", PP2_DP2, ITERATIONS, faults, spares=1, refill=9, settings=SETTINGS
     )
-    assert set(restart_kinds(outcome)[1:]) == {"memory"}
+    assert set(jobs.restart_kinds(outcome)[1:]) == {"memory"}
     replays = [(e.iteration, e.data["steps"]) for e in outcome.of_kind("replayed")]
     assert replays[:2] == [(3, 3), (4, 1)]
     assert (10, 2) in replays
@@ -73,7 +62,7 @@ def test_a_wrong_gradient_is_refused(tmp_path: Path) -> None:
         *(tmp_path / "run", PP2_DP2, ITERATIONS, faults), spares=1, settings=SETTINGS, saving=saving
     )
     assert "is not what its owner had" in outcome.output
-    assert restart_kinds(outcome)[-1] == "durable"
+    assert jobs.restart_kinds(outcome)[-1] == "durable"
 
 
 def test_a_rehearsal_that_fails_means_whole_copies(tmp_path: Path) -> None:
@@ -111,14 +100,16 @@ def test_what_is_left_in_memory_is_put_together_and_recomputed(
     the chain that its buddy's vault kept, and what the others held as bytes."""
     monkeypatch.setenv(DETAIL_VARIABLE, "all")
     directory = tmp_path / "run"
-    command = trainer(PP2_DP2, ITERATIONS).command
+    command = jobs.trainer(PP2_DP2, ITERATIONS).command
     held = Program((HELD_TRAINER, f"8={tmp_path}/never", *command[2:]), 4)
 
     def end_it() -> None:
-        await_event(directory, lambda e: e.kind == "committed" and (e.role, e.iteration) == (1, 7))
+        jobs.await_event(
+            directory, lambda e: e.kind == "committed" and (e.role, e.iteration) == (1, 7)
+        )
         take_all_down(directory)
 
-    run_program(directory, held, settings=SETTINGS, when_stepping=(7, end_it))
+    jobs.run_program(directory, held, settings=SETTINGS, when_stepping=(7, end_it))
     slots = segment_root(RunDirectory(directory).read_run().run_id)
     (own,) = slots.glob("node*/own-1-*.seg")
     own.unlink()
@@ -151,7 +142,7 @@ def test_two_nodes_of_a_group_at_once_and_a_third_one_without_a_spare(tmp_path: 
     )
     assert dumped.status == 75, dumped.story()
     assert {event.role for event in dumped.of_kind("decoded")} == {0, 2}
-    assert max(recomputed(dumped)) <= 1
+    assert max(jobs.recomputed(dumped)) <= 1
     resume = ("--resume", str(tmp_path / "run"))
     heads = "--num-attention-heads 8"  # as many bytes
     other = run_job(tmp_path / "other", PP2_DP2, ITERATIONS, flags=heads, arguments=resume)
