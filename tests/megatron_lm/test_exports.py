@@ -8,17 +8,11 @@ from deadpool_megatron.cli.storage.verify import verify_checkpoint
 from deadpool_megatron.events import Kind
 from deadpool_megatron.vault.shm.slot_check import Verdict
 from tests.faults.harness.jobs import Outcome, Program, assert_unnoticed, run_program, undisturbed
+from tests.megatron_lm.harness import runs
 from tests.megatron_lm.harness.arguments import MOE, small
 from tests.megatron_lm.harness.checkout import LOADS, TAG
 from tests.megatron_lm.harness.ranks import train
-from tests.megatron_lm.harness.runs import (
-    PP2_DP2,
-    assert_printed,
-    gpt,
-    held_tree,
-    output_of_members,
-    tree,
-)
+from tests.megatron_lm.harness.runs import PP2_DP2, assert_printed, gpt, held_tree, tree
 from tests.persist.harness.checkpoints import differences
 
 pytestmark = [pytest.mark.slow, pytest.mark.full(every_time=True), pytest.mark.megatron_lm]
@@ -134,7 +128,7 @@ def trained(directory: Path, obstacles: dict[int, str], **flags: object) -> Outc
     assert_printed(outcome, wanted)
     assert outcome.final["recoveries"] == []
     assert (directory / "run.saves" / TRACKER).read_text() == str(last_iteration(outcome))
-    said = output_of_members(outcome)
+    said = runs.output_of_members(outcome)
     for iteration in obstacles:
         assert f"checkpoint from iteration {iteration:7d} to" not in said
     return outcome

@@ -5,13 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness.jobs import (
-    assert_unnoticed,
-    fault,
-    restart_kinds,
-    run_program,
-    undisturbed,
-)
+from tests.faults.harness import jobs
+from tests.faults.harness.jobs import assert_unnoticed, restart_kinds, run_program, undisturbed
 from tests.megatron_lm.harness import runs
 from tests.megatron_lm.harness.arguments import real_text
 from tests.megatron_lm.harness.checkout import LOADS, needs_megatron_lm
@@ -43,7 +38,7 @@ def test_numbers_of_layers_shift_on_real_text(
     program = runs.gpt(within=runs.held_tree(tmp_path / "tree").parent, **flags)
     plan = [
         runs.dies("before-the-index", "recovery.rebuild", 3, when_epoch=1),
-        fault("spare-is-built", "member.warm", when_node=5, action="mark"),
+        jobs.fault("spare-is-built", "member.warm", when_node=5, action="mark"),
         runs.dies("same-class", "forward", 2, nth=2, after="spare-is-built"),
         runs.dies("other-class", "optimizer.updated", 0, nth=3, after="same-class"),
     ]
@@ -103,7 +98,7 @@ def test_a_start_from_a_checkpoint_is_no_failure(tmp_path: Path) -> None:
     wanted = run_program(tmp_path / "run", runs.gpt(**{**runs.BASE, "exit_interval": 3}))
     assert (saves / "iter_0000003" / ".metadata").is_file(), wanted.story()
     stopped = {"signal": "STOP", "resume_after_seconds": 3}
-    plan = [fault("late", "vault.seal", when_role=0, when_iteration=3, **stopped)]
+    plan = [jobs.fault("late", "vault.seal", when_role=0, when_iteration=3, **stopped)]
     program = runs.gpt(**{**runs.BASE, "save": None, "load": saves})
     loaded = run_program(tmp_path / "loaded", program, plan)
     assert_unnoticed(loaded, undisturbed(runs.gpt(**runs.BASE)), plan, after=3)
@@ -161,7 +156,7 @@ def test_gradients_that_are_nan_once_leave_no_trace(
     tmp_path: Path, flags: dict[str, Any], kind: str
 ) -> None:
     program = runs.gpt(**{**runs.PP2_DP2, "train_iters": 8, **flags})
-    plan = [fault("nan", "forward", when_iteration=5, when_role=3, action="mark")]
+    plan = [jobs.fault("nan", "forward", when_iteration=5, when_role=3, action="mark")]
     outcome = run_program(tmp_path / "run", program, plan, settings="--deadpool-nonfinite rollback")
     assert_unnoticed(outcome, undisturbed(program), plan)
     (recovery,) = outcome.final["recoveries"]

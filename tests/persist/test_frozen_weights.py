@@ -17,14 +17,8 @@ from deadpool_megatron.state import frozen_file
 from deadpool_megatron.state.frozen_file import FrozenFileError
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.vault.errors import OutOfSpace
-from tests.faults.harness.jobs import (
-    MODEL,
-    Program,
-    assert_unnoticed,
-    fault,
-    run_program,
-    undisturbed,
-)
+from tests.faults.harness import jobs
+from tests.faults.harness.jobs import Program, assert_unnoticed, fault, run_program, undisturbed
 from tests.trainer.layouts import BF16, PP2
 
 FROZEN_TRAINER = str(Path(__file__).parent / "harness" / "frozen_trainer.py")
@@ -240,7 +234,14 @@ def test_a_program_that_changes_them_is_refused(tmp_path: Path, model: torch.nn.
 
 def frozen_program(flags: str = "", held: str = "", nodes: int = 4) -> Program:
     """Two stages, each on two data-parallel peers."""
-    command = (FROZEN_TRAINER, held, *MODEL.split(), *PP2.split(), *BF16.split(), *flags.split())
+    command = (
+        FROZEN_TRAINER,
+        held,
+        *jobs.MODEL.split(),
+        *PP2.split(),
+        *BF16.split(),
+        *flags.split(),
+    )
     return Program((*command, "--train-iters", "10"), nodes, 4 // nodes)
 
 

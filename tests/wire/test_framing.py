@@ -16,13 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.framing import (
-    ConnectionClosed,
-    FrameBuffer,
-    WireError,
-    readable,
-    writable,
-)
+from deadpool_megatron.wire.framing import ConnectionClosed, FrameBuffer, WireError, readable
 
 _LIMIT = 2000
 _scalars = st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20)
@@ -194,7 +188,7 @@ def test_a_high_number_is_a_descriptor_like_any_other() -> None:
         select.select([high_reader], [], [], 0)
     assert not readable(high_reader, 0)
     assert not readable(high_reader, 0.0001), "a deadline below a millisecond is one"
-    assert writable(high_writer, 5.0)
+    assert framing.writable(high_writer, 5.0)
     os.write(high_writer, b"x")
     assert readable(high_reader, 5.0)
     os.read(high_reader, 1)

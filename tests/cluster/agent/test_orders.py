@@ -17,16 +17,8 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
-from tests.cluster.agent.test_children import (
-    Control,
-    Watch,
-    in_no_time,
-    info,
-    keeper,
-    note_starts,
-    options_of,
-    short,
-)
+from tests.cluster.agent import test_children
+from tests.cluster.agent.test_children import Control, Watch, in_no_time, info, keeper, note_starts
 from tests.common.waiting import until
 
 __all__ = ["info", "keeper"]
@@ -51,7 +43,7 @@ def test_everything_hangs_and_has_to_be_killed(
     """The vault at its close, and each one after it when it is asked what it holds."""
     worst_seconds = settings.close_seconds + 7 * settings.stage_seconds
     assert worst_seconds < settings.gather_seconds
-    short(monkeypatch)
+    test_children.short(monkeypatch)
     dying = 0.99 * settings.stage_seconds
     note_starts(monkeypatch, dying)
     controls = [Control(closes=False), *(Control(tells=False) for _ in range(3))]
@@ -64,7 +56,9 @@ def test_everything_hangs_and_has_to_be_killed(
     told: list[Any] = []
 
     async def run() -> float:
-        agent: Any = Agent(options_of(keeper._options.run, replace(info, settings=settings)))
+        agent: Any = Agent(
+            test_children.options_of(keeper._options.run, replace(info, settings=settings))
+        )
         members = SimpleNamespace(by_local_rank={0: Stuck(dying)}, send_all=lambda message: None)
         vars(agent).update(
             _vault=keeper,

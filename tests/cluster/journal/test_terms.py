@@ -8,20 +8,11 @@ import pytest
 
 from deadpool_megatron.cluster.journal import terms
 from deadpool_megatron.cluster.journal.journal import Journal
-from deadpool_megatron.cluster.journal.terms import (
-    HeartbeatTiming,
-    SignOfLife,
-    Succession,
-    claim_order,
-    claim_term,
-    has_begun_after,
-    sign,
-    term_of,
-)
+from deadpool_megatron.cluster.journal.terms import claim_order, claim_term, has_begun_after, sign
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.settings import Settings
 
-RHYTHM = HeartbeatTiming(beat=0.5, gap=1.0, stall=2.0, alone=2.0)
+RHYTHM = terms.HeartbeatTiming(beat=0.5, gap=1.0, stall=2.0, alone=2.0)
 
 
 def test_a_newer_term_is_seen_by_its_entry_and_by_its_sign(tmp_path: Path) -> None:
@@ -37,7 +28,13 @@ def test_a_newer_term_is_seen_by_its_entry_and_by_its_sign(tmp_path: Path) -> No
     claim_term(journal, 2, "10.0.0.5", 2000, 5)
     assert has_begun_after(journal, 1)
     assert not has_begun_after(journal, 2)
-    assert [term_of(beat) for beat in ("", "12 7", "x 1", "-1 2", "\u00b2 1")] == [0, 12, 0, 0, 0]
+    assert [terms.term_of(beat) for beat in ("", "12 7", "x 1", "-1 2", "\u00b2 1")] == [
+        0,
+        12,
+        0,
+        0,
+        0,
+    ]
 
 
 def record(training: int, spares: int) -> EpochRecord:
@@ -65,7 +62,7 @@ def test_before_the_first_record_spares_get_time_to_start() -> None:
 
 
 def test_silence_is_waited_for_unless_nobody_listens() -> None:
-    succession = Succession(RHYTHM, 3.0, now=0.0)
+    succession = terms.Succession(RHYTHM, 3.0, now=0.0)
     succession.look(1, "1 1", 5.0, 5.0)
     succession.look(1, "1 1", 6.0, 6.0)
     assert not succession.is_stale(6.4)
@@ -79,7 +76,7 @@ def test_silence_is_waited_for_unless_nobody_listens() -> None:
 
 
 def test_another_claim_or_sign_of_life_starts_the_clock_anew() -> None:
-    succession = Succession(RHYTHM, 3.0, now=0.0)
+    succession = terms.Succession(RHYTHM, 3.0, now=0.0)
     succession.look(1, "1 1", 0.0, 0.0)
     succession.look(2, "1 1", 2.9, 2.9)
     assert not succession.may_claim(0, refused=True, now=4.3)
@@ -89,7 +86,7 @@ def test_another_claim_or_sign_of_life_starts_the_clock_anew() -> None:
 
 def test_coordinator_that_is_alone_is_taken_for_gone_before_anybody_is_fenced() -> None:
     settings = Settings()
-    rhythm = HeartbeatTiming.of(settings)
+    rhythm = terms.HeartbeatTiming.of(settings)
     assert rhythm.alone + rhythm.beat + rhythm.stall + rhythm.beat < settings.fence_seconds
 
 
@@ -114,7 +111,9 @@ async def test_a_coordinator_whose_journal_hung_trusts_no_silence_of_that_time(
     journal = SlowJournal(tmp_path, clock, seconds)
     claim_term(journal, 1, "10.0.0.4", 2000, 4)
     rhythm = replace(RHYTHM, beat=0.001)
-    life = SignOfLife(journal, 1, rhythm, lambda: True, found.append, newer.append, pytest.fail)
+    life = terms.SignOfLife(
+        journal, 1, rhythm, lambda: True, found.append, newer.append, pytest.fail
+    )
     await life.run()
     life.close()
     assert found == pytest.approx(gaps)

@@ -8,12 +8,7 @@ from typing import Any, cast
 import pytest
 
 from deadpool_megatron.cluster.link import agent_link
-from deadpool_megatron.cluster.link.agent_link import (
-    Contact,
-    CoordinatorLink,
-    CoordinatorLost,
-    Greetings,
-)
+from deadpool_megatron.cluster.link.agent_link import Contact, CoordinatorLink, CoordinatorLost
 from deadpool_megatron.cluster.link.pacing import answer_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
@@ -163,7 +158,7 @@ def test_a_greeting_that_was_left_says_nothing_any_more() -> None:
 
     async def scenario(_: Events, address: tuple[str, int]) -> None:
         for turns in range(60):
-            greetings = Greetings(SECRET, "run", Settings(), first)
+            greetings = agent_link.Greetings(SECRET, "run", Settings(), first)
             greetings.begin(address, SECONDS)
             for _ in range(turns):
                 await asyncio.sleep(0)

@@ -19,13 +19,7 @@ import pytest
 from deadpool_megatron.cluster.agent.standby_supervisor import StandbySupervisor
 from deadpool_megatron.cluster.process import children, fork_server, posix
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, patiently
-from deadpool_megatron.cluster.process.fork_server import (
-    BrokenImport,
-    ForkServer,
-    StartedMember,
-    Starter,
-    StartError,
-)
+from deadpool_megatron.cluster.process.fork_server import ForkServer, Starter, StartError
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.file_systems import run_to_end
@@ -177,7 +171,9 @@ async def test_an_end_before_anybody_asks_is_told(tmp_path: Path, way: str) -> N
         started.connection.close()
 
 
-async def member_of(server: ForkServer, directory: Path) -> tuple[StartedMember, Starter]:
+async def member_of(
+    server: ForkServer, directory: Path
+) -> tuple[fork_server.StartedMember, Starter]:
     starter = Starter(server, (), lambda slot: {})
     started = await starter.start(spec_of(directory))
     await asyncio.to_thread(said, directory)
@@ -221,7 +217,7 @@ async def test_a_server_of_one_node_outlives_that_of_all_and_ends_with_its_agent
 
 
 def test_a_module_that_cannot_be_imported_is_named() -> None:
-    with pytest.raises(BrokenImport, match="'no_such_module_x' cannot be imported"):
+    with pytest.raises(fork_server.BrokenImport, match="'no_such_module_x' cannot be imported"):
         forking("json", "no_such_module_x").ready()
 
 
