@@ -111,13 +111,13 @@ def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(
     exporting = threading.Thread(target=exported, args=(run, tmp_path / "exports", 8, 1))
 
     def known(*of: Any) -> list[Restore]:
-        monkeypatch.setattr(durable, "still_valid", known_in)
+        monkeypatch.setattr(durable.run_files, "still_valid", known_in)
         found = known_in(*of)
         exporting.start()
         exporting.join(1.0)  # where it does not wait for us it is done
         return found
 
-    monkeypatch.setattr(durable, "still_valid", known)
+    monkeypatch.setattr(durable.run_files, "still_valid", known)
     NewCheckpoint(saved, saved, saved_at(4, saved), run, "run").make_valid()
     exporting.join()
     assert run_files.read_json(run.latest)["generation"] == [1, 8]

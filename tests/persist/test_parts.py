@@ -72,8 +72,8 @@ def published(run: RunDirectory, iteration: int) -> Path:
 
 def test_exports_appear_whole_and_go_in_turn(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    durable.unfinished_export(run.exports, "run", "torn").mkdir(parents=True)
-    other = durable.unfinished_export(run.exports, "another", "1.1")
+    durable.run_files.unfinished_export(run.exports, "run", "torn").mkdir(parents=True)
+    other = durable.run_files.unfinished_export(run.exports, "another", "1.1")
     other.mkdir()
     first, second = published(run, 4), published(run, 8)
     assert first.is_dir()

@@ -24,22 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from deadpool_megatron.cluster.run_directory.directory import (
-    ENVIRONMENT_DIRECTORY,
-    EXPORT_PREFIX,
-    OutsideError,
-    RunDirectory,
-    check_save,
-    fingerprint,
-    identified,
-    is_checkpoint,
-    noted,
-    point_at,
-    read_json,
-    still_valid,
-    unfinished_export,
-    write_json,
-)
+from deadpool_megatron.cluster.run_directory import directory as run_files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.file_systems import sync, write_text
 from deadpool_megatron.layout.records import Restore
@@ -66,7 +52,7 @@ def _in_a_line(place: Path) -> Iterator[None]:
     """``place``: what is being written, for errors that name no file, as that of a full disk."""
     try:
         yield
-    except (OutsideError, OwnershipError) as error:
+    except (run_files.OutsideError, OwnershipError) as error:
         raise DurableError(str(error)) from error
     except OSError as error:
         raise DurableError(f"{error.filename or place}: {error.strerror}") from error
@@ -81,7 +67,7 @@ def export_directory(settings: Settings, run: RunDirectory) -> Path:
 def saves_refusal(saves: str | Path | None, environ: Mapping[str, str]) -> str:
     """Return why the run that a process with this environment belongs to cannot save to ``saves``,
     one line; empty if it can, or if this is no process of a run."""
-    run_directory = environ.get(ENVIRONMENT_DIRECTORY)
+    run_directory = environ.get(run_files.ENVIRONMENT_DIRECTORY)
     if not saves or run_directory is None:
         return ""
     run = RunDirectory(Path(run_directory))
@@ -156,7 +142,7 @@ class NewCheckpoint:
         """
         temporary, final = self.temporary, self.final
         with _in_a_line(final):
-            check_save(temporary, final)
+            run_files.check_save(temporary, final)
             if temporary == final:
                 check_checkpoint(final)
                 _sync_all(final)  # Megatron has left common.pt and metadata.json to the system
@@ -239,7 +225,8 @@ class NewCheckpoint:
         """One line more, on the disk before anything gets the name."""
         self.run.check_own()
         written = self.temporary if self.temporary.is_dir() else self.final
-        line = f"{who} {noted(self.final, self.run.path)} {fingerprint(written)}"
+        name = run_files.noted(self.final, self.run.path)
+        line = f"{who} {name} {run_files.fingerprint(written)}"
         if line in _named(self.run):
             return
         how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -253,7 +240,7 @@ class NewCheckpoint:
 
     def _is_named(self) -> bool:
         """Return whether what is there got its name from this run, for whomever."""
-        name = f"{noted(self.final, self.run.path)} {fingerprint(self.final)}"
+        name = f"{run_files.noted(self.final, self.run.path)} {run_files.fingerprint(self.final)}"
         ours = {f"{_SAVED} {name}", f"{_EXPORTED} {name}"}
         return not _named(self.run).isdisjoint(ours)
 
@@ -271,13 +258,15 @@ class NewCheckpoint:
     def _point_at(self, *, replaces_equal: bool) -> Restore:
         """Have the next start continue from it, unless from something newer; return it as noted."""
         self.run.check_own()
-        restore, latest = identified(self.restore), self.run.latest
+        restore, latest = run_files.identified(self.restore), self.run.latest
         iteration = restore.generation.iteration
         least = iteration + 1 if replaces_equal else iteration
         with _pointing:
-            left = [one for one in still_valid(latest, restore) if one.path not in self.struck]
+            valid = run_files.still_valid(latest, restore)
+            left = [one for one in valid if one.path not in self.struck]
             newer = [one for one in left if one.generation.iteration >= least]
-            point_at(latest, [*newer, restore, *(one for one in left if one not in newer)])
+            older = [one for one in left if one not in newer]
+            run_files.point_at(latest, [*newer, restore, *older])
         return restore
 
     def _require(self) -> None:
@@ -290,9 +279,9 @@ def remove_unfinished(directory: Path, run_id: str, term: str = "0") -> None:
 
     Their names go first: a coordinator that was only thought dead must not publish one meanwhile.
     """
-    for left in directory.glob(f"{EXPORT_PREFIX}{run_id}-*"):
-        if not left.name.startswith(f"{EXPORT_PREFIX}{run_id}-{term}."):
-            doomed = unfinished_export(directory, run_id, secrets.token_hex(8))
+    for left in directory.glob(f"{run_files.EXPORT_PREFIX}{run_id}-*"):
+        if not left.name.startswith(f"{run_files.EXPORT_PREFIX}{run_id}-{term}."):
+            doomed = run_files.unfinished_export(directory, run_id, secrets.token_hex(8))
             with contextlib.suppress(OSError):
                 left.rename(doomed)
                 shutil.rmtree(doomed)
@@ -314,12 +303,13 @@ def remember_and_prune(
         listed = [*_listed(run, final), str(final)]
         # What the program itself saved under such a name is its own.
         saved = "\n".join(one for one in named if one.startswith(_SAVED))
+        noted = run_files.noted
         listed = [one for one in listed if f"{_SAVED} {noted(one, run.path)}" not in saved]
         gone = to_prune(listed, keep, {*needed, *_tracked(listed)})
         for path in map(Path, gone):
             # Its name goes first: nobody must begin to load half of it.
-            doomed = unfinished_export(path.parent, run_id, path.name)
-            if is_checkpoint(path) and path.is_dir():
+            doomed = run_files.unfinished_export(path.parent, run_id, path.name)
+            if run_files.is_checkpoint(path) and path.is_dir():
                 path.rename(doomed)
                 shutil.rmtree(doomed)
         _list(run, [path for path in listed if path not in gone])
@@ -328,7 +318,7 @@ def remember_and_prune(
 def _listed(run: RunDirectory, final: Path) -> list[str]:
     """The exports that may be pruned, without ``final`` and what is not there (any more)."""
     try:
-        listed = [str(run.path / path) for path in read_json(run.exported)["paths"]]
+        listed = [str(run.path / path) for path in run_files.read_json(run.exported)["paths"]]
         return [path for path in listed if path != str(final) and Path(path).is_dir()]
     except FileNotFoundError:
         return []
@@ -337,7 +327,8 @@ def _listed(run: RunDirectory, final: Path) -> list[str]:
 
 
 def _list(run: RunDirectory, paths: Sequence[str]) -> None:
-    write_json(run.exported, {"paths": [noted(one, run.path) for one in paths]}, lasting=True)
+    noted = [run_files.noted(one, run.path) for one in paths]
+    run_files.write_json(run.exported, {"paths": noted}, lasting=True)
 
 
 def _named(run: RunDirectory) -> frozenset[str]:

@@ -15,7 +15,7 @@ def saved_at(iteration: int, path: Path) -> Restore:
 def exported(run: RunDirectory, folder: Path, iteration: int, keep: int | None = None) -> Path:
     """An export that becomes valid; where ``keep`` is told, older ones are pruned down to it."""
     final = folder / f"iter_{iteration:07d}"
-    unfinished = durable.unfinished_export(folder, "run", "1.1")
+    unfinished = durable.run_files.unfinished_export(folder, "run", "1.1")
     unfinished.mkdir(parents=True)
     (unfinished / ".metadata").touch()
     NewCheckpoint(unfinished, final, saved_at(iteration, final), run, "run").publish()
