@@ -8,14 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from deadpool_megatron.cluster.journal.journal import (
-    GONE,
-    MOST_NUMBER,
-    Journal,
-    JournalError,
-    LostRace,
-    note_node,
-)
+from deadpool_megatron.cluster.journal import journal as journals
+from deadpool_megatron.cluster.journal.journal import Journal
 
 Opener = Callable[[], Journal]
 
@@ -26,15 +20,15 @@ def opener(tmp_path: Path) -> Opener:
     return lambda: Journal(tmp_path / "journal")
 
 
-@pytest.mark.parametrize("number", [-1, MOST_NUMBER + 1])
+@pytest.mark.parametrize("number", [-1, journals.MOST_NUMBER + 1])
 def test_a_number_that_fits_into_no_name_is_not_written(opener: Opener, number: int) -> None:
     """With an entry of such a name nothing in the journal could be read any more."""
-    with pytest.raises(JournalError, match=f"between 0 and 99999999, not {number}"):
+    with pytest.raises(journals.JournalError, match=f"between 0 and 99999999, not {number}"):
         opener().write("gone", number, {"cause": "left"})
-    note_node(opener(), GONE, number, "left")
-    for fits in (0, MOST_NUMBER):
+    journals.note_node(opener(), journals.GONE, number, "left")
+    for fits in (0, journals.MOST_NUMBER):
         opener().write("gone", fits, {"cause": "left"})
-    assert opener().numbers("gone") == [0, MOST_NUMBER]
+    assert opener().numbers("gone") == [0, journals.MOST_NUMBER]
     assert opener().numbers("term") == []
 
 
@@ -45,7 +39,7 @@ def test_an_entry_may_be_large(opener: Opener, nbytes: int) -> None:
     opener().write("epoch", 1, entry)
     assert opener().newest("epoch") == (1, entry)
     opener().write("epoch", 1, entry)  # as after a failure whose outcome was not known
-    with pytest.raises(LostRace):
+    with pytest.raises(journals.LostRace):
         opener().write("epoch", 1, {"text": entry["text"][:-1]})
     assert opener().entries("epoch") == {1: entry}
 
@@ -69,7 +63,7 @@ def test_full_disk_is_an_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(JournalError, match="No space left"):
+    with pytest.raises(journals.JournalError, match="No space left"):
         Journal(tmp_path).write("epoch", 1, {})
     assert list(tmp_path.iterdir()) == []
 
@@ -77,7 +71,7 @@ def test_full_disk_is_an_error_and_leaves_nothing(
 @pytest.mark.parametrize("content", ["", '{"a": 1', "[]", "\x00"])
 def test_damaged_entry_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "epoch-00000003.json").write_text(content)
-    with pytest.raises(JournalError, match=r"epoch-00000003\.json is damaged"):
+    with pytest.raises(journals.JournalError, match=r"epoch-00000003\.json is damaged"):
         Journal(tmp_path).entries("epoch")
 
 
@@ -85,7 +79,7 @@ def test_foreign_file_is_named_and_temporary_ones_are_skipped(tmp_path: Path) ->
     (tmp_path / ".epoch-00000001.json.77.ab").write_text("half")
     assert Journal(tmp_path).entries("epoch") == {}
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(JournalError, match=r"notes\.txt does not belong"):
+    with pytest.raises(journals.JournalError, match=r"notes\.txt does not belong"):
         Journal(tmp_path).entries("epoch")
 
 
@@ -93,7 +87,7 @@ def test_file_system_that_is_gone_is_reported_as_trouble_of_the_journal(tmp_path
     journal = Journal(tmp_path / "journal")
     (tmp_path / "journal").rmdir()
     (tmp_path / "journal").touch()  # every use of the directory fails now, cleaning up too
-    with pytest.raises(JournalError, match="cannot write"):
+    with pytest.raises(journals.JournalError, match="cannot write"):
         journal.write("epoch", 1, {})
-    with pytest.raises(JournalError, match="cannot read"):
+    with pytest.raises(journals.JournalError, match="cannot read"):
         journal.newest("epoch")

@@ -8,16 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from deadpool_megatron.cluster.machine import actions as act, inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev, state as states
 from deadpool_megatron.cluster.machine.machine import NOBODY, Machine
-from deadpool_megatron.cluster.machine.state import (
-    Closing,
-    Config,
-    Deciding,
-    MemberStatus,
-    Phase,
-    State,
-)
+from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.events import Kind, to_line
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
@@ -67,7 +60,7 @@ class Rig:
         start = more.pop("start", None)
         config = {"start": start} if start is not None else {}
         self.settings = Settings(**more)  # type: ignore[arg-type]
-        self.config = Config(nodes, spares, nproc, self.settings, "/dump", **config)  # type: ignore[arg-type]
+        self.config = states.Config(nodes, spares, nproc, self.settings, "/dump", **config)  # type: ignore[arg-type]
         self.now = 100.0
         self.machine = Machine(self.config, self.now)
         self.last: list[act.Action] = []
@@ -75,7 +68,7 @@ class Rig:
         self.gone = frozenset[str]()  # checkpoints that somebody has removed
 
     @property
-    def state(self) -> State:
+    def state(self) -> states.State:
         return self.machine.state
 
     # Driving.
@@ -94,7 +87,9 @@ class Rig:
         rig.last, rig.log = [], []
         return rig
 
-    def take_over(self, record: EpochRecord, valid: Sequence[Restore] = (), **more: Any) -> State:
+    def take_over(
+        self, record: EpochRecord, valid: Sequence[Restore] = (), **more: Any
+    ) -> states.State:
         """As a coordinator that finds this record."""
         self.anew()
         self.machine.take_over(record, valid, **more)
@@ -148,7 +143,7 @@ class Rig:
     def reap(self) -> None:
         """What was killed to serve as a fresh spare is started again, and is one."""
         members = self.state.fleet.members
-        places = [*self.state.fleet.having(MemberStatus.KILLED)]
+        places = [*self.state.fleet.having(states.MemberStatus.KILLED)]
         for place in places:
             self.feed(ev.MemberLost(*place, members[place].incarnation, signal=SIGKILL))
         nodes = {node for node, _ in places}
@@ -256,13 +251,13 @@ class Rig:
 
     @property
     def pending(self) -> EpochRecord:
-        assert isinstance(self.state.doing, Deciding)
+        assert isinstance(self.state.doing, states.Deciding)
         return self.state.doing.pending
 
     @property
     def awaited(self) -> Set[int]:
         """Nodes that still have to answer the close."""
-        return self.state.doing.awaited if isinstance(self.state.doing, Closing) else set()
+        return self.state.doing.awaited if isinstance(self.state.doing, states.Closing) else set()
 
     def show(self) -> None:
         """Print the actions of the last call, and the phase; of a record what was decided."""

@@ -10,16 +10,9 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
-from deadpool_megatron.cluster.machine import actions as act, inputs as ev
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev, state as states
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state import (
-    LAST_PHASES,
-    Config,
-    Deciding,
-    MemberStatus,
-    Phase,
-    State,
-)
+from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.events import to_line
 from deadpool_megatron.layout.planner import keep_lineages
 from deadpool_megatron.layout.records import EpochRecord, Generation
@@ -29,7 +22,7 @@ from tests.cluster.machine.agents import Agents
 from tests.common.event_schema import check_event
 
 
-def knowledge(state: State) -> dict[str, object]:
+def knowledge(state: states.State) -> dict[str, object]:
     """Return what a successor knows of the run at once, from its newest record."""
     line, blame, fleet = state.lineage, state.blame, state.fleet
     return {
@@ -53,7 +46,7 @@ class World(Agents):
             scheme = {"protection": "parity", "parity_group": parity_group}
         scheme |= {"persist_directory": "/exports", "nonfinite": "rollback"}
         settings = Settings(replicas=replicas, restarts_in_place=10_000, **scheme)
-        super().__init__(Config(nodes, spares, nproc, settings, "/dump"))
+        super().__init__(states.Config(nodes, spares, nproc, settings, "/dump"))
         self.now = 0.0
         self.fed = 0
         self.machine = Machine(self.config, self.now)
@@ -73,7 +66,7 @@ class World(Agents):
     # The machine and its actions.
 
     @property
-    def state(self) -> State:
+    def state(self) -> states.State:
         return self.machine.state
 
     def feed(self, event: ev.Input) -> list[act.Action]:
@@ -142,7 +135,7 @@ class World(Agents):
                 self._check_finish(action)
 
     def _note_loss(self, event: ev.Input) -> None:
-        if not isinstance(event, ev.NotFinite) or self.state.phase in LAST_PHASES:
+        if not isinstance(event, ev.NotFinite) or self.state.phase in states.LAST_PHASES:
             return
         if self.state.lineage.keeps(Generation(event.epoch, event.iteration)):
             self.poisoned_from = event.iteration
@@ -180,7 +173,7 @@ class World(Agents):
         self.written.append(record.epoch)
         assert set(record.seats) == set(range(self.config.world_size))
         assert len(set(record.seats.values())) == len(record.seats)
-        if not isinstance(self.state.doing, Deciding) or self.state.doing.redecide:
+        if not isinstance(self.state.doing, states.Deciding) or self.state.doing.redecide:
             return  # overtaken in the same step: it will not be announced
         assert set(record.nodes) == set(self.state.fleet.nodes)
         for parts in record.restore.sources.values():
@@ -193,7 +186,7 @@ class World(Agents):
         for seat in record.seats.values():
             member = self.state.fleet.members[seat.node, seat.local_rank]
             assert member.incarnation == seat.incarnation
-            assert member.status is not MemberStatus.KILLED
+            assert member.status is not states.MemberStatus.KILLED
 
     def _check_announced(self, record: EpochRecord) -> None:
         assert record.epoch in self.written
@@ -275,7 +268,7 @@ class World(Agents):
         ``received``: so many orders had reached each agent, which still obeys them; the other ones
         are lost. ``notes_landed``: so had the notes of nodes that were given up since the record,
         which a thread of its own writes."""
-        if self.state.phase in LAST_PHASES or self.finished is not None:
+        if self.state.phase in states.LAST_PHASES or self.finished is not None:
             return
         if landed:
             self.journaled += self.journal
