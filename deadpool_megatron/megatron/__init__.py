@@ -10,9 +10,9 @@ update_replay      an update again, from the state before it and what it used
 step_keeper        what each update used, kept and replayed: loaded by the scheme recompute alone
 template_maker     the recipe of a role's part of a checkpoint: which bytes lie where
 exact_load         loads an optimizer exactly where PyTorch's own Adam does the updates
-audit/             the search for silent corruption, every so many iterations
+audit/             the search for silent corruption, at an interval of iterations
 pretraining/       Megatron-LM's own scripts under protection
-stand_ins          what Megatron takes for granted of a GPU, answered on a CPU
+stand_ins          stand-ins for a GPU, on a CPU
 replacement        an attribute replaced while a block runs
 in_process_writer  Megatron's checkpoints, written without processes of their own
 """

@@ -22,7 +22,7 @@ def rebuild_from_peers(loop: MegatronLoop) -> None:
     its own layers and slices.
 
     A missed forced sync does not hang: it trains on with other numbers (field-tested), so it is
-    done after every restore, whatever the overlap flags say. Where FusedAdam holds the master
+    done after every restore, with any overlap flags. Where FusedAdam holds the master
     weights the copy does nothing: the shard of the model itself was restored. Weights in FP8
     are cast again, with the restored scales and amaxes. Where whole parameters are dealt out, each
     rank has those of others from their owners.
@@ -94,7 +94,7 @@ def verify_data(loop: MegatronLoop) -> None:
 
 
 def parameters(loop: MegatronLoop, *, expert: bool) -> list[torch.nn.Parameter]:
-    """Dense or expert parameters of all chunks, in module order (Megatron marks experts so)."""
+    """Return the dense or expert parameters of all chunks, in module order."""
     return [
         parameter
         for chunk in loop.model_chunks
@@ -104,7 +104,7 @@ def parameters(loop: MegatronLoop, *, expert: bool) -> list[torch.nn.Parameter]:
 
 
 def plain_parameters(loop: MegatronLoop, *, expert: bool) -> list[Tensor]:
-    """The same; of quantised ones what they wrap."""
+    """Return the same as plain tensors: for quantised parameters those that they wrap."""
     found = parameters(loop, expert=expert)
     return [raw for parameter in found for raw in optimizer.plain_tensors(parameter)]
 

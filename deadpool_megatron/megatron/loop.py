@@ -13,8 +13,8 @@ from deadpool_megatron.state.template import TemplateError
 # Megatron's function that runs the passes of an iteration; called with keywords.
 ForwardBackward = Callable[..., Any]
 
-# Fields of Megatron's configuration that give the same bytes another meaning: what its own load of
-# a checkpoint compares, and the kinds of norm and of feed-forward layer.
+# Fields of Megatron's configuration that give the same bytes another meaning: those that its own
+# load of a checkpoint compares, and the kinds of norm and of feed-forward layer.
 _OF_THE_MODEL = (
     "num_layers",
     "hidden_size",
@@ -75,7 +75,7 @@ class MegatronLoop(ProtectedLoop):
 
 
 def layer_number(path: str, module: Any) -> int | None:
-    """The number in the whole model, from 1, of a module that is one of a list of layers."""
+    """Return the number in the whole model, from 1, of a module in a list of layers; else None."""
     number = getattr(module, "layer_number", None)
     is_layer = path.rpartition(".")[2].isdigit() and isinstance(number, int)
     return number if is_layer else None

@@ -139,14 +139,14 @@ def masters_in_adam(inner: Any) -> bool:
 
 
 def is_hybrid(inner: Any) -> bool:
-    """True for HybridDeviceOptimizer, which has others update copies of its parameters, in fp32, on
-    the host or the device, and shows their state as its own (hybrid_optimizer.py). What it calls
-    ``master_param`` is such a copy, so nothing of its four maps is more than its state."""
+    """Return whether it is a HybridDeviceOptimizer: its sub-optimizers update fp32 copies of its
+    parameters on the host or the device, and their state is its own (hybrid_optimizer.py). Its
+    ``master_param`` is such a copy, so its four maps hold no other state."""
     return hasattr(inner.optimizer, "sub_optimizers")
 
 
 def updaters(inner: Any) -> list[Any]:
-    """The optimizers that make the updates of an inner one."""
+    """Return the optimizers that make the updates of an inner optimizer."""
     return list(inner.optimizer.sub_optimizers) if is_hybrid(inner) else [inner.optimizer]
 
 

@@ -42,7 +42,7 @@ _CONSTANT_OBJECTS = (
     ".per_bucket_numel",
     ".per_bucket_numel_unpadded",
     "._extra_state",
-    "rerun_state_machine_state",  # of one that has nothing to do
+    "rerun_state_machine_state",  # of an idle machine
 )
 
 

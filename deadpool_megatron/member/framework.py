@@ -2,7 +2,7 @@
 
 A :class:`Framework` stands for the state of one built role. There are two implementations:
 :mod:`deadpool_megatron.megatron.framework` and :mod:`deadpool_megatron.torch_native`. Nothing in
-this package imports either; a program answers the one it trains with (:meth:`Program.framework`).
+this package imports either; a program returns its own (:meth:`Program.framework`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepCalls(NamedTuple):
 
 class ScheduleDifference(NamedTuple):
     """A difference between the schedule of a restored state and that of the command line.
-    ``override_flag``: what a user gives to have the command line's used; ``is_overridden``: whether
+    ``override_flag``: with it the schedule of the command line counts; ``is_overridden``: whether
     it was given."""
 
     text: str
@@ -70,10 +70,10 @@ class Framework(ABC):
     """The state of one built role, as its framework knows it. Main thread.
 
     ``parts``: the live tensors of the optimizers' state, one part for each inner optimizer.
-    ``peers``: the roles of the data-parallel group, this one included. ``slots``: how many slots a
-    role needs beside the lag: 2 where a collective over all roles lies between the gate and the
-    first overwrite of an iteration, else 3 (:mod:`.protection`). ``versions``: of what gives the
-    extras their meaning.
+    ``peers``: the roles of the data-parallel group, with this role. ``slots``: the count of slots
+    that a role needs in addition to the lag: 2 if a collective over all roles lies between the gate
+    and the first overwrite of an iteration, else 3 (:mod:`.protection`). ``versions``: those of the
+    software that gives the extras their meaning.
 
     An implementation takes the state of a loop when it is made, and raises UnsupportedState where
     it does not know all of it: restoring less would train on, with other numbers.
@@ -130,13 +130,13 @@ class Framework(ABC):
 
     @abstractmethod
     def entry_digests(self) -> dict[str, str]:
-        """Return entry -> short digest, of the state beside weights and optimizer state."""
+        """Return entry -> short digest, of all state but weights and optimizer state."""
 
-    # What not every framework has.
+    # Methods with a default, as not every framework has these features.
 
     def restore_passing(self, values: dict[str, Any]) -> None:
-        """Put back what a forward and backward pass changes beside gradients, where a checkpoint
-        that the program has loaded holds the rest."""
+        """Put back the state that a forward and backward pass changes, gradients excepted, if a
+        checkpoint that the program has loaded holds the rest."""
         self.restore_last(values)
 
     def schedule_difference(self, values: dict[str, Any]) -> ScheduleDifference | None:

@@ -461,16 +461,16 @@ def forget_frames(error: BaseException) -> None:
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
+        failure = waiting.pop()
+        if failure is None or id(failure) in seen:
             continue
-        seen.add(id(one))
+        seen.add(id(failure))
         # A cause need not be the context: somebody may have kept an older exception.
-        waiting += [one.__cause__, one.__context__]
-        if isinstance(one, BaseExceptionGroup):
-            waiting += one.exceptions
-        traceback.clear_frames(one.__traceback__)
-        one.__traceback__ = None
+        waiting += [failure.__cause__, failure.__context__]
+        if isinstance(failure, BaseExceptionGroup):
+            waiting += failure.exceptions
+        traceback.clear_frames(failure.__traceback__)
+        failure.__traceback__ = None
 
 
 def drain_seconds(kind: str, settings: Settings) -> float:
