@@ -273,8 +273,8 @@ class VaultClient:
             self.register(layout, epoch, interrupted)
         self._enter(epoch)
         self._restored = generation
-        about = {"epoch": epoch, "generation": generation.to_list(), "boundary": boundary}
-        wish = {"t": "restore", **about}
+        about = {"generation": generation.to_list(), "boundary": boundary}
+        wish = {"t": "restore", "epoch": epoch, **about}
         answer = self._ask(wish, time.monotonic() + deadline_seconds, interrupted, "restore")
         if answer["t"] == "unavailable":
             tried = tuple((int(n), int(r), str(reason)) for n, r, reason in answer["tried"])
