@@ -1,12 +1,12 @@
-"""The per-node supervisor: starts members and the vault, watches them, carries orders and reports.
+"""The per-node supervisor: starts members and the vault, watches them, passes orders and reports.
 
-One asyncio loop; what may hang with a file system is done in threads. The order of a close is
-fixed: first the vault stops sealing, then the members are interrupted, then every seated member has
-left the epoch or is killed, and only then the inventory is taken and sent.
+It runs in one asyncio loop; file system calls that may hang run in threads. The order of a close is
+fixed: first the vault stops sealing, then the members are interrupted, then every seated member
+leaves the epoch or is killed, and only then is the inventory taken and sent.
 
-Losing the coordinator changes nothing for training; the agent reconnects, to the next one if need
-be. A node that is cut off from a coordinator that lives ends its members (fence.py), for its
-roles are about to be given away.
+Losing the coordinator changes nothing for training; the agent reconnects, to its successor if need
+be. A node that is cut off from a live coordinator ends its members (fence.py), because the
+coordinator is about to reassign their roles.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ from deadpool_megatron.wire.auth import AuthenticationError
 
 _FLUSH_SECONDS = 2.0
 _NAMES_SECONDS = 10.0
-# So long a first coordinator takes to come on a busy host.
+# A first coordinator may take this long to start on a busy host.
 _SAID_SECONDS = 10.0
 
 
 class Agent:
-    """See the module text; :meth:`run` is the whole life of it."""
+    """The supervisor of one node (see the module text); :meth:`run` is its whole life."""
 
     def __init__(self, options: AgentOptions, found: Inventory | None = None) -> None:
         self._options = options
-        self._found = found  # in memory, before this agent's first vault
+        self._found = found  # slots in memory before this agent's first vault
         self._node, self._segments = options.node, options.segments
         self._settings = options.info.settings
         self._record: EpochRecord | None = None
-        # What members are told; a node that joined late is in no record yet.
+        # The record sent to members; a node that joined late is in no record yet.
         self._shown: EpochRecord | None = None
         self._restore = Restore("initial", Generation(0, 0))
         self._closed, self._boot = 0, ""
         self._inventory: dict[str, Any] | None = None
-        self._own_boot = secrets.token_hex(8)  # pids do not tell agents in containers apart
+        self._own_boot = secrets.token_hex(8)  # agents in containers may have equal pids
         self._serving: asyncio.Task[None] | None = None
         self._exit_code = 0
         self._ending: tuple[str, bool] | None = None
@@ -80,7 +80,7 @@ class Agent:
         self._standby: StandbySupervisor | None = None
 
     async def run(self) -> int:
-        """Serve until the run is over; returns the exit status of the agent."""
+        """Serve until the run is over, and return the exit status of the agent."""
         self._stopping = asyncio.Event()
         self._drained = asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
@@ -134,7 +134,7 @@ class Agent:
                 self._standby.begin(self._options.launcher_fd, self._launcher_gone)
             await self._vault.start()
             self._write_listing()
-            # Shielded: the last reports are acknowledged while everything else winds down.
+            # Shielded, so that the last reports are acknowledged while everything else shuts down.
             self._serving = asyncio.create_task(self._link.run(self._patience_seconds()))
             await first_of(
                 asyncio.shield(self._serving),
@@ -184,7 +184,7 @@ class Agent:
             self._orders.put_nowait(self._start(message))
         elif kind == "close":
             self._order_close(int(message["epoch"]), str(message["cause"]))
-        elif kind == "restore":  # of the record that follows, for this node
+        elif kind == "restore":  # this node's part of the record that follows
             self._restore = Restore.from_dict(message["restore"])
         elif kind == "record":
             record = EpochRecord.from_dict(message["record"])
@@ -212,11 +212,11 @@ class Agent:
     def _welcome(self, message: Mapping[str, Any]) -> None:
         boot = str(message["boot"])
         if boot != self._boot:
-            # What was said before the first one is kept by the link until it is acknowledged.
+            # Before the first welcome there is nothing to repeat: the link keeps reports until ack.
             if self._boot:
                 within = float(message.get("repeat_seconds", 0.0))
                 self._members.repeat(lambda: self._closed, within)
-                self._exports.drop()  # the one before knows of no export
+                self._exports.drop()  # a new coordinator knows of no export
             else:
                 print(f"agent of node {self._node} joined the run", file=sys.stderr, flush=True)
             self._boot = boot
@@ -226,7 +226,7 @@ class Agent:
             self._order_close(closed, str(message.get("cause", "")))
 
     async def _work(self) -> None:
-        """Orders one after the other: a close never overtakes the record it closes."""
+        """Carry out orders one after the other: a close never overtakes the record it closes."""
         while True:
             await (await self._orders.get())
 
@@ -253,14 +253,14 @@ class Agent:
         self._write_listing()
 
     def _order_close(self, epoch: int, cause: str) -> None:
-        """Tell at once what is closed: the next coordinator may ask while a dump is written."""
+        """Report a closed epoch at once: a new coordinator may ask while a dump is written."""
         if epoch <= self._closed:
             self._tell_inventory(epoch)
         else:
             self._orders.put_nowait(self._close(epoch, cause))
 
     async def _close(self, epoch: int, cause: str) -> None:
-        if epoch <= self._closed:  # by an order that was before it in the queue
+        if epoch <= self._closed:  # by an earlier order in the queue
             self._tell_inventory(epoch)
             return
         failpoints.hit("agent.close", epoch=epoch)
@@ -268,7 +268,7 @@ class Agent:
         self._store.enter(0)
         await self._vault.close_epoch(epoch)
         self._members.send_all({"t": "close", "epoch": epoch, "cause": cause})
-        # Every member with a seat leaves the epoch, or is killed and reaped.
+        # Every member with a seat must leave the epoch; otherwise it is killed and reaped.
         seats = set() if self._record is None else set(self._record.seats.values())
         seated = [
             member
@@ -296,8 +296,8 @@ class Agent:
             self._fence(f"epoch {record.epoch} continues without this node")
             return
         self._shown = record
-        self._closed = max(self._closed, record.epoch - 1)  # a close of those comes too late
-        if self._node in record.nodes:  # else joined after this decision: a spare of the next one
+        self._closed = max(self._closed, record.epoch - 1)  # closing older epochs is too late
+        if self._node in record.nodes:  # else it joined after the decision: a spare next time
             failpoints.hit("agent.record", epoch=record.epoch)
             self._record = record
             self._store.enter(record.epoch)
@@ -316,7 +316,7 @@ class Agent:
     # Reports of members (see MemberReports).
 
     def member_reported(self, member: Member, message: dict[str, Any]) -> None:
-        """Pass a member's message on, with its seat."""
+        """Forward a member's message with its seat."""
         kind = message.get("t")
         if kind == "hello":
             if self._shown is not None and self._shown.epoch > self._closed:
@@ -328,12 +328,12 @@ class Agent:
         take(member, message)
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
-        """Report it with the time since its last sign of life, ask where it stands, kill it."""
+        """Report a frozen member with its silence, ask for its stacks, and kill it."""
         self._members.report_frozen(member, silent_seconds)
         self._stacks.kill(member, "frozen")
 
     def member_ended(self, member: Member, ending: ProcessEnd, cause: str, ordered: bool) -> None:
-        """Report a reaped member, unless the run is over and it just left."""
+        """Report a reaped member, unless it left because the run is over."""
         self._members.remove(member)
         self._files.log_is_over(member.log)
         self._drained.set()
@@ -345,7 +345,7 @@ class Agent:
                 self._examiner.ask_health()
 
     def _told(self) -> dict[str, Any]:
-        """Return what people who ask the coordinator are shown of this node."""
+        """Return the facts about this node that the coordinator shows to users."""
         return {"members": self._members.beats(), "vault": self._vault.status}
 
     async def _tick(self) -> None:
@@ -360,12 +360,12 @@ class Agent:
             if self._link.beat_is_due:
                 self._link.beat(self._told)
             self._look_for_cut(time.monotonic())
-            # A period that the coordinator asks for need not be a multiple of the setting.
+            # The period that the coordinator asks for need not be a multiple of the setting.
             await asyncio.sleep(self._settings.beat_interval_seconds / 2)
 
     def _keep_names(self) -> None:
-        """Names that somebody else has removed are there again for who comes next: processes print
-        and look for their vault by name. The vault says what has happened."""
+        """Restore names in shared memory that another program has removed: processes print to them
+        and find their vault by them. The vault reports the removal."""
         self._looked = time.monotonic()
         try:
             for name in self._names:
@@ -376,7 +376,7 @@ class Agent:
     # Contact with the coordinator.
 
     def _patience_seconds(self) -> float:
-        """Return how long a first connection may take; then fence or launcher see to it."""
+        """Return how long a first connection may take; later the fence or the launcher decides."""
         return max(self._settings.spare_timeout_seconds, 3 * self._settings.connect_seconds)
 
     def _look_for_cut(self, now: float) -> None:
@@ -389,8 +389,8 @@ class Agent:
             self._fence(verdict, keep=True)
 
     def _look_for_coordinator(self, now: float) -> None:
-        """Until the first one is met: say what is in its way, soon, and end where the node's own
-        standby cannot even make a term, which no other start would mend."""
+        """Before the first contact, print early what prevents it; end the agent if the node's own
+        standby cannot claim a term, because another start would not help."""
         waited, standby = now - self._began, self._standby
         if self._boot or standby is None or waited < _SAID_SECONDS:
             return
@@ -404,7 +404,7 @@ class Agent:
             print(text, file=sys.stderr, flush=True)
 
     def _run_over(self, kept: bool) -> None:
-        """The coordinator wrote the result; its order to stop may have been lost with it."""
+        """End once the result is written: the coordinator's order to stop may have been lost."""
         if not self._link.connected:
             self._end("the run is over", not kept)
 
@@ -417,11 +417,11 @@ class Agent:
         self._files.replace(self._options.run.node(self._node), text)
 
     def _launcher_gone(self) -> None:
-        self._link.supersede("the launcher is gone")  # else the run would end for want of nodes
+        self._link.supersede("the launcher is gone")  # else the run would end for lack of nodes
         self._fence("the launcher is gone", keep=True)
 
     def _fence(self, why: str, *, keep: bool = False, code: int = ExitStatus.FENCED) -> None:
-        """End at once: nobody counts on this node. ``keep``: its slots may be asked for yet."""
+        """End at once: no process relies on this node. ``keep``: its slots may be needed later."""
         if self._ending is None:
             for member in self._members.by_local_rank.values():
                 member.kill(why)
@@ -438,14 +438,14 @@ class Agent:
         self._stopping.set()
 
     async def _shut_down(self) -> None:
-        """Members leave or are killed, then the vault, then the shared memory; whatever happens."""
+        """End the members (first in order, then by kill), the vault and the shared memory."""
         reason, remove = self._ending or ("agent failed", False)
         self._ending = (reason, remove)
         members = list(self._members.by_local_rank.values())
         if self._exit_code or not await wait_ended(members, self._settings.drain_seconds):
             await self._members.kill_all(reason, self._settings.close_seconds)
         self._members.close()
-        # Even of a node that is not wanted any more the steps on the kept line count.
+        # Steps of kept lineages count even if the run no longer needs this node.
         heard = self._link.connected or (self._options.launcher_fd is None and self._exit_code)
         await self._link.flush(_FLUSH_SECONDS if heard else 0.0)
         if self._serving is not None:
@@ -454,7 +454,7 @@ class Agent:
         await self._exports.close()
         await self._vault.shut_down(remove)
         if self._standby is not None:
-            goes_on = self._exit_code or self._leaving.exit_status  # without this node
+            goes_on = self._exit_code or self._leaving.exit_status  # the run, without this node
             grace = 0.0 if goes_on else 2 * self._settings.close_seconds
             await self._standby.close(grace)
         self._files.replace(self._options.run.node(self._node), None)
@@ -464,7 +464,7 @@ class Agent:
 
 
 class Departure:
-    """Takes the signal from now on; ``end()`` has the agent end. For the agent's loop only."""
+    """The handler of SIGTERM; ``end()`` ends the agent. For the agent's loop only."""
 
     def __init__(self, options: AgentOptions, end: Callable[[], None]) -> None:
         self._options, self._end = options, end
@@ -474,8 +474,8 @@ class Departure:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._told)
 
     def status(self, exit_code: int) -> int:
-        """Returns the exit status of an agent that ends for a reason of its own (``exit_code``), or
-        for none. An agent that is also ordered to stop does not rejoin."""
+        """Return the exit status of an agent; ``exit_code`` is its own reason to end, or 0.
+        An agent that is also ordered to stop does not rejoin."""
         is_ordered = exit_code and self.is_ordered
         return ExitStatus.TERMINATED if is_ordered else exit_code or self.exit_status
 

@@ -15,9 +15,9 @@ Address = tuple[str, int]
 
 
 class CoordinatorAddress:
-    """``seen()``: what the standby saw in the journal. Without that the address is read from
-    ``coordinator.json``, by a thread, so that no run directory that hangs holds the agent up;
-    ``fixed``: where that is not shared. For the agent's loop.
+    """The newest known address. ``seen()`` returns the address that the standby found in the
+    journal. Without it a thread reads ``coordinator.json``, so a run directory that hangs does not
+    block the agent; ``fixed`` serves where that directory is not shared. For the agent's loop.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class CoordinatorAddress:
         self._told = fixed
 
     def newest(self) -> Address | None:
-        """Returns it, None as long as it is not known; does not block."""
+        """Return the address, None while it is not known; never block."""
         if (seen := self._seen()) is not None:
             return seen
-        with contextlib.suppress(TimeoutError):  # the next one finds what is being read
+        with contextlib.suppress(TimeoutError):  # the next call finds the result of this read
             self._told = address_in(self._text.look(0.0)) or self._told
         return self._told

@@ -1,6 +1,6 @@
 """Diagnostics for a hung job; no decision depends on them.
 
-A member is asked where it stands before it is killed. It answers by writing the Python stacks of
+Before a member is killed, it is asked for its stacks. It answers by writing the Python stacks of
 all its threads to its log, which its agent reads.
 """
 
@@ -30,8 +30,8 @@ Report = Callable[[Mapping[str, Any]], None]
 
 
 class LastStacks:
-    """Used from the agent's loop. ``record()`` is the newest record, ``report`` takes a message for
-    the coordinator.
+    """Stacks of members that are about to be killed, for the agent's loop. ``record()`` returns the
+    newest record, ``report`` sends a message to the coordinator.
     """
 
     def __init__(self, node: int, record: Callable[[], EpochRecord | None], report: Report) -> None:
@@ -41,12 +41,12 @@ class LastStacks:
         self._asked: dict[Member, asyncio.Task[None]] = {}
 
     def kill(self, member: Member, cause: str) -> None:
-        """Ask, report the answer, and kill the member, at the latest half a second from now."""
+        """Ask for stacks, report them, and kill the member, at most half a second from now."""
         if member not in self._asked and not member.ended.is_set():
             self._asked[member] = asyncio.create_task(self._take(member, cause))
 
     def kill_by_order(self, message: Mapping[str, Any], members: Mapping[int, Member]) -> None:
-        """Carry out the order of the coordinator; ``members``: by slot."""
+        """Carry out the coordinator's order to kill; ``members`` are keyed by local rank."""
         member = members.get(int(message["slot"]))
         if member is None or member.incarnation != int(message["incarnation"]):
             return
@@ -83,8 +83,8 @@ class LastStacks:
 
 @dataclass(frozen=True)
 class Stacks:
-    """``frames`` of the main thread, innermost first, as ``function (file:line)``; ``threads``: how
-    many there were. ``missing``: why there are none, else empty.
+    """Stacks of a process. ``frames`` of the main thread, innermost first, as ``function
+    (file:line)``; ``threads`` is their count. ``missing``: why there are none, else empty.
     """
 
     frames: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class Stacks:
 
 
 def read_stacks(text: str) -> Stacks:
-    """Return what ``faulthandler`` wrote. Pure. The main thread is the last of its listing."""
+    """Parse the output of ``faulthandler``, which lists the main thread last. Pure."""
     threads: list[list[str]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
@@ -107,10 +107,10 @@ def read_stacks(text: str) -> Stacks:
 
 
 async def ask(pid: int, log: Path, limit_seconds: float) -> Stacks:
-    """Ask a process for its stacks; returns them, or why they are missing after the limit.
+    """Ask a process for its stacks; return them, or the reason why they are missing at the limit.
 
-    ``log``: what the process writes to, in the memory of this host. The signal goes out at once, so
-    that what the process is told next does not change the answer.
+    ``log`` is the file that the process writes to, in the memory of this host. The signal is sent
+    at once, so that the next message to the process does not change the answer.
     """
     before = ""
     try:
@@ -132,7 +132,7 @@ async def ask(pid: int, log: Path, limit_seconds: float) -> Stacks:
 
 
 def _why_it_cannot(pid: int) -> str:
-    """Empty for a process that can answer. To ask one that has no handler yet would end it."""
+    """Return "" for a process that can answer; the signal would end it before it has a handler."""
     found = posix.state_and_cpu_ticks(pid)
     if found is None or found[0] in "ZX":
         return "the process has ended"

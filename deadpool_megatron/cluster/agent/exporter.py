@@ -1,7 +1,7 @@
-"""One node's part in exports: has its vault set a generation aside, and runs the exporter.
+"""One node's part in exports: orders a snapshot from its vault, and runs the exporter.
 
-The exporter is a process of its own, of the lowest priority, that dies with this agent; training
-processes have no part in it. Whatever goes wrong here is reported and ends this export only.
+The exporter is a separate process of the lowest priority that dies with this agent; training
+processes have no part in it. A failure here is reported and ends this export only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAUSE_SECONDS = 0.02
 
 
 class NodeExports:
-    """One export at a time; a new order ends an older one. ``take``: see
+    """The exports of one node, one at a time: a new order ends an older export. ``take``: see
     :meth:`.vault_process.VaultSupervisor.take`. For the agent's loop.
     """
 
@@ -50,11 +50,11 @@ class NodeExports:
         self._removals: list[threading.Thread] = []
         drop_snapshots(
             self._segments
-        )  # of an agent that was killed: nobody else would ever give it back
+        )  # those of an agent that was killed: no other process would free their memory
 
     def order(self, message: Mapping[str, Any]) -> None:
-        """An order of the coordinator: ``export-take`` and then ``export-write``, ``export-dump``
-        for what was dumped to a disk, or ``export-drop``."""
+        """Carry out an order of the coordinator: ``export-take`` and then ``export-write``,
+        ``export-dump`` for a generation that was dumped to a disk, or ``export-drop``."""
         name = str(message["name"])
         try:
             run_files.export_name(name)
@@ -73,28 +73,28 @@ class NodeExports:
             self._name = name
             self._spawn(self._take(name, message["iteration"]))
         elif name != self._name:
-            return  # of an export that is over here
+            return  # an order for an export that is over here
         elif message["t"] == "export-write":
             self._start_writing(message)
         else:
             self.drop()
 
     def drop(self) -> None:
-        """End what is under way and give its memory back."""
+        """End the current export and free its memory."""
         self._name = ""
         if self._writer is not None:
             self._writer.kill()
         self._taken = []
-        # A vault that still sets something aside gives it up when it finds its file gone.
+        # A vault that is still taking a snapshot gives up when it finds the file gone.
         drop_snapshots(self._segments)
 
     async def close(self) -> None:
-        """The end of the agent."""
+        """End the export and wait for its processes and threads, when the agent ends."""
         writer = self._writer
         self.drop()
         for task in self._tasks:
             task.cancel()
-        with contextlib.suppress(TimeoutError):  # it dies with this process
+        with contextlib.suppress(TimeoutError):  # the exporter dies with this process
             async with asyncio.timeout(_END_SECONDS):
                 if writer is not None:
                     await writer.ended.wait()
@@ -131,7 +131,7 @@ class NodeExports:
         name = self._name
         job = self._segments / "export.json"
         dump = message.get("dump")
-        # Of roles that are lost with their nodes only the shared disk has the state templates.
+        # For roles that were lost with their nodes only the shared disk has the state templates.
         templates = self._segments if dump is None else self._options.run.templates
         facts = {
             "node": self._options.node,
@@ -149,13 +149,13 @@ class NodeExports:
             ["-m", "deadpool_megatron.persist", str(job), "--parent", str(os.getpid())],
             lambda ending: self._written(name, Path(message["directory"]), ending),
             log=self._log,
-            # It computes nothing on devices, and must not take memory there.
+            # The exporter computes nothing on devices, and must not take memory there.
             environment={"CUDA_VISIBLE_DEVICES": ""},
         )
 
     def _written(self, name: str, directory: Path, ending: ProcessEnd) -> None:
-        if name != self._name:  # dropped; there may be a new one
-            # The coordinator removes it, too, but may have done so before this process was gone.
+        if name != self._name:  # dropped; a new export may be under way
+            # The coordinator removes the directory, too, but perhaps before this process was gone.
             thread = threading.Thread(target=shutil.rmtree, args=(directory, True), daemon=True)
             thread.start()
             self._removals.append(thread)

@@ -8,18 +8,18 @@ from deadpool_megatron.settings import Settings
 
 class Fence:
     """The moment by which a node that may be cut off must stop its members: the agent's half of
-    fencing by time. Pure of I/O and clocks; times are monotonic seconds of this host.
+    fencing by time. It uses no I/O and no clocks; times are monotonic seconds of this host.
 
-    The coordinator gives the roles of a silent node away after ``node_silence_seconds`` (G) since
-    it last heard from it, and only if its own sign of life was in the journal all that time. The
+    The coordinator reassigns the roles of a silent node ``node_silence_seconds`` (G) after its last
+    message, and only if the coordinator's own heartbeat was in the journal all that time. The
     agent ends its members ``fence_seconds`` (F) after it *sent* the newest beat that was
-    acknowledged, which is no later than the moment at which the coordinator heard it. With P the
-    time between two looks into the journal, D the time to kill the members and r the bound on the
+    acknowledged, which is no later than the moment at which the coordinator received it. With P the
+    time between two reads of the journal, D the time to kill the members and r the bound on the
     ratio of two clocks' rates: (F + P + D) r < G. Nothing is assumed about the network, nor that
     two clocks show the same time.
 
-    A coordinator that shows no sign of life gives nothing away, so while the journal can be read
-    and the sign stands still, training continues. After such a gap it counts every silence again;
+    A coordinator without a heartbeat reassigns nothing, so while the journal can be read and the
+    heartbeat stands still, training continues. After such a gap it restarts every silence timer;
     see :class:`~deadpool_megatron.cluster.journal.terms.HeartbeatTiming`. A coordinator that takes
     over gives every node ``rejoin_seconds`` from its claim; the node allows itself the same share
     of that as F is of G.
@@ -38,19 +38,19 @@ class Fence:
         self._looked_at = 0.0
 
     def heard(self, sent_at: float, term: int) -> None:
-        """The coordinator of a term acknowledged a beat (or join) that was sent at ``sent_at``."""
+        """Record that a term's coordinator acknowledged a beat or join sent at ``sent_at``."""
         if term >= self._contact_term:
             newest = self._contact if term == self._contact_term else None
             self._contact_term = term
             self._contact = sent_at if newest is None else max(newest, sent_at)
 
     def looked(self, term: int, beat: str, at: float) -> None:
-        """The journal was read, beginning at ``at``."""
+        """Record a read of the journal that began at ``at``."""
         before, self._looked_at = self._looked_at, at
         if self._mark is None:
             self._term_at = at if self._contact is None else self._contact
         elif term > self._mark[0]:
-            # Claimed after the look before, which may be long ago if the journal was out of reach.
+            # Claimed after the previous read, perhaps long ago if the journal was out of reach.
             self._term_at = before
         if self._mark != (term, beat):
             self._mark = (term, beat)
@@ -59,14 +59,14 @@ class Fence:
             self._contact = max(self._contact, at)
 
     def silent_seconds(self, now: float) -> float:
-        """Return how long nothing has proved that this node still counts; 0 before the first
+        """Return the time since the last proof that this node still counts; 0 before the first
         contact."""
         if self._contact is None:
             return 0.0
         return now - (self._term_at if self._is_awaited() else self._contact)
 
     def _is_awaited(self) -> bool:
-        """Return whether a coordinator that this node has not met yet has taken over."""
+        """Return whether a coordinator that this node has not reached yet has taken over."""
         return self._mark is not None and self._mark[0] > self._contact_term
 
     def verdict(self, now: float) -> str:

@@ -1,4 +1,4 @@
-"""The member processes of one node, as the agent sees them: sockets, last words, endings."""
+"""The member processes of one node as the agent sees them: sockets, last output, ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer, WireError, encode, send_some
 
 _RECEIVE_BYTES = 1 << 16
-# What a coordinator that has just started must hear again, newest of each kind.
+# The newest message of each of these kinds is repeated to a coordinator that has just started.
 STICKY = (
     *("hello", "warm", "registered", "drained", "restored", "done"),
     *("paused", "fault", "raised", "restore-failed", "durable-request"),
@@ -32,9 +32,9 @@ STICKY = (
 
 
 class FramePipe:
-    """Frames over a stream socket with callbacks of the running loop; never blocks, never threads.
+    """Frames over a stream socket, with callbacks in the running loop; no threads, no blocking.
 
-    ``on_message`` gets each frame, ``on_end`` is called once at end of stream or after garbage.
+    ``on_message`` gets each frame; ``on_end`` is called once, at end of stream or after garbage.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FramePipe:
         self._loop.add_reader(connection.fileno(), self._readable)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send or queue; a stream that has ended swallows it."""
+        """Send or queue a message; after the end of the stream it is dropped."""
         if not self._open:
             return
         if not self._unsent:
@@ -63,7 +63,7 @@ class FramePipe:
         self._writable()
 
     def read_rest(self) -> None:
-        """Take what the peer sent before it ended."""
+        """Read the messages that the peer sent before it ended."""
         while self._open and self._readable():
             continue
 
@@ -104,11 +104,11 @@ class FramePipe:
 
 
 class FreezeDetector:
-    """Decides whether a process that has stopped beating is frozen.
+    """The decision whether a process that has stopped beating is frozen.
 
     Missing beats alone prove nothing on a busy machine or in a long call that holds the
-    interpreter: a process that used CPU time, or wants to run, shows a sign of life. A frozen one
-    is stopped, or sleeps without having run at all.
+    interpreter: a process that used CPU time, or is ready to run, is alive. A frozen process is
+    stopped, or sleeps without having run at all.
     """
 
     def __init__(self, pid: int, freeze_seconds: float, now: float) -> None:
@@ -118,24 +118,24 @@ class FreezeDetector:
         self._alive_at = now
 
     def beat(self, now: float) -> None:
-        """A beat arrived."""
+        """Record that a beat arrived."""
         self._alive_at = now
 
     def reset_timers(self, seconds: float, now: float) -> None:
-        """The watching process itself did not run for so long: nobody else is to blame."""
+        """Discount ``seconds`` in which the watching process itself did not run."""
         self._alive_at = min(self._alive_at + seconds, now)
 
     def silent_seconds(self, now: float) -> float:
-        """Time since the last sign of life."""
+        """Return the time since the last sign of life."""
         return now - self._alive_at
 
     def is_frozen(self, now: float) -> bool:
-        """Cheap while beats arrive: looks at the process only after two missed beats' time."""
+        """Return whether it is frozen; inspect the process only after two missed beats."""
         if now - self._alive_at < self._freeze_seconds / 3:
             return False
         found = posix.state_and_cpu_ticks(self._pid)
         if found is None or found[0] in "ZX":
-            return False  # ended: the pid file descriptor reports that
+            return False  # it has ended: the pid file descriptor reports that
         state, ticks = found
         if state not in "Tt" and (state in "RD" or ticks != self._ticks):
             self._ticks = ticks
@@ -145,17 +145,17 @@ class FreezeDetector:
 
 
 class MemberReports(Protocol):
-    """The taker of members' messages and ends: the agent."""
+    """The receiver of members' messages and ends: the agent."""
 
     def member_reported(self, member: Member, message: dict[str, Any]) -> None:
-        """A message other than a beat."""
+        """Take a message other than a beat."""
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
-        """It shows no sign of life and is to be killed. Called once for a member."""
+        """Kill a member that shows no sign of life. Called once for a member."""
 
     def member_ended(self, member: Member, ending: ProcessEnd, cause: str, ordered: bool) -> None:
-        """The process is reaped; all its messages were delivered before. ``cause``: why it was
-        killed (``ordered``), or what its log says last about how it failed.
+        """Take the end of a reaped process, after all its messages. ``cause`` is the reason why it
+        was killed (``ordered``), or the last error in its log.
         """
 
 
@@ -175,7 +175,7 @@ class Member:
         self.beat: dict[str, Any] = {}
         self.said: dict[str, dict[str, Any]] = {}
         self.started_at = time.monotonic()
-        self.ended = asyncio.Event()  # the process is reaped, and its end was reported
+        self.ended = asyncio.Event()  # set when the process is reaped and its end is reported
         self._kill_cause = ""
         self._frozen = False
         self._settings = settings
@@ -187,31 +187,31 @@ class Member:
         self._watch.then(self._ended)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one order; a request that it answers is not told again."""
+        """Send an order; a request that it answers is not repeated to a new coordinator."""
         asked = self.said.get("durable-request", {})
         if message.get("t") == "durable-done" and message["iteration"] == asked.get("iteration"):
             del self.said["durable-request"]
         self._pipe.send(message)
 
     def drained(self, epoch: int) -> bool | None:
-        """None: has not left the closed epoch yet; else whether it left it clean."""
+        """Return whether the member left the closed epoch cleanly; None while it has not left."""
         said = self.said.get("drained")
         if said is None or int(said.get("epoch", 0)) < epoch:
             return None
         return bool(said.get("clean"))
 
     def reports_since(self, closed: int) -> list[dict[str, Any]]:
-        """Return what a new coordinator has to hear: all sticky messages but those of closed
+        """Return the sticky messages that a new coordinator needs: all but those of closed
         epochs."""
         return [m for m in self.said.values() if int(m.get("epoch", closed + 1)) > closed]
 
     def kill(self, cause: str) -> None:
-        """SIGKILL its process group, with the cause for the report."""
+        """Send SIGKILL to its process group, and keep the cause for the report."""
         self._kill_cause = self._kill_cause or cause
         self._watch.kill()
 
     def check(self, now: float) -> None:
-        """Kill the process when it is frozen, or has not said hello in time."""
+        """Kill the process when it is frozen, or has not sent its hello in time."""
         if "hello" not in self.said:
             if now - self.started_at > self._settings.start_seconds:
                 self.kill(f"no hello within start_seconds ({self._settings.start_seconds:g} s)")
@@ -246,7 +246,7 @@ class Member:
 
 
 class NodeMembers:
-    """All live members of the node, by local rank, and the reports about them to the coordinator.
+    """The live members of the node by local rank, and the reports about them to the coordinator.
     ``send``: see :meth:`CoordinatorLink.send`.
     """
 
@@ -270,15 +270,15 @@ class NodeMembers:
         self.incarnations: dict[int, int] = {}
 
     async def start(self, local_rank: int, incarnation: int, provisional_role: int) -> None:
-        """Start a member unless this incarnation or a newer one was started before.
+        """Start a member unless this or a newer incarnation was started before.
 
-        Raises StartError, and OSError when it may be tried again.
+        Raises StartError, and OSError when the caller may try again.
         """
         if incarnation <= self.incarnations.get(local_rank, -1):
             return  # an order repeated by a restarted coordinator
         old = self.by_local_rank.get(local_rank)
         if old is not None:
-            # A stopped predecessor that woke up would write into its successor's slots.
+            # A stopped predecessor would write into its successor's slots when it continues.
             raise RuntimeError(f"slot {local_rank} still has process {old.pid}")
         spec = self._make_spec(local_rank, incarnation, provisional_role)
         started = await self._starter.start(spec)
@@ -286,7 +286,7 @@ class NodeMembers:
         self.incarnations[local_rank] = incarnation
 
     def prepare(self, local_rank: int) -> None:
-        """Get ready for a replacement in this place, if possible; see Starter.prepare."""
+        """Prepare for a replacement with this local rank, if possible; see Starter.prepare."""
         try:
             self._starter.prepare(local_rank)
         except OSError as error:
@@ -303,7 +303,7 @@ class NodeMembers:
             member.send(message)
 
     def beats(self) -> dict[str, dict[str, Any]]:
-        """The newest beat of each member, by local rank."""
+        """Return the newest beat of each member, by local rank."""
         return {
             str(m.local_rank): {"incarnation": m.incarnation, **m.beat}
             for m in self.by_local_rank.values()
@@ -311,7 +311,7 @@ class NodeMembers:
         }
 
     def restored(self) -> dict[str, int]:
-        """The newest epoch that each member has restored, by local rank."""
+        """Return the newest epoch that each member has restored, by local rank."""
         return {
             str(m.local_rank): m.said["restored"]["epoch"]
             for m in self.by_local_rank.values()
@@ -319,7 +319,7 @@ class NodeMembers:
         }
 
     def check(self) -> None:
-        """Look for frozen members; to be called once in a beat interval, or more often."""
+        """Look for frozen members; the caller repeats this at least once in a beat interval."""
         now = time.monotonic()
         late = now - self._checked_at - self._settings.beat_interval_seconds
         self._checked_at = now
@@ -329,7 +329,7 @@ class NodeMembers:
             member.check(now)
 
     async def kill_all(self, cause: str, deadline_seconds: float) -> None:
-        """SIGKILL all and wait until they are reaped."""
+        """Send SIGKILL to all members and wait until they are reaped."""
         members = list(self.by_local_rank.values())
         for member in members:
             member.kill(cause)
@@ -351,7 +351,7 @@ class NodeMembers:
         self._send({"t": "member", **seat, "m": message})
 
     def report_frozen(self, member: Member, silent_seconds: float) -> None:
-        """Report that a member shows no sign of life since then."""
+        """Report that a member has shown no sign of life for ``silent_seconds``."""
         seat = {"slot": member.local_rank, "incarnation": member.incarnation}
         cause = f"{process_name(self._node, member.local_rank, member.incarnation)} is frozen"
         how = {"cause": cause, "silent_seconds": silent_seconds}
@@ -365,8 +365,8 @@ class NodeMembers:
         self._send({"t": "member-lost", **seat, **how, "last_line": cause})
 
     def repeat(self, closed: Callable[[], int], within_seconds: float) -> None:
-        """Tell a new coordinator what the members have said since the epoch that is closed by then;
-        all agents at once may be too many.
+        """Repeat the members' messages since the newest closed epoch to a new coordinator, at a
+        random moment within the time: all agents at once may be too many.
         """
         if within_seconds:
             moment = random.uniform(0, within_seconds)
@@ -377,8 +377,8 @@ class NodeMembers:
                 self.pass_on(member, said)
 
     def signal_part(self, message: Mapping[str, Any], vault: int | None) -> None:
-        """Carry out ``deadpool kill``: a signal to a part of this node, for a user who wants to see
-        a run recover. ``vault``: its process id, None between two."""
+        """Carry out ``deadpool kill``: signal a part of this node, so that a user can watch a run
+        recover. ``vault`` is the vault's process id, None between two vaults."""
         number = signal.Signals[f"SIG{message['signal']}"]
         part = message["part"]
         if part == "role":
@@ -389,14 +389,14 @@ class NodeMembers:
         pids = [] if part == "agent" or vault is None else [vault]
         if part == "node":
             pids += [member.pid for member in self.by_local_rank.values()]
-        if part in ("agent", "node"):  # last, and at once: nothing of the others is reported
+        if part in ("agent", "node"):  # last and at once, so that no other end is reported
             pids.append(os.getpid())
         for pid in pids:
             posix.kill(pid, number)
 
 
 async def wait_ended(members: list[Member], deadline_seconds: float) -> bool:
-    """Wait until all have ended; False when the time is over (a process the kernel holds)."""
+    """Wait until all have ended; False after the deadline (the kernel may hold a process)."""
     try:
         async with asyncio.timeout(deadline_seconds):
             for member in members:
@@ -411,11 +411,11 @@ async def wait_ended(members: list[Member], deadline_seconds: float) -> bool:
 async def wait_drained(
     members: list[Member], epoch: int, changed: asyncio.Event, settings: Settings
 ) -> None:
-    """Until every member has left the epoch; who is late, or failed at it, is killed and reaped.
+    """Wait until every member has left the epoch; kill and reap those that are late or fail.
 
-    ``changed`` is set whenever one of them has left or ended.
+    ``changed`` is set whenever a member has left or ended.
     """
-    with contextlib.suppress(TimeoutError):  # who is late is killed below, with that cause
+    with contextlib.suppress(TimeoutError):  # late members are killed below, with that cause
         async with asyncio.timeout(settings.close_seconds):
             while any(m.drained(epoch) is None and not m.ended.is_set() for m in members):
                 changed.clear()

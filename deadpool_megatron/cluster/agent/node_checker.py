@@ -1,8 +1,7 @@
-"""Facts of a node about its host, told when it joins and again later.
+"""Facts of a node about its host, sent when it joins and again later.
 
-As long as it has no role, or where the site has a word on its health, it looks at its host again
-now and then, in a process of its own: what there is to ask may hang (a driver, a file system),
-which the agent must not.
+While it has no role, or where the site has a health command, it checks its host again from time to
+time, in a separate process: a driver or a file system may hang, and the agent must not.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _LIMIT_SECONDS = 30.0
 
 
 class NodeChecker:
-    """``send``: to the coordinator; ``record()``: the newest one that the node knows. Used from the
-    agent's loop only.
+    """Repeated checks of the host. ``send`` sends to the coordinator; ``record()`` returns the
+    newest record that the node knows. Used from the agent's loop only.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class NodeChecker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def told(self) -> dict[str, Any] | None:
-        """Returns what a join says about the host; None where nobody asks for it."""
+        """Return the facts about the host for a join; None where checks are off."""
         return None if self._facts is None else self._facts.to_dict()
 
     async def run(self) -> None:
-        """Look again, for ever; what cannot be found out stays as it was."""
+        """Check the host repeatedly, for ever; a fact that cannot be read keeps its value."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             asked = self._options.info.settings.health_command
@@ -59,9 +58,9 @@ class NodeChecker:
                 await self.look()
 
     async def look(self) -> None:
-        """Read the facts again, and tell them."""
+        """Read the facts again, and send them."""
         try:
-            # What earlier runs have noted is looked up once: the file may be on a slow file system.
+            # Notes of earlier runs are read once: the file may be on a slow file system.
             noted = "" if self._facts is None else self._facts.noted
             self._facts = replace(await self._read(), noted=noted)
         except (OSError, TimeoutError, LookupError, TypeError, ValueError) as error:
@@ -71,7 +70,7 @@ class NodeChecker:
         self._send({"t": "facts", "facts": self.told()})
 
     def ask_health(self) -> None:
-        """A device of this node has failed: look again at once, if the site has a word on it."""
+        """Check again at once after a device failure, if the site has a health command."""
         if self._facts is not None and self._options.info.settings.health_command:
             task = asyncio.get_running_loop().create_task(self.look())
             self._tasks.add(task)

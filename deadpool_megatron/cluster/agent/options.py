@@ -13,25 +13,24 @@ from deadpool_megatron.preflight import host as gpus
 from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 
-#: of a node that the coordinator has still to number
+#: the number of a node to which the coordinator has not assigned one yet
 NO_NUMBER = -1
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """One node. ``fixed_address``: of the coordinator, where the run directory is not shared.
+    """Options of one node. ``fixed_address``: the coordinator's, for unshared run directories.
 
-    ``server``: forks members, if there is one; ``modules`` are what a parked process imports.
-    ``standby``: command of the
-    standby, () for none. ``launcher_fd``: where a launcher on this host started the agent; it
-    reaches end of file when the launcher is gone, which ends the node, and a byte of it has the
-    standby started, which elsewhere is from the beginning. No network can come between this node
-    and the others then, and what it holds goes with it. ``keeps_slots``: another agent comes after
-    this one when it is fenced, and takes up what it had. ``facts``: of the host,
-    read before the agent starts; None where nobody asks for them. ``leave_seconds``: for its roles
-    to move to a spare when it is told to end; 0 to end at once. ``siblings``: nodes that the same
-    command starts on this host: their agents may be yet to come. ``gpus``: of the node, as they
-    were before the agent started; one that is lost later moves no other member to another.
+    ``server`` forks members, if there is one; a parked process imports ``modules``. ``standby`` is
+    the command of the standby, () for none. ``launcher_fd`` exists where a launcher on this host
+    started the agent: its end of file means that the launcher is gone, which ends the node, and a
+    byte from it starts the standby, which elsewhere starts with the agent. In that case no network
+    lies between this node and the others, and its slots are lost with it. ``keeps_slots``: a new
+    agent follows this agent when it is fenced, and takes over its slots. ``facts`` about the host
+    are read before the agent starts; None where checks are off. ``leave_seconds`` is the time for
+    its roles to move to a spare when it is ordered to end; 0 to end at once. ``siblings`` are the
+    nodes that the same command starts on this host: their agents may not have started yet. ``gpus``
+    of the node are read before the agent starts, so that a later loss moves no other member.
     """
 
     node: int
@@ -54,17 +53,17 @@ class AgentOptions:
 
     @property
     def segments(self) -> Path:
-        """Shared-memory directory of the node."""
+        """Return the shared-memory directory of the node."""
         return self.run.segments(self.info.run_id, self.node)
 
     @property
     def logs(self) -> Path:
-        """Return where processes of the node print to (see logs.py)."""
+        """Return the directory of the logs of the node's processes (see logs.py)."""
         return self.segments / run_files.LOGS
 
 
 def device_environment(options: AgentOptions, local_rank: int) -> dict[str, str]:
-    """Returns the variables that show a member its GPU; with NCCL no two may have the same."""
+    """Return the variables that show a member its GPU; with NCCL no two members share a GPU."""
     communicator = options.info.settings.communicator
     return gpus.member_variables(options.gpus, local_rank, may_share=communicator != "nccl")
 
@@ -77,7 +76,7 @@ def member_spec(
     environment = {
         run_files.ENVIRONMENT_DIRECTORY: str(options.run.path),
         run_files.ENVIRONMENT_RUN_ID: info.run_id,
-        # Communicators bind where this host is reached, as the vault does.
+        # Communicators bind to the address at which this host is reached, as the vault does.
         ENVIRONMENT_NAME: replace(info.settings, interface=options.host).to_json(),
     }
     return MemberSpec(

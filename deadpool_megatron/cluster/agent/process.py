@@ -28,21 +28,21 @@ from deadpool_megatron.vault.errors import SegmentError
 
 
 def run_agent(options: AgentOptions) -> int:
-    """Run an agent in this process; returns its exit status.
+    """Run an agent in this process, and return its exit status.
 
-    Slots that an agent of this node has left are taken up as they are, or those of another node of
+    It takes over the slots that a former agent of this node has left, or those of another node of
     this host whose agent is gone. Raises NodeTaken, or SegmentError for slots that it cannot read.
     """
     set_process_name(f"dp-agent{options.node}")
     info = options.info
-    # By these names whatever it starts is found.
+    # The processes that it starts are found by these variables.
     os.environ[run_files.ENVIRONMENT_DIRECTORY] = str(options.run.path)
     os.environ[run_files.ENVIRONMENT_RUN_ID] = info.run_id
     if nccl_environment.is_needed(info.settings.communicator):
-        # Of the agent itself: a parked process imports torch before it knows its member.
+        # In the agent's own environment: a parked process imports torch before it has a member.
         nccl_environment.complete(os.environ)
     if info.nproc_per_node > 1:
-        # As under torchrun: with torch's default each process would take all cores of the node.
+        # As torchrun does: with torch's default each process would take all cores of the node.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     needed = posix.needed_by_agent(info.nodes + info.spares, info.nproc_per_node)
     if complaint := posix.raise_limit(needed):
@@ -71,8 +71,8 @@ def run_agent(options: AgentOptions) -> int:
 
 
 def last_history(run: RunDirectory) -> History:
-    """Return what the newest record of a run says of it: among others the kept line, lineage ->
-    last iteration that was not abandoned. Raises JournalError."""
+    """Return the history in the newest record of a run, with the kept lineages: lineage -> last
+    iteration that was not abandoned. Raises JournalError."""
     newest = Journal(run.journal).newest("epoch")
     return History() if newest is None else EpochRecord.from_dict(newest[1]).history
 
@@ -83,11 +83,11 @@ def dump_orphans(
     kept: Mapping[int, int],
     progress: Callable[[float], None] = lambda _: None,
 ) -> list[str]:
-    """Write what lies on the kept line in directories without a live agent; returns the files.
-    ``progress`` gets the part that is done (0 to 1) before each of them.
+    """Write the kept generations in directories without a live agent, and return the files.
+    ``progress`` gets the fraction done (0 to 1) before each directory.
 
-    What was written leaves the memory. Raises VaultError with one line when it cannot be written,
-    or is not understood: then its directory stays, and the others have been written.
+    A directory is removed from memory once it is written. Raises VaultError with one line when one
+    cannot be written or read: then that directory stays, and the others have been written.
     """
     written, unread = [], []
     found = node_directories(info.run_id)

@@ -22,12 +22,12 @@ Address = tuple[str, int]
 
 
 class StandbySupervisor:
-    """Keeps one watching standby alive. One that has claimed a term continues as the coordinator,
-    and ends with this process at the latest. Used from the agent's loop only.
+    """Supervision that keeps one standby alive. A standby that has claimed a term continues as the
+    coordinator, and ends with this process at the latest. Used from the agent's loop only.
 
-    ``command``: of a standby, without ``--report-fd``. ``on_look(term, beat, at)``: the journal was
-    read, beginning at monotonic time ``at``; ``on_over(kept)``: the run is over, what
-    it holds in memory stays or not.
+    ``command`` starts a standby, without ``--report-fd``. ``on_look(term, beat, at)`` reports a
+    read of the journal that began at monotonic time ``at``; ``on_over(kept)`` reports that the run
+    is over, and whether its slots in memory stay.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class StandbySupervisor:
         on_over: Callable[[bool], None],
     ) -> None:
         self._command = command
-        # Opened once: the run directory may be away when the next standby starts.
+        # Opened once: the run directory may be out of reach when the next standby starts.
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._on_look = on_look
         self._on_over = on_over
         self._watcher: ChildWatch | None = None
         self._coordinators: list[ChildWatch] = []
-        self._line: socket.socket | None = None  # orders go, reports come
+        self._line: socket.socket | None = None  # carries orders out and reports in
         self._unread = b""
         self.address: Address | None = None  # of the newest coordinator
         self._contact = False
@@ -53,12 +53,12 @@ class StandbySupervisor:
         self._place: int | None = None
         self._was_in_touch = False
         self._closing = False
-        self.trouble = ""  # why the newest look at the journal came to nothing
+        self.trouble = ""  # why the newest read of the journal failed
         self._pause = _RESTART_SECONDS
 
     def begin(self, launcher_fd: int | None, on_launcher_gone: Callable[[], None]) -> None:
-        """Start a standby, where there is a launcher as soon as its pipe has a byte; at the end of
-        the pipe call ``on_launcher_gone()``."""
+        """Start a standby, under a launcher as soon as its pipe has a byte; at the end of the pipe
+        call ``on_launcher_gone()``."""
         if launcher_fd is None:
             self.start()
             return
@@ -74,7 +74,7 @@ class StandbySupervisor:
         loop.add_reader(launcher_fd, said)
 
     def start(self) -> None:
-        """Start a standby that watches, now or as soon as that is possible."""
+        """Start a standby, now or as soon as that is possible."""
         if self._closing:
             return
         loop, ours = asyncio.get_running_loop(), None
@@ -95,7 +95,7 @@ class StandbySupervisor:
         loop.add_reader(ours.fileno(), self._readable)
         if self._place is not None:
             self._tell(f"place {self._place}")
-        if self._was_in_touch:  # a takeover, also for one that has only just been started
+        if self._was_in_touch:  # a standby that has just been started may have to take over too
             self._tell("found")
             if not self._contact:
                 self._tell("lost")
@@ -105,8 +105,8 @@ class StandbySupervisor:
         return start_child(command, self._ended, log=self._log, stdin=line, dies_with_us=True)
 
     def place(self, order: Callable[[int | None], int]) -> None:
-        """``order(coordinator)``: how many others may claim before it, by the newest record, if a
-        coordinator on that node is to be followed."""
+        """Set the order of succession: by the newest record, ``order(coordinator)`` standbys may
+        claim before this standby if the coordinator on that node is lost."""
         self._order = order
         self._tell_place()
 
@@ -117,15 +117,15 @@ class StandbySupervisor:
             self._tell(f"place {place}")
 
     def contact(self, there_is: bool) -> None:
-        """Tell a standby whether the coordinator answers this agent: it looks more often while
-        not."""
+        """Inform the standby whether the coordinator answers this agent: while it does not, the
+        standby reads the journal more often."""
         if there_is != self._contact:
             self._contact = there_is
             self._was_in_touch = self._was_in_touch or there_is
             self._tell("found" if there_is else "lost")
 
     async def close(self, grace_seconds: float) -> None:
-        """End the standby; a coordinator gets its time to say good-bye to the other agents."""
+        """End the standby; a coordinator gets time to finish with the other agents."""
         self._closing = True
         if self._watcher is not None:
             await self._watcher.end(_END_SECONDS)
@@ -142,7 +142,7 @@ class StandbySupervisor:
             piece = self._line.recv(_LINE_BYTES)
         except BlockingIOError:
             return
-        except OSError:  # it has ended with orders unread
+        except OSError:  # the standby has ended with orders unread
             piece = b""
         if not piece:
             self._disconnect()
@@ -162,7 +162,7 @@ class StandbySupervisor:
             self._coordinators.append(self._watcher)
             self._watcher = None
             self._disconnect()
-            # The next standby takes its time to start, and the fence does not wait for it.
+            # The next standby takes time to start, and the fence does not wait for it.
             self._look(line, int(line["claimed"]), "claimed")
             self.start()
         else:
@@ -185,7 +185,7 @@ class StandbySupervisor:
         if self._watcher is not None and self._watcher.ending is not None:
             self._watcher = None
             if self._line is not None:
-                self._readable()  # its last words
+                self._readable()  # its last reports
             if self._line is not None:
                 self._disconnect()
             if not self._closing:
@@ -193,5 +193,5 @@ class StandbySupervisor:
 
     def _tell(self, line: str) -> None:
         if self._line is not None:
-            with contextlib.suppress(OSError):  # it has ended; its successor is told at its start
+            with contextlib.suppress(OSError):  # it has ended; the next standby gets this at start
                 self._line.send(f"{line}\n".encode())

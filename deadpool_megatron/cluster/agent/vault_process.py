@@ -1,7 +1,7 @@
-"""The agent's care for its vault: sockets that outlive it, restarts, orders with deadlines.
+"""The agent's supervision of its vault: sockets that outlive it, restarts, orders with deadlines.
 
-The vault is started by exec, in a process group of its own and without a parent-death signal: what
-it holds must survive this agent. A vault that does not obey in time is killed and started again on
+The vault is started by exec, in its own process group and without a parent-death signal, because
+its slots must survive this agent. A vault that does not obey in time is killed and started again on
 the same slots, in the state it should have been in.
 """
 
@@ -42,22 +42,22 @@ _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0
 _SHORTAGE_SECONDS = 5.0
-# In a row, in about ten seconds; a vault that came up once counts anew.
+# In a row, in about ten seconds; a successful start resets the count.
 _MOST_FAILED_STARTS = 8
 _BACKLOG = 512
-# Of every role in every iteration.
+# Events of every role in every iteration.
 _ROUTINE = (Kind.SEALED, Kind.COMMITTED)
 _ERRORS = (VaultError, OSError, TimeoutError)
 
 
 class VaultGivenUp(Exception):
-    """This node has no vault any more, and will not get one; the text says why."""
+    """The node has no vault and will not get another; the text is the reason."""
 
 
 class VaultSupervisor:
-    """One vault process after the other. ``report`` sends a frame to the coordinator.
+    """Successive vault processes of one node. ``report`` sends a frame to the coordinator.
 
-    Whatever waits for the vault raises VaultGivenUp when the node cannot continue without one.
+    Every call that waits for the vault raises VaultGivenUp when no vault can be started.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class VaultSupervisor:
         self._unix = listening_at(self._segments / VAULT_SOCKET)
 
     def facts(self) -> dict[str, int]:
-        """For the coordinator: the TCP port at which other vaults reach this one, the same after a
-        restart; and the bytes for generations that the node had when it came.
+        """Return facts for the coordinator: the TCP port at which other vaults reach this vault,
+        the same after a restart, and the bytes for generations that the node had at its start.
         """
         return {
             "vault_port": int(self._tcp.getsockname()[1]),
@@ -102,24 +102,24 @@ class VaultSupervisor:
 
     @property
     def pid(self) -> int:
-        """Process id of the present vault; between two of them that of the last one."""
+        """Return the process id of the present vault; between two vaults that of the last vault."""
         assert self._watch is not None
         return self._watch.pid
 
     @property
     def living_pid(self) -> int | None:
-        """None between two vaults: the number of the last one may be that of any process by now."""
+        """Return the id of a live vault, None between two: any process may have its id by now."""
         return None if self._watch is None or self._watch.ending is not None else self._watch.pid
 
     async def start(self) -> None:
-        """Start the first vault, or the next one. Raises VaultGivenUp."""
+        """Start the first vault, or a replacement. Raises VaultGivenUp."""
         try:
             self._watch = await patiently(self._start, _SHORTAGE_SECONDS)
         except OSError as error:
             raise VaultGivenUp(f"no vault can be started: {error}") from error
 
     async def _start(self) -> ChildWatch:
-        self._name.look()  # a vault that had to listen there again has taken that with it
+        self._name.look()  # a former vault may have re-created it; that socket died with the vault
         unix, tcp = self._unix.fileno(), self._tcp.fileno()
         places = ["--run-dir", str(self._options.run.path), "--segment-dir", str(self._segments)]
         sockets = ["--unix-fd", str(unix), "--tcp-fd", str(tcp)]
@@ -132,7 +132,7 @@ class VaultSupervisor:
         )
 
     async def supervise(self) -> None:
-        """Connect to each vault, bring it up to date, watch it, start the next one; for ever.
+        """Connect to each vault, update it, watch it and start its replacement, for ever.
         Raises VaultGivenUp.
         """
         failed = 0
@@ -165,7 +165,7 @@ class VaultSupervisor:
             self._listing_changed()
 
     async def close_epoch(self, epoch: int) -> None:
-        """Returns when nothing of the epoch can be sealed here any more, whatever it takes."""
+        """Close an epoch; return when nothing of it can be sealed here any more."""
         self._closed = max(self._closed, epoch)
         control = self._control
         if control is None:
@@ -176,11 +176,11 @@ class VaultSupervisor:
             await self._kill(f"epoch {epoch} was not closed: {error}")
 
     async def inventory(self, epoch: int) -> Inventory:
-        """Return what the node holds, after a close. Empty if two vaults in a row cannot say, or
-        none comes up in time.
+        """Return the node's inventory after a close. It is empty if two vaults in a row cannot
+        report it, or none starts in time.
 
-        Only a vault that was up is killed: after one that is slow to start the next one would be as
-        slow, and begin again.
+        Only a vault that was up is killed: the replacement of a slow starter would be as slow, and
+        begin again.
         """
         clock, stage = asyncio.get_running_loop().time, self._settings.stage_seconds
         deadline = clock() + 4 * stage
@@ -204,7 +204,7 @@ class VaultSupervisor:
         return Inventory(self._node, epoch)
 
     async def adopt(self, record: EpochRecord) -> None:
-        """Open the record's epoch. A vault that fails at it is started again and adopts then."""
+        """Open the record's epoch. A vault that fails at this is restarted, and adopts it then."""
         self._record = record
         if self._control is None:
             return  # supervise() does it when the vault is up
@@ -214,7 +214,7 @@ class VaultSupervisor:
             await self._kill(f"epoch {record.epoch} was not adopted: {error}")
 
     async def dump(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a generation to disk; returns what the coordinator is told of it.
+        """Write a generation to disk, and return the report for the coordinator.
 
         Raises OSError, TimeoutError or VaultError.
         """
@@ -229,12 +229,12 @@ class VaultSupervisor:
         return await control.dump(directory, generation, str(message["boundary"]), limit, held)
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
-        """Set a generation aside. Raises OSError, TimeoutError or VaultError."""
+        """Take a snapshot of a generation. Raises OSError, TimeoutError or VaultError."""
         control = await self._connected()
         return await control.take(name, iteration, deadline_seconds)
 
     async def shut_down(self, remove: bool) -> None:
-        """End the vault, in order if its slots are to stay, and close the sockets."""
+        """End the vault (in order if its slots must stay), and close the sockets."""
         self._shutting_down = True
         watch = self._watch
         if watch is not None and watch.ending is None:
@@ -254,7 +254,7 @@ class VaultSupervisor:
         self._unix.close()
 
     async def _bring_up(self) -> None:
-        """Connect and repeat what the vault before this one was told."""
+        """Connect, and repeat the close and the record that the former vault had received."""
         path = self._segments / VAULT_SOCKET
         limit = self._settings.connect_seconds
         self._control = await self._unless_ended(VaultControl.connect(path, self._event, limit))
@@ -264,7 +264,7 @@ class VaultSupervisor:
             await self._control.adopt(self._record, limit)
 
     async def _unless_ended(self, awaitable: Awaitable[VaultControl]) -> VaultControl:
-        """The listening socket answers for a dead vault, too: do not wait for that."""
+        """Connect unless the vault ends: the listening socket accepts for a dead vault, too."""
         assert self._watch is not None
         connecting = asyncio.ensure_future(awaitable)
         ended = asyncio.ensure_future(self._watch.ended.wait())
@@ -278,7 +278,7 @@ class VaultSupervisor:
             ended.cancel()
 
     async def _follow(self, watch: ChildWatch) -> None:
-        """Until the vault ends: ask for its status now and then."""
+        """Poll the vault's status until the vault ends."""
         while not watch.ended.is_set():
             control = self._control
             if control is not None and self._ready.is_set():
@@ -307,8 +307,8 @@ class VaultSupervisor:
         await self._reap(watch, why)
 
     async def _reap(self, watch: ChildWatch, why: str) -> None:
-        """Kill a vault and wait for its end. Raises VaultGivenUp: the kernel does not let it go,
-        and another one on the same slots must not be started.
+        """Kill a vault and wait for its end. Raises VaultGivenUp if the kernel does not release it,
+        because a second vault must not be started on the same slots.
         """
         if not await watch.end(self._settings.stage_seconds):
             raise VaultGivenUp(
@@ -337,7 +337,7 @@ class VaultSupervisor:
 
 
 def _short(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of the vault's status goes into every beat."""
+    """Return the part of the vault's status that is sent in every beat."""
     counters = {str(k): v for k, v in status.get("counters", {}).items()}
     return {
         "committed": {

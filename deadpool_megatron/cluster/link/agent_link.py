@@ -1,17 +1,17 @@
-"""The agent's authenticated connection to the coordinator; survives the coordinator's restart.
+"""The agent's authenticated connection to the coordinator, which survives coordinator restarts.
 
 Everything but beats is numbered, kept until acknowledged, and sent again after a reconnect, so that
-a report is never lost between two connections; the coordinator drops what it has seen. Orders come
-the same way in the other direction: beats and the first message of a connection acknowledge them,
-and what was had already is dropped here. A coordinator that takes over counts its orders again.
+no report is lost between two connections; the coordinator drops duplicates. Orders work the same
+way in the other direction: beats and the first message of a connection acknowledge them, and
+duplicates are dropped here. A coordinator that takes over numbers its orders from the start.
 
-A greeting without an answer is not closed, for to a coordinator that has taken it this would look
-like the death of the node; another one is sent beside it. Greetings are numbered, and a coordinator
-takes none that is older than one it has taken. So once one is welcomed, all older ones can go.
+A greeting without an answer is not closed: to a coordinator that has accepted it this would look
+like the death of the node. Another greeting is sent in parallel. Greetings are numbered, and a
+coordinator rejects any that is older than its newest; so after a welcome all older ones can go.
 
-Nor is the first one closed that still waits for its handshake: at a listener with a crowd before it
-whoever comes again goes to the end of the queue. Others try beside it, one at a time, each for a
-short time: the network may have been mended, or the coordinator may be elsewhere by now.
+The first greeting is not closed during its handshake either: at a listener with a long queue a new
+connection goes to the end. Further attempts run in parallel, one at a time, each for a short time:
+the network may have recovered, or the coordinator may have moved by now.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from deadpool_megatron.wire.sealed_records import open_stream
 Address = tuple[str, int]
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
-# What a coordinator had taken and not yet written is told to its successor again, and so are the
-# newest numbers in any case: it knows of nothing between the newest record and its own beginning.
+# A coordinator may fail before it writes a report, so recent reports are repeated to its successor,
+# the newest in any case: the successor knows nothing between the newest record and its own start.
 _RETAINED_SECONDS = 10.0
 _RETAINED_REPORTS = 64
-# With more than this unsent a beat would only say how late it is.
+# With more than this unsent a beat would only be late.
 _BEAT_BACKLOG_BYTES = 65536
-# Of reports kept while the coordinator is away; far above what a run makes in its restart time.
+# Reports kept while the coordinator is away; far above those of a run during a restart of it.
 _MOST_REPORTS = 200_000
 _MOST_REPORT_BYTES = 1 << 30
-# For eyes; a sign of life comes far more often.
+# For facts that only users read; beats are far more frequent.
 _TELLING_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Contact:
-    """One authenticated connection whose welcome has arrived. ``joined_at``: when its first message
-    was sent.
+    """One authenticated connection whose welcome has arrived. ``joined_at`` is the time at which
+    its first message was sent.
     """
 
     reader: asyncio.StreamReader
@@ -60,14 +60,14 @@ class Contact:
 
     @property
     def term(self) -> int:
-        """Of the coordinator at the other end; 0 when it refused."""
+        """Return the term of the coordinator at the other end; 0 when it refused."""
         return int(self.welcome.get("term", 0))
 
 
 @dataclass(eq=False)
 class _Greeting:
-    """``writer``: once the first message is sent, at ``joined_at``. ``alone_until``: then another
-    one may be sent beside one that is not so far yet; None: never.
+    """One attempt to connect. ``writer`` is set once the first message is sent, at ``joined_at``.
+    Until then another greeting may be sent only after ``alone_until``; None: never.
     """
 
     number: int
@@ -78,14 +78,14 @@ class _Greeting:
     task: asyncio.Task[Contact] = field(init=False)
 
     def leave(self) -> None:
-        """Close the connection, also one whose welcome has arrived."""
+        """Close the connection, even if its welcome has arrived."""
         self.task.cancel()
         if self.writer is not None:
             self.writer.close()
 
 
 class Greetings:
-    """Connections up to their welcome. Used from the agent's loop. ``join()`` gives the first
+    """Connections before their welcome. Used from the agent's loop. ``join()`` returns the first
     message.
     """
 
@@ -99,19 +99,19 @@ class Greetings:
         self._under_way: list[_Greeting] = []  # the oldest first
         self._count = 0
         self._patience_seconds = pacing.answer_seconds(settings)
-        self.why = "never reached"  # the last one that failed did so
+        self.why = "never reached"  # the error of the last failed greeting
         self.is_urgent = False
 
     @property
     def tasks(self) -> set[asyncio.Task[Contact]]:
-        """Of those under way."""
+        """Return the tasks of the pending greetings."""
         return {greeting.task for greeting in self._under_way}
 
     def needs_another(self, address: Address | None) -> bool:
-        """True where the newest one is not answered in time, or has gone to another coordinator
-        than the one at ``address``. At most two at a time are on their way to their first message,
-        and each that has sent it waits twice as long as the one before: a busy coordinator is not
-        helped by a crowd.
+        """Return whether the newest greeting is not answered in time, or went to a coordinator
+        other than that at ``address``. At most two greetings at a time have not sent their first
+        message, and each that has waits twice as long as its predecessor: more connections do not
+        help a busy coordinator.
         """
         newest = self._under_way[-1]
         has_moved = address not in (None, newest.address)
@@ -123,8 +123,8 @@ class Greetings:
         return time.monotonic() - newest.joined_at > self._patience_seconds
 
     def begin(self, address: Address, limit_seconds: float) -> None:
-        """Send one more. ``limit_seconds``: for the connection, and for the handshake; the first of
-        several keeps its place for longer. The answer to the first message gets its whole time.
+        """Start another greeting. ``limit_seconds`` applies to the connection and to the handshake;
+        the first of several has longer. The answer to the first message gets its full time.
         """
         if self._under_way and self._under_way[-1].writer is not None:
             self._patience_seconds *= 2
@@ -135,19 +135,19 @@ class Greetings:
             greeting.alone_until = time.monotonic() + limit_seconds
             limit_seconds = self._settings.connect_seconds
         greeting.task = asyncio.create_task(self._open(greeting, limit_seconds))
-        # It may end when nobody asks it any more.
+        # It may end when its result is no longer awaited.
         greeting.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._under_way.append(greeting)
 
     def expedite(self) -> None:
-        """A connection has ended on which the coordinator may have counted: soon it takes that for
-        the death of the node, and whether it has what waits for its answer is not known.
+        """Greet again soon: a connection that the coordinator may have accepted has ended. It soon
+        takes that for the death of the node, and may not have the greeting that waits for it.
         """
         self.is_urgent = bool(self._under_way) and self._under_way[-1].writer is not None
 
     def take(self) -> Contact | None:
-        """Return the newest connection whose welcome has come, if there is one, and leaves those
-        that are of no use beside it. A later one that may have been taken is not among them.
+        """Return the newest connection whose welcome has arrived, if any, and close those that it
+        makes useless; later greetings that the coordinator may have accepted stay open.
         """
         for greeting in reversed([one for one in self._under_way if one.task.done()]):
             self._under_way.remove(greeting)
@@ -166,7 +166,7 @@ class Greetings:
         return None
 
     def close(self) -> None:
-        """Leave all of them."""
+        """Close all greetings."""
         self._leave(self._under_way)
         self._under_way, self.is_urgent = [], False
         self._patience_seconds = pacing.answer_seconds(self._settings)
@@ -176,7 +176,7 @@ class Greetings:
             greeting.leave()
 
     async def _open(self, greeting: _Greeting, limit_seconds: float) -> Contact:
-        # Not wait_for: in Python 3.11 a greeting that was left could go on to its first message.
+        # Not wait_for: in Python 3.11 a cancelled greeting could still send its first message.
         async with asyncio.timeout(limit_seconds):
             reader, writer = await open_stream(greeting.address)
         try:
@@ -193,15 +193,15 @@ class Greetings:
 
 
 class CoordinatorLost(Exception):
-    """No connection for longer than this node may continue without one."""
+    """The loss of the coordinator for longer than this node may continue without a connection."""
 
 
 class CoordinatorLink:
-    """One task runs :meth:`run`; ``send`` and ``beat`` may be called from any callback of the loop.
+    """The agent's link. One task runs :meth:`run`; any callback may call ``send`` and ``beat``.
 
-    ``address()`` is asked before each attempt (a new coordinator may be elsewhere); ``join()``
-    gives the first message; ``on_message`` gets every order, the welcome first; ``on_heard(at,
-    term)`` is told when the newest acknowledged beat (or join) was sent, in monotonic seconds.
+    ``address()`` is called before each attempt (a new coordinator may be elsewhere); ``join()``
+    returns the first message; ``on_message`` gets every order, the welcome first; ``on_heard(at,
+    term)`` gets the time when the newest acknowledged beat or join was sent, in monotonic seconds.
     """
 
     def __init__(
@@ -221,17 +221,17 @@ class CoordinatorLink:
         self._on_heard = on_heard
         self._greetings = Greetings(secret, run_id, settings, self._first_message)
         self._session: Contact | None = None
-        self._reading: asyncio.Task[None] | None = None  # of the session
+        self._reading: asyncio.Task[None] | None = None  # reads from the session
         self._lost_at = 0.0  # the end of the last session
         self._heard_at = 0.0
         self._number = 0
         self._pace = pacing.RateLimiter(settings.beat_interval_seconds)
-        self._told: Mapping[str, Any] = {}  # in beats of this session
+        self._told: Mapping[str, Any] = {}  # the facts sent in beats of this session
         self._telling = pacing.RateLimiter(_TELLING_SECONDS)
         self._unacknowledged = pacing.RetransmitQueue(_MOST_REPORTS, _MOST_REPORT_BYTES)
         self._retained: deque[tuple[float, int, bytes]] = deque()
         self._boot = ""
-        self._ordered = 0  # newest order had of that coordinator
+        self._ordered = 0  # the newest order received from that coordinator
         self._term = 0
         self._refused = False
 
@@ -242,12 +242,12 @@ class CoordinatorLink:
 
     @property
     def trouble(self) -> str:
-        """Return why the newest attempt to connect came to nothing."""
+        """Return why the newest attempt to connect failed."""
         return self._greetings.why
 
     def send(self, message: Mapping[str, Any], *, retain: bool = False) -> None:
-        """Report something; it arrives once, in order, now or after a reconnect. ``retain``: told
-        again to a coordinator that takes over soon after; it must do no harm to hear it twice.
+        """Send a report; it arrives once, in order, now or after a reconnect. ``retain``: repeat it
+        to a coordinator that takes over soon after; a duplicate must do no harm.
         """
         self._number += 1
         data = framing.encode({**message, "n": self._number})
@@ -265,19 +265,19 @@ class CoordinatorLink:
 
     @property
     def contact_seconds(self) -> float:
-        """With an older newest acknowledged beat than this, contact is in doubt."""
+        """Return the age of the newest acknowledged beat above which contact is uncertain."""
         return pacing.contact_seconds(self._pace.seconds, self._settings)
 
     @property
     def beat_is_due(self) -> bool:
-        """Return whether the time between beats that the coordinator asked for is over; asking
-        starts the next one.
+        """Return whether the period between beats that the coordinator asked for is over; if so,
+        the next period begins.
         """
         return self._pace.is_due(time.monotonic())
 
     def beat(self, tell: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """Send a sign of life, or nothing while there is no connection. ``tell``: what people who
-        ask the coordinator are shown of this node; it is sent now and then, when it has changed.
+        """Send a beat, or nothing while there is no connection. ``tell()`` returns the facts about
+        this node that the coordinator shows to users; they are sent at intervals, if changed.
         """
         if self._session is None:
             return
@@ -293,26 +293,26 @@ class CoordinatorLink:
         """Wait until all reports are acknowledged, or the time is over."""
         limit = time.monotonic() + deadline_seconds
         while self._unacknowledged and time.monotonic() < limit:
-            # A beat is what the coordinator answers with the number of the last report.
+            # The coordinator answers a beat with the number of the last report.
             self.beat()
             await asyncio.sleep(0.05)
 
     def supersede(self, why: str) -> None:
-        """Tell the coordinator to step down: it is to conclude nothing from the end of this
+        """Ask the coordinator to step down, so that it concludes nothing from the end of this
         connection."""
         if self._session is not None:
             self._session.writer.write(framing.encode({"t": "superseded", "why": why}))
 
     def close(self) -> None:
-        """Leave: the coordinator takes it for the end of this node."""
+        """Close the connection; the coordinator takes this for the end of the node."""
         if self._session is not None:
             self._session.writer.close()
             self._session = None
 
     async def run(self, patience_seconds: float) -> None:
-        """Connect, serve, reconnect with growing pauses; returns only by exception.
+        """Connect, serve, reconnect with growing pauses; end only by an exception.
 
-        Raises CoordinatorLost when there was no connection for ``patience_seconds``, or when the
+        Raises CoordinatorLost when there is no connection for ``patience_seconds``, or when the
         coordinator refuses this node.
         """
         pause, self._lost_at = _FIRST_PAUSE_SECONDS, time.monotonic()
@@ -330,11 +330,11 @@ class CoordinatorLink:
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
     async def _stay_in_contact(self) -> None:
-        """From a first greeting until neither a session nor a greeting is left.
+        """Greet and serve until neither a session nor a greeting is left.
 
-        A greeting that is not answered, a session that is silent, and one with a coordinator that
-        is not the newest get another greeting beside them: a fresh one gets through a mended
-        network at once, where an old connection waits for its next retransmission.
+        An unanswered greeting, a silent session, or a session with a coordinator that is not the
+        newest leads to a parallel greeting: a new connection gets through a recovered network at
+        once, where an old connection waits for its next retransmission.
         """
         self._greet()
         try:
@@ -370,7 +370,7 @@ class CoordinatorLink:
         if self._session is not None:
             limit = self.contact_seconds
         elif self._boot or self._greetings.tasks:
-            # The fence has a limit from the first welcome on, and the next one may be elsewhere.
+            # The fence limits time after a first welcome, and a new coordinator may be elsewhere.
             limit = pacing.answer_seconds(self._settings)
         else:
             limit = self._settings.connect_seconds
@@ -378,7 +378,7 @@ class CoordinatorLink:
             self._greetings.begin(address, limit)
 
     def _is_in_doubt(self) -> bool:
-        """Return whether what there is may not lead to the newest coordinator any more."""
+        """Return whether the session and greetings may no longer reach the newest coordinator."""
         address, session = self._address(), self._session
         is_silent = time.monotonic() - self._heard_at > self.contact_seconds
         in_touch = session is not None and not is_silent and address in (None, session.address)
@@ -390,7 +390,7 @@ class CoordinatorLink:
         return {**self._join(), "term": self._term, "of": self._boot, "o": self._ordered}
 
     def _end_session(self) -> None:
-        """It leads nowhere any more, which is not the end of this node."""
+        """Reset a session that has failed; this is not the end of the node."""
         if self._session is not None:
             reset(self._session.writer)
             self._session = None
@@ -424,12 +424,12 @@ class CoordinatorLink:
             session.writer.write(data)
         self._on_message(session.welcome)
         self._reading = asyncio.create_task(self._read(session))
-        # It may end in the moment in which another one takes its place; nobody asks it then.
+        # It may end just when a new task replaces it; then its result is not awaited.
         self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _keep_again(self) -> None:
-        """Put what is retained in front of what is not acknowledged: the first connection to the
-        successor may end before it has arrived.
+        """Queue retained reports before the unacknowledged ones, because the first connection to
+        the successor may end before they arrive.
         """
         frames = {number: data for _, number, data in self._retained} | dict(self._unacknowledged)
         self._unacknowledged = pacing.RetransmitQueue(_MOST_REPORTS, _MOST_REPORT_BYTES)
@@ -437,18 +437,18 @@ class CoordinatorLink:
             self._unacknowledged.add(number, frames[number])
 
     async def _read(self, session: Contact) -> None:
-        # A silent coordinator (its host cut off) shows by missing acknowledgements of beats.
+        # A silent coordinator (its host is cut off) shows in missing acknowledgements of beats.
         silence = max(4 * self._settings.node_silence_seconds, self._settings.connect_seconds)
         while True:
-            # Not wait_for: in Python 3.11 it forgets a cancellation that comes with the last byte,
-            # and what is read then would be obeyed beside what the next session says.
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the last byte,
+            # and the order read then would be obeyed as well as those of the next session.
             async with asyncio.timeout(silence):
                 message = await framing.read_frame(session.reader)
             if message.get("t") == "ack":
                 self._unacknowledged.acknowledge(int(message["n"]))
                 self._heard(float(message["beat"]), session.term)
             elif message.get("t") == "ping":
-                pass  # that it was received is its answer
+                pass  # the acknowledgement by TCP is its answer
             elif int(message.get("o", self._ordered + 1)) > self._ordered:
                 self._ordered = int(message.get("o", self._ordered))
                 self._on_message(message)
