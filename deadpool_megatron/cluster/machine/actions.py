@@ -1,6 +1,6 @@
-"""Actions, the output of the coordinator's state machine: orders to carry out, in their order.
+"""Actions, the output of the coordinator's state machine: orders to carry out in sequence.
 
-Plain frozen data. Carrying one out never answers; its outcome comes back as an input.
+Plain frozen data. An action returns nothing; its outcome comes back as an input.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 
 
 class Action:
-    """Base of all of them."""
+    """Base class of all actions."""
 
 
 @dataclass(frozen=True)
 class WriteRecord(Action):
-    """Make the record durable, then give JournalWritten (or JournalFailed) back."""
+    """Make the record durable, then return JournalWritten (or JournalFailed) as an input."""
 
     record: EpochRecord
 
 
 @dataclass(frozen=True)
 class RecordRemoved(Action):
-    """Journal that a node was given up: the record that says so may come much later."""
+    """Journal that a node was given up: the next record, which includes it, may come much later."""
 
     node: int
     cause: str
@@ -34,8 +34,8 @@ class RecordRemoved(Action):
 
 @dataclass(frozen=True)
 class RecordQuarantined(Action):
-    """Journal that a node gets no role any more, for the same reason. ``host``: no other node from
-    there does, either; empty where others are on that host."""
+    """Journal that a node gets no role any more, for the same reason. ``host``: no other node of
+    that host does, either; empty if other nodes are on it."""
 
     node: int
     host: str
@@ -44,8 +44,8 @@ class RecordQuarantined(Action):
 
 @dataclass(frozen=True)
 class Announce(Action):
-    """Send the record to every agent. ``forgotten_from``: the numbers of this iteration and of
-    later ones count no more, as one was not finite."""
+    """Send the record to every agent. ``forgotten_from``: numbers of this iteration and later are
+    void, because a number was not finite."""
 
     record: EpochRecord
     forgotten_from: int | None = None
@@ -53,7 +53,7 @@ class Announce(Action):
 
 @dataclass(frozen=True)
 class Welcome(Action):
-    """Answer to a join: the current record, if there is one."""
+    """Answer a join with the current record, or None before there is any."""
 
     node: int
     record: EpochRecord | None
@@ -61,9 +61,8 @@ class Welcome(Action):
 
 @dataclass(frozen=True)
 class DropNode(Action):
-    """Tell the agent to stop, close its connection, take nothing more from it. ``left_out``: its
-    host is not fit for the run, and is not to come again.
-    """
+    """Order the agent to stop, close its connection, and accept nothing more from it. ``left_out``:
+    its host is not fit for the run, and must not join again."""
 
     node: int
     cause: str
@@ -84,7 +83,7 @@ class StartMembers(Action):
 class KillMember(Action):
     """Kill the process; MemberLost comes back when it is reaped.
 
-    ``hung``: it does not move, and is asked for its stacks before.
+    ``hung``: it makes no progress, and is asked for its stacks first.
     """
 
     node: int
@@ -95,7 +94,7 @@ class KillMember(Action):
 
 @dataclass(frozen=True)
 class CloseEpoch(Action):
-    """Send to every agent; their inventories come back. Happens once for an epoch."""
+    """Order every agent to close the epoch; their inventories come back. Sent once per epoch."""
 
     epoch: int
     cause: str
@@ -103,7 +102,7 @@ class CloseEpoch(Action):
 
 @dataclass(frozen=True)
 class Pause(Action):
-    """Send to every member: stand still before iteration ``iteration`` + 1; the latest counts."""
+    """Order every member to pause before iteration ``iteration`` + 1; the latest order counts."""
 
     epoch: int
     iteration: int
@@ -111,9 +110,8 @@ class Pause(Action):
 
 @dataclass(frozen=True)
 class Dump(Action):
-    """The vaults of ``nodes`` write what they hold of the generation to ``directory``; if ``held``
-    is not empty, of all these generations, each to its own directory below.
-    """
+    """Have the vaults of ``nodes`` write what they hold of the generation to ``directory``; if
+    ``held`` is not empty, of all these generations, each to its own directory below."""
 
     nodes: tuple[int, ...]
     directory: str
@@ -124,8 +122,8 @@ class Dump(Action):
 
 @dataclass(frozen=True)
 class ExportDump(Action):
-    """Make a standard checkpoint of a generation that was dumped whole, then give DumpExported
-    back. ``roles``: role -> node that writes its part."""
+    """Make a standard checkpoint of a generation that was dumped whole, then return DumpExported as
+    an input. ``roles``: role -> node that writes its part."""
 
     restore: Restore
     roles: Mapping[int, int]
@@ -133,8 +131,8 @@ class ExportDump(Action):
 
 @dataclass(frozen=True)
 class BeginExport(Action):
-    """Have one of the next iterations made a standard checkpoint in ``directory``, then give
-    Exported back with the ``number``, of the request."""
+    """Have a coming iteration made a standard checkpoint in ``directory``, then return Exported,
+    with the ``number`` of the request, as an input."""
 
     number: int
     directory: str
@@ -142,8 +140,8 @@ class BeginExport(Action):
 
 @dataclass(frozen=True)
 class EndRun(Action):
-    """Have the run end with a dump, in so many seconds if they are given, after a last export
-    where that is configured; DumpRequested comes back."""
+    """End the run with a dump, within ``seconds`` if given, after a last export where that is
+    configured; DumpRequested comes back."""
 
     reason: str
     seconds: float | None
@@ -151,18 +149,18 @@ class EndRun(Action):
 
 @dataclass(frozen=True)
 class LookAtCheckpoints(Action):
-    """See whether they are there, then give CheckpointsFound back."""
+    """Check that the checkpoints are there, then return CheckpointsFound as an input."""
 
     valid: tuple[Restore, ...]
 
 
 @dataclass(frozen=True)
 class Finish(Action):
-    """Write final.json, tell every agent to stop and remove; ``resume``: where to continue later.
+    """Write final.json, have every agent stop and clean up; ``resume``: where to continue later.
 
-    ``kind``: of the failure that ended the run, a value of FailureKind; empty when it was none.
+    ``kind``: of the failure that ended the run, a value of FailureKind; empty if there was none.
     ``keeps_slots``: the agents do not remove what they hold in memory. ``is_early``: the program
-    ended before its last iteration; :meth:`going_on` says how the run ends then.
+    ended before its last iteration; :meth:`going_on` then decides how the run ends.
     """
 
     exit_status: int
@@ -173,8 +171,8 @@ class Finish(Action):
     is_early: bool = False
 
     def going_on(self, durable: Restore | None) -> Finish:
-        """The end of a run whose newest checkpoint is ``durable``, when all that was asked for is
-        valid: one that ended early is continued with, if that can be."""
+        """Return the end of a run whose newest checkpoint is ``durable``, when every requested save
+        is valid: a run that ended early is continued, if possible."""
         if not self.is_early:
             return self
         if durable is None:
@@ -185,19 +183,19 @@ class Finish(Action):
 
 @dataclass(frozen=True)
 class ExpediteExit(Action):
-    """The user has no time for what the end of the run waits for."""
+    """Cut short all that the end of the run waits for: the user has no time."""
 
 
 @dataclass(frozen=True)
 class Exit(Action):
-    """All agents have gone, or had their time: the coordinator ends."""
+    """End the coordinator: all agents have left, or their time is over."""
 
     exit_status: int
 
 
 @dataclass(frozen=True)
 class EmitEvent(Action):
-    """An event without its clocks, which the machine does not know."""
+    """Emit an event, without its clocks, which the machine does not know."""
 
     kind: Kind
     epoch: int = 0
@@ -207,5 +205,5 @@ class EmitEvent(Action):
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def to_event(self) -> Event:
-        """The event, stamped with the clocks of now."""
+        """Return the event, stamped with the current clocks."""
         return Event(self.kind, self.epoch, self.node, self.role, self.iteration, data=self.data)

@@ -1,6 +1,6 @@
-"""The machine as every topic has it: its state, the moment of the input at hand, what comes of it.
+"""The machine as each topic sees it: its state, the time of the input at hand, the actions so far.
 
-Topics are modules of functions on a :class:`Core`. What is here knows no rule of any of them.
+Topics are modules of functions on a :class:`Core`. This module knows none of their rules.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from deadpool_megatron.events import Kind
 
 
 class Core:
-    """``config``: the facts of the run. ``now``: when the input came (seconds, monotonic).
-    ``actions``: those that it has led to so far."""
+    """The machine while it handles an input. ``config``: the facts of the run. ``now``: when the
+    input came (seconds, monotonic). ``actions``: those that it has led to so far."""
 
     def __init__(self, config: states.Config, state: states.State, now: float) -> None:
         self.config, self.state, self.now = config, state, now
@@ -42,7 +42,7 @@ class Core:
         self.act(EmitEvent(kind, epoch, node=node, role=role, data=data))
 
     def log(self, level: str, text: str, node: int | None = None) -> None:
-        """Append a line for people."""
+        """Append a log line for people."""
         self.emit(Kind.LOG, node=node, level=level, text=text)
 
     def refuse(self, who: str, why: str, node: int | None = None, **more: bool) -> None:
@@ -55,13 +55,14 @@ class Core:
         self.refuse(f"{type(event).__name__} of member {process}", why, event.node, **more)
 
     def not_open(self, epoch: int) -> dict[str, Any]:
-        """Return why an input of that epoch is refused: late, as any after a failure, or wrong."""
+        """Return why an input of that epoch is refused: it is late, as after a failure, or
+        wrong."""
         newest = 0 if self.state.record is None else self.state.record.epoch
         why = f"epoch {epoch} is not open"
         return {"why": why, "late": True} if 0 < epoch <= newest else {"why": why}
 
     def is_present(self, event: OfMember) -> bool:
-        """Return whether the process is the present one of its place; refuses the input if it is
+        """Return whether the sender is the current process of its place; refuse the input if it is
         not."""
         member = self.state.fleet.members.get((event.node, event.slot))
         if member is None or member.incarnation != event.incarnation:
@@ -70,8 +71,8 @@ class Core:
         return True
 
     def player(self, event: OfPlayer) -> int | None:
-        """Returns the role that the process (a present one) plays in the epoch of which it speaks;
-        None, and refuses the input, if it plays none there."""
+        """Return the role that a current process has in the epoch of its message; if it has none
+        there, refuse the input and return None."""
         state = self.state
         role = state.role_at(event.node, event.slot, event.incarnation)
         if role is None:
@@ -84,21 +85,21 @@ class Core:
     def set_member(
         self, place: states.Place, status: states.MemberStatus, incarnation: int | None = None
     ) -> None:
-        """Set status (and incarnation) of a member as of now."""
+        """Set the status (and incarnation) of a member, as of now."""
         members = self.state.fleet.members
         if incarnation is None:
             incarnation = members[place].incarnation
         members[place] = states.MemberState(incarnation, status, self.now)
 
     def kill(self, place: states.Place, *, hung: bool = False) -> None:
-        """Have a member killed, ``hung``: because it does not move; it is replaced when reaped."""
+        """Have a member killed (``hung``: as it makes no progress); it is replaced when reaped."""
         member = self.state.fleet.members.get(place)
         if member is not None and member.status is not states.MemberStatus.KILLED:
             self.set_member(place, states.MemberStatus.KILLED)
             self.act(KillMember(*place, member.incarnation, hung))
 
     def start_members(self, node: int, incarnations: Mapping[int, int]) -> None:
-        """Start processes (local rank -> incarnation), with the role that each builds for."""
+        """Start processes (local rank -> incarnation), each with the role that it builds for."""
         roles, provisional = self.state.seats.role_by_place, {}
         for local_rank, incarnation in incarnations.items():
             place = (node, local_rank)

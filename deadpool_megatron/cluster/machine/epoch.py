@@ -33,7 +33,7 @@ from deadpool_megatron.layout.schemes import losses_survived
 
 
 def close(core: Core, failure: Failure, *, silent_seconds: float = 0.0) -> None:
-    """Something failed (or has to change): whatever the phase, lead to a new decision."""
+    """Lead to a new decision, in any phase, because something failed (or has to change)."""
     state = core.state
     match state.doing:
         case states.Opening() | states.Running() | states.Pausing() if state.record is not None:
@@ -50,14 +50,14 @@ def close(core: Core, failure: Failure, *, silent_seconds: float = 0.0) -> None:
 
 
 def save_and_end(core: Core, words: LastWords, kind: FailureKind | None = None) -> None:
-    """Whatever the phase, close the epoch, save the newest generation, and end with ``words``.
-    ``kind``: why the epoch is closed, if not for the failure that ends the run."""
+    """Close the epoch, in any phase, save the newest generation, and end with ``words``. ``kind``:
+    why the epoch is closed, if not for the failure that ends the run."""
     state = core.state
     if state.phase in states.LAST_PHASES or state.last_words is not None:
         return
     state.last_words = words
     if isinstance(state.doing, states.Bootstrapping):
-        ending.dump(core)  # nothing was begun
+        ending.dump(core)  # there is no epoch yet
     else:
         close(core, Failure(words.reason, kind or words.kind or FailureKind.CORRUPT_STATE))
 
@@ -79,7 +79,7 @@ def _close_open(core: Core, record: EpochRecord, failure: Failure, silent_second
 
 
 def note_failure(core: Core, failure: Failure) -> None:
-    """Count a failure; have the run saved and ended when the same one repeats without a new
+    """Count a failure; have the run saved and ended if the same failure repeats without a new
     iteration in between."""
     state, allowed = core.state, core.config.settings.restarts_in_place
     state.blame.note_failure(state.reached, failure)
@@ -96,7 +96,7 @@ def check_closed(core: Core) -> None:
 
 
 def checkpoints_seen(core: Core, event: ev.CheckpointsFound) -> None:
-    """The checkpoints were looked at: those that are gone are not decided on."""
+    """Note that the checkpoints were looked at: those that are missing are not decided on."""
     line = core.state.lineage
     for path in sorted(event.gone & {one.path for one in line.valid}):
         core.log("warning", f"checkpoint {path} does not exist any more, or is not what was saved")
@@ -106,7 +106,7 @@ def checkpoints_seen(core: Core, event: ev.CheckpointsFound) -> None:
 
 
 def note_inventory(core: Core, event: ev.NodeInventory) -> None:
-    """A node's vault has closed the epoch and promises what it holds."""
+    """Note what a node's vault, which has closed the epoch, promises to hold."""
     state, inventory = core.state, event.inventory
     if state.record is None or inventory.epoch != state.record.epoch:
         core.refuse("inventory", node=inventory.node, **core.not_open(inventory.epoch))
@@ -114,7 +114,7 @@ def note_inventory(core: Core, event: ev.NodeInventory) -> None:
     if isinstance(
         state.doing, states.TakingOver | states.Opening | states.Running | states.Pausing
     ):
-        # The order of an earlier coordinator that the agent came to only now.
+        # The agent has only now carried out the order of an earlier coordinator.
         cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
         close(core, Failure(cause, FailureKind.COORDINATOR))
     match state.doing:
@@ -128,7 +128,7 @@ def note_inventory(core: Core, event: ev.NodeInventory) -> None:
 
 
 def seating(core: Core, leaving: frozenset[int]) -> Seating:
-    """Return who would play which role now, if these nodes had none. Wrong ones never have one."""
+    """Return the seats that would follow if these nodes had none; quarantined nodes get none."""
     fleet = core.state.fleet
     return planner.assign_seats(
         core.state.seats,
@@ -140,20 +140,20 @@ def seating(core: Core, leaving: frozenset[int]) -> Seating:
 
 
 def can_spare(core: Core, leaving: frozenset[int]) -> bool:
-    """Return whether nodes that were not put aside themselves take the roles of all these."""
+    """Return whether nodes that are not quarantined themselves take the roles of all these."""
     found = seating(core, leaving)
     new = {seat.node for seat in found.seats.values()} - core.state.seats.nodes
     return not found.unseated and not new & core.state.fleet.deprioritized
 
 
 def not_moved_to(state: states.State) -> frozenset[int]:
-    """Return the nodes that no planned change gives a role: quarantined ones, and those whose roles
-    have moved while other drains are open."""
+    """Return the nodes to which no planned change moves a role: quarantined nodes, and nodes whose
+    roles have moved while other drains are open."""
     return (state.fleet.drains | state.fleet.distrusted) - state.seats.nodes
 
 
 def decide(core: Core) -> None:
-    """Choose seats and restore from what is known now; immediate, unless a kill is under way."""
+    """Choose seats and restore from what is known now: at once, unless a kill is under way."""
     state, settings = core.state, core.config.settings
     fleet = state.fleet
     if fleet.having(states.MemberStatus.KILLED):
@@ -165,7 +165,7 @@ def decide(core: Core) -> None:
     not_to = not_moved_to(state) if fleet.draining - fleet.quarantined else frozenset[int]()
     seats = seating(core, fleet.draining | not_to)
     if seats.unseated and fleet.draining - fleet.quarantined:
-        # The spare for the drain has gone in the meantime.
+        # The spare for the drain has left in the meantime.
         fleet.draining &= fleet.quarantined
         seats = seating(core, fleet.draining)
     restore = planner.choose_restore(ending.restore_query(core, seats.seats))
@@ -195,13 +195,13 @@ def decide(core: Core) -> None:
     state.epoch = record.epoch
     if isinstance(state.doing, states.WaitingSpare):
         state.recoveries.spend("wait", core.now)
-    # A journal that cannot be written for a while is tried again until then.
+    # Until then, a journal that cannot be written for a while is tried again.
     state.doing = states.Deciding(core.now + 2 * settings.spare_timeout_seconds, record)
     core.act(WriteRecord(record))
 
 
 def record_nodes(state: states.State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
-    """All live nodes as a record names them; who has no seat is a spare."""
+    """Return all live nodes as a record names them; a node without a seat is a spare."""
     training = {seat.node for seat in seats.values()}
     return {
         node: NodeAddress(known.host, known.vault_port, known.domain, spare=node not in training)
@@ -212,22 +212,22 @@ def record_nodes(state: states.State, seats: Mapping[int, Seat]) -> dict[int, No
 def owed_copies(
     seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress], core: Core
 ) -> frozenset[int]:
-    """Roles that have fewer copies than wanted if these nodes play them."""
+    """Return the roles that have fewer copies than wanted with these seats."""
     replicas = losses_survived(core.config.settings, core.state.protection.plan)
     return missing_copies(*nodes_of(seats, nodes), replicas)
 
 
 def _without_restore(core: Core, reason: str) -> None:
-    """Nothing can be restored: wait, or end."""
+    """Wait or end, as nothing can be restored."""
     state = core.state
     if state.fleet.returning:
-        # What is missing may lie in memory of a host whose agent ended: it can be started again.
+        # The missing state may be in memory of a host whose agent ended and can start again.
         limit = core.config.settings.spare_timeout_seconds
         nodes = f"nodes {sorted(state.fleet.returning)}"
         back = f"{nodes} have {limit:g} s to return with their state in memory"
         _wait_for_spare(core, f"{reason}: {back}")
     elif (k := core.config.finished) and state.restarted and not state.survived:
-        # Nothing starts from nothing by itself; what is left in memory is not removed for it.
+        # A run never starts from scratch unasked; its state in memory is not removed for that.
         anew = f"iteration {k} was finished; --from-scratch begins again at 0"
         words = LastWords(ExitStatus.BAD_INPUT, ending.with_struck(core, f"{reason}; {anew}"))
         ending.finish(core, words, keeps_slots=True)
@@ -236,7 +236,7 @@ def _without_restore(core: Core, reason: str) -> None:
 
 
 def _with_scheme(core: Core, reason: str) -> str:
-    """Return why nothing can be restored, and the choice that has led to it."""
+    """Return why nothing can be restored, and which choice led to it."""
     kind = core.state.protection.plan.kind
     if core.state.fleet.removed and kind.is_local:
         return (
@@ -247,13 +247,13 @@ def _with_scheme(core: Core, reason: str) -> str:
 
 
 def _wait_for_reaping(core: Core) -> None:
-    """Wait: whether a place gets a new process is known only when the old one has ended."""
+    """Wait until killed processes have ended: only then can their places get new processes."""
     if not isinstance(core.state.doing, states.WaitingSpare):
         core.state.doing = states.Closing(core.now + core.config.settings.gather_seconds)
 
 
 def _wait_for_spare(core: Core, text: str) -> None:
-    """Another node can help; ``text`` is told when the wait begins."""
+    """Wait for a node that can help; ``text`` is reported when the wait begins."""
     if not isinstance(core.state.doing, states.WaitingSpare):
         limit = core.config.settings.spare_timeout_seconds
         core.state.doing = states.WaitingSpare(core.now + limit)
@@ -261,8 +261,8 @@ def _wait_for_spare(core: Core, text: str) -> None:
 
 
 def _history(state: states.State, restore: Restore) -> History:
-    """Return what the record of the next epoch, restored from ``restore``, says of the run so
-    far."""
+    """Return the history of the run that the record of the next epoch, restored from ``restore``,
+    carries."""
     recovery = state.recoveries.current
     again = 0 if recovery is None else recovery.recomputed(restore)
     return History(
@@ -282,7 +282,7 @@ def _history(state: states.State, restore: Restore) -> History:
 
 
 def journal_written(core: Core, event: ev.JournalWritten) -> None:
-    """A record is durable: announce it, or decide again when it was overtaken."""
+    """Announce a record that is durable, or decide again if it was overtaken."""
     state, epoch = core.state, event.epoch
     match state.doing:
         case states.Deciding(pending=pending, redecide=None) if epoch == state.epoch:
@@ -295,7 +295,7 @@ def journal_written(core: Core, event: ev.JournalWritten) -> None:
 
 
 def journal_failed(core: Core, event: ev.JournalFailed) -> None:
-    """A record cannot be made durable."""
+    """End the run, as a record cannot be made durable."""
     if isinstance(core.state.doing, states.Deciding) and event.epoch == core.state.epoch:
         ending.cannot_decide(core, f"epoch {event.epoch} cannot be journalled: {event.text}")
 
@@ -304,7 +304,7 @@ def journal_failed(core: Core, event: ev.JournalFailed) -> None:
 
 
 def _announce(core: Core, record: EpochRecord) -> None:
-    """The pending record is durable: it is the truth from now on."""
+    """Announce the pending record, which is durable: it is valid from now on."""
     state, restore, seats = core.state, record.restore, SeatTable(record.seats)
     before, leaving, poisoned = state.seats, state.fleet.draining, state.blame.poisoned_from
     state.recoveries.spend("decide", core.now)
@@ -312,7 +312,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
         _tell_restart(core, restore)
     memory, fleet, line = state.memory, state.fleet, state.lineage
     if restore.kind == "memory":
-        # Before the inventories are dropped: what they say of roles whose members have not yet.
+        # Before the inventories are dropped: they hold the layouts that members have yet to report.
         found = memory.in_slots(seats)
         memory.layouts |= found
         memory.inherited |= found.keys()
@@ -326,7 +326,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
     fleet.deprioritized |= leaving
     fleet.draining = fleet.returning = frozenset()
     line.kept = record.history.kept
-    # Of an iteration that was thrown away: nothing says so once that is computed again.
+    # Drop checkpoints of a discarded iteration: nothing marks them once it is computed again.
     line.valid = state.blame.trusted(line.valid)
     state.blame.poisoned_from = None
     core.act(Announce(record, poisoned))
@@ -350,7 +350,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
 
 
 def _tell_restart(core: Core, restore: Restore) -> None:
-    """Tell the state that new processes go on from, and why no other."""
+    """Report the state from which new processes continue, and the reason for that choice."""
     generation = restore.generation
     if restore.kind == "memory":
         nodes = sorted({s.node for p in restore.sources.values() for f in p.values() for s in f})
@@ -366,19 +366,19 @@ def _tell_restart(core: Core, restore: Restore) -> None:
 
 
 def opening_seconds(core: Core, record: EpochRecord) -> float:
-    """Return how long it may take until every role has restored what the record says."""
+    """Return the time limit until every role has restored the state of the record."""
     settings, members = core.config.settings, core.state.fleet.members
     limit = settings.adopt_seconds + settings.rebuild_seconds + settings.restore_seconds
     seated = {(seat.node, seat.local_rank) for seat in record.seats.values()}
     if any(members[p].status is not states.MemberStatus.WARM for p in seated if p in members):
         limit += settings.start_seconds
-    if record.restore.kind != "memory":  # index files, or a load, take what they take
+    if record.restore.kind != "memory":  # index files, or a load, take their time
         limit += settings.first_step_seconds
     return limit
 
 
 def restored(core: Core, event: ev.Restored) -> None:
-    """A role has its state; with the last one the epoch opens."""
+    """Note that a role has its state; with the last role the epoch opens."""
     role, record, doing = core.player(event), core.state.record, core.state.doing
     if role is None or record is None:
         return
@@ -399,8 +399,8 @@ def restored(core: Core, event: ev.Restored) -> None:
 def _begins_alike(
     core: Core, doing: states.Entering, found: Generation, record: EpochRecord
 ) -> bool:
-    """Take what the roles of an initial start begin with: their program may have loaded a
-    checkpoint of its own. Where they have not all loaded the same, the run ends."""
+    """Adopt the state that the roles of an initial start begin with: their program may have loaded
+    a checkpoint of its own. If they have not all loaded the same, end the run."""
     begins = doing.begins or found
     if found != begins:
         loaded = f"iterations {begins.iteration} and {found.iteration}"
@@ -413,7 +413,7 @@ def _begins_alike(
 
 
 def check_opened(core: Core) -> None:
-    """Run when every role has restored."""
+    """Let the epoch run when every role has restored."""
     state, opening = core.state, core.state.doing
     if not isinstance(opening, states.Opening) or len(opening.restored) < len(state.seats):
         return
@@ -424,7 +424,7 @@ def check_opened(core: Core) -> None:
     state.lineage.ever_ran = True
     state.recoveries.open(core.now)
     if state.record is not None and state.record.restore.kind == "initial":
-        # The data is ready: they can begin.
+        # The data is ready, so spares can begin to build.
         for place in state.fleet.having(states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
             core.set_member(place, members[place].status)
     core.emit(Kind.EPOCH_OPENED, phases=recovery.all_phases() if recovery else {})
@@ -433,8 +433,8 @@ def check_opened(core: Core) -> None:
 
 
 def check_done(core: Core) -> None:
-    """End the run when every role has completed its last iteration; what the program could not save
-    is saved for it."""
+    """End the run when every role has completed its last iteration; save the state if the program
+    could not."""
     roles = len(core.state.seats)
     match core.state.doing:
         case states.Running(done=done) | states.Pausing(done=done) if len(done) >= roles:
@@ -451,11 +451,11 @@ def check_done(core: Core) -> None:
                 ending.finish(core, LastWords(0, ""))
 
 
-# What is told of it.
+# Reports on the epoch.
 
 
 def step_reported(core: Core, event: ev.StepReported | ev.NotFinite) -> None:
-    """Some role has completed an iteration."""
+    """Note that some role has completed an iteration."""
     state, iteration = core.state, event.iteration
     if state.record is None or event.epoch != state.reporting_epoch:
         core.refuse(f"step {iteration}", **core.not_open(event.epoch))
@@ -468,6 +468,6 @@ def step_reported(core: Core, event: ev.StepReported | ev.NotFinite) -> None:
 
 
 def phase_reported(core: Core, event: ev.PhaseReported) -> None:
-    """A member's or vault's part of a recovery; once its epoch is closed, of none that follows."""
+    """Note a member's or vault's part of a recovery; after a close it counts for no later epoch."""
     heard = core.state.reporting_epoch or -1
     core.state.recoveries.report(event.epoch, event.phase, event.seconds, event.exposed, heard)

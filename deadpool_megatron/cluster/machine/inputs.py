@@ -1,7 +1,7 @@
 """Inputs of the coordinator's state machine; its output is in actions.
 
-Plain frozen data. An input that names a member carries its incarnation, and one that belongs to an
-epoch carries the epoch: the machine refuses what is stale. Times are seconds.
+Plain frozen data. An input about a member carries its incarnation, and an input of an epoch carries
+the epoch: the machine refuses stale inputs. Times are seconds.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from deadpool_megatron.preflight.eligibility import HostFacts
 
 
 class Input:
-    """Base of all of them."""
+    """Base class of all inputs."""
 
 
 @dataclass(frozen=True)
 class Tick(Input):
-    """Time has passed. Needed at least ten times a second: all deadlines are looked at here."""
+    """The passage of time, at least ten times a second: all deadlines are checked here."""
 
 
 @dataclass(frozen=True)
 class NodeJoined(Input):
-    """An agent connected, for the first time or because the coordinator is a new one.
+    """The connection of an agent, for the first time or to a new coordinator.
 
-    ``members``: local rank -> incarnation of what it runs already; ``incarnations``: local rank ->
-    the highest that was ever started there. ``epoch``: of the record it has; ``closed``: the newest
-    epoch it has closed (0: none); ``restored``: local rank -> the epoch that its member restored
-    last;
-    ``memory_bytes``: shared memory that it has for generations (0: not known); ``found``: what
-    lay in its memory before it started, as long as it has adopted no record. ``returns``: what it
-    holds outlives its agent, and another one may come with it. ``facts``: what it says about its
-    host, None for nothing.
+    ``members``: local rank -> incarnation of its running process; ``incarnations``: local rank ->
+    the highest that was ever started there. ``epoch``: of its record; ``closed``: the newest epoch
+    that it has closed (0: none); ``restored``: local rank -> the epoch that its member restored
+    last; ``memory_bytes``: its shared memory for generations (0: not known); ``found``: contents of
+    its memory before it started, until it has adopted a record. ``returns``: its data outlives its
+    agent, and another agent may return with it. ``facts``: its report about its host, None if there
+    is none.
     """
 
     node: int
@@ -57,7 +56,7 @@ class NodeJoined(Input):
 
 @dataclass(frozen=True)
 class FactsReported(Input):
-    """A node without a role, or one whose device has failed, has looked at its host again."""
+    """A repeated health check of a node without a role, or of a node with a failed device."""
 
     node: int
     facts: HostFacts
@@ -65,10 +64,10 @@ class FactsReported(Input):
 
 @dataclass(frozen=True)
 class NodeLost(Input):
-    """A verdict: connection closed, silent, or told to go. It never comes back under this id.
+    """A verdict: connection closed, silent, or ordered to leave. This node id never comes back.
 
-    ``silent_seconds``: how long before this verdict the last sign of life was. ``kind``: lost, cut
-    or frozen.
+    ``silent_seconds``: time from the last sign of life to this verdict. ``kind``: lost, cut or
+    frozen.
     """
 
     node: int
@@ -89,35 +88,35 @@ class OfMember(Input):
 
 @dataclass(frozen=True)
 class OfPlayer(OfMember):
-    """Base of what only the player of a role in the open epoch may say."""
+    """Base of inputs that only a process with a role in the open epoch may send."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class MemberHello(OfMember):
-    """The process runs."""
+    """The first message of a process that runs."""
 
     pid: int = 0
 
 
 @dataclass(frozen=True)
 class MemberWarm(OfMember):
-    """A member without a seat has built in detached mode and is parked."""
+    """The report of a member without a seat that it has built detached and is parked."""
 
 
 @dataclass(frozen=True)
 class MemberRegistered(OfMember):
-    """A member has built and its segment is known to its vault."""
+    """The report of a member that it has built, and that its vault knows its segment."""
 
     layout: RoleLayout
 
 
 @dataclass(frozen=True)
 class MemberLost(OfMember):
-    """The process ended and was reaped, by itself (``exit_code``) or by ``signal``.
+    """The end of a reaped process: it exited with ``exit_code``, or died of ``signal``.
 
-    ``ordered``: its agent killed it, which says nothing about the process itself.
+    ``ordered``: its agent killed it, which is no evidence about the process itself.
     """
 
     exit_code: int | None = None
@@ -128,7 +127,7 @@ class MemberLost(OfMember):
 
 @dataclass(frozen=True)
 class MemberSuspected(OfMember):
-    """A verdict of liveness: frozen or out of touch. The machine has it killed and replaced."""
+    """A verdict: a member is frozen or unreachable. The machine has it killed and replaced."""
 
     cause: str
     silent_seconds: float = 0.0
@@ -137,7 +136,7 @@ class MemberSuspected(OfMember):
 @dataclass(frozen=True)
 class RolesHung(Input):
     """A verdict: no progress of any role; ``roles`` (perhaps none) hold the others up. ``table``:
-    who is where, as the HANG event tells it. ``still_seconds``: since the last progress."""
+    where each role stands, as in the HANG event. ``still_seconds``: since the last progress."""
 
     epoch: int
     roles: tuple[int, ...]
@@ -148,37 +147,37 @@ class RolesHung(Input):
 
 @dataclass(frozen=True)
 class MemberFault(OfPlayer):
-    """Communication failed in a member. Mostly a consequence: a better cause has 0.5 s to come."""
+    """Failed communication of a member. Mostly a consequence: a better cause has 0.5 s to come."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class MemberRaised(OfPlayer):
-    """A role has raised an exception, whose last line is ``text``. Its process ends within 0.5 s,
-    unless the epoch is closed for a better cause."""
+    """An exception of a role; ``text``: its last line. The process ends within 0.5 s, unless the
+    epoch is closed for a better cause."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class NodeInventory(Input):
-    """A node's vault closed the epoch and promises what is in here."""
+    """The contents that a node's vault promises to hold after it has closed the epoch."""
 
     inventory: Inventory
 
 
 @dataclass(frozen=True)
 class Restored(OfPlayer):
-    """The member has the state the record names and has agreed on it with its peers."""
+    """The report of a member that it has the record's state, and agrees on it with its peers."""
 
     generation: Generation
 
 
 @dataclass(frozen=True)
 class NotRestored(OfPlayer):
-    """No source of ``part`` gave good bytes; "" when it was not one part (peers' hashes differ).
-    ``other_program``: the state is laid out for another model, or other flags."""
+    """A failed restore: no source of ``part`` gave good bytes; "" if it was not a single part
+    (peers' hashes differ). ``other_program``: the state is of another model, or other flags."""
 
     part: str
     text: str
@@ -187,8 +186,8 @@ class NotRestored(OfPlayer):
 
 @dataclass(frozen=True)
 class AuditFailed(OfPlayer):
-    """Peers differ in ``what`` in ``iteration``, and hand no generation of it over. All ``roles``
-    are wrong; if that is not ``certain``, at least one of them is."""
+    """A difference between peers in ``what`` in ``iteration``; they hand over no generation of it.
+    If ``certain``, all ``roles`` are wrong, else at least some."""
 
     iteration: int
     roles: tuple[int, ...]
@@ -198,8 +197,8 @@ class AuditFailed(OfPlayer):
 
 @dataclass(frozen=True)
 class PhaseReported(Input):
-    """One member's or vault's part of a recovery; the longest of each phase counts. ``exposed``:
-    how long after the loss a vault has re-protected what it owed."""
+    """The time of a member or vault in a phase of a recovery; the longest of each phase counts.
+    ``exposed``: time from the loss until a vault has re-protected what it owed."""
 
     epoch: int
     phase: str
@@ -209,7 +208,7 @@ class PhaseReported(Input):
 
 @dataclass(frozen=True)
 class StepReported(Input):
-    """Some role completed an iteration and its log lines were accepted."""
+    """An iteration that some role has completed; its log lines were accepted."""
 
     epoch: int
     iteration: int
@@ -217,9 +216,8 @@ class StepReported(Input):
 
 @dataclass(frozen=True)
 class NotFinite(Input):
-    """A role has found that an iteration is no good: ``number`` is what (see failures), ``value``
-    in words: nan, inf or -inf. It goes no further.
-    """
+    """A non-finite number in an iteration of a role: ``number`` names it (see failures), ``value``
+    is its text: nan, inf or -inf. The role stops there."""
 
     epoch: int
     node: int | None
@@ -231,15 +229,15 @@ class NotFinite(Input):
 
 @dataclass(frozen=True)
 class StackReported(Input):
-    """A process that hung stood there; one line."""
+    """The position of a process that hung; a single line."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class DurableValid(Input):
-    """A checkpoint became valid; ``boundary``: the last moment after the iteration it includes;
-    ``identity``: see :class:`Restore`."""
+    """A checkpoint that became valid; ``boundary``: the last moment after the iteration that it
+    includes; ``identity``: see :class:`Restore`."""
 
     iteration: int
     path: str
@@ -249,29 +247,29 @@ class DurableValid(Input):
 
 @dataclass(frozen=True)
 class CheckpointsFound(Input):
-    """The checkpoints were looked at; ``gone``: the paths at which there is none any more."""
+    """The result of a look at the checkpoints; ``gone``: paths at which there is none any more."""
 
     gone: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Paused(OfPlayer):
-    """The member stands still at the start of the iteration after ``iteration``."""
+    """The report of a member that pauses at the start of the iteration after ``iteration``."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
 class PauseRefused(OfPlayer):
-    """The member is already past the wanted iteration: it is in ``iteration`` + 1."""
+    """The report of a member that is past the requested iteration: in ``iteration`` + 1."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
 class MemberDone(OfPlayer):
-    """The role has completed the last iteration; it stays interruptible. ``early``: how far it has
-    come, where the program ended before. ``unsaved``: the last checkpoint, and why it is none."""
+    """The end of a role's last iteration; it stays interruptible. ``early``: how far it has come,
+    if the program ended before. ``unsaved``: the last checkpoint, and why it is not valid."""
 
     early: str = ""
     unsaved: str = ""
@@ -279,15 +277,15 @@ class MemberDone(OfPlayer):
 
 @dataclass(frozen=True)
 class Asked(Input):
-    """A user has asked, and the journal has it (or cannot be waited for)."""
+    """A request of a user that the journal has (or cannot be waited for)."""
 
     request: Request
 
 
 @dataclass(frozen=True)
 class RequestsFound(Input):
-    """Requests that earlier coordinators were asked. ``restarted``: all processes of the run had
-    ended, so what was open is over, unless agents come that were there before."""
+    """Requests made to earlier coordinators. ``restarted``: all processes of the run had ended, so
+    open requests are over, unless earlier agents come back."""
 
     requests: tuple[Request, ...]
     restarted: bool = False
@@ -295,7 +293,7 @@ class RequestsFound(Input):
 
 @dataclass(frozen=True)
 class Exported(Input):
-    """The checkpoint of a request: at ``path``, or empty with an ``error``."""
+    """The checkpoint of a request: at ``path``, or an empty path with an ``error``."""
 
     number: int
     iteration: int
@@ -305,14 +303,14 @@ class Exported(Input):
 
 @dataclass(frozen=True)
 class DrainRequested(Input):
-    """A slow node's roles are to be moved away."""
+    """A request to move the roles of a slow node away."""
 
     node: int
 
 
 @dataclass(frozen=True)
 class ProtectionRequested(Input):
-    """A measurement wants the state protected by ``plan``; ``why`` in words."""
+    """A request, due to a measurement, to protect the state by ``plan``; ``why``: a text."""
 
     plan: ProtectionPlan
     why: str
@@ -320,14 +318,15 @@ class ProtectionRequested(Input):
 
 @dataclass(frozen=True)
 class JournalWritten(Input):
-    """The record of this epoch is durable."""
+    """Notice that the record of this epoch is durable."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class JournalFailed(Input):
-    """The record of this epoch cannot be made durable (another coordinator's, or a full disk)."""
+    """Notice that the record of this epoch cannot be durable (another coordinator, or a full
+    disk)."""
 
     epoch: int
     text: str
@@ -335,9 +334,9 @@ class JournalFailed(Input):
 
 @dataclass(frozen=True)
 class Dumped(Input):
-    """A node wrote its part of the generation to disk, or could not (``error``); ``boundary``: its
-    extras as they were after that, empty for all that it holds. ``damaged``: what it has no intact
-    bytes of and has not written for that, of this generation or others."""
+    """A node's part of the generation, written to disk unless there is an ``error``; ``boundary``:
+    that of its extras, empty for all that it holds. ``damaged``: parts, of this generation or
+    others, that it has not written because it has no intact bytes of them."""
 
     node: int
     generation: Generation
@@ -348,7 +347,7 @@ class Dumped(Input):
 
 @dataclass(frozen=True)
 class DumpExported(Input):
-    """The generation that was dumped is a checkpoint at ``path``; empty: it came to nothing."""
+    """A checkpoint at ``path`` made of the dumped generation; the path is empty if that failed."""
 
     generation: Generation
     path: str
@@ -356,16 +355,16 @@ class DumpExported(Input):
 
 @dataclass(frozen=True)
 class Diverged(Input):
-    """A replayed step gave other numbers than the first time."""
+    """A replayed step that gave other numbers than the first time."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class DumpRequested(Input):
-    """The user wants the state saved and the run ended, to continue from there in another run.
+    """A request to save the state and end the run, to continue from there in another run.
 
-    ``seconds``: what is left until something else ends the run; None where nothing does.
+    ``seconds``: time left until something else ends the run; None if nothing does.
     """
 
     reason: str
@@ -374,7 +373,7 @@ class DumpRequested(Input):
 
 @dataclass(frozen=True)
 class UserStop(Input):
-    """Interrupt from the user; ``keeps``: for the same command to continue from what is in
+    """An interrupt from the user; ``keeps``: the same command may continue from the state in
     memory."""
 
     reason: str = "interrupted"

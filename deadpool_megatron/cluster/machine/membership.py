@@ -1,7 +1,7 @@
-"""Membership: a node is lost or given up; a member process comes up, is ready, says how it lays out
-its state, ends; processes and nodes that fail again and again are put aside.
+"""Membership: a node is lost or given up; a member process comes up, is ready, reports how it lays
+out its state, ends; processes and nodes that fail repeatedly are quarantined.
 
-A node has come when it was judged: that is in bootstrap.
+How nodes join and are judged is in bootstrap.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _KINDS: Mapping[int | None, FailureKind] = {
 
 
 def node_lost(core: Core, event: ev.NodeLost) -> None:
-    """A verdict on a node that is connected still; one that the machine has dropped is known."""
+    """Act on a verdict about a connected node; a node that the machine dropped is known already."""
     node, kind = event.node, event.kind
     if (known := core.state.fleet.nodes.get(node)) is None:
         return
@@ -59,7 +59,7 @@ def node_lost(core: Core, event: ev.NodeLost) -> None:
 
 
 def lose_node(core: Core, node: int, failure: Failure, *, silent_seconds: float = 0.0) -> None:
-    """A connected node is gone for good, with everything on it."""
+    """Remove a connected node for good, with everything on it."""
     state, fleet = core.state, core.state.fleet
     is_needed = _is_needed(state, node)
     if isinstance(state.doing, states.Closing):
@@ -82,7 +82,7 @@ def lose_node(core: Core, node: int, failure: Failure, *, silent_seconds: float 
 
 
 def give_up(core: Core, node: int, cause: str, kind: FailureKind) -> None:
-    """A node has no part in the run any more; none comes back under its number."""
+    """Remove a node from the run; no node comes back under its number."""
     core.state.fleet.removed[node] = cause
     core.emit(Kind.NODE_LOST, node=node, cause=cause, kind=kind)
     if core.state.record is not None and core.state.phase not in states.LAST_PHASES:
@@ -90,7 +90,7 @@ def give_up(core: Core, node: int, cause: str, kind: FailureKind) -> None:
 
 
 def drop_node(core: Core, node: int, failure: Failure) -> None:
-    """Put a node aside that may be connected."""
+    """Give up a node that may be connected."""
     if node in core.state.fleet.nodes:
         left_out = failure.kind in (FailureKind.EXCLUDED, FailureKind.OTHER_PROGRAM)
         core.act(DropNode(node, failure.cause, left_out=left_out))
@@ -98,7 +98,7 @@ def drop_node(core: Core, node: int, failure: Failure) -> None:
 
 
 def silent(node: int, what: str) -> Failure:
-    """A node did not do in time what it was told."""
+    """Return the failure of a node that did not carry out an order in time."""
     signature = ("node", str(node))
     return Failure(f"node {node} {what}", FailureKind.NODE_FROZEN, signature, node=node)
 
@@ -124,15 +124,15 @@ def matters(state: states.State, record: records.EpochRecord, node: int) -> bool
 
 
 def _buddies(state: states.State, record: records.EpochRecord) -> dict[int, Collection[int]]:
-    """Return the nodes that owe a copy, by the role that it is of."""
+    """Return the nodes that owe a copy, by the role whose copy it is."""
     placement, layouts = CopyPlacement.of_record(record), state.memory.layouts
     peers = {role: layouts[role].peers if role in layouts else () for role in record.seats}
     return {role: placement.buddies(role, peers[role]) for role in record.seats}
 
 
 def exposed_roles(state: states.State) -> frozenset[int]:
-    """Roles that have fewer copies than wanted: in the open epoch those of its record, after a loss
-    also those that have lost one, until the recovery is over."""
+    """Return the roles with fewer copies than wanted: in the open epoch those of its record; after
+    a loss also those that have lost a copy, until the recovery is over."""
     record, recovery = state.record, state.recoveries.current
     if record is None:
         return frozenset()
@@ -152,7 +152,7 @@ def exposed_roles(state: states.State) -> frozenset[int]:
 
 
 def _sources(restore: records.Restore) -> Iterator[records.Source]:
-    """Every place that a restore may read from."""
+    """Yield every place that a restore may read from."""
     for parts in restore.sources.values():
         for found in parts.values():
             yield from found
@@ -161,14 +161,14 @@ def _sources(restore: records.Restore) -> Iterator[records.Source]:
 
 
 def _forget_memory(state: states.State, node: int) -> None:
-    """Forget what a lost node held, but for what it has on disk already."""
-    lost = state.memory.held.get(node)  # it may be one that came after the close
+    """Forget the inventory of a lost node, except for the parts that it has written to disk."""
+    lost = state.memory.held.get(node)  # perhaps of a node that joined after the close
     state.memory.drop_node(node)
     doing = state.doing
     if not isinstance(doing, states.Dumping) or lost is None or node not in doing.finished:
         return
     written = doing.chains | {doing.restore.generation}
-    # Of extras only those of one boundary, which another try may not be for.
+    # Only the extras of this boundary: another try may need those of another.
     left_out = {
         records.extras_part(one) for one in records.BOUNDARIES if one != doing.restore.boundary
     }
@@ -180,11 +180,11 @@ def _forget_memory(state: states.State, node: int) -> None:
     state.memory.promised[node] = replace(lost, holdings=saved)
 
 
-# Nodes that are put aside.
+# Quarantined nodes.
 
 
 def put_aside(core: Core, node: int, why: str, kind: FailureKind) -> bool:
-    """Have the roles of the node go to a spare; False if none can take all of them."""
+    """Have the roles of the node go to a spare; return False if no spare can take all of them."""
     if not _has_better(core, node):
         return False
     core.state.fleet.draining |= {node}
@@ -196,14 +196,14 @@ def put_aside(core: Core, node: int, why: str, kind: FailureKind) -> bool:
 
 
 def _has_better(core: Core, node: int) -> bool:
-    """Return whether all roles of the node can go to a spare that was not put aside itself."""
+    """Return whether all roles of the node can go to a spare that is not quarantined itself."""
     draining = core.state.fleet.draining
     return node not in draining and epoch.can_spare(core, draining | {node})
 
 
 def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = None) -> None:
-    """The node has no role any more, under whatever number it comes back: its host is remembered,
-    unless other nodes continue there, which are as good as any, or its files are to be replaced."""
+    """Bar the node from any role, also under a new number: its host is remembered, unless other
+    nodes continue there, which are as good as any, or its files are to be replaced."""
     fleet = core.state.fleet
     if (known := fleet.nodes.get(node)) is None:
         return
@@ -219,9 +219,9 @@ def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = Non
 
 
 def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
-    """The device of a process is of no use any more, or its files are: nothing follows the process
-    there, and the roles of its node move. Without a spare they wait for one: there they would fail
-    again."""
+    """Quarantine the node of a process whose device, or files, are of no use any more: no process
+    replaces it there, and the node's roles move. Without a spare they wait for one: on that node
+    they would fail again."""
     node, fleet = event.node, core.state.fleet
     del fleet.members[node, event.slot]
     if node in fleet.quarantined:
@@ -233,10 +233,9 @@ def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
 
 
 def _crashed(core: Core, node: int, failure: Failure) -> None:
-    """A process of the node ended an epoch by crashing: put the node aside when that repeats, but
-    only if a spare can take all its roles; else it stays in place. The node is not dropped: what
-    its vault holds may be what the others restore from.
-    """
+    """Note that a process ended an epoch by crashing: quarantine its node when that repeats, but
+    only if a spare can take all its roles; else it stays. The node is not dropped: the others may
+    restore from what its vault holds."""
     if core.state.phase in states.LAST_PHASES or node not in core.state.fleet.nodes:
         return
     known = core.state.fleet.nodes[node]
@@ -270,7 +269,7 @@ def _role(core: Core, event: ev.OfMember) -> int | None:
 
 
 def hello(core: Core, event: ev.MemberHello) -> None:
-    """The process runs."""
+    """Note that the process runs."""
     place, members = (event.node, event.slot), core.state.fleet.members
     started = members[place]
     if started.status is states.MemberStatus.STARTING:
@@ -281,7 +280,7 @@ def hello(core: Core, event: ev.MemberHello) -> None:
 
 
 def warm(core: Core, event: ev.MemberWarm) -> None:
-    """A member without a seat has built and is parked."""
+    """Note that a member without a seat has built and is parked."""
     place = (event.node, event.slot)
     member = core.state.fleet.members[place]
     if member.status not in (states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
@@ -292,7 +291,7 @@ def warm(core: Core, event: ev.MemberWarm) -> None:
 
 
 def registered(core: Core, event: ev.MemberRegistered) -> None:
-    """A member has built: its state must be laid out as that of the run."""
+    """Note the layout of a member that has built: it must match that of the run."""
     state, memory, layout = core.state, core.state.memory, event.layout
     role = _role(core, event)
     if role != layout.role or state.reporting_epoch is None or state.record is None:
@@ -314,8 +313,8 @@ def registered(core: Core, event: ev.MemberRegistered) -> None:
 
 
 def _end_as_other_model(core: Core, known: records.RoleLayout, layout: records.RoleLayout) -> None:
-    """The state in memory is not what a member has built: end, with the slots kept. Nothing was
-    computed by then."""
+    """End the run, with its slots kept: the state in memory is not of the model that a member has
+    built. No iteration was computed by then."""
     reason = (
         f"the state in memory is of another model or other flags: role {layout.role}:"
         f" {difference(known, layout)}; start the run again with the command that it had, or remove"
@@ -326,7 +325,7 @@ def _end_as_other_model(core: Core, known: records.RoleLayout, layout: records.R
 
 
 def lost(core: Core, event: ev.MemberLost) -> None:
-    """The process has ended: close the epoch, end the run, or start the next one, as it ended."""
+    """Handle the end of a process: close the epoch, end the run, or start the next incarnation."""
     state, place = core.state, (event.node, event.slot)
     status = state.fleet.members[place].status
     ordered = status is states.MemberStatus.KILLED
@@ -345,14 +344,14 @@ def lost(core: Core, event: ev.MemberLost) -> None:
         return
     begins = not state.lineage.ever_ran and not state.survived
     if event.exit_code == ExitStatus.BAD_INPUT and begins:
-        # The command itself says that its arguments cannot work: no other process will like them.
+        # The command itself reports that its arguments cannot work: no process could use them.
         ending.end_as_found(core, LastWords(ExitStatus.BAD_INPUT, event.last_line or cause))
         return
     is_first = status is states.MemberStatus.STARTING and event.incarnation == 0
     is_other = event.exit_code == ExitStatus.OTHER_PROGRAM
     cannot_begin = event.exit_code == ExitStatus.BAD_INPUT and is_first and state.lineage.ever_ran
     if cannot_begin or (is_other and not _is_needed(state, event.node)):
-        # Elsewhere it runs: this node, which came later, lacks something that it needs.
+        # It runs elsewhere: this node, which came later, lacks something that it needs.
         text = f"excluded: its program cannot begin there: {event.last_line or cause}"
         kind = FailureKind.OTHER_PROGRAM if is_other else FailureKind.EXCLUDED
         drop_node(core, event.node, Failure(text, kind, ("node", str(event.node)), node=event.node))
@@ -369,7 +368,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
         return
     if state.reporting_epoch is not None and role is not None:
         if event.exit_code in (0, ExitStatus.EXTRAS_OUTGROWN) and not on_purpose:
-            # Any other process in its place would end like that as well.
+            # Any other process in its place would end in the same way.
             why = event.last_line or cause if event.exit_code else by_itself
             epoch.save_and_end(core, LastWords(event.exit_code or 1, why, failure.kind))
         else:
@@ -389,7 +388,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     if state.phase in states.LAST_PHASES:
         return
     if not device_is_lost:
-        # A drained member is killed to serve as a fresh spare: that says nothing about its node.
+        # A drained member is killed to serve as a fresh spare: its node is not at fault.
         _restart(core, event, failure, counts=role is not None or not ordered)
     if isinstance(state.doing, states.WaitingSpare) or _is_pending(core, event):
         epoch.close(core, failure)
@@ -397,7 +396,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
 
 
 def _cannot_begin_without(core: Core, node: int) -> bool:
-    """Return whether no other node takes its roles, and none is awaited that could."""
+    """Return whether no other node takes its roles, and no awaited node could."""
     fleet, config = core.state.fleet, core.config
     if node in fleet.quarantined or node not in core.state.seats.nodes:
         return False
@@ -419,7 +418,7 @@ def _is_pending(core: Core, event: ev.OfMember) -> bool:
 
 
 def failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
-    """Return what the end of a process means for the epoch in which it plays ``role``."""
+    """Return the failure that the end of a process means for the epoch in which it has ``role``."""
     kind = _KINDS.get(event.exit_code) or kind_of_end(event.last_line)
     log = member_log_name(event.node, event.slot, event.incarnation)
     who = "" if role is None else f"role {role} on node {event.node}, "
@@ -434,13 +433,13 @@ def failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
 
 
 def _restart(core: Core, event: ev.MemberLost, failure: Failure, *, counts: bool) -> None:
-    """The next incarnation at once, in the same place; too many of them, and the node goes."""
+    """Start the next incarnation in the same place; after too many, drop the node."""
     node = core.state.fleet.nodes[event.node]
     if counts:
         node.restarts += 1
         node.restarted_at = (*_recent(core, node.restarted_at), core.now)
     restarts = len(node.restarted_at)
-    # What a node holds is wanted as long as the state is not saved.
+    # The data of a node is needed as long as the state is not saved.
     if restarts > core.config.settings.restarts_in_place and core.state.last_words is None:
         cause = f"node {event.node} is given up after {restarts - 1} restarts: {failure.cause}"
         signature = ("node", str(event.node))
@@ -450,7 +449,7 @@ def _restart(core: Core, event: ev.MemberLost, failure: Failure, *, counts: bool
 
 
 def suspected(core: Core, event: ev.MemberSuspected) -> None:
-    """A verdict: the process is killed and replaced."""
+    """Kill and replace a process that a verdict of liveness names."""
     role = _role(core, event)
     core.kill((event.node, event.slot))
     if (role is not None and core.state.reporting_epoch is not None) or _is_pending(core, event):
@@ -460,10 +459,10 @@ def suspected(core: Core, event: ev.MemberSuspected) -> None:
 
 
 def check_members(core: Core) -> None:
-    """Killed processes must be reaped, and spares must become warm, in their time."""
+    """Check that killed processes are reaped, and spares become warm, in time."""
     settings, state, members = core.config.settings, core.state, core.state.fleet.members
     if state.phase in states.LAST_PHASES:
-        return  # no process is needed any more, what its node holds is
+        return  # no process is needed any more, only the data of its node
     for place in state.fleet.having(states.MemberStatus.KILLED):
         if place in members and core.now - members[place].since > settings.close_seconds:
             drop_node(core, place[0], silent(place[0], "cannot end a killed process"))

@@ -1,9 +1,9 @@
-"""Knowledge of the coordinator's state machine: data and look-ups, nothing is decided here.
+"""Knowledge of the coordinator's state machine: data and look-ups; nothing is decided here.
 
-It changes with each input. Each phase is an object of its own with what is known only during it;
-what outlives a phase is a field of the state. Names of sets that are small are bound to new ones,
-those that hold roles or members are changed in place: copied for every message of ten thousand
-members they would be quadratic.
+It changes with each input. Each phase is an object with the data that is known only during it;
+fields of the state hold the data that outlives a phase. Small sets are replaced by new sets; those
+that hold roles or members are changed in place: copies for every message of ten thousand members
+would cost quadratic time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Place = tuple[int, int]  # (node, local rank)
 
 @dataclass(frozen=True)
 class Config:
-    """Facts of the run. Nodes 0 .. ``nodes`` - 1 are wished for training, the rest are spares.
+    """Facts of the run. Nodes 0 .. ``nodes`` - 1 are meant for training, the rest are spares.
 
-    ``start``: what epoch 1 begins with (kind initial, durable or dump); ``older``: what can be
-    fallen back to where that cannot be loaded. ``restarted``: all
-    processes of the run had ended, the agents come up again; ``begins_anew``: with the settings of
-    a new start, which count from now on. ``check_only``: the run ends when its nodes are judged.
-    ``finished``: iterations that were finished before the start; ``from_scratch``: it may begin
-    again where nothing is left of them.
+    ``start``: the state that epoch 1 begins with (kind initial, durable or dump); ``older``: the
+    states to fall back to if that cannot be loaded. ``restarted``: all processes of the run had
+    ended, and its agents start again; ``begins_anew``: with the settings of a new start, which
+    count from now on. ``check_only``: the run ends when its nodes are judged. ``finished``:
+    iterations finished before the start; ``from_scratch``: the run may begin again if nothing is
+    left of them.
     """
 
     nodes: int
@@ -58,7 +58,7 @@ class Config:
         return self.nodes * self.nproc
 
     def provisional_role(self, node: int, local_rank: int) -> int:
-        """The role a member builds for before it has a seat: its stage class is likely needed."""
+        """Return the role to build for before there is a seat: its stage class is likely needed."""
         return (node % self.nodes) * self.nproc + local_rank
 
 
@@ -66,17 +66,17 @@ class Config:
 
 
 class MemberStatus(StrEnum):
-    """Life of a member process; a lost one is replaced at once by its next incarnation."""
+    """Life of a member process; its next incarnation replaces a lost process at once."""
 
     STARTING = "starting"
     RUNNING = "running"
     WARM = "warm"
-    KILLED = "killed"  # told to die, not reaped yet
+    KILLED = "killed"  # ordered to end, not reaped yet
 
 
 @dataclass(frozen=True)
 class MemberState:
-    """``since``: when it was started, told to be warm, or killed (seconds)."""
+    """State of a member. ``since``: when it was started, became warm, or was killed (seconds)."""
 
     incarnation: int
     status: MemberStatus
@@ -87,10 +87,10 @@ class MemberState:
 class NodeState:
     """A connected node. ``restarts``: how often a process had to be replaced on it.
 
-    ``restarted_at`` and ``crashed_at``: when, within the last ten minutes;
-    crashes are those that ended an epoch. ``host_errors``: in the whole run. ``memory_bytes``:
-    for generations, 0 when it is not known. ``facts``: what it has said about its host last, None
-    for nothing; ``judged``: what it is good for. ``returns``: see :class:`.inputs.NodeJoined`.
+    ``restarted_at`` and ``crashed_at``: when, within the last ten minutes; only crashes that ended
+    an epoch count. ``host_errors``: in the whole run. ``memory_bytes``: for generations, 0 if not
+    known. ``facts``: its latest report about its host, None if there is none; ``judged``: its
+    eligibility. ``returns``: see :class:`.inputs.NodeJoined`.
     """
 
     host: str
@@ -107,22 +107,21 @@ class NodeState:
 
     @property
     def host_name(self) -> str:
-        """Of its machine, as far as it is known: nodes that come later from there have the same."""
+        """Return the name of its machine, if known: later nodes of that machine share it."""
         return self.host if self.facts is None else self.facts.hostname
 
 
 @dataclass
 class Fleet:
-    """``nodes``: connected ones. ``removed``: those given up, with the cause. ``drains``: nodes
-    whose roles are to move as soon as a spare can take them, and as long as there are such those
-    that have moved: no spares for the others; ``draining``: nodes that have no role in the next
-    record; ``deprioritized``: nodes that get a role last; ``distrusted``: those quarantined for
-    crashes, slowness or their health, which get one only where a failure leaves no other node;
-    ``quarantined``: those found to compute or hold wrong numbers, or to have a broken device, which
-    get none any more;
-    ``quarantined_hosts``: those all of whose nodes were found so, from where none gets any.
-    ``returning``: nodes whose agents ended in this recovery, and may come back.
-    """
+    """Nodes and members. ``nodes``: connected nodes. ``removed``: nodes given up, with the cause.
+    ``drains``: nodes whose roles are to move as soon as a spare can take them; while there are any,
+    also those whose roles have moved: they are no spares for the others; ``draining``: nodes
+    without a role in the next record; ``deprioritized``: nodes that get a role last;
+    ``distrusted``: nodes quarantined for crashes, slowness or their health, which get a role only
+    if a failure leaves no other node; ``quarantined``: nodes that computed or held wrong numbers,
+    or have a broken device, and get no role any more; ``quarantined_hosts``: hosts of which all
+    nodes were found so, where no node gets a role. ``returning``: nodes whose agents ended in this
+    recovery, and may come back."""
 
     nodes: dict[int, NodeState] = field(default_factory=dict)
     removed: dict[int, str] = field(default_factory=dict)
@@ -137,20 +136,20 @@ class Fleet:
 
     @property
     def aside(self) -> frozenset[int]:
-        """Nodes that are no good spares."""
+        """Return the nodes that are no good spares."""
         return self.deprioritized | self.quarantined
 
     def distrust(self, nodes: frozenset[int]) -> None:
-        """Quarantine these nodes; a role they have stays until it is moved."""
+        """Quarantine these nodes; a role on them stays until it is moved."""
         self.distrusted |= nodes
         self.deprioritized |= nodes
 
     def having(self, *statuses: MemberStatus) -> list[Place]:
-        """Return where members of these states are, in order."""
+        """Return the places of members with these statuses, in order."""
         return sorted(place for place, one in self.members.items() if one.status in statuses)
 
     def absent(self, wished: Iterable[int]) -> list[int]:
-        """Returns nodes that neither are here nor will ever come, ascending."""
+        """Return the nodes that are neither connected nor given up, in ascending order."""
         return sorted(
             node for node in wished if node not in self.nodes and node not in self.removed
         )
@@ -158,10 +157,9 @@ class Fleet:
 
 @dataclass
 class Memory:
-    """Contents of the memory of the nodes, as far as they have said. ``promised``: inventories of
-    the last close. ``found``: what lay in memory of nodes that no record names yet. ``layouts``:
-    how roles lay out their state; ``inherited``: roles of which that is known from memory alone.
-    """
+    """Contents of the memory of the nodes, as far as reported. ``promised``: inventories of the
+    last close. ``found``: contents of the memory of nodes that no record names yet. ``layouts``:
+    how roles lay out their state; ``inherited``: roles whose layout is known from memory alone."""
 
     promised: dict[int, records.Inventory] = field(default_factory=dict)
     found: dict[int, records.Inventory] = field(default_factory=dict)
@@ -170,40 +168,40 @@ class Memory:
 
     @property
     def held(self) -> dict[int, records.Inventory]:
-        """Inventories of live nodes: as promised at the close, else as found before they joined."""
+        """Return the inventories of live nodes: as promised at the close, else as found at the
+        join."""
         return {**self.found, **self.promised}
 
     @property
     def has_computed(self) -> bool:
-        """Return whether a generation is held that an iteration has made."""
+        """Return whether a generation is held that an iteration has computed."""
         found = (holding for one in self.held.values() for holding in one.holdings)
         return any(holding.generation.iteration > 0 for holding in found)
 
     def in_slots(self, roles: Iterable[int]) -> dict[int, records.RoleLayout]:
-        """Return the layouts that the slots tell of roles whose members have not told this
-        coordinator yet how they lay out their state."""
+        """Return the layouts that the slots show for roles whose members have not yet reported to
+        this coordinator how they lay out their state."""
         unknown = set(roles) - self.layouts.keys()
         return common_layouts(unknown, self.held.values()) if unknown else {}
 
     def drop_node(self, node: int) -> None:
-        """Forget what a node held."""
+        """Forget the inventories of a node."""
         self.promised.pop(node, None)
         self.found.pop(node, None)
 
 
-# The line of the run.
+# The lineage of the run.
 
 
 @dataclass
 class LineageProgress:
-    """``kept``: see layout.planner.keep_lineages. ``newest``: last iteration reported by an open
-    epoch. ``valid``: what the run can fall back to on disk, the newest first; ``seen``: whether
-    that was looked at since the last epoch was closed. ``struck``: paths of checkpoints that could
-    not be loaded; ``why_struck``: the reason of the last one, as this coordinator knows it;
-    ``doubted``: of the last one that is left, which gets another try. ``ever_ran``: whether an
-    epoch was ever open. ``told``: the last iteration reported by the newest epoch that has reported
-    any: it is behind ``newest`` after a return to an old checkpoint.
-    """
+    """Progress along the lineage. ``kept``: see layout.planner.keep_lineages. ``newest``: last
+    iteration reported by an open epoch. ``valid``: states on disk to fall back to, newest first;
+    ``seen``: whether they were inspected since the last epoch was closed. ``struck``: paths of
+    checkpoints that could not be loaded; ``why_struck``: the last reason, if this coordinator knows
+    it; ``doubted``: path of the only checkpoint left, which gets another try. ``ever_ran``: whether
+    an epoch was ever open. ``told``: last iteration reported by the newest epoch that has reported
+    any: less than ``newest`` after a return to an old checkpoint."""
 
     kept: Mapping[int, int] = field(default_factory=dict)
     newest: int = 0
@@ -217,16 +215,16 @@ class LineageProgress:
 
     @property
     def durable(self) -> records.Restore | None:
-        """The first of what the run can fall back to."""
+        """Return the newest state on disk that the run can fall back to."""
         return next(iter(self.valid), None)
 
     def report(self, generation: records.Generation) -> None:
-        """An iteration was reported."""
+        """Note a reported iteration."""
         self.newest = max(self.newest, generation.iteration)
         self.told = max(self.told, generation)
 
     def add_valid(self, restore: records.Restore) -> None:
-        """A checkpoint became valid: whatever had its name was another."""
+        """Add a checkpoint that became valid, in place of any earlier checkpoint with its path."""
         k = restore.generation.iteration
         self.remove({restore.path})
         older = [one for one in self.valid if one.generation.iteration < k]
@@ -234,12 +232,12 @@ class LineageProgress:
         self.valid, self.struck = (*newer, restore, *older), self.struck - {restore.path}
 
     def remove(self, paths: Collection[str]) -> None:
-        """The checkpoints that have these paths do not count any more."""
+        """Drop the checkpoints that have these paths."""
         self.valid = tuple(one for one in self.valid if one.path not in paths)
 
     def doubt(self, path: str) -> bool:
-        """The checkpoint at ``path`` could not be loaded: return whether it is struck off. The last
-        one only at the second time: the fault may have been a device's."""
+        """Note that the checkpoint at ``path`` could not be loaded, and return whether it is struck
+        off. The only one left gets a second try: a device may have been at fault."""
         if path != self.doubted and {one.path for one in self.valid} == {path}:
             self.doubted = path
             return False
@@ -249,14 +247,14 @@ class LineageProgress:
         return is_new
 
     def keeps(self, generation: records.Generation) -> bool:
-        """Returns whether training continued from this generation, or may."""
+        """Return whether training continued from this generation, or may."""
         return is_kept(self.kept, generation)
 
 
 @dataclass
 class ChosenProtection:
-    """``plan``: for the next record. ``why``: why it is another one than the last. ``told``: the
-    one that was reported last."""
+    """Protection that was chosen. ``plan``: for the next record. ``why``: why it differs from the
+    last. ``told``: the plan that was reported last."""
 
     plan: ProtectionPlan = field(default_factory=ProtectionPlan)
     why: str = ""
@@ -286,7 +284,7 @@ LAST_PHASES = frozenset({Phase.DUMPING, Phase.ENDING, Phase.ENDED})
 
 @dataclass
 class PauseOrder:
-    """All members shall stand still after ``iteration``; ``leaving``: node to be drained."""
+    """Order to all members to pause after ``iteration``; ``leaving``: nodes to be drained."""
 
     iteration: int
     cause: str
@@ -296,7 +294,7 @@ class PauseOrder:
 
 @dataclass
 class Bootstrapping:
-    """Waits for the first members."""
+    """The wait for the first members."""
 
     phase: ClassVar = Phase.BOOTSTRAPPING
     deadline: float
@@ -304,9 +302,9 @@ class Bootstrapping:
 
 @dataclass
 class Entering:
-    """Roles are on their way into the epoch. ``restored``, ``done``: roles that have their state,
-    or have completed their last iteration. ``begins``: the generation that the roles of an initial
-    start have told. ``pause``: wanted as soon as the epoch runs."""
+    """The entry of roles into the epoch. ``restored``, ``done``: roles that have their state, or
+    have completed their last iteration. ``begins``: the generation that the roles of an initial
+    start have reported. ``pause``: wanted as soon as the epoch runs."""
 
     deadline: float
     restored: set[int] = field(default_factory=set)
@@ -317,10 +315,10 @@ class Entering:
 
 @dataclass
 class TakingOver(Entering):
-    """A coordinator has taken over: the newest epoch continues while its agents come back.
+    """The wait of a new coordinator: the newest epoch continues while its agents come back.
 
-    ``missed``: why it must be closed as soon as all are back. ``requests``: numbers of those that
-    are over if it turns out that no process is left of before.
+    ``missed``: why the epoch must be closed as soon as all are back. ``requests``: numbers of those
+    that are over if no earlier process turns out to be left.
     """
 
     phase: ClassVar = Phase.BOOTSTRAPPING
@@ -330,8 +328,8 @@ class TakingOver(Entering):
 
 @dataclass
 class Closing:
-    """Waits for the inventories of nodes, and for the end of killed members; ``looks``: for nothing
-    any more but a look at the checkpoints."""
+    """The wait for inventories of nodes, and for the end of killed members; ``looks``: only the
+    look at the checkpoints is awaited."""
 
     phase: ClassVar = Phase.CLOSING
     deadline: float
@@ -341,7 +339,7 @@ class Closing:
 
 @dataclass
 class WaitingSpare:
-    """Waits for a node that joins."""
+    """The wait for a node that joins."""
 
     phase: ClassVar = Phase.WAITING_SPARE
     deadline: float
@@ -349,7 +347,7 @@ class WaitingSpare:
 
 @dataclass
 class Deciding:
-    """Waits for the journal. ``redecide``: why ``pending`` must not be announced any more."""
+    """The wait for the journal. ``redecide``: why ``pending`` must not be announced any more."""
 
     phase: ClassVar = Phase.DECIDING
     deadline: float
@@ -359,15 +357,15 @@ class Deciding:
 
 @dataclass
 class Opening(Entering):
-    """Waits until every role has restored."""
+    """The wait until every role has restored."""
 
     phase: ClassVar = Phase.OPENING
 
 
 @dataclass
 class Running:
-    """All roles train. ``has_begun``: what had to wait for that was seen to; ``pause``: a part of
-    it."""
+    """Training of all roles. ``has_begun``: whether the work that had to wait for this phase is
+    done; ``pause``: a part of it."""
 
     phase: ClassVar = Phase.RUNNING
     deadline: ClassVar[None] = None
@@ -378,7 +376,7 @@ class Running:
 
 @dataclass
 class Pausing:
-    """Runs, until all members stand still at one iteration."""
+    """Training until all members pause at one iteration."""
 
     phase: ClassVar = Phase.PAUSING
     deadline: float
@@ -388,14 +386,14 @@ class Pausing:
 
 @dataclass
 class Dumping:
-    """Nodes write to disk what they hold; then the run ends with ``words``.
+    """The write of the nodes' memory to disk; then the run ends with ``words``.
 
     ``chains``: generations that are written in part, for roles that recompute their shard parts
-    from them. ``held``: all that the nodes hold is written, as no generation is whole, else the one
-    of ``restore``; a run continues from ``resume`` then, if there is one. ``failed``: nodes that
+    from them. ``held``: whether all that the nodes hold is written, as no generation is whole, else
+    that of ``restore``; a run then continues from ``resume``, if given. ``failed``: nodes that
     could not write, and why, now or when another generation was tried before. ``damaged``: a node
-    has found bytes damaged that it was counted on for. ``exporting``: all of it is written, and a
-    checkpoint is being made of it.
+    has found damaged bytes in parts that the plan relied on. ``exporting``: all is written, and is
+    being made a checkpoint.
     """
 
     phase: ClassVar = Phase.DUMPING
@@ -414,8 +412,8 @@ class Dumping:
 
 @dataclass
 class LeaveTaking:
-    """Waits for the agents to go. ``unsaved``: why what they hold is in memory only, or lost; empty
-    where it was written."""
+    """The wait for the agents to leave. ``unsaved``: why their data is in memory only, or lost;
+    empty if it was written."""
 
     phase: ClassVar = Phase.ENDING
     deadline: float
@@ -425,13 +423,13 @@ class LeaveTaking:
 
 @dataclass
 class Ended:
-    """There is nothing left to do."""
+    """The end: there is nothing left to do."""
 
     phase: ClassVar = Phase.ENDED
     deadline: ClassVar[None] = None
 
 
-# The epoch is open; its members are heard while agents come back, too.
+# The epoch is open. Its members' reports also count while agents come back.
 Open = Opening | Running | Pausing
 Heard = TakingOver | Open
 PhaseObject = (
@@ -441,16 +439,15 @@ PhaseObject = (
 
 @dataclass
 class State:
-    """Everything.
+    """All knowledge of the machine.
 
-    ``seats``: of the last announced record, before that the wished ones. ``epoch``: highest number
-    given to a record. ``record``: the last announced. ``restarted``: new agents have come to an
-    epoch that was open; ``survived``: so have agents that were there before this coordinator.
-    ``start``: see :class:`History`.
-    ``last_words``: the run ends with them when its state is saved. ``early``: how far the program
-    has come, where it ended before its last iteration. ``unsaved``: why its last checkpoint is not.
-    ``requests``: of users, open or just ended. ``agreed``: what the nodes have in common, None
-    until they are judged.
+    ``seats``: of the last announced record, or as planned before there is any. ``epoch``: highest
+    number given to a record. ``record``: the last announced. ``restarted``: new agents have joined
+    an epoch that was open; ``survived``: so have agents older than this coordinator. ``start``: see
+    :class:`History`. ``last_words``: how the run ends once its state is saved. ``early``: how far
+    the program has come, if it ended before its last iteration. ``unsaved``: why its last
+    checkpoint is not valid. ``requests``: of users, open or just ended. ``agreed``: properties that
+    the nodes share, None until they are judged.
     """
 
     doing: PhaseObject
@@ -474,32 +471,30 @@ class State:
 
     @property
     def phase(self) -> Phase:
-        """Name of the phase."""
+        """Return the name of the phase."""
         return self.doing.phase
 
     @property
     def open_epoch(self) -> int | None:
-        """Number of the epoch in which members work, None while there is none."""
+        """Return the number of the epoch in which members work, None while there is none."""
         return self.record.epoch if self.record and isinstance(self.doing, Open) else None
 
     @property
     def standing_epoch(self) -> int | None:
-        """Number of the epoch whose saves count: the open one, and the newest while the run ends: a
-        close for the end is none for a failure, and nobody writes in its place what it has written.
-        """
+        """Return the number of the epoch whose saves count: the open epoch, or the newest while the
+        run ends: no failure closed that epoch, and no other writes its saves again."""
         ends = self.last_words is not None or self.phase in LAST_PHASES
         return self.record.epoch if self.record is not None and ends else self.open_epoch
 
     @property
     def reporting_epoch(self) -> int | None:
-        """Number of the epoch whose members are listened to: the open one, or after a takeover
-        the newest, in which members work on while the agents come back.
-        """
+        """Return the number of the epoch whose members' reports count: the open epoch, or after a
+        takeover the newest, in which members continue while the agents come back."""
         return self.record.epoch if self.record and isinstance(self.doing, Heard) else None
 
     @property
     def reached(self) -> int:
-        """The last iteration of the newest epoch that is known to be over."""
+        """Return the last iteration of the newest epoch that is known to be complete."""
         if self.record is None:
             return 0
         begun, told = self.record.restore.generation.iteration, self.lineage.told
@@ -514,11 +509,11 @@ class State:
         return bool(roles) and isinstance(doing, Running | Pausing)
 
     def role_at(self, node: int, local_rank: int, incarnation: int) -> int | None:
-        """The role this very process has a seat for in the announced record."""
+        """Return the role for which exactly this process has a seat in the announced record."""
         return self.seats.role_of(node, local_rank, incarnation) if self.record else None
 
     def use_of(self, node: int) -> records.NodeUse:
-        """The part that a connected node has; a quarantined one is that with a role, too."""
+        """Return the use of a connected node; a quarantined node keeps that use with a role."""
         fleet = self.fleet
         if node in fleet.quarantined | fleet.distrusted:
             return records.NodeUse.QUARANTINED
@@ -532,7 +527,7 @@ class State:
         return records.NodeUse.DRAINED if is_drained else records.NodeUse.QUARANTINED
 
     def waiting_for(self) -> str:
-        """Return what the phase waits for, in words; empty when it waits for nothing."""
+        """Return what the phase waits for, as text; empty when it waits for nothing."""
         match self.doing:
             case Bootstrapping():
                 return "nodes and their processes to start"
