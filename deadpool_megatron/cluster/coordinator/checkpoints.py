@@ -1,17 +1,17 @@
-"""Checkpoints on the disk, from the request for one to what is left of it: saves, exports, dumps.
+"""Checkpoints on the disk, from the request to the removal: saves, exports, dumps.
 
-A *save* is written by the roles themselves, who ask for it to count when all files are there. An
-*export* is written beside the training, in three steps: *taking* (every vault with a role sets the
-generation aside, and says so once it is committed), *writing* (one exporter on each of these nodes;
-the one with role 0 makes a checkpoint of all files), *publishing* (rename, pointers, pruning). Any
-failure on the way ends it, and the next one is tried when it is due, every so many iterations or,
-where no number is given, half an hour after the last checkpoint of any kind, so that writing takes
-a tenth of the time at most; neither training nor a recovery waits for one. A *dump* of a run that
-ends for lack of a spare is on the disk, and is exported from there.
+The roles themselves write a *save*, and ask for it to be made valid once all files exist. An
+*export* is written while training continues, in three steps: *taking* (every vault with a role pins
+the generation, and reports it once it is committed), *writing* (an exporter on each of these nodes;
+that of role 0 makes a checkpoint of all files), *publishing* (rename, pointers, pruning). Any
+failure on the way ends the export. The next export is tried when it is due: at the interval of
+iterations or, without that, half an hour after the last checkpoint of any kind, or later, so that
+writing takes at most a tenth of the time. Neither training nor a recovery waits for an export. The
+*dump* of a run that ends because it has no spare is on the disk, and is exported from there.
 
-A run that has to end exports once more where exports are configured: before a time limit beside the
-training, and the dump comes after it, or at half the time that was announced; after a loss that no
-spare makes good from the dump.
+Where exports are configured, a run that has to end exports a last time. Before a time limit it
+exports while it trains; the dump follows the export, or starts at half the announced time. After a
+loss that no spare replaces, the export is made from the dump.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import Generation, Restore, next_due
 from deadpool_megatron.vault.errors import Code
 
-# Where nobody says how often: this long after the last one, and so many times what it took.
+# Without an interval: the pause after a checkpoint, and its minimum as a multiple of its duration.
 _USUAL_SECONDS = 1800.0
 _MIN_PAUSE = 9
-# Of the time that is left to a run: the rest is for the dump that follows.
+# Share of a run's remaining time; the rest is for the dump that follows.
 _SHARE_OF_EXPORT = 0.5
-# How long at most the dump waits for the room that an unfinished export has taken.
+# Longest wait of the dump for the space of an unfinished export, as a share of that time.
 _SHARE_OF_REMOVAL = 0.1
-# A dump that is on the disk waits no longer to be named in latest.json before it is exported.
+# Longest wait of a finished dump for its entry in latest.json before it is exported.
 _POINT_SECONDS = 10.0
 _LAST = "the run is about to end, and writes its own last export"
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """An export that is to begin as soon as it can; ``number``: of the user's request, or 0."""
+    """An export that is to begin as soon as possible; ``number``: of the user's request, or 0."""
 
     directory: Path
     number: int = 0
@@ -72,9 +72,9 @@ class ExportRequest:
 
 @dataclass
 class PendingEnd:
-    """The run is to be dumped and to end when its last export is over, or at ``until``; when that
-    one came to nothing, as soon as it is ``removed``, or ``removal_seconds`` after its end.
-    ``ends``: when something else ends the run. Times are of the monotonic clock."""
+    """The end of a run: dump it when its last export is over, or at ``until``; after a failed
+    export as soon as that is ``removed``, or ``removal_seconds`` after the failure. ``ends``: when
+    something else ends the run. Times are of the monotonic clock."""
 
     reason: str
     until: float
@@ -85,8 +85,8 @@ class PendingEnd:
 
 @dataclass
 class Export:
-    """One that is under way, until ``limit``, written to ``unfinished``. ``boundary``: the last
-    moment after the iteration that it includes; ``dump``: what it is made of, if not of memory."""
+    """An export in progress, until ``limit``, written to ``unfinished``. ``boundary``: the last
+    moment after the iteration that it includes; ``dump``: its source, if that is not memory."""
 
     name: str
     epoch: int
@@ -104,12 +104,12 @@ class Export:
 
     @property
     def is_publishing(self) -> bool:
-        """Return whether all of it is written; nothing stops it from here on."""
+        """Return whether all files are written; from then on nothing stops the export."""
         return self.step == "publishing"
 
     @property
     def final(self) -> Path:
-        """Return where it will be."""
+        """Return the path of the finished checkpoint."""
         return self.request.directory / f"iter_{self.iteration:07d}"
 
 
@@ -120,23 +120,23 @@ class Checkpoints:
         options, self._context = context.options, context
         self._settings = options.info.settings
         self._run, self._run_id = options.run, options.info.run_id
-        # Of exports that nobody names another one for.
+        # For exports whose request names no other directory.
         self._directory = export_directory(self._settings, self._run)
-        # Nobody else can make the directory of an export before us: its name cannot be guessed.
+        # No other user can create the directory of an export first: its name cannot be guessed.
         self._term = f"{options.term.number}.{secrets.token_hex(4)}"
-        # A thread of its own: the others write the journal, and a disk that hangs would take one
-        # of them with each export that it costs.
+        # A thread of its own: the pool's threads write the journal, and with a hung disk each
+        # failed export would block one of them.
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
         self._saves: set[tuple[int, int]] = set()
-        # Paths of what the program has loaded: nothing that this run has come to.
+        # Paths of checkpoints that the program has loaded: not the progress of this run.
         self.loaded = {one.path for one in options.recovered.valid if not one.generation.lineage}
         self._interval = ExportInterval(self._settings.export_iterations)
-        # Without a number of iterations: when the next one is due, by the monotonic clock.
+        # Without an interval of iterations: when the next export is due, by the monotonic clock.
         self._due = time.monotonic() + _USUAL_SECONDS
         self._by_time = self._settings.persist_interval == "auto"
-        # There is something to look at in each tick: an interval, or what was ordered.
+        # Whether a tick has work: there is an interval, or there was an order.
         self.is_used = self._by_time or self._settings.export_iterations > 0
-        # Iterations between an order and the one it is about; more after one that was too late.
+        # Iterations between an order and its iteration; more after an order that came too late.
         self._margin = MIN_MARGIN
         self._count = 0
         self._request: ExportRequest | None = None
@@ -144,11 +144,11 @@ class Checkpoints:
         self._dumped: ExportDump | None = None
         self._export: Export | None = None
         self._last: dict[str, Any] = {}
-        # What the machine is told may come back as its next order: when all else is done.
+        # Inputs for the machine, fed last: the machine may answer with the next order at once.
         self._told: list[inputs.Input] = []
 
     def carry_out(self, order: BeginExport | EndRun | ExportDump) -> None:
-        """Carry out what the machine wants; the end of it comes back as an input."""
+        """Carry out an order of the machine; its end is fed back as an input."""
         self.is_used = True
         match order:
             case BeginExport(number, directory):
@@ -158,29 +158,29 @@ class Checkpoints:
             case EndRun(reason, seconds):
                 self._end_run(reason, seconds)
             case ExportDump():
-                # The export may take long: whatever becomes of it, and of this coordinator, a run
-                # goes on from the state on the disk.
+                # The export may take long: even if it or this coordinator fails, the next run
+                # continues from the dump on the disk.
                 self._context.spawn(self._point(order))
                 if self._export is not None and not self._export.is_publishing:
                     self._abandon("the run ends")
         self._tell()
 
     def under_way(self) -> list[str]:
-        """Return what is being made valid, in words."""
+        """Return descriptions of the checkpoints that are being made valid."""
         found = [f"the checkpoint of iteration {one}" for _, one in sorted(self._saves)]
         if self._export is not None:
             found.append(f"the background checkpoint of iteration {self._export.iteration}")
         return found
 
     def status(self) -> dict[str, Any]:
-        """For people: ``now`` (the export under way), ``last`` (how the last one ended)."""
+        """Return, for people: ``now`` (the current export), ``last`` (the last export's result)."""
         export = self._export
         now = {} if export is None else {"iteration": export.iteration, "step": export.step}
         return {"now": now, "last": self._last}
 
     async def save(self, m: Mapping[str, Any]) -> None:
-        """All files are written: make the checkpoint valid, if its epoch is still the open one.
-        After a takeover it is asked again, by agents that have heard of no end.
+        """Make a checkpoint with all its files valid, if its epoch is still open. After a takeover
+        agents that have received no result request it again.
         """
         which = int(m["epoch"]), int(m["iteration"])
         if which not in self._saves:
@@ -191,7 +191,7 @@ class Checkpoints:
                 self._saves.remove(which)
 
     def heard(self, node: int, message: Mapping[str, Any]) -> None:
-        """A report of an agent. Raises LookupError, TypeError or ValueError for malformed ones."""
+        """Take an agent's report. Raises LookupError, TypeError or ValueError if malformed."""
         export, step = self._export, str(message["step"])
         if export is None or message["name"] != export.name or node not in export.awaited:
             return
@@ -209,13 +209,13 @@ class Checkpoints:
         self._tell()
 
     def tick(self) -> None:
-        """Begin what is due, give up what cannot be finished, publish what is written."""
+        """Begin due exports, give up those that cannot finish, publish those that are written."""
         state, now = self._context.state, time.monotonic()
         self._interval.observe(state.reached)
         export, leaving = self._export, self._leaving
         is_late = leaving is not None and now > leaving.until
         if leaving is not None and is_late and (export is None or export.is_publishing):
-            self._leave(leaving.reason, leaving.ends)  # whatever the disk waits for
+            self._leave(leaving.reason, leaving.ends)  # even if the disk hangs
         elif export is None and (leaving is None or leaving.removed):
             self._begin_if_due(state)
         elif export is not None and not export.is_publishing:
@@ -230,9 +230,9 @@ class Checkpoints:
     # The end of a run.
 
     def _end_run(self, reason: str, seconds: float | None) -> None:
-        """Have the run end with a dump. Where exports are configured the run trains on meanwhile
-        and exports once more, for half of the ``seconds`` at most. Orders are repeated; the
-        earliest end counts.
+        """End the run with a dump. Where exports are configured, the run first exports a last time
+        while it trains, for half of the ``seconds`` at most. Of repeated orders the earliest end
+        counts.
         """
         now, state = time.monotonic(), self._context.state
         said, export = self._leaving, self._export
@@ -264,8 +264,8 @@ class Checkpoints:
         self._told.append(inputs.DumpRequested(reason, seconds))
 
     async def _point(self, order: ExportDump) -> None:
-        """Have the next start continue from this dump, if it can be; a checkpoint is made of it
-        from the next tick on."""
+        """Make the next start continue from this dump, if it can be written; its export begins at
+        the next tick."""
         dump, latest = order.restore, self._run.latest
         try:
             async with asyncio.timeout(_POINT_SECONDS):
@@ -280,18 +280,18 @@ class Checkpoints:
     # The course of an export.
 
     def _phases(self, export: Export, state: State) -> set[Phase]:
-        """Return the phases in which it may be published."""
+        """Return the phases in which the export may be published."""
         if export.dump is not None:
             return {Phase.DUMPING}
         wanted = {Phase.RUNNING}
         if export.generation or export.iteration <= state.reached:
-            wanted |= {Phase.ENDING, Phase.ENDED}  # which waits for it
+            wanted |= {Phase.ENDING, Phase.ENDED}  # the end of the run waits for it
         return wanted
 
     def _trouble(
         self, export: Export, state: State, wanted: set[Phase], is_late: bool, now: float
     ) -> str:
-        """Return why it cannot be finished; empty if it can."""
+        """Return why the export cannot be finished; empty if it can."""
         lost = sorted(export.nodes - set(state.fleet.nodes))
         if state.phase in LAST_PHASES and state.phase not in wanted:
             return "the run is over"
@@ -306,7 +306,7 @@ class Checkpoints:
         if export.generation is None:
             is_closed = state.standing_epoch != export.epoch
             return f"epoch {export.epoch} was closed" if is_closed else ""
-        # Rule 5: it may belong to a line of this run that was left.
+        # Rule 5: it may belong to an abandoned lineage of this run.
         kept = is_kept(state.lineage.kept, export.generation)
         return "" if kept else "training has continued from an earlier state"
 
@@ -318,10 +318,10 @@ class Checkpoints:
             return
         if state.phase is not Phase.RUNNING or state.record is None:
             if (leaving := self._leaving) is not None:
-                # A recovery began before its last export did.
+                # A recovery began before the last export did.
                 self._leave(leaving.reason, leaving.ends)
             return
-        # With a cadence there are generations of every n-th iteration only.
+        # With a cadence only every n-th iteration has a generation.
         epoch, every = state.record.epoch, state.record.protection.every
         request, self._request = self._request, None
         if request is not None:
@@ -356,7 +356,7 @@ class Checkpoints:
         self, iteration: int, epoch: int, request: ExportRequest, nodes: Iterable[int]
     ) -> Export:
         if not self._count:
-            # What an earlier coordinator has left may take the room of this one.
+            # Unfinished exports of an earlier coordinator may take the space of this export.
             self._remover.submit(remove_unfinished, self._directory, self._run_id, self._term)
         self._count += 1
         name = f"{self._term}.{self._count}"
@@ -391,11 +391,11 @@ class Checkpoints:
         self._order_writing(export, "write", export.nodes, export.said)
 
     async def _publish(self, export: Export) -> None:
-        """Give it its name, prune older ones, then say so."""
+        """Give the export its name, prune older exports, then report it."""
         generation, final = export.generation, export.final
         assert generation is not None
         restore = Restore("durable", generation, export.boundary, str(final))
-        # Of what somebody has asked for nothing is pruned.
+        # Exports that a user requested are never pruned.
         is_own = not export.request.number
 
         def counts() -> bool:
@@ -411,7 +411,7 @@ class Checkpoints:
         self._last = {"iteration": export.iteration, "path": restore.path, "error": ""}
         if is_own:
             state = self._context.state
-            # A recovery may just be loading an older one: the next export prunes, then.
+            # A recovery may be loading an older checkpoint: then the next export prunes.
             keep = self._settings.persist_keep if state.phase is Phase.RUNNING else 0
             needed = {one.path for one in state.lineage.valid[:1]}
             place_of_list = (self._run, self._run_id, final, keep, needed)
@@ -426,47 +426,47 @@ class Checkpoints:
         self._tell()
 
     def _abandon(self, why: str, *, again: bool = False) -> None:
-        """Nothing of it is left; a later iteration is tried ``again``, if its own was overwritten
-        before it was set aside."""
+        """Give up the export and remove its files; ``again``: try a later iteration, because this
+        iteration was overwritten before it was pinned."""
         export, self._export, leaving = self._export, None, self._leaving
         assert export is not None
         self._order(export, "drop", export.nodes)
         is_of_interval = not export.request.number and leaving is None
         if again and self._margin < MAX_MARGIN:
             self._margin *= 2
-            if not is_of_interval:  # else it is still due
+            if not is_of_interval:  # an export of the interval is still due
                 self._request = self._request or export.request
         else:
             self._margin = MIN_MARGIN
             if is_of_interval and export.generation is None:
                 self._interval.failed(export.epoch, export.iteration)
             if is_of_interval and self._context.state.standing_epoch == export.epoch:
-                self._due = time.monotonic() + _USUAL_SECONDS  # else a recovery came in between
+                self._due = time.monotonic() + _USUAL_SECONDS  # after a recovery it stays due
         self._last = {"iteration": export.iteration, "path": "", "error": why}
         self._context.warn(
             f"no checkpoint of iteration {export.iteration} in the background: {why}"
         )
         is_last = self._request is None and export.dump is None
         if leaving is not None and is_last:
-            # The dump may need the room that it has taken: it waits until that is removed.
+            # The dump may need the space of this export, so it waits for the removal.
             leaving.until = time.monotonic() + leaving.removal_seconds
             leaving.removed = False
         self._context.spawn(self._remove(export.unfinished, is_last))
         self._answer(export, "")
 
     async def _remove(self, unfinished: Path, is_last: bool) -> None:
-        """Remove what is left of an export; of the last one a dump waits for the room. What a
-        process that is just being killed still writes its agent removes."""
+        """Remove the files of a failed export; the dump waits for the space of the last export. An
+        agent removes the files that a process writes while it is being killed."""
         remove = functools.partial(shutil.rmtree, unfinished, ignore_errors=True)
         await asyncio.get_running_loop().run_in_executor(self._remover, remove)
-        # Without it was waited for long enough.
+        # If the wait had timed out, the run would have left already.
         if is_last and (leaving := self._leaving) is not None and not leaving.removed:
             self._leave(leaving.reason, leaving.ends)
             self._tell()
 
     def _answer(self, export: Export, path: str) -> None:
-        """Tell who waits for its end, unless it is tried again. ``path``: empty if it came to
-        nothing."""
+        """Report the end of an export to the machine, unless it is tried again. ``path``: empty if
+        it failed."""
         number = export.request.number
         if number and (self._request is None or self._request.number != number):
             error = "" if path else self._last["error"]
@@ -475,7 +475,7 @@ class Checkpoints:
             self._told.append(inputs.DumpExported(export.dump.restore.generation, path))
 
     def _refuse_request(self, why: str) -> None:
-        """Drop what was to begin."""
+        """Drop the pending request."""
         request, self._request = self._request, None
         if request is not None and request.number:
             self._told.append(inputs.Exported(request.number, 0, "", why))
@@ -490,8 +490,8 @@ class Checkpoints:
     async def _make_valid(self, m: Mapping[str, Any], epoch: int, iteration: int) -> None:
         context = self._context
         while context.state.phase in (Phase.BOOTSTRAPPING, Phase.OPENING):
-            # After a takeover it is not known yet whether the epoch stays open; and what was loaded
-            # is told before all roles have. Either phase ends.
+            # After a takeover it is not known yet whether the epoch stays open; and a load is
+            # reported before all roles have finished it. Either phase ends.
             await asyncio.sleep(self._settings.beat_interval_seconds)
         if epoch != context.state.standing_epoch:
             context.peers.refuse("durable-request", f"of epoch {epoch}, which is not open")
@@ -524,7 +524,7 @@ class Checkpoints:
         return NewCheckpoint(temporary, Path(restore.path), restore, *place, counts, struck)
 
     async def _valid(self, make: Callable[[], Restore], restore: Restore, **data: Any) -> str:
-        """Have it made valid in a thread, and tell of it; return why it is not, empty if it is."""
+        """Make it valid in a thread and report it; return why that failed, empty if it is valid."""
         try:
             restore = await asyncio.to_thread(make)
         except DurableError as error:

@@ -1,7 +1,7 @@
-"""Commands of users: what they are shown of a run, what they have it do; numbers for new agents.
+"""Commands of users: the status of a run, requests to it, and numbers for new agents.
 
-A request is journalled before anybody is told yes; here the machine's newest word on it is written
-to the journal, and read from there when a coordinator takes over.
+A request is journalled before its user gets a yes. This module writes the machine's newest state of
+each request to the journal, and reads it from there when a coordinator takes over.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.schemes import in_words
 from deadpool_megatron.layout.sizing import refusal as plan_refusal
 
-# What of a run can be sent a signal, and which.
+# The parts of a run that can be sent a signal, and the signals.
 PARTS = ("node", "role", "vault", "agent", "coordinator")
 SIGNALS = ("KILL", "STOP", "SEGV")
 
 _KNOWN = ("status", "info", "attach", "kill", *Verb)
 _STATUS_SECONDS = 1.0
-# It may take this very process along: the answer goes first.
+# The signal may end this process too, so the answer is sent first.
 _KILL_SECONDS = 0.1
-# To save the state needs no journal, and may be the last chance: it is not waited for longer.
+# A stop does not wait longer: saving the state needs no journal, and may be the last chance.
 _STOP_SECONDS = 1.0
-# A user is told no after that; the journal goes on being tried for what was taken before.
+# Then a user gets a refusal; writes of requests that were taken before are still retried.
 _ASK_SECONDS = 5.0
 _PAUSE_SECONDS = 0.5
-# A write under way cannot be called back, only followed by another one.
+# A write in progress cannot be revoked, only followed by another write.
 _UNLESS = " (unless another coordinator takes over before the journal works again)"
-# Describing a run may take this part of the coordinator's time, however many people watch it.
+# Share of the coordinator's time for describing the run, however many people watch it.
 _SHARE_OF_TIME = 0.1
 
 
@@ -69,14 +69,14 @@ class Commands:
         self._status = PacedStatus(describe)
 
     async def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"ok": True, ...}`` or ``{"ok": False, "error": line}``.
+        """Return ``{"ok": True, ...}`` or ``{"ok": False, "error": line}``.
 
-        Raises KeyError, TypeError or ValueError for a message that no command of ours sends.
+        Raises KeyError, TypeError or ValueError for a message that none of our commands sends.
         """
         command = message.get("command")
         match command:
             case "status":
-                # What the one before was asked; with a journal that hangs, the rest is told.
+                # For requests to earlier coordinators; if the journal hangs, answer without them.
                 await self.requests.wait_until_known(_STATUS_SECONDS)
                 term = {"term": self._term.number, **self._term.to_dict()}
                 return {"ok": True, "status": {**await self._status.newest(), "coordinator": term}}
@@ -95,7 +95,7 @@ class Commands:
         return await self.requests.ask(verb, lambda: self._what(verb, message), token, seconds)
 
     def _what(self, verb: Verb, message: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Return what is asked, or in a line why it cannot be."""
+        """Return the content of a request, or one line with the reason why it is refused."""
         match verb:
             case Verb.DRAIN:
                 return {"node": int(message["node"])}
@@ -111,9 +111,9 @@ class Commands:
                 return {**asked, "reason": str(message["reason"])}
 
     def _strike(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Have an agent send a signal, for a user who wants to see a run recover: to itself, to its
-        vault, to all processes of its node, or to the process of a role. It is an order and no
-        request: one that a takeover crosses may be lost."""
+        """Order an agent to send a signal, so that a user can watch a recovery: to itself, its
+        vault, all processes of its node, or the process of a role. An order is no request: a
+        takeover may lose it."""
         state, part, name = self._context.state, str(message["part"]), str(message["signal"])
         later = functools.partial(asyncio.get_running_loop().call_later, _KILL_SECONDS)
         if part not in PARTS or name not in SIGNALS:
@@ -137,7 +137,7 @@ class Commands:
         return {"ok": True}
 
     def _plan(self, message: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Keys ``scheme``, ``group`` and ``every``; what is not given stays as it is."""
+        """Return the plan of keys ``scheme``, ``group`` and ``every``; absent keys keep values."""
         state, settings = self._context.state, self._info.settings
         plan = state.protection.plan
         if message.get("scheme") is not None:
@@ -155,12 +155,12 @@ class Commands:
         return {"plan": plan.to_dict(), "words": words}
 
     def _attach(self, hostname: str, taken: Collection[int]) -> dict[str, Any]:
-        """A number that no node of the run has had, nor will have. May block."""
+        """Return a number that no other node of the run has or will have. May block."""
         try:
             known = {*taken, *self._journal.numbers("node")}
             number = max(known | {self._info.nodes + self._info.spares - 1})
-            # A journal takes an entry that is there already for our own: two agents of one host
-            # that ask at the same time must not write the same.
+            # A journal takes an equal entry for a repeat of our own write: two agents of a host
+            # that ask at the same time must not write equal entries.
             entry = {"hostname": hostname, "token": secrets.token_hex(8)}
             while True:
                 number += 1
@@ -174,8 +174,8 @@ class Commands:
 
 
 class UserRequests:
-    """Requests of users: journalled before anybody is told yes, then the machine's, which holds
-    them and says what becomes of them. For the coordinator's loop only.
+    """Requests of users: journalled before their users get a yes, then passed to the machine, which
+    holds them and decides on them. For the coordinator's loop only.
     """
 
     def __init__(self, context: Context) -> None:
@@ -190,13 +190,13 @@ class UserRequests:
         self._asking = asyncio.Lock()
         self._writing = asyncio.Lock()
         self._is_superseded = False
-        # As the journal has them, None where that is not sure; taken, but not known to the machine
-        # yet.
+        # The requests in the journal, None where that is uncertain; and those that are taken but
+        # not known to the machine yet.
         self._noted: tuple[Request, ...] | None = ()
         self._coming: tuple[Request, ...] = ()
 
     async def begin(self) -> None:
-        """Learn what earlier coordinators were asked, and have them write no more of it."""
+        """Read the requests to earlier coordinators, and end the writing of those coordinators."""
         while self._term > 1:
             try:
                 found = await asyncio.to_thread(user_requests.newest, self._journal)
@@ -207,7 +207,7 @@ class UserRequests:
                 entry = user_requests.entry(self._term, found.requests)
                 await asyncio.to_thread(self._journal.write, user_requests.KIND, self._entry, entry)
             except LostRace:
-                continue  # an earlier one has just taken another
+                continue  # an earlier coordinator has just written another request
             except JournalError:
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
@@ -219,7 +219,7 @@ class UserRequests:
         self._ready.set()
 
     async def wait_until_known(self, limit_seconds: float) -> bool:
-        """Return whether those of earlier coordinators are known, as soon as they are."""
+        """Wait for the requests of earlier coordinators; return False at the limit."""
         try:
             async with asyncio.timeout(limit_seconds):
                 await self._ready.wait()
@@ -234,10 +234,10 @@ class UserRequests:
         token: str,
         seconds: float | None = None,
     ) -> dict[str, Any]:
-        """Return the request as it is now; the command sends it again and again, it is taken once.
+        """Return the request in its present state; a command repeats it, but it is taken once.
 
-        ``what()``: what is asked, or in a line why it cannot be; for a plan of protection it is
-        called in another thread. ``seconds``: in which a run has to end.
+        ``what()`` returns its content, or one line with the reason for a refusal; for a plan of
+        protection it is called in another thread. ``seconds``: the time in which a run has to end.
         """
         patience = _STOP_SECONDS if verb is Verb.STOP else _ASK_SECONDS
         async with self._asking:
@@ -247,11 +247,11 @@ class UserRequests:
             known = next((one for one in taken if one.token == token), None)
             if known is not None:
                 return {"ok": True, "request": known.to_dict()}
-            if not is_known and verb is not Verb.STOP:  # an earlier one may have taken it
+            if not is_known and verb is not Verb.STOP:  # an earlier coordinator may have it
                 return _not_now("the journal cannot be read")
             began = time.monotonic()
-            # A plan is reckoned over all roles: of tens of thousands that is a second. What has
-            # changed meanwhile the machine looks at when it takes the request.
+            # A plan is computed over all roles, which takes a second for tens of thousands. The
+            # machine checks for changes in the meantime when it takes the request.
             wanted = await asyncio.to_thread(what) if verb is Verb.PROTECT else what()
             limit += time.monotonic() - began
             if isinstance(wanted, str):
@@ -269,12 +269,12 @@ class UserRequests:
             return {"ok": True, "request": next(newest, request).to_dict()}
 
     def _forget_known(self) -> None:
-        """Forget those that the machine has taken, at once or a moment later."""
+        """Forget the coming requests that the machine has taken by now."""
         known = {request.token for request in self._context.state.requests}
         self._coming = tuple(one for one in self._coming if one.token not in known)
 
     def note(self) -> None:
-        """The machine has another word on its requests: into the journal with it."""
+        """Journal the machine's requests after a change."""
         self._forget_known()
         self._context.spawn(self._write())
 
@@ -297,13 +297,13 @@ class UserRequests:
             return ""
         if request.verb is not Verb.STOP:
             self._coming = tuple(one for one in self._coming if one is not request)
-            # The journal may have it all the same, or will: then the next coordinator would carry
-            # out what its user was refused.
+            # The journal may have it nevertheless, or get it later: then the next coordinator
+            # would carry out a request that was refused.
             self._context.spawn(self._write())
         return error if done else "the journal does not answer"
 
     async def _write(self) -> str:
-        """Return why the newest could not be written, empty if it was, or has been already."""
+        """Return why the newest requests could not be written, empty if the journal has them."""
         async with self._writing:
             await self._ready.wait()
             while not self._is_superseded:
@@ -314,7 +314,7 @@ class UserRequests:
                 try:
                     is_written = await self._put(number, user_requests.entry(self._term, newest))
                 except LostRace:
-                    # Whoever waits for its turn to write must not take the number behind that.
+                    # A write that waits for its turn must not take the next number.
                     self._is_superseded = True
                     self._context.superseded("another coordinator takes the requests")
                     break
@@ -327,10 +327,10 @@ class UserRequests:
             return "another coordinator has taken over"
 
     async def _put(self, number: int, entry: Mapping[str, Any]) -> bool:
-        """Write an entry; return False where that number has one of ours, of a try that failed and
-        was carried out all the same. Raises LostRace when it has another's, and JournalError.
+        """Write an entry; return False if the number has an entry of ours, from a try that
+        reported failure. Raises LostRace for an entry of another coordinator, and JournalError.
 
-        No number is left out: behind the gap two coordinators would write side by side.
+        Skips no number: after a gap two coordinators would write in parallel.
         """
         name = (user_requests.KIND, number)
         try:
@@ -348,14 +348,14 @@ def _refused(why: str) -> dict[str, Any]:
 
 
 def _not_now(error: str) -> dict[str, Any]:
-    """Return what is answered in trouble with the journal: no refusal, the same request may be
-    taken yet, or has been."""
+    """Return the answer for a failing journal: not a refusal, since the same request may have been
+    taken, or be taken later."""
     why = f"{error}: nothing was taken on{_UNLESS}, ask again"
     return {"ok": False, "again": True, "error": why}
 
 
 def _with_time_left(found: tuple[Request, ...]) -> tuple[Request, ...]:
-    """Return them with the moment by which a run has to end, on this host's clock."""
+    """Return the requests with the moment by which a run has to end, on this host's clock."""
     return tuple(
         replace(one, until=time.monotonic() + float(one.what["ends"]) - time.time())
         if one.what.get("ends") is not None
@@ -365,11 +365,11 @@ def _with_time_left(found: tuple[Request, ...]) -> tuple[Request, ...]:
 
 
 def _ignore(_: str) -> None:
-    """Whoever writes epochs to this journal tells of its troubles."""
+    """Drop a warning: the writer of epochs to this journal reports its problems."""
 
 
 class PacedStatus:
-    """The description of a run, which goes over all roles; in a large one it is made again only
+    """The description of a run, which covers all roles; that of a large run is made again only
     after a while. For the coordinator's loop.
     """
 
@@ -380,7 +380,7 @@ class PacedStatus:
         self._making = asyncio.Lock()
 
     async def newest(self) -> dict[str, Any]:
-        """As of now, or of so little ago that another one would take too much time."""
+        """Return the present description, or a recent description if renewal is too costly."""
         async with self._making:
             began = time.monotonic()
             if began >= self._good_until:
@@ -391,8 +391,8 @@ class PacedStatus:
 
 
 def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str, Any]:
-    """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, failing (the failure that
-    is being recovered from), refusals, and more. Events have what is over.
+    """Return the status: epoch, phase, waiting_for, iteration, roles, nodes, spares, failing (the
+    failure of the current recovery), refusals, and more. The past is in the events.
     """
     record = state.record
     beats = role_beats(state, peers)

@@ -1,12 +1,12 @@
-"""Making a durable checkpoint valid: one rename, after everything in it has reached the disk.
+"""Validation of a durable checkpoint: one rename, after all its files have reached the disk.
 
-Two kinds: what the training processes save, and what is exported in the background, whose writers
-know nothing of each other. By ``latest_checkpointed_iteration.txt`` Megatron finds the newest of a
-directory.
+Checkpoints are of two kinds: saves of the training processes, and exports in the background. Their
+writers know nothing of each other. Megatron finds the newest checkpoint of a directory through
+``latest_checkpointed_iteration.txt``.
 
-The directory that a checkpoint goes to may be older than the run. So the run notes each name before
-it gives it: what has the name already is this run's own, of an earlier request, or it is of another
-run, or torn, and then neither fallen back to nor pruned.
+The directory of a checkpoint may be older than the run. So the run notes each name before it gives
+it. A checkpoint that already has the name is this run's own, from an earlier request; or it belongs
+to another run or is torn, and then the run neither falls back to it nor prunes it.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.settings import Settings
 
-# Who has a checkpoint: the program, by a save of its own, or the exports, which are pruned.
+# The owner of a checkpoint: the program, by its own save, or the exports, which are pruned.
 _SAVED = "saved"
 _EXPORTED = "exported"
-# What either may remove as a whole: a checkpoint, whole or unfinished.
+# Directories that either owner may remove as a whole: complete and unfinished checkpoints.
 _CHECKPOINT = re.compile(r"\.?iter_\d+|\.export-")
-# A save and an export may become valid at once, each in a thread.
+# A save and an export may become valid at the same time, each in a thread.
 _pointing = threading.Lock()
 _SYNCS_AT_ONCE = 16
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class DurableError(Exception):
-    """The checkpoint did not become valid; one clear line."""
+    """The checkpoint did not become valid; the message is one clear line."""
 
 
 @contextlib.contextmanager
 def _in_a_line(place: Path) -> Iterator[None]:
-    """``place``: what is being written, for errors that name no file, as that of a full disk."""
+    """Raise errors as DurableError of one line, with ``place`` if they name no file (full disk)."""
     try:
         yield
     except (run_files.OutsideError, OwnershipError) as error:
@@ -59,14 +59,13 @@ def _in_a_line(place: Path) -> Iterator[None]:
 
 
 def export_directory(settings: Settings, run: RunDirectory) -> Path:
-    """Return where the exports of a run go, unless somebody who asks for one names another
-    place."""
+    """Return the directory for a run's exports whose request names no other directory."""
     return Path(settings.persist_directory) if settings.persist_directory else run.exports
 
 
 def saves_refusal(saves: str | Path | None, environ: Mapping[str, str]) -> str:
-    """Return why the run that a process with this environment belongs to cannot save to ``saves``,
-    one line; empty if it can, or if this is no process of a run."""
+    """Return why the run of a process with this environment cannot save to ``saves``, one line;
+    empty if it can, or if this is no process of a run."""
     run_directory = environ.get(run_files.ENVIRONMENT_DIRECTORY)
     if not saves or run_directory is None:
         return ""
@@ -77,15 +76,15 @@ def saves_refusal(saves: str | Path | None, environ: Mapping[str, str]) -> str:
 def overlap(saves: Path, exports: Path) -> str:
     """Return why saves and exports cannot have these directories, one line; empty if they can.
 
-    Both give the same names and replace the same ``latest_checkpointed_iteration.txt``. One may lie
-    in the other, but not within one of its checkpoints, which is removed as a whole. Looks at the
-    file system: links and mounts may make one directory of two names.
+    Both give the same names and replace the same ``latest_checkpointed_iteration.txt``. Either may
+    lie in the other, but not in a checkpoint, which is removed as a whole. Inspects the file
+    system: through links and mounts two names may be the same directory.
     """
     saves, exports = saves.absolute(), exports.absolute()
     advice = "give exports a directory of their own (--deadpool-persist-directory)"
     try:
         same = saves.samefile(exports)
-    except OSError:  # one is not there yet
+    except OSError:  # a directory does not exist yet
         same = False
     try:
         real_saves, real_exports = _resolved(saves), _resolved(exports)
@@ -103,8 +102,8 @@ def overlap(saves: Path, exports: Path) -> str:
 
 
 def _resolved(path: Path) -> Path:
-    """Return ``path`` without links; raises OSError for links in a circle, which Path itself lets
-    pass from Python 3.13 on."""
+    """Return ``path`` without links; raises OSError for a cycle of links, which Path itself
+    accepts from Python 3.13 on."""
     try:
         path.stat()
     except OSError as error:
@@ -115,10 +114,10 @@ def _resolved(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class NewCheckpoint:
-    """The files in ``temporary`` are to be the checkpoint ``final`` of a run.
+    """Files in ``temporary`` that are to become the checkpoint ``final`` of a run.
 
-    ``counts()``: whether it still belongs to the run, asked when all is on the disk. ``struck``:
-    paths of checkpoints that could not be loaded, for which this one is no repetition.
+    ``counts()``: whether it still belongs to the run, called when all files are on the disk.
+    ``struck``: paths of checkpoints that could not be loaded, which this checkpoint may replace.
     """
 
     temporary: Path
@@ -130,15 +129,15 @@ class NewCheckpoint:
     struck: Collection[str] = ()
 
     def make_valid(self) -> Restore:
-        """Sync the files, rename the directory, then enter it into ``latest.json``, behind what is
-        newer there: an export may have overtaken a save that was asynchronous.
+        """Sync the files, rename the directory, then enter it into ``latest.json``, after newer
+        entries: an export may have overtaken an asynchronous save.
 
         ``temporary`` may be ``final`` itself, where a loop writes in place. Otherwise a checkpoint
-        of the same name is left alone if this run gave it the name: an earlier request made it
-        valid, and the one at hand repeats it after a recovery. Anybody else's is set aside, as
+        of the same name stays if this run gave it the name: an earlier request made it valid, and
+        this request repeats it after a recovery. Any other checkpoint is renamed to
         ``NAME.before-RUN_ID``. Raises DurableError. Runs in a worker thread.
 
-        A coordinator that takes over is asked again, and the one before may still be at it.
+        After a takeover the request is repeated, and the earlier coordinator may still be writing.
         """
         temporary, final = self.temporary, self.final
         with _in_a_line(final):
@@ -154,15 +153,15 @@ class NewCheckpoint:
             if temporary != final:
                 shutil.rmtree(temporary, ignore_errors=True)
             for leftover in final.parent.glob(".iter_*.epoch*"):
-                # Of saves that a failure interrupted. Those of this epoch and of later ones may be
-                # under way: it may have been closed meanwhile.
+                # From saves that a failure interrupted. Saves of this epoch and of later epochs may
+                # be in progress: this epoch may have been closed meanwhile.
                 if _epoch_of(leftover) < self.restore.generation.lineage:
                     shutil.rmtree(leftover, ignore_errors=True)
             return self._point_at(replaces_equal=True)
 
     def remember(self) -> Restore:
-        """Enter one that the program has loaded into ``latest.json``. It stays whose it is. Raises
-        DurableError."""
+        """Enter a checkpoint that the program has loaded into ``latest.json``. Its owner stays the
+        same. Raises DurableError."""
         with _in_a_line(self.final):
             return self._point_at(replaces_equal=False)
 
@@ -173,8 +172,8 @@ class NewCheckpoint:
         try:
             _take(temporary)
             self._require()
-            # Asked after the sync: what another coordinator has made valid meanwhile stays. It
-            # notes the name before it gives it.
+            # Checked after the sync: a checkpoint that another coordinator has made valid meanwhile
+            # stays. That coordinator notes the name before it gives it.
             if final.exists() and (str(final) in self.struck or not self._is_named()):
                 self._set_aside()
             self._note(_SAVED)
@@ -186,11 +185,11 @@ class NewCheckpoint:
     def publish(self, *, may_be_pruned: bool = True) -> Restore:
         """Give an exported checkpoint its name, and enter it into ``latest.json``.
 
-        ``may_be_pruned``: it is entered into the run's list, before it gets its name: one that is
-        there but could not be pointed at, on a full disk, is pruned as well.
-        A checkpoint that this run gave the name already stays: of the same iteration, it holds the
-        same. Raises DurableError, also where anybody else's has the name: it may be of another run,
-        or torn, or just being written. Runs in a worker thread.
+        ``may_be_pruned``: it is entered into the run's list before it gets its name, so that an
+        export that a full disk kept out of ``latest.json`` is pruned as well.
+        A checkpoint to which this run gave the name before stays: it has the same iteration and
+        content. Raises DurableError, also where another checkpoint has the name: that may belong to
+        another run, be torn, or be just written. Runs in a worker thread.
         """
         temporary, final = self.temporary, self.final
         iteration = self.restore.generation.iteration
@@ -203,7 +202,7 @@ class NewCheckpoint:
             if not final.exists():
                 self._note(_EXPORTED)
                 if may_be_pruned:
-                    with contextlib.suppress(DurableError):  # of a damaged list nothing is pruned
+                    with contextlib.suppress(DurableError):  # a damaged list prunes nothing
                         _list(self.run, [*_listed(self.run, final), str(final)])
                 temporary.rename(final)
                 sync(final.parent)
@@ -222,7 +221,7 @@ class NewCheckpoint:
             return self._point_at(replaces_equal=False)
 
     def _note(self, who: str) -> None:
-        """One line more, on the disk before anything gets the name."""
+        """Append a line with the name, and sync it before anything gets the name."""
         self.run.check_own()
         written = self.temporary if self.temporary.is_dir() else self.final
         name = run_files.noted(self.final, self.run.path)
@@ -232,31 +231,31 @@ class NewCheckpoint:
         how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         handle = os.open(self.run.named, how, 0o644)
         try:
-            # A line of its own even after one that a crash has cut short.
+            # A line of its own even after a line that a crash has cut short.
             os.write(handle, os.fsencode(f"\n{line}\n"))
             os.fsync(handle)
         finally:
             os.close(handle)
 
     def _is_named(self) -> bool:
-        """Return whether what is there got its name from this run, for whomever."""
+        """Return whether the existing checkpoint got its name from this run, for either owner."""
         name = f"{run_files.noted(self.final, self.run.path)} {run_files.fingerprint(self.final)}"
         ours = {f"{_SAVED} {name}", f"{_EXPORTED} {name}"}
         return not _named(self.run).isdisjoint(ours)
 
     def _has_named(self) -> bool:
-        """Return whether the checkpoint is there, and has its name from this run."""
+        """Return whether the checkpoint exists, and got its name from this run."""
         return self.final.exists() and self._is_named()
 
     def _set_aside(self) -> None:
-        """Out of the way of what gets the name. One set aside before it is not in the way."""
+        """Rename the existing checkpoint, even if another was renamed for this run before."""
         aside = self.final.with_name(f"{self.final.name}.before-{self.run_id}")
         if aside.exists():
             aside = aside.with_name(f"{aside.name}-{secrets.token_hex(4)}")
         self.final.rename(aside)
 
     def _point_at(self, *, replaces_equal: bool) -> Restore:
-        """Have the next start continue from it, unless from something newer; return it as noted."""
+        """Make the next start continue from it, or from a newer checkpoint; return it as noted."""
         self.run.check_own()
         restore, latest = run_files.identified(self.restore), self.run.latest
         iteration = restore.generation.iteration
@@ -275,9 +274,9 @@ class NewCheckpoint:
 
 
 def remove_unfinished(directory: Path, run_id: str, term: str = "0") -> None:
-    """Of exports of a run that a failure ended together with their coordinator; none of ``term``.
+    """Remove exports of a run that failed together with their coordinator, except of ``term``.
 
-    Their names go first: a coordinator that was only thought dead must not publish one meanwhile.
+    Renames them first: a coordinator that was wrongly declared dead must not publish them.
     """
     for left in directory.glob(f"{run_files.EXPORT_PREFIX}{run_id}-*"):
         if not left.name.startswith(f"{run_files.EXPORT_PREFIX}{run_id}-{term}."):
@@ -288,8 +287,8 @@ def remove_unfinished(directory: Path, run_id: str, term: str = "0") -> None:
 
 
 def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
-    """Return which of the exports (oldest first) may go so that ``keep`` are left; 0 keeps all. The
-    newest stays in any case, and so does what somebody would go back to."""
+    """Return the exports (given oldest first) to remove so that ``keep`` are left; 0 keeps all. The
+    newest always stays, and so do ``needed`` exports, from which a run may resume."""
     spare = len(exported) - max(1, keep) if keep else 0
     return [path for path in exported[: max(0, spare)] if path not in needed]
 
@@ -297,17 +296,17 @@ def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> lis
 def remember_and_prune(
     run: RunDirectory, run_id: str, final: Path, keep: int, needed: Collection[str]
 ) -> None:
-    """Enter a valid export into the run's list and remove old ones. Raises DurableError."""
+    """Enter a valid export into the run's list and remove old exports. Raises DurableError."""
     with _in_a_line(run.exported):
         named = _named(run)
         listed = [*_listed(run, final), str(final)]
-        # What the program itself saved under such a name is its own.
+        # Checkpoints that the program itself saved under such a name belong to it.
         saved = "\n".join(one for one in named if one.startswith(_SAVED))
         noted = run_files.noted
         listed = [one for one in listed if f"{_SAVED} {noted(one, run.path)}" not in saved]
         gone = to_prune(listed, keep, {*needed, *_tracked(listed)})
         for path in map(Path, gone):
-            # Its name goes first: nobody must begin to load half of it.
+            # Renamed first, so that no reader begins to load half of it.
             doomed = run_files.unfinished_export(path.parent, run_id, path.name)
             if run_files.is_checkpoint(path) and path.is_dir():
                 path.rename(doomed)
@@ -316,7 +315,7 @@ def remember_and_prune(
 
 
 def _listed(run: RunDirectory, final: Path) -> list[str]:
-    """The exports that may be pruned, without ``final`` and what is not there (any more)."""
+    """Return the existing exports that may be pruned, without ``final``."""
     try:
         listed = [str(run.path / path) for path in run_files.read_json(run.exported)["paths"]]
         return [path for path in listed if path != str(final) and Path(path).is_dir()]
@@ -333,14 +332,14 @@ def _list(run: RunDirectory, paths: Sequence[str]) -> None:
 
 def _named(run: RunDirectory) -> frozenset[str]:
     try:
-        # As bytes: a crash may have cut a character in two, and a directory any name.
+        # As bytes: a crash may have cut a character, and a directory may have any name.
         return frozenset(os.fsdecode(run.named.read_bytes()).split("\n"))
     except FileNotFoundError:
         return frozenset()
 
 
 def _newest_by(tracker: Path) -> int:
-    """Iteration of what it names; -1 for nothing, or for what somebody has removed."""
+    """Return the iteration of the named checkpoint; -1 if there is none or it was removed."""
     try:
         number = int(tracker.read_text())
     except (FileNotFoundError, ValueError):
@@ -349,27 +348,27 @@ def _newest_by(tracker: Path) -> int:
 
 
 def _tracked(checkpoints: Sequence[str]) -> set[str]:
-    """Return what the trackers in the directories of these checkpoints name: ``--load`` asks for
-    it."""
+    """Return the checkpoints named by the trackers in these checkpoints' directories: ``--load``
+    uses them."""
     folders = {Path(path).parent for path in checkpoints}
     return {str(one / f"iter_{_newest_by(one / _TRACKER):07d}") for one in folders}
 
 
 def _epoch_of(unfinished: Path) -> int:
-    """Of the epoch that it was saved in; no name of ours is of none that ever ends."""
+    """Return the epoch of a save; for a foreign name the largest number, so that it stays."""
     number = unfinished.suffix.removeprefix(".epoch")
     return int(number) if number.isdecimal() else sys.maxsize
 
 
 def _take(temporary: Path) -> None:
-    """Have on the disk what is to get a name, and open to whoever may enter the directory above."""
+    """Sync a new checkpoint, and give it the access rights of the directory above."""
     check_checkpoint(temporary)
     _sync_all(temporary)
     temporary.chmod(temporary.parent.stat().st_mode & 0o755)
 
 
 def _sync_all(temporary: Path) -> None:
-    """Side by side: where it takes a second for each, they are told to the file system at once."""
+    """Sync all files in parallel, as each may take a second."""
     with ThreadPoolExecutor(_SYNCS_AT_ONCE, thread_name_prefix="sync") as threads:
         for _ in threads.map(sync, sorted(temporary.rglob("*"))):
             pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deadpool_megatron.layout.records import next_due
 
-# Iterations between an order and the iteration it is about.
+# Iterations between an order and the iteration that it exports.
 MIN_MARGIN = 2
 MAX_MARGIN = 64
 
@@ -20,32 +20,32 @@ class ExportInterval:
     def __init__(self, iterations: int) -> None:
         """``iterations``: from one export to the next; 0 for none."""
         self._iterations = iterations
-        # The one that is exported next; 0: it is not chosen. It stays until it was set aside, or
-        # cannot be in this epoch.
+        # The iteration to export next; 0: not chosen yet. It stays until it is pinned, or cannot be
+        # pinned in this epoch.
         self._awaited = 0
         self._tried = 0
         self._missed: tuple[int, int] | None = None  # the epoch and the iteration
-        # The last two advances of what is reported: a long one after a pause is no pace.
+        # The last two advances of the reports: a long advance after a pause is no pace.
         self._newest = 0
         self._advances = (1, 1)
 
     def observe(self, newest: int) -> None:
-        """``newest``: the last iteration that is known to be over, given at each tick."""
+        """Take, at each tick, the last iteration that is known to be complete."""
         if newest > self._newest:
             self._advances = (self._advances[1], newest - self._newest)
         elif newest < self._newest:
-            self._awaited = 0  # what is computed again after a return to an older one is due again
+            self._awaited = 0  # recomputed iterations after a rollback are due again
         self._newest = newest
 
     def due(self, epoch: int, every: int, margin: int) -> int | None:
-        """Return the iteration that is to be ordered now. ``margin``: so many after the newest one
-        can be had; one that is nearer, or over, is made up for by the next that can. ``every``: the
+        """Return the iteration to order now. ``margin``: distance from the newest iteration to the
+        first that can be pinned; it stands in for an earlier iteration that is due. ``every``: the
         cadence of the epoch.
         """
         if not self._iterations:
             return None
         if self._missed is not None and epoch > self._missed[0]:
-            # A recovery came in between, or may have given what was wanting.
+            # A recovery intervened, or may have supplied the missing condition.
             self._awaited, self._missed = self._missed[1], None
         if not self._awaited:
             after = max(self._newest + MIN_MARGIN, self._tried + 1)
@@ -56,12 +56,12 @@ class ExportInterval:
         return next_due(max(self._awaited, self._newest + margin), every)
 
     def taken(self, iteration: int) -> None:
-        """It was set aside, by an order of the interval or another one to the same place."""
+        """Note a pinned iteration, by an order of the interval or another to the same directory."""
         self._tried = max(self._tried, iteration)
         if iteration >= self._awaited:
             self._awaited, self._missed = 0, None
 
     def failed(self, epoch: int, iteration: int) -> None:
-        """It was not set aside, and is not tried again in this epoch."""
+        """Note an iteration that was not pinned, and is not tried again in this epoch."""
         self._tried = max(self._tried, iteration)
         self._awaited, self._missed = 0, (epoch, iteration)

@@ -1,8 +1,8 @@
-"""The files in which a run tells what happened: events, ``final.json`` and ``latest.json``.
+"""The files in which a run reports its course: events, ``final.json`` and ``latest.json``.
 
-Belongs to the coordinator, which writes them and decides nothing from what is in them. Each term
-has an event file of its own: an old coordinator that wakes up once more cannot write into that of
-the new one.
+The coordinator writes them, and no decision depends on their content. Each term has an event file
+of its own, so that an old coordinator that wakes up again cannot write into the file of its
+successor.
 """
 
 from __future__ import annotations
@@ -32,33 +32,31 @@ from deadpool_megatron.observe.notify import Notices, Outlet
 from deadpool_megatron.ownership import OwnershipError
 
 _PAUSE_SECONDS = 1.0
-# So long the end of a run waits for whoever is to be told of it.
+# Longest wait at the end of a run for the delivery of notices.
 _NOTICE_SECONDS = 5.0
-# For who looks for the cause of a slow commit: "all" has each role's seals, commits and waits
-# written.
+# For diagnosing a slow commit: with "all", each role's seals, commits and waits are written.
 DETAIL_VARIABLE = "DEADPOOL_EVENT_DETAIL"
-# Seals, commits and waits at the gate are by far the most that a run reports, and nobody reads them
-# role by role: they are told in a line for all roles now and then.
+# Seals, commits and waits at the gate are by far the most frequent reports, and of no interest role
+# by role: one line for all roles is written per period.
 PERIOD_SECONDS = 10.0
-# Of the times of a commit the one that is told.
+# How the digest combines the times of several commits.
 _TOLD = {"ship_seconds": max, "window_seconds": min, "commit_seconds": max}
 _MAX_BYTES = 64 << 20
 _BATCH_BYTES = 1 << 20
 _SYNC_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
-# A write that takes longer is told of, like one that fails.
+# A write that takes longer is reported, like a write that fails.
 _LONG_SECONDS = 5.0
-# Of events that wait the status has so many newest ones, without those of single processes; of
-# steps in a row the last one.
+# Maximum of waiting events in the status: the newest, without those of single processes, and only
+# the last of consecutive steps.
 _SHOWN_EVENTS = 512
 _OF_ONE = (
     *(Kind.LOG, Kind.SEALED, Kind.COMMITTED, Kind.GATE_WAIT, Kind.PHASE, Kind.STATE_HASH),
     *(Kind.STACK, Kind.MEMBER_STARTED, Kind.MEMBER_WARM, Kind.MEMBER_DONE, Kind.VAULT_STARTED),
 )
-# Losses that say something about the host; a node that was quarantined, as a slow one, does, too,
-# but for lack of memory: the next run looks how much there is then. A
-# connection that ends does not: that is also what a cancelled job looks like, and then every node
-# of it would be left out of the next one.
+# Losses that are evidence against the host. Quarantine, as of a slow node, is evidence too, except
+# for a lack of memory, which the next run checks itself. The end of a connection is not: it is also
+# the sign of a cancelled job, and the next job would exclude all nodes of that job.
 _HOST_IS_TO_BLAME = (
     FailureKind.DEVICE_ERROR,
     FailureKind.EXCLUDED,
@@ -69,7 +67,7 @@ _HOST_IS_TO_BLAME = (
 
 
 class RunFiles:
-    """``progress``: what the result of the run is made of."""
+    """Writer of a run's files; ``progress``: the source of the run's result."""
 
     def __init__(
         self, run: RunDirectory, info: RunInfo, term: int, progress: ReportedProgress
@@ -88,15 +86,15 @@ class RunFiles:
         self._stepped_at: float | None = None
 
     def describe(self) -> dict[str, Any]:
-        """For the status: ``now`` by the clock of the dates of events, the seconds since the newest
-        step that this coordinator has received, and the events that wait."""
+        """Return, for the status: ``now`` by the clock that dates events, the seconds since the
+        newest step that this coordinator has received, and the waiting events."""
         now = time.monotonic()
         ago = None if self._stepped_at is None else now - self._stepped_at
         known = {"now": self._clock_zero + now, "step_seconds_ago": ago}
         return {**known, "events": self.writer.describe()}
 
     def write(self, event: Event) -> None:
-        """Have an event written with the date of now, or a digest of many in its place."""
+        """Queue an event with the present date, or a digest of many events instead."""
         now = time.monotonic()
         event = replace(event, wall_seconds=self._clock_zero + now)
         self._stepped_at = now if event.kind is Kind.STEP else self._stepped_at
@@ -109,12 +107,12 @@ class RunFiles:
             self._write_all([event])
 
     def result(self, end: Finish, state: State) -> dict[str, Any]:
-        """The object of ``final.json``. The newest recoveries that this coordinator saw are in it,
-        with phases reported after their event was written.
+        """Return the object of ``final.json``. It has the newest recoveries that this coordinator
+        saw, with the phases that were reported after their event.
         """
         head = {"run_id": self._info.run_id, "world_size": self._info.world_size}
         final = self._progress.final(head, end.reason, end.exit_status)
-        # What it told of its newest iterations may be lost with a node, not that they are saved.
+        # Reports of the newest iterations may be lost with a node; the save of them is known.
         saved = 0 if end.resume is None else end.resume.generation.iteration
         return {
             **final,
@@ -127,11 +125,11 @@ class RunFiles:
         }
 
     def write_result(self, end: Finish, state: State, result: Mapping[str, Any]) -> None:
-        """Write the last files: where to continue, if that is anywhere, then the result. Blocks;
-        raises OSError.
+        """Write the last files: the state to continue from, if any, then the result. Blocks; raises
+        OSError.
 
-        A checkpoint with the update of a loss that was not finite is not named any more: no record
-        follows that would say so to the next run.
+        Drops checkpoints that include the update of a non-finite loss: no record follows that would
+        warn the next run.
         """
         self._run.check_own()
         if end.resume is not None:
@@ -153,12 +151,12 @@ class RunFiles:
             try:
                 return await asyncio.to_thread(run_files.write_json, self._run.coordinator, values)
             except OSError:
-                await asyncio.sleep(_PAUSE_SECONDS)  # the event writer tells what is wrong
+                await asyncio.sleep(_PAUSE_SECONDS)  # the event writer reports the error
 
     async def keep_name(self, write_again: Callable[[], None]) -> None:
-        """Whoever asks for the run looks for its ``run.json``: written again where somebody else
-        has removed it, be it with the whole directory; ``write_again()`` writes what else the run
-        is found and continued by."""
+        """Restore ``run.json``, by which commands find the run, if it is removed from outside,
+        alone or with the whole directory. ``write_again()`` restores the other files by which the
+        run is found and continued."""
 
         def make() -> None:
             self._run.create(self._info)
@@ -172,7 +170,7 @@ class RunFiles:
                 if await asyncio.to_thread(name.look):
                     is_lost = True
                 elif is_lost:
-                    # The removal may not have been over, and have taken what was made again.
+                    # The removal may have been still in progress, and have removed the new files.
                     await asyncio.to_thread(make)
                     is_lost = False
                     self._warn(
@@ -180,7 +178,7 @@ class RunFiles:
                         " directory: created again; training continues, what else was there is lost"
                     )
             except (OSError, OwnershipError, JournalError):
-                pass  # away with its directory, or full; the event writer tells what is wrong
+                pass  # its directory is removed, or full; the event writer reports the error
 
     def _write_all(self, events: list[Event]) -> None:
         for event in events:
@@ -189,16 +187,16 @@ class RunFiles:
             self._bad_nodes.note(event)
 
     def _warn(self, text: str) -> None:
-        """A line for people; in any thread."""
+        """Write a line for people; in any thread."""
         self.writer.write(Event(Kind.LOG, data={"level": "warning", "text": text}))
 
     def take_digests(self) -> list[Event]:
-        """Return what was collected and not written yet."""
+        """Return the collected digests that are not written yet."""
         digest = self._commits.take()
         return [*([] if digest is None else [digest]), *self._waits.take()]
 
     def close(self, limit_seconds: float) -> None:
-        """Write what is left of the events, for so long at most."""
+        """Write the remaining events, for ``limit_seconds`` at most."""
         self._write_all(self.take_digests())
         until = time.monotonic() + min(limit_seconds, _NOTICE_SECONDS)
         self._bad_nodes.file.flush(until)
@@ -208,13 +206,13 @@ class RunFiles:
 
 
 class EventWriter:
-    """Writes events in a thread of its own, takes them in any: the run directory may hang, or be
-    full, and nobody waits.
+    """Writer of events in a thread of its own, which takes them in any thread: the run directory
+    may hang or be full, and no caller waits.
 
-    Nothing is decided from them, and no coordinator reads what another one wrote; so neither
-    decisions nor the sign of life depend on how long a write or an fsync takes. What cannot be
-    written yet is kept in memory up to a limit, and written when the file system works again; what
-    came above the limit is counted, and told in one line then.
+    No decision depends on events, and no coordinator reads those of another; so neither decisions
+    nor the sign of life depend on the duration of a write or an fsync. Events that cannot be
+    written yet stay in memory up to a limit, and are written when the file system works again.
+    Events above the limit are counted, and then reported in one line.
     """
 
     def __init__(self, log: EventLog, max_bytes: int = _MAX_BYTES) -> None:
@@ -226,15 +224,15 @@ class EventWriter:
         self._bytes = 0
         self._in_hand = 0
         self._dropped = 0
-        self._told = 0  # of those that were dropped
-        self._since: float | None = None  # the begin of the write that is yet to be done
-        self._why = ""  # it has failed
+        self._told = 0  # the dropped events that were reported
+        self._since: float | None = None  # the start of the unfinished write
+        self._why = ""  # the error of a failed write
         self._is_closing = False
         self._thread = threading.Thread(target=self._work, name="events", daemon=True)
         self._thread.start()
 
     def write(self, event: Event) -> None:
-        """Have an event written, or drop it when too much waits already. Does not block."""
+        """Queue an event, or drop it if the queue is full. Does not block."""
         line = to_line(event)
         with self._changed:
             if event.kind not in _OF_ONE:
@@ -252,9 +250,9 @@ class EventWriter:
         self._bytes += len(line)
 
     def describe(self) -> dict[str, Any]:
-        """For the status: ``waiting`` and ``dropped`` events, what is wrong (``trouble``), ``why``
-        and for how many ``seconds``; and then ``unwritten``, the newest that tell the story, of
-        which some may be written by now."""
+        """Return, for the status: ``waiting`` and ``dropped`` events, the problem (``trouble``),
+        ``why`` and for how many ``seconds``; during a problem also ``unwritten``, the newest events
+        of the run's course, some of which may be written by now."""
         with self._changed:
             now = time.monotonic()
             trouble = self._trouble(now)
@@ -268,8 +266,8 @@ class EventWriter:
             }
 
     def close(self, limit_seconds: float) -> int:
-        """Write the rest, for so long at most; returns how many events could not be written. A
-        thread that hangs is left to the end of this process.
+        """Write the rest, for ``limit_seconds`` at most; return how many events could not be
+        written. A hanging thread stays until this process ends.
         """
         with self._changed:
             self._is_closing = True
@@ -305,7 +303,7 @@ class EventWriter:
         self._log.close()
 
     def _next_batch(self, until: float | None) -> bytes:
-        """The next lines, as soon as there are some; nothing at the end, or at the time ``until``
+        """Wait for lines and return them; return nothing at the end, or at the time ``until``
         (monotonic seconds)."""
         with self._changed:
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -338,12 +336,12 @@ class EventWriter:
                 return
             why = why or "the file system did not answer"
             text = f"events could not be written for {seconds:.0f} s: {why}; {lost} were dropped"
-            # Above the limit, if need be.
+            # Even above the limit.
             self._append(to_line(Event(Kind.LOG, data={"level": "warning", "text": text})))
 
 
 def is_bad(event: Event) -> bool:
-    """Return whether the event says that its node should not be used by the next run."""
+    """Return whether, by this event, the next run should not use the node."""
     if event.node is None:
         return False
     kind = event.data.get("kind")
@@ -353,8 +351,8 @@ def is_bad(event: Event) -> bool:
 
 
 class BadNodes:
-    """Notes which hosts this run has put aside, beside the runs. Like notices: nothing waits for
-    it, and no decision of this run looks at it.
+    """List of the hosts that this run has quarantined, in the directory of the runs. As with
+    notices, nothing waits for it, and no decision of this run depends on it.
 
     Takes the events of a run. ``warn`` takes a line for people, in any thread.
     """
@@ -364,17 +362,17 @@ class BadNodes:
         self.file = Outlet("bad-nodes.json", self._add, warn)
 
     def note(self, event: Event) -> None:
-        """Keep its node if the event says that it is bad. Does not block."""
+        """Note the event's node if the event shows that it is bad. Does not block."""
         if is_bad(event):
             self.file.put({"text": str(event.data.get("cause")), "event": event.to_dict()})
 
     def _add(self, notice: Mapping[str, Any]) -> None:
         event = notice["event"]
         try:
-            # It is there from the node's start to its run's end, however the node was lost.
+            # The entry exists from the node's start to its run's end, even if the node was lost.
             host = run_files.read_json(self._run.node(event["node"]))["hostname"]
             kind, runs = event["data"].get("kind"), self._run.path.parent
-            # Left out for what stands there: noted again, that would never be too old.
+            # The list itself excluded it: noted again, the entry would never expire.
             if kind == FailureKind.EXCLUDED and why_left_out(
                 runs, host, self._run_id, event["wall_seconds"]
             ):
@@ -389,7 +387,7 @@ class BadNodes:
 
 
 class CommitDigest:
-    """Collects SEALED and COMMITTED events; a seal tells nothing that its commit does not."""
+    """Digest of SEALED and COMMITTED events; a seal has no information that its commit lacks."""
 
     def __init__(self) -> None:
         self._begin()
@@ -402,8 +400,8 @@ class CommitDigest:
         self._newest = Event(Kind.COMMITTED, wall_seconds=0.0, monotonic_seconds=0.0)
 
     def add(self, event: Event, now: float) -> Event | None:
-        """Take one in; the line of the time that is over with it, if one is. ``now``: monotonic
-        seconds. Raises KeyError, TypeError or ValueError for an event that is damaged.
+        """Add an event; return the line of the period that ends with it, if it does. ``now``:
+        monotonic seconds. Raises KeyError, TypeError or ValueError for a damaged event.
         """
         if event.kind is not Kind.COMMITTED:
             return None
@@ -416,7 +414,7 @@ class CommitDigest:
         self._began = now if self._began is None else self._began
         self._counts = {name: count + counts[name] for name, count in self._counts.items()}
         self._roles.add(event.role)
-        # The time of the newest commit, not of the line: it may be said much later.
+        # The time of the newest commit, not of the line, which may be written much later.
         self._newest = replace(
             known,
             epoch=max(known.epoch, event.epoch),
@@ -427,7 +425,7 @@ class CommitDigest:
         return self.take() if now - self._began >= PERIOD_SECONDS else None
 
     def take(self) -> Event | None:
-        """The line of what was collected, if there is anything; the next one begins again."""
+        """Return the line of the collected events, if any, and start the next line."""
         if self._began is None:
             return None
         data = {"roles": len(self._roles), **self._counts, **self._times}
@@ -437,18 +435,18 @@ class CommitDigest:
 
 
 class WaitDigest:
-    """Collects GATE_WAIT events. A wait that lasts is told at once, of each iteration the first in
-    a while: roles wait side by side.
+    """Digest of GATE_WAIT events. A continuing wait is written at once, but only the first of an
+    iteration within a period, because roles wait in parallel.
     """
 
     def __init__(self) -> None:
-        # By epoch and iteration: since when, monotonic seconds.
+        # By epoch and iteration, with the time of the first event, in monotonic seconds.
         self._ended: dict[tuple[int, int | None], tuple[float, Event]] = {}
         self._lasting: dict[tuple[int, int | None], float] = {}
 
     def add(self, event: Event, now: float) -> list[Event]:
-        """Take one in; returns what is to be written now. ``now``: monotonic seconds. Raises
-        KeyError, TypeError or ValueError for an event that is damaged.
+        """Add an event; return the events to write now. ``now``: monotonic seconds. Raises
+        KeyError, TypeError or ValueError for a damaged event.
         """
         key, seconds = (event.epoch, event.iteration), float(event.data["seconds"])
         if not event.data.get("over"):
@@ -468,7 +466,7 @@ class WaitDigest:
         return self._take(now - PERIOD_SECONDS)
 
     def take(self) -> list[Event]:
-        """The lines of what was collected; the next ones begin again."""
+        """Return the lines of the collected waits, and start the next lines."""
         return self._take(float("inf"))
 
     def _take(self, until: float) -> list[Event]:

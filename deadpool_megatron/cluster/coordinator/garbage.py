@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-# A search for garbage among so many takes some milliseconds.
+# A search for garbage among this many objects takes some milliseconds.
 _MAX_NEW_OBJECTS = 20_000
 _MAX_OLD_OBJECTS = 100_000
 _OLD_SECONDS = 3600.0
@@ -25,8 +25,8 @@ class GarbageSearch:
         self._old_at = now + _OLD_SECONDS
 
     def tick(self, now: float) -> None:
-        """Look through the new objects, and once an hour through those that were new before. More
-        than can be looked through in a moment are those of all roles: nobody looks at them again.
+        """Collect among the new objects, and once an hour among the older ones. Objects too many to
+        search in a moment belong to all roles' state: they are frozen, and never searched again.
         """
         if len(gc.get_objects(0)) > _MAX_NEW_OBJECTS:
             gc.freeze()

@@ -1,4 +1,4 @@
-"""Orders of the coordinator to agents: the machine's actions as messages, to each its part."""
+"""Orders of the coordinator to agents: the actions of the machine, as messages to each agent."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _NAMES: Mapping[type[actions.Action], str] = {
 
 
 class RecordFrames:
-    """A record as it is sent to agents: one frame, the same for all of them, and the sources of its
-    own roles to each. The history of the run is the journal's alone.
+    """Frames of a record for agents: a common frame, and for each agent a frame with the sources of
+    its own roles. Only the journal has the history of the run.
     """
 
     def __init__(self, record: EpochRecord) -> None:
@@ -41,7 +41,7 @@ class RecordFrames:
             self._roles.setdefault(seat.node, []).append(role)
 
     def to(self, node: int) -> bytes:
-        """The frames for a node."""
+        """Return the frames for a node."""
         restore = self.record.restore.of_roles(self._roles.get(node, ()))
         return framing.encode({"t": "restore", "restore": restore.to_dict()}) + self._common
 
@@ -56,8 +56,8 @@ class Orders:
         self._frames: RecordFrames | None = None
 
     def give(self, order: actions.Action) -> None:
-        """Send it to whom it is for. It arrives once, on this connection or on the next one; of
-        records only the newest does.
+        """Send an order to its agents. It arrives once, on this or the next connection; of records
+        only the newest does.
         """
         match order:
             case actions.Announce(record):
@@ -76,13 +76,13 @@ class Orders:
                 self._peers.send_all(_message(order))
 
     def welcome(self, node: int, record: EpochRecord | None, state: State) -> None:
-        """Tell an agent that has just connected what holds now."""
+        """Send the present state to an agent that has just connected."""
         peer = self._peers.agents.get(node)
         if peer is None:
             return  # its connection has ended since it joined
         info, settings = self._options.info, self._options.info.settings
         epoch = 0 if record is None else record.epoch
-        # A coordinator that has just taken over lets training go on until all agents are back.
+        # A coordinator that has just taken over lets training continue until all agents are back.
         is_open = state.open_epoch == epoch or state.phase is Phase.BOOTSTRAPPING
         self._peers.welcome(
             peer,
@@ -99,7 +99,7 @@ class Orders:
         )
 
     def send_frame(self, node: int, frame: bytes) -> None:
-        """Send one agent what it asks for again after each welcome."""
+        """Send an agent a frame that it requests again after each welcome."""
         peer = self._peers.agents.get(node)
         if peer is not None and peer.welcomed and not peer.dropped:
             peer.send_frame(frame)
@@ -114,7 +114,7 @@ class Orders:
             peer.send_frame(frames)
 
     def _lacked(self, peer: AgentPeer, record: EpochRecord) -> bytes:
-        """The record for an agent that lacks it, else nothing; it counts as sent from here on."""
+        """Return the record for an agent that lacks it, else nothing; it then counts as sent."""
         if peer.told >= record.epoch:
             return b""
         peer.told = record.epoch

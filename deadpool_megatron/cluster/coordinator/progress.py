@@ -1,10 +1,10 @@
-"""Progress that members and vaults report: each step once, whoever repeats it, and how all ended.
+"""Progress that members and vaults report: each step once, despite repeats, and each role's end.
 
 A replayed step must give the numbers of the first time, bit for bit; anything else is a divergence.
-Where arithmetic is deterministic that is the worst that can happen, and decides the exit status.
-The numbers of the newest iterations are compared: those that this coordinator has heard, or that
-agents repeated to it when it took over. Replays do not go back further, but for a return to an old
-checkpoint. Pure bookkeeping, no input or output.
+Where arithmetic is deterministic that is the worst possible result, and decides the exit status.
+The numbers of the newest iterations are compared: those that this coordinator has received, also
+those that agents repeated when it took over. Replays do not go back further, except after a return
+to an old checkpoint. Pure bookkeeping, no input or output.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from deadpool_megatron.events import Event, Kind, not_finite
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.settings import Settings
 
-# So many iterations with numbers of each kind are compared; hashes are one for each role.
+# How many iterations with numbers of each kind are compared; each role has a hash of its own.
 COMPARED = {Kind.STEP: 1024, Kind.EVALUATION: 1024, Kind.STATE_HASH: 64}
 
 
 def divergence_is_fatal(settings: Settings) -> bool:
-    """Return whether other numbers in a replayed step end the run."""
+    """Return whether different numbers in a replayed step end the run."""
     if settings.divergence != "auto":
         return settings.divergence == "stop"
     return settings.communicator != "nccl"
 
 
 class ReportedProgress:
-    """Takes every report in order. ``newest``: the newest iteration that is known already."""
+    """The reported numbers, taken in order. ``newest``: the newest iteration known at the start."""
 
     def __init__(self, fatal_divergence: bool = True, newest: int = 0) -> None:
         self._fatal_divergence = fatal_divergence
@@ -38,12 +38,12 @@ class ReportedProgress:
             kind: {} for kind in COMPARED
         }
         self._roles: dict[int, dict[str, Any]] = {}
-        self.last_iteration = newest  # the newest one whose numbers have been accepted
+        self.last_iteration = newest  # the newest iteration whose numbers have been accepted
         self.diverged = False
 
     def take(self, report: Event) -> tuple[Event | None, inputs.Input | None]:
-        """Return what is told of it, which is nothing where it only repeats what is known and a
-        divergence where it contradicts it, and what the machine is told.
+        """Return the event to write, and the input for the machine. The event is None for a repeat
+        of known numbers, and a divergence for numbers that contradict them.
         """
         if report.kind is Kind.STEP:
             self.last_iteration = max(self.last_iteration, report.iteration or 0)
@@ -66,19 +66,19 @@ class ReportedProgress:
         return event, inputs.Diverged(text)
 
     def done(self, role: int, values: Mapping[str, Any]) -> None:
-        """A role is at its end."""
+        """Note the end of a role."""
         self._roles[role] = dict(values)
 
     def forget(self, iteration: int) -> None:
-        """A number was not finite: this iteration and later ones are computed again, as if
-        first."""
+        """Forget numbers from this iteration on: after a non-finite number these iterations are
+        computed again."""
         self.last_iteration = min(self.last_iteration, iteration - 1)
         for known in self._known.values():
             for k in [k for k in known if k >= iteration]:
                 del known[k]
 
     def final(self, head: Mapping[str, Any], reason: str, exit_status: int) -> dict[str, Any]:
-        """The object of ``final.json``; a divergence outranks success."""
+        """Return the object of ``final.json``; a divergence outranks success."""
         if self.diverged and self._fatal_divergence and exit_status == 0:
             exit_status = ExitStatus.DIVERGENCE
             reason = "a replayed iteration gave other numbers than the first time"
@@ -91,14 +91,14 @@ class ReportedProgress:
         }
 
     def _first(self, report: Event, values: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what was told of it first; None: this is the first."""
+        """Return the first report's numbers of this iteration; None if this is the first report."""
         known, role = self._known[report.kind], None
         if report.kind is Kind.STATE_HASH:
             role, _ = report.role, values["sha256"]
         found = known.setdefault(report.iteration or 0, {})
         first = found.get(role)
-        # After a number that was not finite the iteration may be thrown away; and what is done
-        # about it a coordinator that died may not have done.
+        # After a non-finite number the iteration may be discarded; and a coordinator that died may
+        # not have acted on it.
         if first is not None and not not_finite(first):
             return first
         found[role] = values

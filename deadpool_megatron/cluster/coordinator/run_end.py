@@ -1,12 +1,11 @@
-"""The end of a run, carried out: its result is written, the agents are told to stop, and go.
+"""The end of a run: it writes the result, orders the agents to stop, and waits until they leave.
 
-First comes what was asked for and is being made valid: saves and exports. A run whose program has
-ended waits for them as long as for a save, any other as long as for its agents, and no run longer
-than its user wants.
+First it waits for the saves and exports that are being made valid: after the end of the program as
+long as for a save, otherwise as long as for the agents, and never longer than the user wants.
 
-The run directory may be full, or hang, just then. The result is tried again for as long as the
-journal is; until then no agent is told to stop, for with the result missing what its node holds in
-memory is all there is to continue from.
+The run directory may be full or hang at that moment. The result is retried for as long as a journal
+entry; until then no agent is ordered to stop, because without the result a next run can continue
+only from the state in the nodes' memory.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from deadpool_megatron.events import Event, Kind
 
 _PAUSE_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
-# A wait for what is being made valid is told when it lasts so long.
+# A longer wait for saves and exports is reported.
 _SILENT_SECONDS = 1.0
 
 
@@ -40,12 +39,12 @@ class RunEnd:
         newest_term: Callable[[], int],
         end: Callable[[int], None],
     ) -> None:
-        """``newest_term()``: as the journal has it; ``end(exit_status)``: of this process."""
+        """``newest_term()`` reads the journal; ``end(exit_status)`` ends this process."""
         options = context.options
         self._path = options.run.path
         self._term = options.term.number
         settings = options.info.settings
-        # Who waits for no spare has a disk that takes its time to sync all the same.
+        # Even without a wait for spares, a disk needs its time to sync.
         self.patience_seconds = max(settings.spare_timeout_seconds, settings.close_seconds)
         self.close_seconds = settings.close_seconds
         self._save_seconds = settings.first_step_seconds
@@ -56,17 +55,17 @@ class RunEnd:
         self._status = 0
 
     def finish(self, finish: Finish) -> None:
-        """Wait for what is under way, write the result and have the agents stop."""
+        """Wait for saves and exports, write the result and order the agents to stop."""
         self._is_writing = True
         self._context.spawn(self._finish(finish))
 
     def expedite(self) -> None:
-        """Wait no longer for what is under way."""
+        """Stop the wait for saves and exports."""
         self._is_expedited = True
 
     def exit(self) -> None:
-        """End, unless the result is yet to be written: agents that are told to stop later than the
-        machine knows of have their time to go from then on.
+        """End, unless the result is still unwritten: agents that are ordered to stop later than the
+        machine assumes get their time to leave from then on.
         """
         if not self._is_writing:
             self._end(self._status)
@@ -123,8 +122,8 @@ class RunEnd:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _write(self, finish: Finish, result: dict[str, Any], limit: float) -> str | None:
-        """Return why it could not be written, empty if it was; None when another coordinator has
-        taken over, which writes its own. ``limit``: monotonic seconds.
+        """Return why the result could not be written, empty if it was; None if another coordinator
+        has taken over, which writes its own. ``limit``: monotonic seconds.
         """
         known = ""
         while True:
@@ -150,20 +149,20 @@ class RunEnd:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _write_unless_followed(self, finish: Finish, result: dict[str, Any]) -> int:
-        """Write the result if no newer term has begun; returns the newest. Blocks; raises OSError.
+        """Write the result if no newer term has begun; return the newest. Blocks; raises OSError.
 
-        The look belongs to each try: a file system that comes back after minutes may have let a
-        standby in before.
+        Each try checks the term: before a file system works again after minutes, a standby may
+        have taken over.
         """
         newest = self._term
-        with contextlib.suppress(JournalError):  # told by the first look
+        with contextlib.suppress(JournalError):  # the first check reports it
             newest = self._newest_term()
         if newest <= self._term:
             self._context.files.write_result(finish, self._context.state, result)
         return newest
 
     async def _is_superseded(self) -> bool:
-        """A last look before something that another coordinator could do as well."""
+        """Return whether a newer term has begun, before an act that its coordinator may repeat."""
         try:
             async with asyncio.timeout(self.close_seconds):
                 newest = await asyncio.to_thread(self._newest_term)

@@ -2,9 +2,9 @@
 
 Inputs go through one queue, so that the machine is never entered twice; actions are carried out in
 order. This process writes the events of its term (alone), the journal, ``final.json`` and
-``latest.json``. When it is killed, training continues; the next one claims a term, takes what it
-must know from the newest record, and the agents come to it. One that finds a newer term than its
-own steps down.
+``latest.json``. When it is killed, training continues; the next coordinator claims a term and takes
+the state from the newest record, and the agents connect to it. A coordinator that finds a newer
+term than its own steps down.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.wire import auth
 from deadpool_megatron.wire.listener import Listener
 
-# The loop lets go of the interpreter with each frame that it reads, checks or sends, and the thread
-# that decides gives it back after so long. With Python's 5 ms beats are answered seconds late.
+# The loop releases the interpreter for each frame that it reads, checks or sends, and the deciding
+# thread returns it after this time. With Python's 5 ms, beats are answered seconds late.
 _SWITCH_SECONDS = 0.0005
-# So long a decision waits for a look whether checkpoints are there.
+# Longest wait of a decision for the check whether checkpoints exist.
 _LOOK_SECONDS = 2.0
 
 
 class Coordinator:
-    """See the module text; :meth:`run` is the whole life of it."""
+    """See the module text; :meth:`run` is its whole life."""
 
     def __init__(self, options: CoordinatorOptions) -> None:
         self.options, self._run = options, options.run
@@ -73,7 +73,7 @@ class Coordinator:
         machine = Machine(_machine_config(options), now)
         self._not_understood: list[str] = []
         begin(machine, self._journal, options.recovered, self._not_understood.append)
-        # The machine's, which changes it with each input.
+        # The machine owns it, and changes it with each input.
         self.state = state = machine.state
         self._requests = state.requests
         self._progress = ReportedProgress(divergence_is_fatal(self._settings), state.lineage.newest)
@@ -107,7 +107,7 @@ class Coordinator:
         self.command = self._commands.answer
 
     def describe(self) -> dict[str, Any]:
-        """For people."""
+        """Return the status of the run, for people."""
         state = self.state
         return {
             **describe(state, self.peers, self._progress),
@@ -117,7 +117,7 @@ class Coordinator:
         }
 
     async def run(self) -> int:
-        """Serve until the run is over; returns its exit status."""
+        """Serve until the run is over; return its exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             stop = inputs.UserStop(keeps=number == signal.SIGINT)
@@ -174,8 +174,8 @@ class Coordinator:
         return self.exit_status
 
     def _write_again(self, address: Mapping[str, Any]) -> None:
-        """Of a directory that was removed: what a successor, a user and another start look for.
-        Raises OSError or JournalError."""
+        """Restore the files of a removed run directory that a successor, a user or another start
+        needs. Raises OSError or JournalError."""
         run, options, state = self._run, self.options, self.state
         auth.create_secret(run.path, options.secret)
         self._journal.write("term", options.term.number, options.term.to_dict())
@@ -226,7 +226,7 @@ class Coordinator:
                 self.orders.give(action)
 
     async def _look_at(self, valid: tuple[Restore, ...]) -> None:
-        """Look whether they are there; a file system that hangs is not waited for."""
+        """Check whether the checkpoints exist; do not wait for a hanging file system."""
         missing = frozenset[str]()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
@@ -255,16 +255,16 @@ class Coordinator:
     # Connections (see PeerEvents).
 
     def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
-        """A node is new to the machine, unless its agent merely changed the connection."""
+        """Feed the join of a node, unless its agent only changed the connection (``again``)."""
         joined = protocol.join(message)
         peer.told = int(message.get("told", 0))
         if not again:
             self.feed(joined)
-        elif peer.welcomed:  # else the machine has its first join, and is yet to answer that
+        elif peer.welcomed:  # otherwise the machine has yet to answer its first join
             self.orders.welcome(peer.node, self.state.record, self.state)
 
     def agent_reported(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
-        """A report. Of a dropped node only numbers of the kept line are of use."""
+        """Take a report. From a dropped node only numbers of the kept lineage are of use."""
         if peer.dropped and message["t"] not in ("event", "progress"):
             return
         item = protocol.from_agent(peer.node, message, self.state.memory.layouts)
@@ -294,13 +294,13 @@ class Coordinator:
         self.files.write(event)
 
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
-        """The end of an agent's connection is the end of its node: its members die with it."""
+        """Report the node as lost: its members die with the agent's connection."""
         if not peer.dropped:
             self.feed(inputs.NodeLost(peer.node, cause))
 
     def refused(self, who: str, why: str, **more: bool) -> None:
-        """Report what was not accepted. A coordinator that has overslept first looks whether it
-        still is one: what came while it slept is not its any more.
+        """Report a refusal. After a pause of its process a coordinator first checks its term: the
+        messages of that time may be for its successor.
         """
         data = {"who": who, "why": why, **more}
         self.spawn(self._tell_awake(Event(Kind.REFUSED, self._epoch, data=data)))
@@ -317,8 +317,8 @@ class Coordinator:
         return 0 if self.state.record is None else self.state.record.epoch
 
     def _progressed(self, report: Event) -> None:
-        """Progress of a role: written, and the machine's. Numbers of a closed epoch count up to the
-        generation that was kept of it, however late they are told.
+        """Write progress of a role, and feed it to the machine. Numbers of a closed epoch count up
+        to its kept generation, however late they arrive.
         """
         is_late = report.kind in protocol.NUMBERS and report.epoch < self._epoch
         computed = Generation(report.epoch, report.iteration or 0)
@@ -329,12 +329,12 @@ class Coordinator:
             self.files.write(event)
             if not is_late:
                 self._watchdog.note(event, time.monotonic())
-        # All that went on from a number that is not finite is bad.
+        # Everything computed after a non-finite number is bad.
         if item is not None and (not is_late or isinstance(item, inputs.NotFinite)):
             self.feed(item)
 
     def _is_stale(self, event: Event) -> bool:
-        """Refuse what is told of a closed epoch."""
+        """Return whether the event is of a closed epoch; if so, refuse it."""
         if is_stale := event.epoch < self._epoch:
             who, why = f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed"
             self.refused(who, why, late=True)
@@ -352,7 +352,7 @@ class Coordinator:
                 self.peers.reset_timers(now)
             last = now
             quiet = self.peers.silent(self._settings.node_silence_seconds / 2, now)
-            # Else nodes continue without this coordinator, and a silence proves nothing.
+            # Without a fresh sign, nodes continue without this coordinator: silence proves nothing.
             if quiet and self.sign.is_fresh(now):
                 for lost in self._watchdog.at_silence(quiet, now):
                     self.feed(lost)
@@ -364,7 +364,7 @@ class Coordinator:
             self._garbage.tick(now)
 
     def _watch(self) -> None:
-        """Look at the progress of all roles, once."""
+        """Check the progress of all roles, once."""
         try:
             events, found = self._watchdog.at_progress(self.state, self._epoch, time.monotonic())
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -382,12 +382,12 @@ class Coordinator:
         return self.peers.reaches_most(limit, time.monotonic(), self.options.term.node)
 
     def superseded(self, why: str) -> None:
-        """Another coordinator holds a newer term, as an agent says that went over to it, or the
-        journal: say nothing more to anybody."""
+        """Step down and send nothing more: another coordinator has a newer term, according to the
+        journal or an agent that changed to it."""
         if self.exit_status is None:
             text = f"coordinator of term {self.options.term.number} steps down: {why}"
             print(text, file=sys.stderr, flush=True)
-            self.files.take_digests()  # what was collected is left unsaid
+            self.files.take_digests()  # collected events are dropped
             self.end(ExitStatus.SUPERSEDED)
 
     def end(self, exit_status: int) -> None:
@@ -399,7 +399,7 @@ class Coordinator:
         self.files.write(Event(Kind.LOG, self._epoch, data={"level": "warning", "text": text}))
 
     async def _look_for_durable(self) -> None:
-        """Learn of checkpoints that could not be read before this coordinator took over."""
+        """Read the checkpoints that could not be read before this coordinator took over."""
         while True:
             try:
                 found = await asyncio.to_thread(valid_checkpoints, self._run)
@@ -418,7 +418,7 @@ class Coordinator:
                 self.feed(inputs.DurableValid(*where))
 
     def spawn(self, coroutine: Coroutine[Any, Any, object], who: str = "") -> None:
-        """Run it beside the rest; its failure ends this process, unless ``who`` asked for it."""
+        """Run it as a task; its failure ends this process, unless peer ``who`` asked for it."""
 
         def finished(task: asyncio.Task[object]) -> None:
             self.tasks.discard(task)
@@ -434,7 +434,7 @@ class Coordinator:
 
 
 def _machine_config(options: CoordinatorOptions) -> Config:
-    """The facts that the state machine needs."""
+    """Return the facts that the state machine needs."""
     info = options.info
     start, *older = run_files.valid_in(info.restore) or [INITIAL]
     return Config(

@@ -1,9 +1,9 @@
-"""The standby beside each agent of a cluster: watches the journal, takes over when it has to.
+"""The standby of each agent of a cluster: watches the journal, takes over when necessary.
 
-A process of its own, for two reasons. Its looks may hang as long as a network file system does,
-which the agent must not. And it is warm: everything is imported, so that a coordinator's death is
-followed by the next one within seconds. It tells its agent what it saw, one line of JSON for each
-look, and once it has claimed a term it *is* the coordinator; the agent then starts another standby.
+It is a process of its own, for two reasons. Its reads may hang for as long as a network file system
+does, while the agent must not hang. And it has everything imported, so that a successor starts
+within seconds of a coordinator's death. It reports each look to its agent in a line of JSON. Once
+it has claimed a term it *is* the coordinator; the agent then starts another standby.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.framing import WireError, readable
 
-# With a coordinator that is in touch with our agent, looks are only to keep up.
+# While our agent is connected to a coordinator, a look only keeps the standby up to date.
 _CALM_BEATS = 8
 _GLANCE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class StandbyOptions:
-    """``listen()`` gives a listening socket at ``host``; ``report_fd``: where the lines go."""
+    """Options: ``listen()`` returns a listening socket at ``host``; ``report_fd`` takes reports."""
 
     run: RunDirectory
     info: RunInfo
@@ -53,9 +53,9 @@ class StandbyOptions:
 
 
 class Standby:
-    """See the module text. Standard input, a line for each change: ``lost`` or ``found``, of the
-    agent's connection, and ``place N``: how many others claim before this one. At its end (the
-    agent is gone) the standby ends.
+    """See the module text. Standard input has a line for each change: ``lost`` or ``found``, for
+    the agent's connection, and ``place N``: how many standbys claim before this standby. At the end
+    of the input (the agent has ended) the standby ends.
     """
 
     def __init__(self, options: StandbyOptions, journal: Journal) -> None:
@@ -74,7 +74,7 @@ class Standby:
         # The run directory may hang, while the journal is somewhere else.
         self._result = TimedRead(partial(_read_result, options.run))
         self._durable = TimedRead(partial(valid_checkpoints, options.run))
-        self.recovered = RecoveredState()  # what was read just before the term was claimed
+        self.recovered = RecoveredState()  # read just before the term was claimed
         self._term: terms.Term | None = None
         self._lost = True
         self._trouble = ""
@@ -82,13 +82,13 @@ class Standby:
         self.was_in_touch = False  # whether the agent was ever connected to a coordinator
 
     def watch(self) -> tuple[terms.Term, socket.socket] | None:
-        """Until this process is the coordinator: the claimed term and the socket agents connect
-        to. None when the run is over or the agent is gone.
+        """Watch until this process is the coordinator; return the claimed term and the socket to
+        which agents connect. Return None if the run is over or the agent has ended.
         """
         os.set_blocking(0, False)
         while True:
             try:
-                # An agent that is in touch is told of the end by the coordinator.
+                # A connected agent learns of the end from the coordinator.
                 if self._lost and (result := self._look_for_result()) is not None:
                     self._report({"over": True, "kept": bool(result.get("slots_kept", False))})
                     return None
@@ -98,7 +98,7 @@ class Standby:
             except (JournalError, OSError) as error:
                 self._complain(str(error))
             except DAMAGE as error:
-                # Of another version, say. Without standbys the run would have no coordinator more.
+                # For example of another version. Without standbys, no coordinator would follow.
                 self._complain(
                     f"an entry of the journal is not understood: {type(error).__name__}: {error}"
                 )
@@ -133,8 +133,8 @@ class Standby:
             return None
         before, self._term = self._term, terms.newest_term(self._journal, self._term)
         if self._term != before:
-            return None  # claimed by somebody whose sign of life has not come yet
-        # All that takes its time comes before the claim: from there on a sign of life is awaited.
+            return None  # claimed by another standby whose sign of life has not arrived yet
+        # All slow work precedes the claim: from the claim on, others expect a sign of life.
         self.recovered = look_up(self._journal, self._durable, self.recovered.record)
         listener = self._options.listen()
         number = 1 if self._term is None else self._term.number + 1
@@ -148,7 +148,7 @@ class Standby:
             if isinstance(error, LostRace):
                 return None  # another standby was first: the next look shows it
             raise
-        with contextlib.suppress(JournalError):  # the coordinator's own beats follow, and try on
+        with contextlib.suppress(JournalError):  # the coordinator's own beats follow, with retries
             self._journal.beat(terms.sign(number, 0))
         address = list(term.address)
         self._report({"claimed": term.number, "at": now, "node": node, "address": address})
@@ -163,11 +163,11 @@ class Standby:
         except ConnectionRefusedError:
             return True
         except (OSError, WireError):
-            pass  # no answer says nothing about who is cut off
+            pass  # without an answer, either side may be cut off
         return False
 
     def _pause(self) -> bool:
-        """Until the next look is due, at once when the connection was lost; False: nobody asks."""
+        """Wait until the next look, which a lost connection makes due; return False at EOF."""
         calm = 1 if self._lost else _CALM_BEATS
         if not readable(0, calm * self._rhythm.beat):
             return True
@@ -191,12 +191,12 @@ class Standby:
         try:
             os.write(self._options.report_fd, (json.dumps(line) + "\n").encode())
         except BrokenPipeError:
-            pass  # the agent is gone; standard input says so next
+            pass  # the agent has ended, and standard input ends next
 
 
 def _read_result(run: RunDirectory) -> Mapping[str, Any] | None:
-    """The result of the run; None while there is none that can be read."""
-    # Gone with its directory, or half written by a host that died.
+    """Return the result of the run; None while no readable result exists."""
+    # Removed with its directory, or half written by a host that died.
     with contextlib.suppress(OSError, ValueError):
         if run.has_final():
             return run_files.read_json(run.final)

@@ -16,16 +16,16 @@ from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.machine import Machine
 
-# After so long beats are acknowledged before the next of the inputs that have waited.
+# After this time, beats are acknowledged before the next waiting input.
 _TURN_SECONDS = 0.01
-# So long after a report that the machine has failed at this process ends: it is acknowledged by
-# then, else the next coordinator would be told it again, and end as well.
+# The time from a report that made the machine fail to the end of this process. By then the report
+# is acknowledged; otherwise the next coordinator would receive it again, and end as well.
 _REFUSAL_SECONDS = 1.0
 
 
 class Stepper:
-    """Feeds the machine, in the coordinator's loop; ``took(actions)`` is called after each
-    input."""
+    """Queue of the machine's inputs, in the coordinator's loop; ``took(actions)`` is called after
+    each input."""
 
     def __init__(
         self,
@@ -35,15 +35,15 @@ class Stepper:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._machine, self._peers, self._took, self._spawn = machine, peers, took, spawn
-        # With who has said it.
+        # Inputs with their sender.
         self._queue: deque[tuple[inputs.Input, str]] = deque()
         self._stepping = False
         self._is_over = False
 
     def feed(self, item: inputs.Input) -> None:
-        """Give the machine an input and carry out what comes out; never enters it twice. Raises
-        what the machine raises at a report of a peer: it is of no use any more then, so nothing
-        follows, and a new coordinator continues from the journal.
+        """Give the machine an input and carry out its actions; never enters it twice. Raises the
+        machine's error at a report of a peer: the machine is then unusable, so it gets no more
+        inputs, and a new coordinator continues from the journal.
         """
         self._queue.append((item, self._peers.hearing))
         if not self._stepping and not self._is_over:
@@ -51,7 +51,7 @@ class Stepper:
             self._take_queue()
 
     def _take_queue(self) -> None:
-        """Handle what waits; others have their turn in between."""
+        """Handle the waiting inputs; let other tasks of the loop run in between."""
         until = time.monotonic() + _TURN_SECONDS
         while self._queue and not self._is_over:
             item, who = self._queue.popleft()
@@ -79,12 +79,12 @@ class Stepper:
             self._peers.refuse_broken("an agent", "a report", error)
 
     def end(self) -> None:
-        """Nothing more is handled."""
+        """Handle no more inputs."""
         self._is_over = True
 
 
 def end_process(error: BaseException) -> NoReturn:
-    """A mistake of ours: end at once, a new coordinator continues from the journal."""
+    """End at once after an error of our own; a new coordinator continues from the journal."""
     traceback.print_exception(error)
     sys.stderr.flush()
     os._exit(1)

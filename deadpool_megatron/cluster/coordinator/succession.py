@@ -1,4 +1,4 @@
-"""The succession of coordinators: the state from which a new one starts."""
+"""The succession of coordinators: the state from which a new coordinator starts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _DURABLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """Inheritance of a coordinator, as far as it was read before its term was claimed: the newest
-    record, and the valid checkpoints. ``is_durable_read``: whether these could be read; if not, the
-    coordinator learns of them as soon as the run directory answers.
+    """State that a coordinator reads before its term is claimed: the newest record and the valid
+    checkpoints. ``is_durable_read``: whether the checkpoints could be read; if not, the coordinator
+    reads them as soon as the run directory answers.
     """
 
     record: EpochRecord | None = None
@@ -39,11 +39,11 @@ class RecoveredState:
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """``listener`` is a bound and listening TCP socket; ``host`` the address agents reach it by;
-    ``term`` was claimed by the caller, who gives up its journal to the coordinator.
-    ``recovered``: what was read before that. ``restarted``: all processes of the run had ended
-    before; ``begins_anew``: with the command and settings of a new start, in which nothing has been
-    decided yet.
+    """Options: ``listener`` is a bound and listening TCP socket; ``host`` the address at which
+    agents reach it; ``term`` was claimed by the caller, which gives up its journal to the
+    coordinator. ``recovered``: the state that was read before. ``restarted``: all processes of the
+    run had ended before; ``begins_anew``: with the command and settings of a new start, in which no
+    decision has been made yet.
     """
 
     run: RunDirectory
@@ -73,7 +73,7 @@ def look_up(
 
 
 def newest_record(journal: Journal, known: EpochRecord | None = None) -> EpochRecord | None:
-    """The newest record, read only if it is another one than ``known``. Raises JournalError."""
+    """Return the newest record, read only if it differs from ``known``. Raises JournalError."""
     numbers = journal.numbers("epoch")
     if not numbers or (known is not None and known.epoch == numbers[-1]):
         return known
@@ -83,10 +83,10 @@ def newest_record(journal: Journal, known: EpochRecord | None = None) -> EpochRe
 def begin(
     machine: Machine, journal: Journal, recovered: RecoveredState, on_trouble: Callable[[str], None]
 ) -> None:
-    """Have the machine take over what the journal says. The term is claimed: no record is written
-    any more but by a coordinator that had begun before, whose record is found here. What is read
-    takes the same time however old the run is. ``on_trouble(text)``: for each note on a node that
-    is not understood. Raises JournalError for a journal that does not work.
+    """Make the machine take over the journal's state. The term is claimed: only a coordinator that
+    had begun a record before can still write it, and that record is found here. The read takes the
+    same time for a run of any age. ``on_trouble(text)``: for each note on a node that is not
+    understood. Raises JournalError for a failing journal.
     """
     record = newest_record(journal, recovered.record)
     if record is None:
@@ -94,16 +94,16 @@ def begin(
     gone, wrong = record.history.gone, record.history.wrong
     unknown = "was given up (its note in the journal is not understood)"
     lost = notes_since(journal, (GONE, "cause"), gone, unknown, on_trouble)
-    # With the host from which none has a role any more; empty where it has other nodes.
+    # Each with a host of which no node gets a role again; empty if other nodes of it may.
     found = notes_since(journal, (WRONG, "host"), wrong, "", on_trouble)
     machine.take_over(record, recovered.valid, gone=lost, wrong=found)
 
 
 def valid_checkpoints(run: RunDirectory) -> Valid:
-    """The checkpoints that were made valid, the newest first. May take as long as it takes. Raises
-    OSError, and ValueError when the file is damaged.
+    """Return the valid checkpoints, the newest first. May block without limit. Raises OSError, and
+    ValueError if the file is damaged.
     """
     if not run.latest.exists():
         return ()
-    # A run that ended before its first iteration says so; that is nothing to fall back to.
+    # A run that ended before its first iteration has an entry for that, which is no checkpoint.
     return tuple(one for one in run_files.read_valid(run.latest) if one.kind != "initial")

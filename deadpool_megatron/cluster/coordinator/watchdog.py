@@ -1,6 +1,6 @@
-"""Findings of looking at agents and roles again and again: silence, hangs, slow nodes, cadence.
+"""Findings of periodic checks of agents and roles: silence, hangs, slow nodes, cadence.
 
-Each look answers inputs for the machine; nothing is decided here: the machine takes a request or
+Each check returns inputs for the machine. Nothing is decided here: the machine accepts a request or
 refuses it.
 """
 
@@ -24,7 +24,7 @@ from deadpool_megatron.settings import Settings
 
 
 class Watchdog:
-    """Used from the coordinator's loop; ``now`` is the monotonic clock, in seconds."""
+    """Checks of agents and roles, for the coordinator's loop; ``now``: monotonic seconds."""
 
     def __init__(self, settings: Settings, peers: Peers) -> None:
         self._settings = settings
@@ -36,8 +36,8 @@ class Watchdog:
         self._meter = windows.StretchMeter()
 
     def at_silence(self, quiet: list[AgentPeer], now: float) -> list[inputs.NodeLost]:
-        """Of the agents that have been silent for a while the nodes that were for too long, which
-        are forgotten with that (see agent/fence.py)."""
+        """Return the nodes of the ``quiet`` agents that have been silent for too long, and forget
+        these agents (see agent/fence.py)."""
         found = []
         for peer in quiet:
             peer.ping()
@@ -54,14 +54,14 @@ class Watchdog:
         return found
 
     def is_due(self, now: float) -> bool:
-        """Return whether it is time for the next look at the progress of all roles."""
+        """Return whether it is time for the next check of the progress of all roles."""
         return self._pace.is_due(now)
 
     def at_progress(
         self, state: State, epoch: int, now: float
     ) -> tuple[list[Event], list[inputs.Input]]:
-        """Events to write and inputs to feed. Raises LookupError, TypeError, ValueError or
-        AttributeError for beats of members that cannot be understood.
+        """Return events to write and inputs to feed. Raises LookupError, TypeError, ValueError or
+        AttributeError for malformed beats of members.
         """
         beats = role_beats(state, self._peers)
         hang = self._hang(state, beats, now)
@@ -73,7 +73,7 @@ class Watchdog:
         return events, found
 
     def note(self, report: Event, now: float) -> None:
-        """Take what a report says about steps, waits at the gate and shipping."""
+        """Take the times of steps, waits at the gate and shipping from a report."""
         data, iteration = report.data, report.iteration
         if iteration is None:
             return
@@ -98,10 +98,10 @@ class Watchdog:
         return [inputs.ProtectionRequested(replace(plan, every=every), windows.in_words(stretch))]
 
     def describe(self, state: State) -> dict[str, Any]:
-        """Return what ``deadpool status`` shows of it: ``slow``, which is node -> how slow it is in
-        seconds per iteration, and the ``rpo``: the plan in force, the one that is wanted, and what
-        is lost at most; None while a role has fewer copies than wanted: perhaps all since the last
-        checkpoint."""
+        """Return the part of ``deadpool status``: ``slow``, which maps a node to its seconds per
+        iteration, and ``rpo``: the plan in force, the wanted plan, and the maximum loss. That is
+        None while a role has fewer copies than wanted: then everything since the last checkpoint
+        may be lost."""
         plan, wanted = _in_force(state), state.protection.plan
         lost = max_lost_by(plan, state.memory.layouts.values(), self._settings)
         step, holds = self._meter.step_seconds, not exposed_roles(state)
@@ -139,14 +139,14 @@ class Watchdog:
         return inputs.RolesHung(record.epoch, *verdict)
 
     def _slow(self, state: State, beats: dict[int, dict[str, Any]]) -> list[windows.Slowness]:
-        """Return what has changed about slow nodes."""
+        """Return the changes of the verdicts on slow nodes."""
         if state.phase is not Phase.RUNNING or state.record is None:
             return []
         players = {}
         for role, beat in beats.items():
             own, layout = beat.get("own"), state.memory.layouts.get(role)
             if own is None or layout is None:
-                return []  # all of them are compared, or none
+                return []  # the comparison needs all roles
             time_used = windows.OwnTime(int(own[0]), float(own[1]))
             players[role] = windows.Player(state.seats[role].node, layout.peers, time_used)
         if len(players) != len(state.record.seats):
@@ -154,8 +154,8 @@ class Watchdog:
         return self._slowness.look(state.record.epoch, players)
 
     def _to_move(self, state: State) -> windows.Slowness | None:
-        """The slowest node whose roles shall go to a spare now: wanted, and a good one is there.
-        Asked again and again, so that the first spare to come is for it. One node at a time.
+        """Return the slowest node, whose roles are to move to a spare now, if the setting is on and
+        a good spare exists. Repeated, so that the first new spare is used; one node at a time.
         """
         fleet = state.fleet
         taken = state.seats.nodes | fleet.aside
@@ -171,7 +171,7 @@ class Watchdog:
 
 
 def role_beats(state: State, peers: Peers) -> dict[int, dict[str, Any]]:
-    """Newest beat of the very process that plays each role; roles without one are missing."""
+    """Return the newest beat of the process that holds each role; roles without it are missing."""
     found = {}
     for role, seat in sorted(state.seats.items()):
         peer = peers.agents.get(seat.node)
@@ -186,7 +186,7 @@ def _in_force(state: State) -> schemes.ProtectionPlan:
 
 
 def _slow_event(epoch: int, verdict: windows.Slowness) -> Event:
-    """The event that tells of a verdict."""
+    """Return the event that reports a verdict."""
     data = {
         "kind": str(FailureKind.SLOW_NODE),
         "seconds": verdict.seconds,
@@ -198,7 +198,7 @@ def _slow_event(epoch: int, verdict: windows.Slowness) -> Event:
 
 
 def _aside_event(epoch: int, verdict: windows.Slowness) -> Event:
-    """The event that its roles go to a spare: the host is not for the next run either."""
+    """Return the event of the move to a spare; it excludes the host from the next run too."""
     text = f"{verdict.seconds:.3f} s of its own per iteration, its peers {verdict.peer_seconds:.3f}"
     cause = f"node {verdict.node} is quarantined, it is slow: {text} s"
     data = {"cause": cause, "kind": str(FailureKind.SLOW_NODE)}
