@@ -7,7 +7,7 @@ duplicates are dropped here. A coordinator that takes over numbers its orders fr
 
 A greeting without an answer is not closed: to a coordinator that has accepted it this would look
 like the death of the node. Another greeting is sent in parallel. Greetings are numbered, and a
-coordinator rejects any that is older than its newest; so after a welcome all older ones can go.
+coordinator rejects any that is older than its newest; so after a welcome all older can be closed.
 
 The first greeting is not closed during its handshake either: at a listener with a long queue a new
 connection goes to the end. Further attempts run in parallel, one at a time, each for a short time:
@@ -428,8 +428,8 @@ class CoordinatorLink:
         self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _keep_again(self) -> None:
-        """Queue retained reports before the unacknowledged ones, because the first connection to
-        the successor may end before they arrive.
+        """Queue retained and unacknowledged reports in order, because the first connection to the
+        successor may end before the retained reports arrive.
         """
         frames = {number: data for _, number, data in self._retained} | dict(self._unacknowledged)
         self._unacknowledged = pacing.RetransmitQueue(_MOST_REPORTS, _MOST_REPORT_BYTES)
@@ -459,7 +459,7 @@ class CoordinatorLink:
 
 
 async def first_of(*awaitables: Awaitable[Any]) -> None:
-    """Wait until one of the awaitables ends, cancel the others, raise what it raised."""
+    """Wait for the first of the awaitables to end, cancel the others, and raise its exception."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,12 +1,12 @@
-"""A member's line to its agent: orders come in, reports and beats go out, training never waits.
+"""A member's link to its agent: it receives orders, sends reports and beats, never blocks training.
 
 A watcher thread owns the reading side and sends a beat every ``beat_interval_seconds``. The main
 thread waits for decisions in :meth:`MemberLink.wait_record`, and every other wait of the main
 thread includes :attr:`MemberLink.interrupt_fd`, which is readable from the moment the current epoch
 is closed (or the run is stopped) until the next record is taken.
 
-The agent's end of the socket closes only when the agent is gone; then this member ends at once, for
-nobody watches it any more (the parent-death signal does the same, without a thread's help).
+The agent's end of the socket closes only when the agent is gone; then this member ends at once,
+because it is no longer supervised (the parent-death signal does the same, without a thread).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _RECEIVE_BYTES = 1 << 16
 
 
 class StopOrder(Exception):
-    """The run is over; the text says why. The member leaves its main function."""
+    """The end of the run, with the reason as text. The member leaves its main function."""
 
 
 @dataclass(frozen=True)
 class Handlers:
     """Callbacks of the watcher thread; each must return soon and must not wait for the main thread.
 
-    ``on_close(epoch, cause)`` runs after the interrupt is readable. ``status()`` answers the body
+    ``on_close(epoch, cause)`` runs after the interrupt is readable. ``status()`` returns the body
     of a beat: section, iteration, waiting ([group, operation, sequence] or None), progress, and
-    what member/role_reports.py adds when the process stands still.
+    the fields that member/role_reports.py adds when the process stands still.
     """
 
     on_close: Callable[[int, str], None]
@@ -53,10 +53,10 @@ class Handlers:
 
 
 class MemberLink:
-    """See the module text. Every method may be called from any thread.
+    """The member's end of the link (see the module text). Any thread may call any method.
 
-    ``wait_record`` is meant for one thread at a time (the main one), as it takes the interrupt
-    back.
+    ``wait_record`` is meant for one thread at a time (the main thread), because it clears the
+    interrupt.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class MemberLink:
 
     @staticmethod
     def from_environment() -> MemberLink:
-        """The link whose socket the agent handed over.
+        """Return the link whose socket the agent handed over.
 
         Raises RuntimeError when this process was not started by an agent.
         """
@@ -93,7 +93,7 @@ class MemberLink:
         return MemberLink(connection, place, os.environ["DEADPOOL_RUN_ID"], settings)
 
     def start(self, handlers: Handlers) -> None:
-        """Say hello and start the watcher thread."""
+        """Send the hello and start the watcher thread."""
         self._handlers = handlers
         self._connection.setblocking(False)
         self.send({"t": "hello", "pid": os.getpid()})
@@ -109,12 +109,12 @@ class MemberLink:
             os.eventfd_write(self._wake_fd, 1)
 
     def send_event(self, event: Event) -> None:
-        """Report to the coordinator, the only writer of the event file."""
+        """Report an event to the coordinator, the only writer of the event file."""
         self.send(report_of(event))
 
     def wait_record(self, after_epoch: int, deadline_seconds: float | None = None) -> EpochRecord:
-        """Wait for the record of an open epoch newer than ``after_epoch``, and take the interrupt
-        back in the same instant.
+        """Wait for the record of an open epoch newer than ``after_epoch``, and clear the interrupt
+        in the same instant.
 
         Raises StopOrder when the run is over, and TimeoutError after ``deadline_seconds`` (None:
         only for spares, whose agent and coordinator have deadlines of their own).
@@ -138,7 +138,7 @@ class MemberLink:
 
     @property
     def closed_epoch(self) -> int:
-        """Newest epoch known to be closed; 0 before the first close."""
+        """Return the newest epoch known to be closed; 0 before the first close."""
         return self._closed_epoch
 
     @property
@@ -147,7 +147,7 @@ class MemberLink:
         return self._stop_reason is not None
 
     def flush(self, deadline_seconds: float) -> bool:
-        """Wait until everything queued has been sent; False when the time was not enough."""
+        """Wait until everything queued has been sent; False after the deadline."""
         limit = time.monotonic() + deadline_seconds
         while True:
             with self._retransmit_lock:
@@ -227,7 +227,7 @@ class MemberLink:
         assert self._handlers is not None
         with self._state:
             if epoch <= self._closed_epoch:
-                return  # told twice, as after a reconnect of the agent
+                return  # a duplicate, as after a reconnect of the agent
             self._closed_epoch = epoch
             os.eventfd_write(self.interrupt_fd, 1)
         self.store.close(epoch)
@@ -246,7 +246,7 @@ class MemberLink:
         try:
             status = self._handlers.status()
         except Exception as error:
-            # A broken status must not look like a frozen process; it is reported once.
+            # A failing status must not look like a frozen process; it is reported once.
             status = {"section": "unknown", "iteration": 0, "waiting": None, "progress": 0}
             if not self._status_failed:
                 self._status_failed = True
@@ -261,13 +261,13 @@ def _take_back(event_fd: int) -> None:
 
 
 class PausePoint:
-    """The planned pause: all roles stand still after one and the same iteration, protected.
+    """The planned pause: all roles stand still after the same iteration, protected.
     Thread-safe.
 
     The order comes on the watcher thread while the main thread trains, so a role may already be in
-    the next iteration. It must say so at once: it cannot finish that iteration without the roles
-    that do stand still. The coordinator then orders a later iteration, and who stands still
-    continues to it.
+    the next iteration. It must report this at once: it cannot finish that iteration without the
+    roles that do stand still. The coordinator then orders a later iteration, and the waiting roles
+    continue to it.
     """
 
     def __init__(self) -> None:
@@ -276,9 +276,9 @@ class PausePoint:
         self._started = 0
 
     def order(self, iteration: int) -> int | None:
-        """Stand still after ``iteration`` (the latest order counts).
+        """Set the iteration to stand still after (the latest order counts).
 
-        Returns the iteration that has been started already when it is too late for that.
+        Returns the iteration that has already started if the order is too late, else None.
         """
         with self._lock:
             if self._started > iteration:
@@ -288,10 +288,10 @@ class PausePoint:
             return None
 
     def may_start(self, iteration: int) -> bool:
-        """Return whether to start ``iteration``; from then on an order to stand still before it is
-        late.
+        """Return whether ``iteration`` may start; after that an order to stand still before it is
+        too late.
 
-        False: stand still, and ask again until it is true.
+        False: the caller stands still, and calls again until the result is true.
         """
         with self._lock:
             if self._wanted is not None and self._wanted < iteration:
@@ -300,7 +300,7 @@ class PausePoint:
             return True
 
     def reset(self) -> None:
-        """The epoch is over, and with it all orders and what was started."""
+        """Forget all orders and started iterations, because the epoch is over."""
         with self._lock:
             self._wanted = None
             self._started = 0

@@ -1,16 +1,16 @@
 """The coordinator's connections: connected agents, their latest reports, the orders sent to them.
 
 A connection has been authenticated (:mod:`~deadpool_megatron.wire.listener`). It is an agent's
-(first message ``join``) or a command's (``control``). Who is refused is counted, and reported now
-and then.
+(first message ``join``) or a command's (``control``). Refused connections are counted, and the
+first of them reported.
 
-Only what the socket and its bytes do ends a connection. A message that the code of the coordinator
-fails at is refused and acknowledged: its agent stays, and no successor is told it again.
+Only the socket and its bytes end a connection. A message at which the coordinator's code fails is
+refused and acknowledged: its agent stays, and the message is not repeated to a successor.
 
-An order is numbered and kept until its agent has acknowledged it, which it does in its beats and
-when it connects. On a new connection it is sent again; the agent drops what it has had. Numbers
-rise in the order of sending, over all agents, so that one frame serves them all; they hold for
-this coordinator (``boot``) only.
+An order is numbered and kept until its agent acknowledges it, in its beats and when it connects.
+On a new connection the order is sent again; the agent drops duplicates. Numbers rise in the order
+of sending, over all agents, so that one frame serves them all; they hold for this coordinator
+(``boot``) only.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from deadpool_megatron.wire.sealed_records import RecordReader
 
 _REPORTED_REFUSALS = 100
 _RECONNECT_SECONDS = 0.5
-# Then whoever has something to say has a turn.
+# After this time of sending, other callbacks of the loop get a turn.
 _SENDING_SECONDS = 0.01
 MAXIMUM_PENDING_BYTES = 256 << 20
-# Far above what is ordered in the time after which a silent agent is given up.
+# Far above the number of orders in the time after which a silent agent is given up.
 _MOST_ORDERS = 10_000
 _REASON_CHARACTERS = 300
 Message = Mapping[str, Any]
@@ -48,11 +48,11 @@ Message = Mapping[str, Any]
 
 @dataclass
 class AgentPeer:
-    """One agent's connection. ``boot``: by which the same agent is known when it comes again.
-    ``beats``: newest beat of each local rank, with its incarnation.
+    """One agent's connection. ``boot`` identifies the agent process when it reconnects. ``beats``
+    has the newest beat of each local rank, with its incarnation.
 
-    ``told``: epoch of the newest record that the agent has been sent, by an earlier coordinator
-    perhaps. ``acknowledged``: newest report and time of the last acknowledgement.
+    ``told`` is the epoch of the newest record that the agent was sent, perhaps by an earlier
+    coordinator. ``acknowledged``: newest report and time of the last acknowledgement.
     """
 
     node: int
@@ -71,16 +71,16 @@ class AgentPeer:
     )
 
     def ping(self) -> None:
-        """Send something to an agent that has been silent, once for each silence: whether it is
-        received there tells a node that is cut off from one whose agent does not run. The first
-        message that an agent gets is its welcome.
+        """Send a ping to a silent agent, once for each silence: its receipt distinguishes a node
+        whose agent does not run from a node that is cut off. The first message that an agent gets
+        is its welcome.
         """
         if self.welcomed and not self.pinged and not self.dropped:
             self.pinged = True
             self.send({"t": "ping"})
 
     def undelivered_bytes(self) -> int:
-        """Return what was sent and is not acknowledged by the kernel of the other host."""
+        """Return the bytes sent that the kernel of the other host has not acknowledged."""
         waiting = self.writer.transport.get_write_buffer_size()
         connection = self.writer.get_extra_info("socket")
         if connection is None or self.writer.is_closing():
@@ -89,13 +89,13 @@ class AgentPeer:
         return waiting + int.from_bytes(answer, sys.byteorder)
 
     def send(self, message: Message) -> None:
-        """Queue a message that need not arrive, or that the next welcome says as well; an agent
-        that takes nothing any more is cut off.
+        """Queue a message that need not arrive, or that the next welcome repeats; abort the
+        connection of an agent that no longer reads.
         """
         self.send_frame(framing.encode(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """The same for a message that was encoded before."""
+        """Queue a message that is already encoded, as :meth:`send` does."""
         if self.writer.is_closing():
             return
         self.writer.write(frame)
@@ -107,51 +107,51 @@ class PeerEvents(Protocol):
     """The part of the coordinator that acts on connections."""
 
     def agent_joined(self, peer: AgentPeer, message: Message, again: bool) -> None:
-        """``again``: the same agent process, before its old connection was noticed to be gone. It
-        is ``welcomed`` if it was on that one.
+        """Take an agent that joined. ``again``: the same agent process has reconnected before the
+        loss of its old connection was noticed; it is ``welcomed`` if it was on the old connection.
         """
 
     def agent_reported(self, peer: AgentPeer, message: Message) -> None:
-        """A numbered report, once, in order; also of a node that was dropped. What is raised
-        refuses this report.
+        """Take a numbered report, once, in order, even of a dropped node. Any exception refuses
+        this report.
         """
 
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
-        """The connection of a node that was not dropped has ended."""
+        """Take the end of the connection of a node that was not dropped."""
 
     def superseded(self, why: str) -> None:
-        """Another coordinator holds a newer term."""
+        """Step down, because another coordinator holds a newer term."""
 
     async def command(self, message: Message) -> dict[str, Any]:
-        """Answer to a command of a user."""
+        """Return the answer to a command of a user."""
 
     def refused(self, who: str, why: str) -> None:
-        """Somebody or something was not let in."""
+        """Report a connection or message that was refused."""
 
 
 class Peers:
-    """All connections. Used from the coordinator's loop only. ``term``: of this coordinator."""
+    """The coordinator's connections, for its loop only. ``term`` is this coordinator's."""
 
     def __init__(self, settings: Settings, events: PeerEvents, term: int) -> None:
         self.agents: dict[int, AgentPeer] = {}
-        self.boot = secrets.token_hex(8)  # by which agents know this coordinator from the others
+        self.boot = secrets.token_hex(8)  # distinguishes this coordinator from others for agents
         self.refusals = 0
         self._ordered = 0
         self._to_send: deque[tuple[AgentPeer, Callable[[AgentPeer], None]]] = deque()
         self._is_sending = False
-        self.hearing = ""  # the agent whose message is being taken, in words
+        self.hearing = ""  # description of the agent whose message is being handled
         self._connect_seconds = settings.connect_seconds
-        # Beats that come sooner after an acknowledgement get none of their own, unless reports
-        # came, too.
+        # Beats that arrive sooner after an acknowledgement are not acknowledged, unless reports
+        # arrived, too.
         self._acknowledge_seconds = acknowledge_seconds(settings)
-        # By how much longer an agent that only joined may be silent: it may not know that it is in,
-        # and then counts on the limit for rejoining.
+        # The extra silence allowed to an agent that has only joined: it may not know that it is
+        # accepted, and then uses the limit for rejoining.
         self._join_credit_seconds = settings.rejoin_seconds - settings.node_silence_seconds
         self._events = events
         self._term = term
-        # Newest report taken from each agent process, kept beyond the end of its connection.
+        # The newest report taken from each agent process, kept after its connection ends.
         self._taken: dict[tuple[int, str], int] = {}
-        # The same for its newest greeting: an older one comes late, and its agent has gone on.
+        # The same for its newest greeting: an older greeting is late, and its agent has moved on.
         self._greeted: dict[tuple[int, str], int] = {}
 
     def send_all(self, message: Message) -> None:
@@ -181,11 +181,11 @@ class Peers:
         try:
             self._events.agent_left(peer, cause)
         finally:
-            self.forget(peer)  # not before: the end of one that is dropped says nothing
+            self.forget(peer)  # not before: the end of a dropped peer is not reported
 
     def in_turn(self, peers: list[AgentPeer], send: Callable[[AgentPeer], None]) -> None:
-        """Send something to each of these, a part of thousands at a time; what is sent to anybody
-        later comes after it.
+        """Send something to each of these peers, some of thousands at a time, in the order of the
+        calls.
         """
         self._to_send.extend((peer, send) for peer in peers)
         if not self._is_sending:
@@ -202,7 +202,7 @@ class Peers:
 
     def welcome(self, peer: AgentPeer, message: Message, record: bytes = b"") -> None:
         """Send an agent its welcome, the frame of the record if it lacks that, and then every order
-        that it has not had yet."""
+        that it has not acknowledged."""
         peer.welcomed = True
         peer.send({**message, "boot": self.boot})
         if record:
@@ -211,27 +211,27 @@ class Peers:
             peer.send_frame(frame)
 
     def listening(self) -> list[AgentPeer]:
-        """Agents that have been welcomed and not been dropped."""
+        """Return the agents that have been welcomed and not been dropped."""
         return [peer for peer in self.agents.values() if peer.welcomed and not peer.dropped]
 
     def taken(self, peer: AgentPeer) -> int:
-        """Number of the newest report taken from this agent process."""
+        """Return the number of the newest report taken from this agent process."""
         return self._taken.get((peer.node, peer.boot), 0)
 
     def silent(self, limit_seconds: float, now: float) -> list[AgentPeer]:
-        """Agents that are connected but have said nothing for longer than the limit."""
+        """Return the connected agents that have sent nothing for longer than the limit."""
         return [p for p in self.agents.values() if now - p.last_seen > limit_seconds]
 
     def reaches_most(self, limit_seconds: float, now: float, own_node: int | None) -> bool:
-        """Return whether at least half of the connected agents have spoken within the limit,
-        without the one on the host of this coordinator: no cable lies between.
+        """Return whether at least half of the connected agents have sent something within the
+        limit, except the agent on this coordinator's host: no network lies between them.
         """
         others = [peer for peer in self.agents.values() if peer.node != own_node]
         silent = sum(now - peer.last_seen > limit_seconds for peer in others)
         return 2 * silent <= len(others)
 
     def reset_timers(self, now: float) -> None:
-        """Count every silence again: what was not heard until now proves nothing."""
+        """Restart every silence timer, because silence until now proves nothing."""
         for peer in self.agents.values():
             peer.last_seen = max(peer.last_seen, now)
 
@@ -243,12 +243,12 @@ class Peers:
         peer.writer.close()
 
     async def serve(self, reader: RecordReader, writer: asyncio.StreamWriter, who: str) -> None:
-        """One authenticated connection, to its end."""
+        """Serve one authenticated connection until it ends."""
         try:
             async with asyncio.timeout(self._connect_seconds):
                 first = await framing.read_frame(reader)
         except ConnectionClosed:
-            return  # who only wanted to know whether the greeting works
+            return  # a probe that only checked whether the handshake works
         except WireError as error:
             self.refuse(who, f"WireError: {error}")
             return
@@ -275,11 +275,11 @@ class Peers:
             self.refuse_broken(who, f"command {str(message.get('command'))[:40]!r}", error)
             return
         writer.write(frame)
-        with contextlib.suppress(OSError, TimeoutError):  # who asked has gone
+        with contextlib.suppress(OSError, TimeoutError):  # the command has ended
             await asyncio.wait_for(writer.drain(), self._connect_seconds)
 
     def refuse(self, who: str, why: str) -> None:
-        """Count somebody or something that was not let in."""
+        """Count a refused connection or message, and report the first of them."""
         self.refusals += 1
         if self.refusals <= _REPORTED_REFUSALS:
             try:
@@ -288,7 +288,7 @@ class Peers:
                 traceback.print_exception(error)
 
     def refuse_broken(self, who: str, what: str, error: BaseException) -> None:
-        """Refuse a message that our own code failed at, and say on standard error where."""
+        """Refuse a message at which our own code failed, and print the traceback."""
         if self.refusals < _REPORTED_REFUSALS:
             traceback.print_exception(error)
         self.refuse(who, f"{what}: {error!r}"[:_REASON_CHARACTERS])
@@ -318,15 +318,15 @@ class Peers:
                 self._events.agent_left(peer, cause)
 
     def _is_late(self, first: Message) -> bool:
-        """Return whether the agent has greeted again since it said this."""
+        """Return whether the agent has already sent a newer greeting."""
         process, number = (int(first["node"]), str(first["boot"])), int(first["greeting"])
         newest = self._greeted.get(process, 0)
         self._greeted[process] = max(newest, number)
         return number < newest
 
     def _admit(self, writer: asyncio.StreamWriter, first: Message) -> tuple[AgentPeer, bool]:
-        """The agent by its first message, and whether it was connected already. Raises WireError
-        when another one has its number, KeyError, TypeError or ValueError for a malformed message.
+        """Return the agent by its first message, and whether it was connected before. Raises
+        WireError if another agent has its number; KeyError, TypeError, ValueError if malformed.
         """
         node, boot = int(first["node"]), str(first["boot"])
         until = time.monotonic() + self._join_credit_seconds
@@ -346,7 +346,7 @@ class Peers:
         return peer, again
 
     async def _hear(self, peer: AgentPeer, reader: RecordReader) -> str:
-        """Take what an agent says until its connection ends; returns how it ended."""
+        """Take an agent's messages until its connection ends, and return how it ended."""
         frames = framing.FrameBuffer()
 
         def take(piece: bytes) -> None:
@@ -356,12 +356,12 @@ class Peers:
         try:
             await reader.listen(take)
         except OSError as error:
-            # Something between has cut or altered it. An agent that lives is told, and comes again.
+            # The stream was cut or altered on its way. A live agent sees the reset and reconnects.
             reset(peer.writer)
             await asyncio.sleep(_RECONNECT_SECONDS)
             return f"connection lost: {error.strerror or error}"
         except ConnectionClosed:
-            pass  # in the middle of a record
+            pass  # the connection ended within a record
         except WireError as error:
             self.refuse(f"agent of node {peer.node}", f"agent sent garbage: {error}")
             return f"agent sent garbage: {error}"
@@ -370,7 +370,7 @@ class Peers:
     def _hand_over(
         self, peer: AgentPeer, message: Message, take: Callable[[AgentPeer, Message], None]
     ) -> bool:
-        """Return whether a message was taken; what is raised over it refuses it."""
+        """Return whether a message was taken; an exception refuses it."""
         self.hearing = f"agent of node {peer.node}"
         try:
             take(peer, message)
@@ -382,7 +382,7 @@ class Peers:
         return True
 
     def _acknowledge(self, peer: AgentPeer, sent_at: float) -> None:
-        """Answer a beat, unless an answer a moment ago said nearly the same."""
+        """Acknowledge a beat, unless a recent acknowledgement was nearly the same."""
         taken, (last, at) = self.taken(peer), peer.acknowledged
         if taken != last or peer.last_seen - at >= self._acknowledge_seconds:
             peer.acknowledged = (taken, peer.last_seen)

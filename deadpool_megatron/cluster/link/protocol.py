@@ -1,6 +1,6 @@
-"""Messages of agents and members -> inputs of the state machine. Pure; raises for malformed ones.
+"""Messages of agents and members -> inputs of the state machine. Pure; raises if malformed.
 
-KeyError, TypeError and ValueError mean that the message is not one of ours: the caller refuses it.
+KeyError, TypeError and ValueError mean that the message is not ours: the caller refuses it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SeatKey = tuple[int, int, int]
 Read = TypeVar("Read")
 NONE_KNOWN: Mapping[int, RoleLayout] = {}
 _SHOWN_FRAMES = 4
-# Numbers that results are made of; a coordinator drops those that it has already.
+# Events with the numbers of results; a coordinator drops duplicates.
 NUMBERS = frozenset({Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH})
-# What decisions go by comes as a report of its own, of which an event is written as well.
+# Decisions depend on separate reports, from which events are written as well.
 PROGRESS = NUMBERS | {Kind.GATE_WAIT, Kind.COMMITTED, Kind.EXPOSED, Kind.STACK}
 
 _OF_AGENTS: Mapping[str, type[inputs.Input]] = {
@@ -48,7 +48,7 @@ OF_MEMBERS: Mapping[str, type[inputs.Input]] = {
 
 
 def join(message: Message) -> inputs.NodeJoined:
-    """An agent's first message."""
+    """Return the input for an agent's first message."""
     joined: inputs.NodeJoined = read(inputs.NodeJoined, message)
     if not 0 <= joined.node <= MOST_NUMBER:  # the journal could not name it once it is lost
         raise ValueError(f"a node has a number between 0 and {MOST_NUMBER}, not {joined.node}")
@@ -59,9 +59,9 @@ def join(message: Message) -> inputs.NodeJoined:
 def from_agent(
     node: int, message: Message, layouts: Mapping[int, RoleLayout] = NONE_KNOWN
 ) -> inputs.Input | None:
-    """A report of an agent about its node; None when the machine has no use for it.
+    """Return the input for an agent's report about its node; None when the machine needs none.
 
-    ``layouts``: of the roles, as far as they are known already.
+    ``layouts`` are those of the roles, as far as they are known already.
     """
     match message["t"]:
         case "inventory":
@@ -86,8 +86,8 @@ def _read(kind: type[Read], node: int, message: Message) -> Read:
 
 
 def _inventory(values: Message, known: Mapping[int, RoleLayout]) -> Inventory:
-    """With the layouts that are known already, where the hash is equal: after a loss all nodes send
-    theirs at the same moment."""
+    """Return an inventory that shares the known layouts with equal hash, to save work: after a loss
+    all nodes send theirs at the same moment."""
     layouts = []
     for one in values["layouts"]:
         same = known.get(one["role"])
@@ -97,12 +97,12 @@ def _inventory(values: Message, known: Mapping[int, RoleLayout]) -> Inventory:
 
 
 def report_of(event: Event) -> dict[str, Any]:
-    """The message that tells of an event: of progress, or one for people alone."""
+    """Return the message that reports an event: of progress, or for users alone."""
     return {"t": "progress" if event.kind in PROGRESS else "event", "event": event.to_dict()}
 
 
 def from_progress(report: Event) -> inputs.Input | None:
-    """Return what reported progress tells the machine, if anything."""
+    """Return the machine's input from reported progress, if any."""
     if report.kind is Kind.STEP and report.iteration is not None:
         if (found := not_finite(report.data)) is None:
             return inputs.StepReported(report.epoch, report.iteration)
@@ -119,7 +119,7 @@ def from_progress(report: Event) -> inputs.Input | None:
 
 
 def event_of_member(m: Message, node: int, role: int | None) -> Event | None:
-    """Return what a member's message says to people and results, besides the machine."""
+    """Return the event that a member's message means for users and results, if any."""
     if m["t"] == "done":
         data = {"sha256": str(m["state_hash"]), "samples": m["samples"], **m.get("extra", {})}
         return Event(Kind.MEMBER_DONE, int(m["epoch"]), node, int(m["role"]), data=data)
@@ -130,7 +130,7 @@ def event_of_member(m: Message, node: int, role: int | None) -> Event | None:
 
 
 def seat_of(node: int, message: Message) -> SeatKey:
-    """The place of the member that an agent's report is about."""
+    """Return the seat of the member that is the subject of an agent's report."""
     return node, int(message["slot"]), int(message["incarnation"])
 
 

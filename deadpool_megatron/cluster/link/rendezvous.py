@@ -1,17 +1,17 @@
 """The store in which communicators meet, between members, their agents and the coordinator.
 
-All three say the same to each other, and any of it may be repeated::
+All three send each other the same message, and any of it may be repeated::
 
     {"t": "store", "epoch": e, "values": {key: value in base64}, "want": [folder, ...]}
 
-The first value of a key stays. The folder of a key is what stands before its last ``/``: who wants
-a folder is sent all values in it, those that are there and those that come.
+The first value of a key stays. The folder of a key is the text before its last ``/``: a client that
+wants a folder is sent all values in it, present and future.
 
-At each place there is a hub with the values of one epoch, and with who wants which. The coordinator
-serves its agents, each agent its members: what these write goes to the coordinator, what they want
-is asked for once for all of them. The agent keeps both until the epoch is closed and says them
-again at each welcome, so that neither a cut connection nor a new coordinator, which holds nothing
-but this in memory, loses any of it.
+Coordinator and agents each have a hub with the values of one epoch, and the folders that each
+client wants. The coordinator serves its agents, each agent its members: their values are forwarded
+to the coordinator, and each wanted folder is requested once for all of them. The agent keeps both
+until the epoch is closed and repeats them at each welcome, so that neither a cut connection nor a
+new coordinator, whose memory holds nothing else, loses any of it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from deadpool_megatron.wire.framing import encode
 MAXIMUM_KEY_CHARACTERS = 512
 MAXIMUM_VALUE_BYTES = 1 << 20
 _MAXIMUM_TEXT = (MAXIMUM_VALUE_BYTES + 2) // 3 * 4
-# Far above what 512 roles in full meshes say of themselves (some 20 MiB).
+# Far above the values of 512 roles in full meshes (some 20 MiB).
 MAXIMUM_EPOCH_BYTES = 256 << 20
 _PIECE_BYTES = 1 << 20
-_ENTRY_BYTES = 64  # what a key costs beside its text
+_ENTRY_BYTES = 64  # the cost of a key in addition to its text
 Who = TypeVar("Who")
 
 
@@ -68,7 +68,7 @@ def _is_text(value: object, limit: int) -> bool:
 
 @dataclass
 class _Folder(Generic[Who]):
-    """``fresh`` has not been delivered to ``served``; ``newcomers`` have been delivered nothing."""
+    """One folder. ``served`` have received all but ``fresh``, ``newcomers`` nothing."""
 
     values: dict[str, str] = field(default_factory=dict)
     fresh: dict[str, str] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class _Folder(Generic[Who]):
 
 
 class StoreHub(Generic[Who]):
-    """Used from one thread. Holds the values of one epoch only."""
+    """The values of one epoch and the clients that want them. Used from one thread."""
 
     def __init__(self, maximum_bytes: int = MAXIMUM_EPOCH_BYTES) -> None:
         self.epoch = 0
@@ -87,14 +87,14 @@ class StoreHub(Generic[Who]):
         self._due: dict[str, None] = {}
 
     def enter(self, epoch: int) -> None:
-        """Serve ``epoch`` from now on; what was held of another one is dropped."""
+        """Serve ``epoch`` from now on, and drop the values of any other epoch."""
         if epoch != self.epoch:
             self.epoch, self._bytes = epoch, 0
             self._folders.clear()
             self._due.clear()
 
     def put(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Take values; returns those that are new. Raises ValueError when there are too many."""
+        """Take values, and return those that are new. Raises ValueError when there are too many."""
         new = {}
         for key, value in values.items():
             name = folder_of(key)
@@ -106,9 +106,9 @@ class StoreHub(Generic[Who]):
         return new
 
     def want(self, who: Who, name: str) -> bool:
-        """Deliver all values of a folder, present and future; asked again, the present ones are
-        delivered again. Returns whether nobody had asked for it before. Raises ValueError when too
-        much is asked for.
+        """Deliver all values of a folder, present and future; a repeated request delivers the
+        present values again. Returns whether this is the first request for the folder. Raises
+        ValueError when too much is requested.
         """
         folder = self._folder(name)
         first = not folder.served and not folder.newcomers
@@ -119,8 +119,8 @@ class StoreHub(Generic[Who]):
         return first
 
     def deliveries(self) -> Iterator[tuple[list[Who], dict[str, str]]]:
-        """Yields what is to be delivered now: to whom, and which values, in pieces of a bounded
-        size. Each delivery comes once.
+        """Yield the deliveries that are due: receivers and values, in pieces of a bounded size.
+        Each delivery is yielded once.
         """
         due, self._due = self._due, {}
         for folder in (self._folders[name] for name in due):
@@ -147,8 +147,8 @@ class StoreHub(Generic[Who]):
 
 
 class CoordinatorStore:
-    """Used from the coordinator's loop. ``send_frame`` sends an encoded message to a node;
-    ``epoch`` returns the epoch that is being opened or open, 0 when there is none.
+    """The coordinator's store, for its loop. ``send_frame`` sends an encoded message to a node;
+    ``epoch`` returns the epoch that is open or being opened, 0 when there is none.
     """
 
     def __init__(
@@ -162,9 +162,9 @@ class CoordinatorStore:
         self._is_due = False
 
     def heard(self, node: int, message: Mapping[str, Any]) -> None:
-        """Take what an agent says; of another epoch than the open one it is dropped.
+        """Take an agent's message, and drop it if its epoch is not the open epoch.
 
-        Raises ValueError for what no honest agent says.
+        Raises ValueError for a message that no correct agent sends.
         """
         epoch, values, want = unpack(message)
         self._hub.enter(self._epoch())
@@ -176,7 +176,7 @@ class CoordinatorStore:
             self._hub.want(node, folder)
         if not self._is_due:
             self._is_due = True
-            # When the loop has heard everybody who speaks in this turn: they share messages.
+            # After all messages of this turn of the loop, so that they share one delivery.
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
@@ -188,7 +188,7 @@ class CoordinatorStore:
 
 
 class Speaker(Protocol):
-    """A member."""
+    """A member as the relay sees it."""
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one message."""
@@ -198,7 +198,7 @@ class Speaker(Protocol):
 
 
 class StoreRelay:
-    """Used from the agent's loop. ``send`` is the way to the coordinator."""
+    """The agent's store, for its loop. ``send`` sends to the coordinator."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
@@ -210,7 +210,7 @@ class StoreRelay:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is served; 0: none."""
+        """Return the epoch that is served; 0: none."""
         return self._hub.epoch
 
     def enter(self, epoch: int) -> None:
@@ -220,11 +220,11 @@ class StoreRelay:
             self._own, self._wanted, self._unsaid = {}, {}, ({}, {})
 
     def from_member(self, member: Speaker, message: Mapping[str, Any]) -> None:
-        """Take what a member says; one that says what no member should is killed."""
+        """Take a member's message; kill the member if it is invalid."""
         try:
             epoch, said, wanted = unpack(message)
             if epoch != self._hub.epoch or not epoch:
-                return  # it has not heard of the close yet
+                return  # the close has not reached this member yet
             values, want = self._unsaid
             new = self._hub.put(said)
             self._own |= new
@@ -237,7 +237,7 @@ class StoreRelay:
             member.kill(f"sent garbage: {error}")
 
     def from_coordinator(self, message: Mapping[str, Any]) -> None:
-        """Take what members of other nodes have written."""
+        """Take the values of members of other nodes."""
         try:
             epoch, values, _ = unpack(message)
             if epoch == self._hub.epoch > 0:
@@ -247,8 +247,8 @@ class StoreRelay:
             print(f"refused of the coordinator: {error}", file=sys.stderr, flush=True)
 
     def repeat(self) -> None:
-        """Say everything again, to a coordinator that may not have heard it or whose answers may
-        be lost.
+        """Send everything again, to a coordinator that may not have received it, or whose answers
+        may be lost.
         """
         if self._own or self._wanted:
             self._unsaid = dict(self._own), dict(self._wanted)
@@ -257,7 +257,7 @@ class StoreRelay:
     def _flush_soon(self) -> None:
         if not self._is_due:
             self._is_due = True
-            # When the loop has heard everybody who speaks in this turn: they share messages.
+            # After all messages of this turn of the loop, so that they share one delivery.
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
@@ -266,7 +266,7 @@ class StoreRelay:
         values, want = self._unsaid
         if values or want:
             self._unsaid = {}, {}
-            # Of an epoch both may be more than one frame holds.
+            # Values and folders of an epoch may each be too large for one frame.
             nothing: dict[str, str] = {}
             folders = _pieces(dict.fromkeys(want, ""))
             for piece, wanted in zip_longest(_pieces(values), folders, fillvalue=nothing):
@@ -291,13 +291,13 @@ def _pieces(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 class StoreError(RuntimeError):
-    """The epoch is closed, a value did not come in time, or one is too large."""
+    """A closed epoch, a value that did not come in time, or a value that is too large."""
 
 
 class MemberStore:
-    """A member's end of it. Any thread. ``send`` is the way to the agent and does not block.
+    """A member's end of the store, for any thread. ``send`` sends to the agent without blocking.
 
-    Holds what was asked for in the newest epoch that was asked in.
+    It holds the values requested in the newest epoch in which any were requested.
     """
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
@@ -320,13 +320,13 @@ class MemberStore:
         self._send(pack(epoch, {key: text}))
 
     def has(self, epoch: int, keys: Sequence[str]) -> bool:
-        """Return whether all values have arrived; they are asked for. Raises StoreError."""
+        """Return whether all values have arrived, and request those missing. Raises StoreError."""
         with self._changed:
             self._ask(epoch, keys)
             return all(key in self._values for key in keys)
 
     def wait(self, epoch: int, keys: Sequence[str], deadline_seconds: float) -> None:
-        """Return when all values are written.
+        """Wait until all values are written.
 
         Raises StoreError at once when the epoch is or gets closed, and after ``deadline_seconds``.
         """
@@ -349,7 +349,7 @@ class MemberStore:
             return base64.b64decode(self._values[key])
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Values from the agent. Raises ValueError when they are malformed."""
+        """Take values from the agent. Raises ValueError when they are malformed."""
         epoch, values, _ = unpack(message)
         with self._changed:
             if epoch == self._epoch and epoch > self._closed:
@@ -357,7 +357,7 @@ class MemberStore:
                 self._changed.notify_all()
 
     def close(self, epoch: int) -> None:
-        """End every wait in ``epoch`` and those before."""
+        """End every wait in ``epoch`` and earlier epochs."""
         with self._changed:
             self._closed = max(self._closed, epoch)
             if self._epoch <= self._closed:

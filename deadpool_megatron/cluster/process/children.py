@@ -24,14 +24,14 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """The end of a process: exactly one of the two is set."""
+    """The end of a process; exactly one field is set."""
 
     exit_code: int | None = None
     signal: int | None = None
 
     @staticmethod
     def from_wait_status(status: int) -> ProcessEnd:
-        """From what ``waitpid`` answers."""
+        """Return the end that a status of ``waitpid`` means."""
         code = os.waitstatus_to_exitcode(status)
         return ProcessEnd(exit_code=code) if code >= 0 else ProcessEnd(signal=-code)
 
@@ -42,7 +42,7 @@ class ProcessEnd:
 
 
 class Watch(ABC):
-    """A process whose end is told once, to ``on_end``, after the rest of its group was killed."""
+    """A process. Its end is reported once, to ``on_end``, after the rest of its group is killed."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -51,18 +51,18 @@ class Watch(ABC):
         self._on_end: Callable[[ProcessEnd], None] | None = None
 
     def then(self, on_end: Callable[[ProcessEnd], None]) -> None:
-        """Have ``on_end`` be told, from the loop, also where it has ended already."""
+        """Call ``on_end`` from the loop at the end, even if the process has ended already."""
         self._on_end = on_end
         if self.ending is not None:
             asyncio.get_running_loop().call_soon(on_end, self.ending)
 
     @abstractmethod
     def kill(self) -> None:
-        """SIGKILL; also ends a stopped one. One that has ended is fine."""
+        """Send SIGKILL, which also ends a stopped process; do nothing if it has ended."""
 
     async def end(self, limit_seconds: float) -> bool:
-        """SIGKILL it and wait for its end; False where the kernel holds it for longer, as in a call
-        to a file system that hangs: it dies later.
+        """Kill the process and wait for its end; False where the kernel holds it for longer, as in
+        a call to a file system that hangs: it dies later.
         """
         self.kill()
         try:
@@ -73,7 +73,7 @@ class Watch(ABC):
         return True
 
     def finish(self, ending: ProcessEnd) -> None:
-        """It is reaped."""
+        """Record and report the end of the reaped process."""
         self.ending = ending
         self.ended.set()
         if self._on_end is not None:
@@ -82,24 +82,24 @@ class Watch(ABC):
 
 class ChildWatch(Watch):
     """A child of this process. The rest of its group is killed while the dead leader still holds
-    the group's number.
+    the id of the group.
     """
 
     def __init__(self, pid: int, on_end: Callable[[ProcessEnd], None] | None = None) -> None:
-        """Raises OSError when there is no descriptor for it; the child has ended by then."""
+        """Raises OSError when no descriptor can be opened; the child is killed first."""
         super().__init__(pid)
         self._on_end = on_end
         try:
             self._handle = os.pidfd_open(pid)
         except OSError:
-            self.kill()  # nobody would ever hear of its end
+            self.kill()  # its end would never be noticed
             os.waitpid(pid, 0)
             raise
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._handle, self._gone)
 
     def kill(self) -> None:
-        """See :class:`Watch`; the process group with it."""
+        """Kill the process and its group; see :class:`Watch`."""
         if self.ending is None:
             posix.kill(self.pid)  # it may not have made its own group yet
             posix.kill_group(self.pid)
@@ -122,11 +122,11 @@ def start_child(
     stdin: int = subprocess.DEVNULL,
     dies_with_us: bool = False,
 ) -> ChildWatch:
-    """Start this interpreter with ``command``, in a process group of its own.
+    """Start this interpreter with ``command``, in its own process group.
 
-    What it prints is appended to ``log`` (None: where this process prints); ``environment`` is
-    added to this process's own, ``sockets`` are descriptors that it inherits under their numbers.
-    ``dies_with_us``: with the calling thread. For the loop's thread; raises OSError.
+    Its output is appended to ``log`` (None: the output of this process); ``environment`` is added
+    to this process's own, ``sockets`` are descriptors that it inherits under their numbers.
+    ``dies_with_us``: it dies with the calling thread. For the loop's thread; raises OSError.
     """
     parent = os.getpid()
     opened = -1
@@ -146,12 +146,12 @@ def start_child(
     finally:
         if opened >= 0:
             os.close(opened)
-    process.returncode = 0  # reaped by its pid: this object must not try to as well
+    process.returncode = 0  # ChildWatch reaps it by its pid: this object must not try as well
     return ChildWatch(process.pid, on_end)
 
 
 async def answer_of(command: Sequence[str], log: Path, limit_seconds: float) -> str:
-    """Return the last line that a child prints to ``log``; it is killed after the limit.
+    """Return the last line that a child prints to ``log``; kill the child after the limit.
 
     Raises OSError or TimeoutError.
     """
@@ -166,10 +166,10 @@ async def answer_of(command: Sequence[str], log: Path, limit_seconds: float) -> 
 
 
 async def patiently(make: Callable[[], Awaitable[Made]], limit_seconds: float) -> Made:
-    """Return what ``make`` returns, called again with growing pauses while something is short.
+    """Return the result of ``make``, retried with growing pauses while a resource is short.
 
-    Raises its OSError when that is none of a shortage, or when the time is over; whatever else
-    ``make`` raises, it raises at once.
+    Raises its OSError when that is no shortage, or when the time is over, and any other exception
+    of ``make`` at once.
     """
     pause, limit = FIRST_PAUSE_SECONDS, time.monotonic() + limit_seconds
     while True:

@@ -1,12 +1,12 @@
-"""Starts of members: forks of a process that has imported what they need, or parked processes.
+"""Starts of members: forks of a process that has imported their modules, or parked processes.
 
-The *fork server* is forked once, before its parent has a second thread or a loop. It imports what
-all members need, says whether it may fork (it has one thread, and no CUDA driver was touched, which
-no fork survives), and then forks for whoever holds the other end of its socket: members, or servers
-of other nodes of the host. It reaps what it has forked and tells how that ended. A member dies with
-its server, by the kernel's hand, and a server ends when its socket does, so with the agent that
-holds it. A *parked* process has imported the same, waits, and becomes the one member that it is
-told to be; the next one for its place is started then.
+The *fork server* is forked once, before its parent has a second thread or a loop. It imports the
+modules of all members, reports whether it may fork (it has one thread, and has not touched the CUDA
+driver, which no fork survives), and then forks for the process that holds the other end of its
+socket: members, or servers for other nodes of the host. It reaps its children and reports how they
+ended. The kernel kills a member when its server dies, and a server ends when its socket does, so
+with the agent that holds it. A *parked* process has imported the same, waits, and becomes the
+member named in its first message; then the next parked process for its local rank is started.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ Message = Mapping[str, Any]
 
 
 class StartError(Exception):
-    """A member could not be started; one clear line."""
+    """The failure to start a member, in one clear line."""
 
 
 class BrokenImport(StartError):
-    """A module that members need cannot be imported."""
+    """The failure to import a module that members need."""
 
 
 @dataclass(frozen=True)
 class ForkServer:
-    """The near end of one. ``connection``: for an agent's :class:`Starter`, or for a launcher that
-    asks for one more server for each agent. ``is_ready``: everything is imported, and it forks.
-    ``pid``: 0 for one that another server has forked.
+    """The near end of a fork server. ``connection`` is for an agent's :class:`Starter`, or for a
+    launcher that requests a server for each agent. ``is_ready``: everything is imported, and it
+    forks. ``pid`` is 0 if another server has forked it.
     """
 
     pid: int
@@ -65,8 +65,8 @@ class ForkServer:
 
     @staticmethod
     def begin(modules: Sequence[str]) -> ForkServer:
-        """Fork it from this process. Raises OSError, and StartError where other threads of this
-        process make that unsafe."""
+        """Fork a server from this process. Raises OSError, and StartError where other threads of
+        this process make that unsafe."""
         if posix.thread_count() != 1:
             raise StartError(f"{posix.thread_count()} threads are here, which no fork is safe with")
         ours, theirs = connection_pair()
@@ -84,8 +84,8 @@ class ForkServer:
         return ForkServer(pid, ours)
 
     def ready(self) -> ForkServer:
-        """Wait until everything is imported. Raises StartError where that fails, or it may not
-        fork."""
+        """Wait until everything is imported. Raises StartError where that fails, or where the
+        server may not fork."""
         said, _ = receive_message(self.connection)
         if not said:
             said = {"why": "the process that imports what members need has ended"}
@@ -95,7 +95,7 @@ class ForkServer:
         return replace(self, is_ready=True)
 
     def serve_node(self) -> ForkServer | None:
-        """Return one more server, None where there is none to be had."""
+        """Return another server, None where the connection is lost."""
         ours, theirs = connection_pair()
         with theirs:
             try:
@@ -106,7 +106,7 @@ class ForkServer:
         return ForkServer(0, ours, self.is_ready)
 
     def end(self) -> None:
-        """End it, and what it has forked for this process."""
+        """End the server and the members that it has forked for this process."""
         self.connection.close()
         posix.kill(self.pid)
         os.waitpid(self.pid, 0)
@@ -121,8 +121,8 @@ def send_message(connection: socket.socket, message: Message, *handles: int) -> 
 
 
 def receive_message(connection: socket.socket) -> tuple[Message, list[int]]:
-    """The next message; empty at the end of the stream, which is reset where the peer has left
-    messages unread. Raises BlockingIOError."""
+    """Return the next message; empty at the end of the stream, or at the reset after a peer that
+    left messages unread. Raises BlockingIOError."""
     try:
         data, handles, _, _ = socket.recv_fds(connection, _MAX_BYTES, 1)
     except BlockingIOError:
@@ -136,13 +136,13 @@ def receive_message(connection: socket.socket) -> tuple[Message, list[int]]:
 
 
 def send_answer(connection: socket.socket, message: Message, *handles: int) -> None:
-    """Answer the agent; one that is gone is noticed where its next request is read."""
+    """Answer the agent; its loss is noticed when its next request is read."""
     with contextlib.suppress(OSError):
         send_message(connection, message, *handles)
 
 
 def run_server(connection: socket.socket, modules: Sequence[str], parent: int) -> None:
-    """In the forked child, whose end this is. What a terminal says to its session is not for it."""
+    """Serve in the forked child until it ends, in a session of its own without terminal signals."""
     try:
         posix.die_with_parent(parent)
         os.setsid()
@@ -156,7 +156,7 @@ def run_server(connection: socket.socket, modules: Sequence[str], parent: int) -
         except BrokenImport as error:
             send_answer(connection, {"why": str(error), "broken": True})
             return
-        # Shared pages stay shared: the collector would write into each object.
+        # Members share the pages of frozen objects: the collector would write into each object.
         gc.collect()
         gc.freeze()
         why = fork_refusal()
@@ -170,7 +170,7 @@ def run_server(connection: socket.socket, modules: Sequence[str], parent: int) -
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Raises BrokenImport."""
+    """Import the modules. Raises BrokenImport."""
     LOADED.watch_imports()
     for name in modules:
         try:
@@ -183,14 +183,14 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def keep_single_threaded() -> None:
-    """To be called before anything may import numpy: its OpenBLAS would start a thread for each
-    core at import, and a fork needs there be none.
+    """Keep OpenBLAS from starting a thread for each core, which would forbid a fork. The caller
+    does this before any module may import numpy.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def fork_refusal() -> str:
-    """Return why no fork of this process would be safe; empty where it would."""
+    """Return why a fork of this process would be unsafe; empty if it would be safe."""
     if posix.thread_count() != 1:
         return "what members import starts threads"
     if "libcuda.so" in Path("/proc/self/maps").read_text():
@@ -201,7 +201,7 @@ def fork_refusal() -> str:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Fork as asked, reap and report, until nobody can ask any more."""
+    """Fork on request, reap and report, until the connection ends."""
     children: dict[int, tuple[int, bool]] = {}  # descriptor -> pid, and whether it is a member
     poller = select.poll()
     poller.register(connection, select.POLLIN)
@@ -213,7 +213,7 @@ def _serve(connection: socket.socket) -> None:
                 continue
             request, handles = receive_message(connection)
             if not request or request == _KILL_ALL:
-                # The server of a node ends with its agent, not with this one.
+                # The server of a node ends with its agent, not with this server.
                 for pid in [pid for pid, is_member in children.values() if is_member]:
                     posix.kill_group(pid)
             if not request:
@@ -230,7 +230,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _fork(connection: socket.socket, request: Message, handle: int) -> int:
-    """The pid of the new child; 0 where there is none, of which who asked is told."""
+    """Return the pid of the new child; 0 if the fork failed, which is reported for members."""
     parent = os.getpid()
     try:
         pid = os.fork()
@@ -244,12 +244,12 @@ def _fork(connection: socket.socket, request: Message, handle: int) -> int:
             become_member(MemberSpec.from_dict(request["member"]), handle)
         _serve_node(handle)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.setpgid(pid, pid)  # parent and child both: neither sees it unset
+        os.setpgid(pid, pid)  # both parent and child do this, so that neither sees it unset
     return pid
 
 
 def _serve_node(handle: int) -> NoReturn:
-    """One more server. It outlives the one that has forked it, and ends with its agent."""
+    """Serve another node. This server outlives its parent server, and ends with its agent."""
     try:
         os.setpgid(0, 0)
         posix.close_inherited((handle,))
@@ -263,7 +263,7 @@ def _serve_node(handle: int) -> NoReturn:
 
 
 def _reap(connection: socket.socket, handle: int, pid: int, is_member: bool) -> None:
-    """The group goes first, while the dead leader still holds the group's number."""
+    """Kill the group while the dead leader still holds its id, then reap and report the leader."""
     posix.kill_group(pid)
     _, status = os.waitpid(pid, 0)
     os.close(handle)
@@ -272,11 +272,11 @@ def _reap(connection: socket.socket, handle: int, pid: int, is_member: bool) -> 
 
 
 def main() -> NoReturn:
-    """A parked process: ``fork_server FD MODULES``."""
+    """Run a parked process: ``fork_server FD MODULES``."""
     set_process_name("dp-parked")
     connection = socket.socket(fileno=int(sys.argv[1]))
     _import([name for name in sys.argv[2].split(",") if name])
-    request, handles = receive_message(connection)  # ends with its agent (death signal, and this)
+    request, handles = receive_message(connection)  # empty when its agent has ended
     if not request:
         os._exit(0)
     become_member(MemberSpec.from_dict(request["member"]), handles[0])
@@ -286,14 +286,14 @@ def main() -> NoReturn:
 
 
 class _Forked(Watch):
-    """A member that the server has forked, by the descriptor that came with it."""
+    """A member that the server has forked, watched by the descriptor that came with it."""
 
     def __init__(self, pid: int, handle: int) -> None:
         super().__init__(pid)
         self._handle = handle
 
     def kill(self) -> None:
-        """See :class:`Watch`; the server kills the rest of the group."""
+        """Kill the process (see :class:`Watch`); the server kills the rest of the group."""
         if self.ending is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
@@ -312,9 +312,9 @@ class StartedMember:
 
 
 class Starter:
-    """Starts the members of a node: parked ones without a ``server``, or before it has said that it
-    forks. These import ``modules``, in the ``environment`` of their local rank: a driver looks at
-    some of it once. For the agent's loop.
+    """Starts of the members of a node. They are parked processes without a ``server``, or before it
+    has reported that it forks. These import ``modules`` in the ``environment`` of their local rank,
+    because a driver reads some of it only once. For the agent's loop.
     """
 
     def __init__(
@@ -335,11 +335,11 @@ class Starter:
             asyncio.get_running_loop().add_reader(self._server.fileno(), self._readable)
 
     async def start(self, spec: MemberSpec) -> StartedMember:
-        """Start one member. Raises StartError, and OSError without leaving anything behind."""
+        """Start a member. Raises StartError, or OSError after closing everything it opened."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                # A server has the environment of another process, of other nodes even.
+                # The environment of a server is that of another process, perhaps of other nodes.
                 whole = replace(spec, environment={**os.environ, **spec.environment})
                 request = {"member": whole.to_dict()}
                 if self._forks:
@@ -352,12 +352,12 @@ class Starter:
                 raise
 
     def prepare(self, local_rank: int) -> None:
-        """Get ready for a later start in this place, where that takes time. Raises OSError."""
+        """Prepare a later start with this local rank, where that takes time. Raises OSError."""
         if not self._forks:
             self._park(local_rank)
 
     def close(self) -> None:
-        """End what was prepared, and members that are left."""
+        """End the parked processes, and members that are left."""
         self._drop_parked()
         if self._server is not None:
             asyncio.get_running_loop().remove_reader(self._server.fileno())
@@ -396,7 +396,7 @@ class Starter:
             watch = self._forked[int(said["started"])] = _Forked(int(said["started"]), handles[0])
             asked = self._asked.popleft()
             if asked.done():
-                watch.kill()  # nobody waits for it any more
+                watch.kill()  # its start is no longer awaited
             else:
                 asked.set_result(watch)
         else:
@@ -407,8 +407,8 @@ class Starter:
             asked.set_exception(error)
 
     def _lose_server(self) -> None:
-        """It does not fork, or is gone, and with it what it has forked: from now on members are
-        parked."""
+        """Give up a server that does not fork, or that is gone with the members it has forked: from
+        now on members start from parked processes."""
         assert self._server is not None
         asyncio.get_running_loop().remove_reader(self._server.fileno())
         self._server.close()
@@ -432,7 +432,7 @@ class Starter:
         return watch
 
     def _park(self, local_rank: int) -> None:
-        """Start the parked process of this place unless there is a live one."""
+        """Start the parked process of this local rank unless it is alive."""
         if local_rank in self._parked and self._parked[local_rank][0].ending is None:
             return
         if local_rank in self._parked:

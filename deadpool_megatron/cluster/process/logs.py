@@ -2,8 +2,8 @@
 
 A file system that is full, or hangs, must not fail or stop a process that prints, nor an agent that
 has to beat and to fence its node. So logs lie in memory, and a thread of the agent copies them to
-the run directory and does what else is to be done there, one thing after the other. What the end
-of a log says about the end of its process is read here, too.
+the run directory and does the other work there, one task after the other. This module also reads
+the cause of a process's end from the end of its log.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from deadpool_megatron import file_systems
 
 _LOOK_SECONDS = 0.2
 _PIECE_BYTES = 1 << 20
-# Of what one process has printed; more than can be copied in time is given up, the oldest first.
+# Kept of the log of one process; any surplus not copied in time is dropped, the oldest first.
 _MAX_BYTES = 16 << 20
 _TRIM_SECONDS = 5.0
-# At the end nobody waits for a file system that hangs.
+# At the end a file system that hangs is not waited for.
 _LOCK_SECONDS = 2.0
 _COPIED, _LOCK = ".copied", ".lock"
-# Of what a process has printed last.
+# The end of a log that is read.
 _TAIL_BYTES = 32768
 _LINE_CHARACTERS = 400
-# An exception that was caught and logged long before the end is not the cause of it.
+# An exception that was caught and logged long before the end is not its cause.
 _TRACEBACK_LINES = 120
 _TRACEBACK = "Traceback (most recent call last):"
 
 
 def read(path: Path, start: int, nbytes: int) -> str:
-    """Return what a file holds from ``start`` on (negative: so far from its end), at most
-    ``nbytes``; empty without a file.
+    """Return at most ``nbytes`` of a file from ``start`` on (negative: counted from its end);
+    empty without a file.
     """
     try:
         with open(path, "rb") as file:
@@ -51,17 +51,17 @@ def read(path: Path, start: int, nbytes: int) -> str:
 
 
 def tail(log: Path) -> str:
-    """Return the end of a log, from somewhere in a line; empty when there is none."""
+    """Return the end of a log, starting within a line perhaps; empty when there is no log."""
     return read(log, -_TAIL_BYTES, _TAIL_BYTES)
 
 
 def last_line(log: Path) -> str:
-    """Return what a log says about the end of its process; see :func:`last_words`."""
+    """Return the line of a log that explains the end of its process; see :func:`last_words`."""
     return last_words(tail(log))
 
 
 def last_words(text: str) -> str:
-    """Return what the end of a log says about the end of its process, in one line.
+    """Return the line at the end of a log that explains the end of its process.
 
     That is :func:`fatal_words`, else the last line that is not blank. Empty when there is none.
     """
@@ -70,8 +70,8 @@ def last_words(text: str) -> str:
 
 
 def fatal_words(text: str) -> str:
-    """The exception of the last traceback, or the fatal error of Python or of C++, at the end of a
-    log. Empty when there is none.
+    """Return the exception of the last traceback, or the fatal error of Python or of C++, at the
+    end of a log. Empty when there is none.
     """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     for number in range(len(lines) - 1, -1, -1):
@@ -88,12 +88,12 @@ def fatal_words(text: str) -> str:
 
 
 def _exception(lines: list[str]) -> str:
-    """The first line after the frames of a traceback, which are indented."""
+    """Return the first line after the frames of a traceback, which are indented."""
     return next((line for line in lines if not line.startswith((" ", "\t", "|"))), "")
 
 
 class LocalLogs:
-    """Makes the directory. Raises OSError."""
+    """The logs of a node in memory; the constructor makes the directory. Raises OSError."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -101,15 +101,15 @@ class LocalLogs:
         self._next = 0.0
 
     def log(self, name: str) -> Path:
-        """``name``: as in :meth:`.directory.RunDirectory.log`."""
+        """Return the path of a log; ``name`` as in :meth:`.directory.RunDirectory.log`."""
         return self.directory / f"{name}.log"
 
     def trim(self) -> None:
-        """Give back the memory of all but the newest part of each log; to be called often."""
+        """Free the memory of all but the newest part of each log; the caller repeats this often."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _TRIM_SECONDS
-        # A host that is out of descriptors or memory for a moment: the next turn does it.
+        # If the host is briefly out of descriptors or memory, the next call does it.
         with contextlib.suppress(OSError):
             for path in self.directory.glob("*.log"):
                 _trim(path)
@@ -124,9 +124,9 @@ def _trim(path: Path) -> None:
 
 
 class LogCopier:
-    """Copies what logs have grown by. How far it is stands beside them, for whoever continues, and
-    of the log that is being copied how long the target was before: the target itself tells how far
-    one has come that was killed meanwhile. For one thread.
+    """The incremental copy of logs. A file next to the logs records the progress for a successor,
+    and the former length of the target being written: if the copier is killed, the growth of the
+    target shows how much was copied. For one thread.
     """
 
     def __init__(self, logs: Path, target: Path) -> None:
@@ -135,19 +135,19 @@ class LogCopier:
         self._over: list[str] = []
 
     def is_over(self, name: str) -> None:
-        """Nobody prints to this log any more: it leaves memory as soon as it is in the target."""
+        """Free the memory of a finished log as soon as it is in the target."""
         self._over.append(name)
 
     def copy(self) -> str:
-        """Copy what there is. Return why not all of it could be copied, empty if it could."""
+        """Copy all new output. Return why some could not be copied, empty on success."""
         try:
-            over = self._over.copy()  # before the look, which finds all that they have
+            over = self._over.copy()  # before the scan, which then finds all of their output
             grown = [entry for entry in os.scandir(self._logs) if self._has_grown(entry)]
             if grown or over:
                 with open(self._logs / _LOCK, "w") as lock:
                     file_systems.lock(lock.fileno(), self._logs / _LOCK, _LOCK_SECONDS)
                     self._copy_all(grown, over)
-        except OSError as error:  # what is left stays, for the next time
+        except OSError as error:  # the rest stays for the next call
             return str(error)
         return ""
 
@@ -156,8 +156,8 @@ class LogCopier:
         return not entry.name.startswith(".") and entry.stat().st_size > copied
 
     def _copy_all(self, grown: list[os.DirEntry[str]], over: list[str]) -> None:
-        """With the lock: another process may have copied meanwhile."""
-        # An unreadable record (of another version, for one) costs lines that are there twice.
+        """Copy under the lock, after reading how far other processes have copied."""
+        # An unreadable record (such as one of another version) costs duplicate lines.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             record = json.loads((self._logs / _COPIED).read_text())
             self._copied = record["copied"]
@@ -169,7 +169,7 @@ class LogCopier:
             for entry in grown:
                 try:
                     self._copy(entry)
-                except OSError as error:  # of one log; it must not keep the others
+                except OSError as error:  # one log must not prevent the copy of the others
                     failed[entry.name] = error
             for name in [name for name in over if name not in failed]:
                 (self._logs / name).unlink(missing_ok=True)
@@ -189,7 +189,7 @@ class LogCopier:
             return
         start = self._copied.get(entry.name, 0)
         with open(entry.path, "rb", buffering=0) as log:
-            # Of a log that grew too long while nothing could be copied the oldest part is gone.
+            # A log that grew too long while nothing could be copied has lost its oldest part.
             data = os.lseek(log.fileno(), start, os.SEEK_DATA)
             target = os.open(
                 self._target / entry.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
@@ -210,31 +210,31 @@ class LogCopier:
 
 
 class Files:
-    """A thread that copies what is printed to ``logs`` to ``target``, and does what it is asked for
-    in between. What fails is said on standard error. For one loop.
+    """A thread that copies the output in ``logs`` to ``target``, and carries out requests in
+    between. Failures are reported on standard error. For one loop.
     """
 
     def __init__(
         self, logs: Path, target: Path, check_own: Callable[[], None] = lambda: None
     ) -> None:
-        """``check_own()``: raises OSError where others' files are in their place by now."""
+        """``check_own()`` raises OSError where another run has taken over the directory."""
         self._copier, self._check_own = LogCopier(logs, target), check_own
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._texts: dict[Path, str | None] = {}  # of several for one path the newest counts
+        self._texts: dict[Path, str | None] = {}  # the newest text for each path
         threading.Thread(target=self._serve, name="dp-files", daemon=True).start()
 
     def replace(self, path: Path, text: str | None) -> None:
-        """Have a file hold this text, or (None) be gone, as soon as that is possible."""
+        """Write this text to a file, or (None) remove it, as soon as that is possible."""
         self._texts[path] = text
         self._work.put(self._write)
 
     def log_is_over(self, log: Path) -> None:
-        """Nobody prints to it any more: have its memory given back once it is in ``target``."""
+        """Free the memory of a finished log once it is in ``target``."""
         self._work.put(lambda: self._copier.is_over(log.name))
 
     async def close(self, limit_seconds: float) -> None:
-        """Wait until everything is done and what was printed so far is copied, or until the limit
-        is over; the thread then ends as soon as it can.
+        """Wait until all work is done and all output so far is copied, or until the limit is over;
+        the thread then ends as soon as it can.
         """
         done = asyncio.Event()
         loop = asyncio.get_running_loop()

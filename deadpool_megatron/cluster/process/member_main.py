@@ -1,4 +1,4 @@
-"""The start of a new member process before the user's command, forked or parked before."""
+"""The start of a new member process, forked or parked, up to the user's command."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from deadpool_megatron.wire.forms import Coded
 
 @dataclass(frozen=True)
 class MemberSpec(Coded):
-    """One member to start. ``command``: ``-m MODULE ARGS`` or ``SCRIPT ARGS``. ``ended_epoch``: of
-    the starts of the run before this one.
+    """One member to start. ``command``: ``-m MODULE ARGS`` or ``SCRIPT ARGS``. ``ended_epoch`` is
+    the newest epoch of the earlier starts of the run.
     """
 
     place: MemberPlace
@@ -40,19 +40,19 @@ class MemberSpec(Coded):
 
 
 def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
-    """Turn this process (fresh from a fork, or parked) into the member; ends the process.
+    """Turn this process (just forked, or parked) into the member, and end it with the member.
 
-    What the server has is frozen out of garbage collection: closing it would close descriptors that
-    are used again.
+    The server's objects are frozen out of garbage collection: closing them would close descriptors
+    that are in use again.
     """
     try:
         os.setpgid(0, 0)
         gc.freeze()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher's orderly stop ends members
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # members end by the launcher's orderly stop
         posix.close_inherited((agent_fd,))
         try:
             posix.redirect_output(spec.log)
-        except OSError as error:  # what it prints has to be somewhere, its end first of all
+        except OSError as error:  # its output, above all its last lines, must not be lost
             print(f"{spec.log.name} is here: {error}", file=sys.stderr, flush=True)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -62,7 +62,7 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
         os.chdir(spec.directory)
         os.environ.clear()
         os.environ.update(spec.environment)
-        posix.forget_variable(SECRET_VARIABLE)  # neither it nor what it starts needs the secret
+        posix.forget_variable(SECRET_VARIABLE)  # neither it nor its children need the secret
         place.enter(agent_fd)
         failpoints.load()
         failpoints.set_context(
@@ -87,7 +87,7 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run the user's command as ``__main__``; returns its exit status."""
+    """Run the user's command as ``__main__``, and return its exit status."""
     try:
         if command[0] == "-m":
             sys.argv = [command[1], *command[2:]]
@@ -104,7 +104,7 @@ def _run(command: Sequence[str]) -> int:
         print(stop.code, file=sys.stderr)
         return 1
     except BaseException:
-        # Without our frames and those of runpy below the user's code.
+        # The traceback omits our frames and those of runpy below the user's code.
         kind, error, trace = sys.exc_info()
         while trace is not None and "runpy" not in trace.tb_frame.f_code.co_filename:
             trace = trace.tb_next

@@ -15,9 +15,9 @@ VARIABLE = "DEADPOOL_MEMBER"
 
 @dataclass(frozen=True)
 class MemberPlace(Coded):
-    """``segments``: directory of the node's shared memory. ``world_size``: of the run at full size;
-    a record has the size of its epoch. ``provisional_role``: the role that the coordinator expects
-    this member to be needed for. ``agent_fd``: the socket of the agent, in the member itself.
+    """One member's place. ``segments``: the node's shared-memory directory. ``world_size`` is that
+    of the full run; a record has the size of its epoch. ``provisional_role`` is the role that the
+    coordinator expects for this member. ``agent_fd``: the agent's socket, in the member itself.
     """
 
     node: int
@@ -32,11 +32,11 @@ class MemberPlace(Coded):
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] = os.environ) -> MemberPlace:
-        """Return the place of this process. Raises RuntimeError where no agent has started it."""
+        """Return the place of this process. Raises RuntimeError if no agent has started it."""
         if VARIABLE not in environment:
             raise RuntimeError("not started by a deadpool agent: start with 'deadpool run'")
         return MemberPlace.from_dict(json.loads(environment[VARIABLE]))
 
     def enter(self, agent_fd: int) -> None:
-        """Make this the place of the present process."""
+        """Make this the place of the current process."""
         os.environ[VARIABLE] = json.dumps(replace(self, agent_fd=agent_fd).to_dict())

@@ -1,4 +1,4 @@
-"""Small wrappers for what Python's standard library lacks: prctl, process identity, open files.
+"""Small wrappers that Python's standard library lacks: prctl, process identity, open files.
 
 Process groups, parent-death signals and pid file descriptors are Linux. Thread-safe.
 """
@@ -17,20 +17,20 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-#: asks a process of ours where it stands
+#: asks one of our processes for its stacks
 ASK_SIGNAL = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
-# env_start of /proc/PID/stat, counted from behind the name
+# env_start of /proc/PID/stat, counted from the field after the name
 _ENVIRONMENT_STARTS = 47
 _ORPHAN_SECONDS = 10.0
 # Loaded at import: dlopen between fork and exec is not safe in general.
 _libc = ctypes.CDLL(None, use_errno=True)
-# Of libraries, logs, listeners, the loop; unauthenticated peers have a quarter of the limit.
+# For libraries, logs, listeners, the loop; unauthenticated peers have a quarter of the limit.
 _OWN_FILES = 256
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the *thread* that forked it ends.
+    """Let the kernel kill this process when the *thread* that forked it ends.
 
     ``parent``: pid of the forking process; if it is gone already, this process ends at once.
     """
@@ -40,14 +40,14 @@ def die_with_parent(parent: int) -> None:
 
 
 def answer_asks() -> None:
-    """Make this process write its stacks to standard error when asked, or when it crashes: in C, so
-    that it needs neither the interpreter lock nor a main thread that runs."""
+    """Make this process write its stacks to standard error on request, or when it crashes: in C, so
+    that it needs neither the interpreter lock nor a running main thread."""
     faulthandler.enable(all_threads=False)
     faulthandler.register(ASK_SIGNAL, all_threads=True)
 
 
 def start_time(pid: int) -> int | None:
-    """Clock tick at which the process started: with the pid it names one process for ever.
+    """Return the clock tick at which a process started: with the pid it identifies the process.
 
     None when there is no such process.
     """
@@ -56,13 +56,13 @@ def start_time(pid: int) -> int | None:
 
 
 def state_and_cpu_ticks(pid: int) -> tuple[str, int] | None:
-    """Scheduler state letter and CPU ticks used by all threads; None without such a process."""
+    """Return scheduler state letter and CPU ticks of all threads; None without such a process."""
     fields = _stat(pid)
     return None if fields is None else (fields[0], int(fields[11]) + int(fields[12]))
 
 
 def is_alive(pid: int, started: int | None = None) -> bool:
-    """Return whether the process exists and is no zombie; ``started`` guards against a reused
+    """Return whether the process exists and is not a zombie; ``started`` guards against a reused
     pid."""
     fields = _stat(pid)
     if fields is None or fields[0] in "ZX":
@@ -71,9 +71,9 @@ def is_alive(pid: int, started: int | None = None) -> bool:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the third (state) on."""
+    """Return the fields of /proc/PID/stat from the third (state) on."""
     try:
-        # A title that a program gives its process is cut at 15 bytes, in the middle of a letter.
+        # The kernel cuts a process title at 15 bytes, perhaps within a character.
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
@@ -81,19 +81,19 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Signal one process; one that is gone is fine."""
+    """Signal a process; do nothing if it is gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def kill_group(group: int, number: int = signal.SIGKILL) -> None:
-    """Signal a process group; one that is gone is fine."""
+    """Signal a process group; do nothing if it is gone."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
 
 
 def wait_gone(pids: Iterable[int], deadline_seconds: float) -> list[int]:
-    """Wait until the processes (not children of this one) have ended; returns those left."""
+    """Wait until processes that are not our children have ended; return those that are left."""
     limit = time.monotonic() + deadline_seconds
     left = []
     for pid in pids:
@@ -109,15 +109,15 @@ def wait_gone(pids: Iterable[int], deadline_seconds: float) -> list[int]:
 
 class Orphans:
     """Orphans that this process inherits when it is PID 1 of a container, such as workers of killed
-    members. Elsewhere there are none."""
+    members. Otherwise there are none."""
 
     def __init__(self) -> None:
         self._ended: set[int] = set()
         self._look_at = 0.0
 
     def reap(self) -> None:
-        """Reap those that had ended by the last look, some seconds ago, too: whoever has started a
-        child of ours reaps it long before. To be called often."""
+        """Reap the orphans that had already ended at the last call, some seconds ago: children that
+        our own code started are reaped long before. The caller repeats this often."""
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -137,13 +137,13 @@ def close_inherited(keep: Iterable[int]) -> None:
     kept = {0, 1, 2, *keep}
     for name in [entry.name for entry in Path("/proc/self/fd").iterdir()]:
         if int(name) not in kept:
-            with contextlib.suppress(OSError):  # the one of the listing itself
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(int(name))
 
 
 def forget_variable(name: str) -> None:
-    """Remove a variable from the environment, and from what /proc/PID/environ shows: the block that
-    the process, or the one that it was forked from, was started with."""
+    """Remove a variable from the environment, and from /proc/PID/environ, which shows the block
+    with which the process, or the process that forked it, was started."""
     os.environ.pop(name, None)
     block = Path("/proc/self/environ").read_bytes()
     found = re.search(rb"(?:^|\0)%b=([^\0]+)" % name.encode(), block)
@@ -153,7 +153,7 @@ def forget_variable(name: str) -> None:
 
 
 def redirect_output(path: Path) -> None:
-    """Point standard output and error at a file (appending) and standard input at nothing."""
+    """Append standard output and error to a file, and point standard input at /dev/null."""
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -165,12 +165,12 @@ def redirect_output(path: Path) -> None:
 
 
 def thread_count() -> int:
-    """Threads of this process, those of C libraries included."""
+    """Return the number of threads of this process, including those of C libraries."""
     return len(list(Path("/proc/self/task").iterdir()))
 
 
 def processes_with_environment(name: str, value: str) -> Iterator[int]:
-    """Own processes that were *started* (exec) with ``name=value``; forks show their parent's."""
+    """Yield own processes *started* (exec) with ``name=value``; a fork shows its parent's."""
     wanted = f"{name}={value}".encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -178,29 +178,29 @@ def processes_with_environment(name: str, value: str) -> Iterator[int]:
         try:
             block = (entry / "environ").read_bytes()
         except OSError:
-            continue  # gone, or of another user
+            continue  # it has ended, or belongs to another user
         if wanted in block.split(b"\0"):
             yield int(entry.name)
 
 
 def needed_by_coordinator(nodes: int) -> int:
-    """Return how many open files a coordinator of so many nodes, spares included, needs: two
-    connections of each agent while one replaces the other, and one more on its way in.
+    """Return how many open files a coordinator of ``nodes`` (spares included) needs: two
+    connections of each agent while one replaces the other, and another one being accepted.
     """
     return _OWN_FILES + 3 * nodes
 
 
 def needed_by_agent(nodes: int, nproc: int) -> int:
     """Return how many open files an agent or its vault needs: some for each process of the node,
-    and two streams to or from each other node.
+    and two streams to or from every other node.
     """
     return _OWN_FILES + 8 * nproc + 2 * nodes
 
 
 def raise_limit(needed: int) -> str:
-    """Raise the soft limit of open files of this process and of those that it starts to ``needed``.
+    """Raise the soft limit of open files to ``needed``, for this process and its children.
 
-    Returns one line that says what to do when that is not possible, else nothing.
+    Returns one line of advice when that is not possible, else an empty string.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

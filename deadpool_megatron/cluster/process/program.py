@@ -1,8 +1,8 @@
-"""The program of a process: what it has loaded, compared with what the processes of its run have.
+"""The loaded program of a process, compared with that of the other processes of its run.
 
-A source file is noted at the moment of its import, so that a process that is forked afterwards
-knows what it has, whatever lies on the disk by then. Data is known by size and times, none of it is
-read; packages and variables of the environment are compared when nodes are judged. A fact is a name
+A source file is noted at the moment of its import, so that a process that is forked later knows the
+version that it has, even if the file has changed since. Data is identified by size and times, and
+not read; packages and environment variables are compared in the check of nodes. A fact is a name
 and some words. The facts of one start of a run lie in a folder of its run directory, in numbered
 files: each is written once, by the first process that has loaded something new, and never changes.
 """
@@ -25,9 +25,9 @@ from typing import Any
 
 from deadpool_megatron import file_systems
 
-#: in a run directory: a folder for each start, named by the newest epoch before it
+#: in a run directory: has a folder for each start, named by the newest epoch before it
 FOLDER = "program"
-# The start of another run that a run continues.
+# The start of another run, which this run continues.
 _BEFORE = -1
 _SHOWN_CHANGES = 3
 _STANDARD = re.escape(sysconfig.get_path("stdlib"))
@@ -37,25 +37,25 @@ Facts = dict[str, list[str]]
 
 
 class OtherProgram(BaseException):
-    """This process has loaded another program than its run; the message is one line. Not an
-    Exception: whoever tries to import something may catch any."""
+    """A program that differs from that of the run; the message is one line. It is no Exception,
+    because code that tries an import may catch any."""
 
 
 class LoadedProgram:
-    """``facts``: of this process, by name. ``ended_epoch``: of the starts before the one that this
-    process belongs to; a record up to it is of another start. Imports may come from any thread,
-    calls from one."""
+    """The program of this process. ``facts`` by name. ``ended_epoch``: the newest epoch of earlier
+    starts; a record up to it belongs to another start. Imports may come from any thread, calls from
+    one thread."""
 
     def __init__(self) -> None:
         self.facts: Facts = {}
         self.ended_epoch = 0
         self._places: dict[str, str] = {}
-        self._folder: Path | None = None  # None: there is nothing yet to compare with
+        self._folder: Path | None = None  # None: nothing to compare with yet
         self._known: Facts = {}
         self._files_read = 0
 
     def watch_imports(self) -> None:
-        """Note the source files that are imported already, and from now on each at its import."""
+        """Note the source files that are already imported, and from now on each at its import."""
         load: Any = SourceFileLoader.get_code
         if load.__name__ == "load_noted":
             return
@@ -73,33 +73,33 @@ class LoadedProgram:
         SourceFileLoader.get_code = load_noted  # type: ignore[method-assign,assignment]
 
     def note_source(self, name: str, path: str) -> None:
-        """Note a source file that is loaded at this moment."""
+        """Note a source file that is being loaded now."""
         with contextlib.suppress(OSError):
             if path.endswith(".py") and not _OF_THE_ENVIRONMENT.match(path):
                 digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
                 self.facts[name], self._places[name] = [f"sha256={digest[:16]}"], path
 
     def note_arguments(self, values: Mapping[str, Any], of_a_process: Iterable[str] = ()) -> None:
-        """Note the plain ones of parsed arguments; those ``of_a_process`` differ between them. The
-        first ones count: a process has one command line, and other parsers know less of it."""
+        """Note parsed arguments with plain values, except those ``of_a_process``, which differ. The
+        first call counts: a process has one command line, and other parsers know less of it."""
         names = sorted(values.keys() - set(of_a_process))
         plain = [f"{name}={values[name]}" for name in names if _is_plain(values[name])]
         self.facts.setdefault("arguments", plain)
 
     def note_data(self, paths: Iterable[Path]) -> None:
-        """Note which files these are, of a folder those in it; none is read."""
+        """Note the identity of these files, or of the files in a folder; none is read."""
         inside = (one.iterdir() if one.is_dir() else [one] for one in paths)
         for path in filter(Path.is_file, itertools.chain(*inside)):
             found = path.stat()
             words = [f"size={found.st_size}", f"mtime={found.st_mtime_ns}"]
-            # Hosts may have copies of their own.
+            # Hosts may have separate copies.
             self.facts[f"file {path}"] = words if file_systems.is_shared(path) else words[:1]
             self.facts[f"file {path} on {socket.gethostname()}"] = [*words, f"inode={found.st_ino}"]
 
     def agree(self, run: Path, start: int) -> str:
-        """Compare with the processes of this start of the run in a directory, and add what is new.
-        Return one line on what has changed since the start before, where this process is the first;
-        else an empty one.
+        """Compare with the processes of this start of the run, and add the new facts to its files.
+        Return one line on the changes since the previous start if this process is the first, else
+        an empty string.
 
         Raises OtherProgram, OSError, and ValueError for a damaged file.
         """
@@ -114,13 +114,13 @@ class LoadedProgram:
                 break
         if self._known:
             return ""
-        # A script may be a module, too.
+        # A script may also be a module.
         changes = [*dict.fromkeys(self._differences(_newest(run, start), "before"))]
         text = "; ".join(changes[:_SHOWN_CHANGES])
         return f"changed since the start before ({len(changes)}): {text}" if changes else ""
 
     def check(self) -> None:
-        """Compare with what is known of the run by now. Raises as :meth:`agree`."""
+        """Compare with the newest facts of the run. Raises as :meth:`agree` does."""
         if self._folder is None:
             return
         while (path := self._folder / f"{self._files_read}.json").exists():
@@ -130,8 +130,8 @@ class LoadedProgram:
             raise OtherProgram(f"this process has another program than its run: {line}")
 
     def check_after_failure(self, run: Path) -> None:
-        """Compare with the newest start of a run, where this process may have ended before it has
-        met the others. Raises as :meth:`agree`."""
+        """Compare with the newest start of a run, because this process may have failed before it
+        met the others. Raises as :meth:`agree` does."""
         newest = max(_starts(run), default=_BEFORE)
         if self._folder is None and newest >= self.ended_epoch:
             self._enter(run, newest)
@@ -143,7 +143,7 @@ class LoadedProgram:
         return folder
 
     def _differences(self, known: Facts, where: str) -> Iterator[str]:
-        """Yield a line for each fact that is another one here."""
+        """Yield a line for each fact that differs here."""
         for name in sorted(dict(self.facts).keys() & known.keys()):
             own, others = self.facts[name], known[name]
             if own != others:
@@ -153,13 +153,13 @@ class LoadedProgram:
 
 
 def bring(old: Path, new: Path) -> None:
-    """Have the first start of the run in ``new`` compared with the newest one in ``old``."""
+    """Let the first start of the run in ``new`` be compared with the newest start in ``old``."""
     (new / FOLDER / str(_BEFORE)).mkdir(parents=True, exist_ok=True)
     file_systems.write_text(new / FOLDER / str(_BEFORE) / "0.json", json.dumps(_newest(old)))
 
 
 def _newest(run: Path, before: float = math.inf) -> Facts:
-    """Return the facts of the newest start before another one."""
+    """Return the facts of the newest start before the start ``before``."""
     start = max((number for number in _starts(run) if number < before), default=_BEFORE)
     found = sorted((run / FOLDER / str(start)).glob("*.json"))
     return {name: words for path in found for name, words in _read(path).items()}
@@ -180,5 +180,5 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-#: that of this process; those that are forked from it begin with the same
+#: the program of this process; forked processes begin with a copy
 LOADED = LoadedProgram()
