@@ -158,7 +158,7 @@ class LookAtCheckpoints(Action):
 class Finish(Action):
     """Write final.json, have every agent stop and clean up; ``resume``: where to continue later.
 
-    ``kind``: of the failure that ended the run, a value of FailureKind; empty if there was none.
+    ``kind``: FailureKind value of the failure that ended the run; empty if there was none.
     ``keeps_slots``: the agents do not remove what they hold in memory. ``is_early``: the program
     ended before its last iteration; :meth:`going_on` then decides how the run ends.
     """

@@ -1,7 +1,7 @@
 """Bootstrap: nodes join and are checked; the first epoch starts once enough are eligible.
 
 Before the first epoch all nodes are judged together. Afterwards a node without a role is compared
-with what the run has agreed on, when it joins and when it reports its facts again.
+with the common facts of the run, when it joins and when it reports its facts again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from deadpool_megatron.preflight.health import NOT_CHECKED, Health
 # In these phases no recovery depends on data held only by a node without a role.
 _AT_REST = (states.Phase.BOOTSTRAPPING, states.Phase.RUNNING, states.Phase.PAUSING)
 
-# Nodes come.
+# Nodes join.
 
 
 def node_joined(core: Core, event: ev.NodeJoined) -> None:
-    """A node has come: welcome it and have its members started, or turn it away."""
+    """Accept a node and have its members started, or turn it away."""
     state, node = core.state, event.node
     fleet = state.fleet
     if why := _refusal(core, event):
@@ -51,7 +51,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
         core.act(DropNode(node, why, left_out=True))
         return
     fleet.nodes[node] = joined
-    if is_wrong:  # what it brings may be wanted, but it gets no role
+    if is_wrong:  # its data may be needed, but it gets no role
         fleet.quarantined |= {node}
     if event.found is not None:
         state.memory.found[node] = event.found
@@ -69,7 +69,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
                 (node, local_rank), states.MemberStatus.RUNNING, event.members[local_rank]
             )
         else:
-            # What an earlier coordinator started has been there already.
+            # Processes of an earlier coordinator have used incarnations up to the seat's.
             was_there = state.record is not None and node in state.record.nodes
             role = state.seats.role_by_place.get((node, local_rank))
             seated = 0 if role is None else state.seats[role].incarnation
@@ -99,9 +99,9 @@ def _refusal(core: Core, event: ev.NodeJoined) -> str:
 
 
 def _objection(core: Core, event: ev.NodeJoined) -> str:
-    """Returns why a node that joins may have no part in the run; empty when it may.
+    """Return why a node that joins may have no part in the run; empty when it may.
 
-    One that brings state of the run, or is back with its members, is not turned away.
+    A node with state of the run, or back with its members, is not turned away.
     """
     agreed = core.state.agreed
     if agreed is None or not _is_new(event):
@@ -114,7 +114,7 @@ def _objection(core: Core, event: ev.NodeJoined) -> str:
 
 
 def _is_new(event: ev.NodeJoined) -> bool:
-    """Return whether a node that joins brings nothing of the run: neither state, nor members."""
+    """Return whether a joining node has nothing of the run: neither state nor members."""
     return not event.epoch and not event.members and event.found is None
 
 
@@ -122,7 +122,7 @@ def _is_new(event: ev.NodeJoined) -> bool:
 
 
 def check_gathered(core: Core) -> None:
-    """Decide the first epoch when all wished nodes are judged and run their members; after a
+    """Decide the first epoch when all planned nodes are judged and run their members; after a
     takeover continue when all have rejoined.
 
     Spares are no condition, but get ``connect_seconds`` to join, so that the first record has them.
@@ -142,7 +142,7 @@ def check_gathered(core: Core) -> None:
 
 
 def _enough_have_come(core: Core, deadline: float) -> bool:
-    # The counts are looked at first: this is asked for every join and every hello.
+    # The counts are compared first: this runs for every join and every hello.
     fleet, config = core.state.fleet, core.config
     began = deadline - config.settings.start_seconds
     patient = core.now < began + config.settings.connect_seconds or config.check_only
@@ -152,7 +152,7 @@ def _enough_have_come(core: Core, deadline: float) -> bool:
 
 
 def _seated_is_starting(state: states.State) -> bool:
-    """Return whether a member whose own role waits for it did not say hello yet."""
+    """Return whether a member whose own role waits for it has not sent its hello yet."""
     places, members = state.seats.role_by_place, state.fleet.members
     return any(members[p].status is states.MemberStatus.STARTING for p in places if p in members)
 
@@ -165,7 +165,7 @@ def _runs(core: Core, place: states.Place) -> bool:
 
 
 def bootstrapped_enough(core: Core, bootstrapping: states.Bootstrapping, waited: str) -> None:
-    """Go on without the late ones if spares can take their place, else end the run."""
+    """Continue without the late nodes if spares can take their place, else end the run."""
     state, fleet = core.state, core.state.fleet
     for node in fleet.absent(state.seats.nodes):
         fleet.removed[node] = "did not join in time"
@@ -183,13 +183,13 @@ def bootstrapped_enough(core: Core, bootstrapping: states.Bootstrapping, waited:
 
 
 def _is_judged(core: Core, bootstrapping: states.Bootstrapping) -> bool:
-    """Judge the nodes that have come, unless they are; return whether the run continues."""
+    """Judge the nodes that have joined, unless that is done; return whether the run continues."""
     if core.state.agreed is None:
         _judge_all(core)
     return core.state.doing is bootstrapping
 
 
-# Facts that are told again.
+# Repeated reports of facts.
 
 
 def told(core: Core, event: ev.FactsReported) -> None:
@@ -207,11 +207,11 @@ def told(core: Core, event: ev.FactsReported) -> None:
 
 
 def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -> None:
-    """The roles of a node that trains go to a spare as soon as there is one; without one it goes
-    on, as it has so far. Where it is only worse than a good one, a good one is what they go to.
+    """Have a spare, once there is any, take the roles of a node that trains; until then the node
+    continues as before. If it is only weaker than a good node, good nodes must take them.
 
-    A node that was moved away from is a spare of last resort from then on: a check that fails only
-    where somebody trains moves roles to each node once, not to and fro.
+    Afterwards the node is a spare of last resort: a check that fails only during training moves
+    roles to each node once, not back and forth.
     """
     text = facts.health_text
     if facts.health is Health.OUT:
@@ -229,7 +229,7 @@ def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -
 
 
 def _look_again(core: Core, node: int, *, fresh: bool) -> None:
-    """Judge a node without a role by what it has said last; ``fresh``: it holds nothing yet."""
+    """Judge a node without a role by its latest report; ``fresh``: it holds nothing yet."""
     fleet, agreed = core.state.fleet, core.state.agreed
     known = fleet.nodes[node]
     if agreed is None:
@@ -255,9 +255,9 @@ def _look_again(core: Core, node: int, *, fresh: bool) -> None:
 
 
 def _needs(config: states.Config) -> Needs:
-    """Returns what the run asks of a node."""
+    """Return the run's requirements for a node."""
     # With gloo the members of a node may share a GPU, or use none. Only a mere check has not
-    # decided yet what nodes with GPUs would use.
+    # decided yet how it would use GPUs.
     gpus = config.nproc if config.settings.communicator in ("nccl", "auto") else 0
     return Needs(config.nodes, gpus, int(config.settings.shm_gb * 1e9))
 
@@ -270,7 +270,7 @@ def _judge_all(core: Core) -> None:
     else:
         judged = eligibility.judge(facts, _needs(config))
     for node, one in judged.items():
-        # Where nobody has asked for it, nothing is said of those that are good.
+        # Unless a check was requested, good nodes are not reported.
         if config.check_only or one.eligibility is not Eligibility.GOOD:
             _emit(core, node, one, facts[node], state.fleet.nodes[node].domain)
         state.fleet.nodes[node].judged = one
@@ -301,7 +301,7 @@ def _judge_one(
 
 
 def _weak_ones_last(core: Core, judged: Mapping[int, Judgement]) -> None:
-    """Weak nodes give their roles to good spares, as far as there are any."""
+    """Have weak nodes give their roles to good spares, as far as there are any."""
     weak = {node for node, one in judged.items() if one.eligibility is Eligibility.WEAK}
     fleet, seated = core.state.fleet, core.state.seats.nodes
     fleet.deprioritized |= weak
@@ -318,7 +318,7 @@ def _leave_out(core: Core, node: int, judged: Judgement) -> None:
 
 
 def _end_check(core: Core, judged: Mapping[int, Judgement]) -> None:
-    """The run was only for this: 0 with as many good nodes as it needs, else 1."""
+    """End a run that only checks: with 0 for as many good nodes as it needs, else with 1."""
     state, config = core.state, core.config
     absent = set(range(config.nodes + config.spares)) - judged.keys()
     for node in sorted(absent):

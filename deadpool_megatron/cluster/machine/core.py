@@ -36,7 +36,7 @@ class Core:
         epoch: int | None = None,
         **data: Any,
     ) -> None:
-        """Append an event; ``epoch`` defaults to the announced one."""
+        """Append an event; ``epoch`` defaults to the announced epoch."""
         if epoch is None:
             epoch = self.state.record.epoch if self.state.record else 0
         self.act(EmitEvent(kind, epoch, node=node, role=role, data=data))

@@ -1,6 +1,6 @@
-"""The end of a run: the dump when no spare is left, the result, the leave-taking of the agents.
+"""The end of a run: the dump when no spare is left, the result, the agents' departure.
 
-Checkpoints are looked at before a run ends with one of them, or goes on from it.
+Checkpoints are looked at before a run ends with a checkpoint, or continues from it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from deadpool_megatron.layout.records import Generation, Restore, Seat
 
 
 def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
-    """Returns the question what the next epoch is restored from."""
+    """Return the query for the state from which the next epoch is restored."""
     state, start, held = core.state, core.config.start, core.state.memory.held
-    # A coordinator that has taken over knows of the first epoch only what memory shows.
+    # After a takeover, only memory shows what the first epoch has computed.
     begins = not (state.lineage.ever_ran or state.lineage.newest or state.memory.has_computed)
     begins = begins or (core.config.from_scratch and state.restarted)
     return RestoreQuery(
@@ -45,8 +45,8 @@ def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
 
 
 def must_look(core: Core) -> bool:
-    """Return whether there are checkpoints that were not looked at since the epoch was closed: the
-    epoch is not decided before, nor does the run end."""
+    """Return whether there are checkpoints that were not looked at since the epoch was closed:
+    neither is the epoch decided, nor does the run end, before that."""
     line, doing = core.state.lineage, core.state.doing
     if line.seen or not line.valid:
         return False
@@ -59,14 +59,14 @@ def must_look(core: Core) -> bool:
 
 
 def durable_valid(core: Core, event: ev.DurableValid) -> None:
-    """A checkpoint became valid."""
+    """Note a checkpoint that became valid."""
     generation = Generation(0, event.iteration)
     where = (event.boundary, event.path)
     core.state.lineage.add_valid(Restore("durable", generation, *where, identity=event.identity))
 
 
 def with_struck(core: Core, reason: str) -> str:
-    """Return why nothing can be restored, and which checkpoints there would have been."""
+    """Return why nothing can be restored, and which checkpoints could not be loaded."""
     struck, why = sorted(core.state.lineage.struck), core.state.lineage.why_struck
     last = f"; at the last try {why}" if why else ""
     return f"{reason}; could not be loaded: {', '.join(struck)}{last}" if struck else reason
@@ -76,9 +76,8 @@ def with_struck(core: Core, reason: str) -> str:
 
 
 def dump(core: Core) -> None:
-    """Write the newest common generation (what is left of it) to disk, then end as the last words
-    say; where there are none yet, because no spare came.
-    """
+    """Write the newest common generation (or the rest of it) to disk, then end with the state's
+    last words, or for lack of a spare if there are none."""
     state, dumping = core.state, core.state.doing
     if isinstance(dumping, states.Dumping) and dumping.held:
         _forget_lost(core, dumping)
@@ -93,7 +92,7 @@ def dump(core: Core) -> None:
     restore = planner.choose_restore(restore_query(core, state.seats))
     if isinstance(restore, NoRestore):
         status = 1 if words.status == ExitStatus.SAVED else words.status
-        # Where nodes cannot write, that is the reason, and it is told with what they hold.
+        # If nodes cannot write, that is the reason, reported with the generations that they hold.
         why = "" if _failed(core) else f"; {restore.reason}"
         reason = with_struck(core, f"{words.reason}{why}")
         dump_held(core, replace(words, status=status, reason=reason))
@@ -108,22 +107,22 @@ def dump(core: Core) -> None:
 
 
 def _forget_lost(core: Core, dumping: states.Dumping) -> None:
-    """Nobody waits for what lost nodes would have written."""
+    """Stop waiting for data that lost nodes would have written."""
     dumping.awaited &= core.state.fleet.nodes.keys()
     check_dumped(core)
 
 
 def cannot_decide(core: Core, why: str) -> None:
-    """No epoch can follow; to save what there is does not need one."""
+    """Save the state and end: no epoch can follow, and the save needs none."""
     core.state.last_words = core.state.last_words or LastWords(1, why)
     dump(core)
 
 
 def end_as_found(core: Core, words: LastWords) -> None:
-    """Nothing has come of this start. What an earlier one has left in memory stays."""
+    """End a start that came to nothing. State that an earlier start left in memory stays."""
     if core.state.record is None:
         core.state.last_words = words
-        dump(core)  # nothing was begun
+        dump(core)  # there is no epoch yet
         return
     if not (core.config.restarted or core.config.finished or core.state.restarted):
         finish(core, replace(words, reason=f"{words.reason}; nothing was computed yet"))
@@ -136,7 +135,7 @@ def _dump_generation(core: Core, words: LastWords, restore: Restore) -> None:
     directory = f"{core.config.dump_directory}/{g.lineage}-{g.iteration}"
     saved = replace(restore, kind="dump", path=directory, sources={}, recipes={})
     if isinstance(state.doing, states.Dumping) and state.doing.restore == saved:
-        # Every node writes all it holds of the generation, so also where other parts lead to it.
+        # Every node writes all it holds of the generation, also if other parts now lead to it.
         state.doing.chains |= chains
         _forget_lost(core, state.doing)
         return
@@ -148,8 +147,8 @@ def _dump_generation(core: Core, words: LastWords, restore: Restore) -> None:
 
 
 def dump_held(core: Core, words: LastWords, resume: Restore | None = None) -> None:
-    """Memory cannot give a generation to every role: before the run ends the nodes that are left
-    write all they hold, for a later run that finds the rest (FFTrainer's lazy dump)."""
+    """Write all that the remaining nodes hold before the run ends, because memory cannot give a
+    generation to every role; a later run may find the rest (FFTrainer's lazy dump)."""
     state = core.state
     held, live = state.memory.held, state.fleet.nodes
     nodes = [node for node, found in sorted(held.items()) if node in live and found.holdings]
@@ -172,7 +171,7 @@ def dump_held(core: Core, words: LastWords, resume: Restore | None = None) -> No
 
 
 def note_dumped(core: Core, event: ev.Dumped) -> None:
-    """A node wrote its part to disk, or could not."""
+    """Note that a node wrote its part to disk, or could not."""
     dumping = core.state.doing
     if (
         not isinstance(dumping, states.Dumping)
@@ -188,15 +187,15 @@ def note_dumped(core: Core, event: ev.Dumped) -> None:
         dumping.finished.add(event.node)
         dumping.damaged |= _note_damaged(core, event)
         if dumping.damaged and not dumping.awaited and not dumping.held:
-            # Every node has said what is damaged, and is free to write another generation.
+            # Every node has reported its damaged parts, and is free to write another generation.
             dump(core)
         else:
             check_dumped(core)
 
 
 def _note_damaged(core: Core, event: ev.Dumped) -> bool:
-    """Bytes that the planner has counted on are not what was sealed; False when that is known.
-    The node has written all else, so unlike one that cannot write it is counted on for the rest."""
+    """Note damaged parts that the planner relied on; return False if all of them are known. Unlike
+    a node that cannot write, this node is still relied on for the rest, which it has written."""
     blame = core.state.blame
     new = event.damaged - blame.bad_parts
     blame.bad_parts |= new
@@ -208,7 +207,7 @@ def _note_damaged(core: Core, event: ev.Dumped) -> bool:
 
 
 def dump_overdue(core: Core, dumping: states.Dumping) -> None:
-    """Nodes, or the exporters after them, had their time."""
+    """End the wait for nodes, or for the exporters after them."""
     if dumping.exporting:
         _finish_dumped(core, dumping, "")
         return
@@ -218,7 +217,7 @@ def dump_overdue(core: Core, dumping: states.Dumping) -> None:
 
 
 def _dump_failed(core: Core, dumping: states.Dumping, node: int, why: str) -> None:
-    """A node cannot write, or not in time: continue with what the others have."""
+    """Continue without a node that cannot write, or not in time."""
     dumping.failed[node] = why
     dumping.awaited.discard(node)
     if dumping.held:
@@ -235,7 +234,7 @@ def _failed(core: Core) -> dict[int, str]:
 
 
 def _generations_held(state: states.State, nodes: list[int]) -> tuple[Generation, ...]:
-    """Those on the kept line that may be restored, the newest first."""
+    """Return the generations of the kept lineage that may be restored, newest first."""
     inventories = [state.memory.held[node] for node in nodes]
     held = {holding.generation for found in inventories for holding in found.holdings}
     trusted = held - state.blame.untrusted(inventories)
@@ -243,7 +242,7 @@ def _generations_held(state: states.State, nodes: list[int]) -> tuple[Generation
 
 
 def _chains(restore: Restore) -> frozenset[Generation]:
-    """Generations whose parts are written as well, because roles recompute from them."""
+    """Return the generations whose parts are written as well, because roles recompute from them."""
     replays = (recipe.replay for recipe in restore.recipes.values())
     return frozenset(one for replay in replays if replay is not None for one in replay.sources)
 
@@ -257,10 +256,10 @@ def check_dumped(core: Core) -> None:
         _finish_held(core, dumping)
         return
     if dumping.exporting:
-        return  # its end is awaited
+        return  # the end of the export is awaited
     restore, settings = dumping.restore, core.config.settings
     core.emit(Kind.DUMPED, path=restore.path, generation=restore.generation.to_list())
-    # Before a time limit the run has exported what could be done in time, while it trained.
+    # Before a time limit, the run has exported all that it could in time, while it trained.
     writers = _writers(core, dumping)
     if settings.exports and dumping.words.exports and writers:
         dumping.deadline = core.now + settings.persist_seconds + settings.close_seconds
@@ -271,9 +270,9 @@ def check_dumped(core: Core) -> None:
 
 
 def _writers(core: Core, dumping: states.Dumping) -> dict[int, int]:
-    """Role -> the node that makes its part of a checkpoint: its own, those of lost ones by turns.
+    """Return role -> node that makes its part of a checkpoint: its own, or another if that is lost.
 
-    What a node has dumped is on a disk that all of them share. Empty when no node is left.
+    The others take turns: all share the disk that the dump is on. Empty when no node is left.
     """
     seated = {role: seat.node for role, seat in core.state.seats.items()}
     nodes = sorted(node for node in dumping.finished if node in core.state.fleet.nodes)
@@ -286,7 +285,7 @@ def _writers(core: Core, dumping: states.Dumping) -> dict[int, int]:
 
 
 def dump_exported(core: Core, event: ev.DumpExported) -> None:
-    """Take note that what was dumped is a checkpoint, too, or could not become one: end."""
+    """Note that the dumped state is a checkpoint, too, or that this failed; then end."""
     match core.state.doing:
         case states.Dumping(exporting=True, restore=restore) as dumping:
             if event.generation == restore.generation:
@@ -306,9 +305,9 @@ def expedite(core: Core, dumping: states.Dumping, reason: str) -> None:
 
 
 def stop(core: Core, event: ev.UserStop) -> None:
-    """The user ends the run (130). One that is dumped ends as that, without the checkpoint: what it
-    continues from must be told in any case; one that is being saved keeps its memory, any other
-    where the user ``keeps`` it; one that is over waits for nothing any more."""
+    """End the run for the user (130). A dump in export ends without its checkpoint, as the state to
+    continue from must be reported in any case; a dump in progress keeps its memory, any other run
+    only if the user ``keeps`` it; a run that is over waits for nothing any more."""
     reason = event.reason
     match core.state.doing:
         case states.Dumping(exporting=True) as dumping:
@@ -324,7 +323,7 @@ def stop(core: Core, event: ev.UserStop) -> None:
             )
             finish(core, LastWords(ExitStatus.STOPPED, reason), keeps_slots=True)
         case _ if core.state.restarted and not core.state.survived:
-            # A start that its user has thought better of: what was there before it still is.
+            # The user has reconsidered this start: the state from before it stays.
             end_as_found(core, LastWords(ExitStatus.STOPPED, reason))
         case _:
             keeps = event.keeps and core.state.record is not None
@@ -358,7 +357,7 @@ def _finish_held(core: Core, dumping: states.Dumping) -> None:
 
 
 def _finish_with_slots(core: Core, words: LastWords, resume: Restore | None) -> None:
-    """End the run; what a node could not write stays in memory, where there is nothing else."""
+    """End the run; data that a node could not write stays in memory, if it is nowhere else."""
     failed, reason = _failed(core), words.reason
     if failed:
         why = "; ".join(dict.fromkeys(failed.values()))
@@ -379,9 +378,9 @@ def finish(
     keeps_slots: bool = False,
     is_early: bool = False,
 ) -> None:
-    """End the run with these words; the agents get ``close_seconds`` to go. ``keeps_slots``: what
-    is in memory stays there, for a start with the same run directory. When it is over, and what was
-    asked for is valid, the coordinator says so (RUN_ENDED)."""
+    """End the run with these words; the agents get ``close_seconds`` to leave. ``keeps_slots``:
+    data in memory stays there, for a start with the same run directory. When the run is over, and
+    every requested save is valid, the coordinator reports it (RUN_ENDED)."""
     state = core.state
     if isinstance(state.doing, states.LeaveTaking | states.Ended):
         return
@@ -397,8 +396,7 @@ def finish(
 
 
 def end_recovery(core: Core) -> None:
-    """The first iteration after a recovery is complete, or the run ends before it: report where
-    the time went."""
+    """Report the times of a recovery: its first iteration is complete, or the run ends before."""
     state = core.state
     if state.record is None or not isinstance(state.doing, states.Open):
         return
@@ -407,7 +405,7 @@ def end_recovery(core: Core) -> None:
 
 
 def check_ended(core: Core, *, overdue: bool = False) -> None:
-    """Exit when all agents have gone."""
+    """Exit when all agents have left."""
     match core.state.doing:
         case states.LeaveTaking(status=status) if overdue or not core.state.fleet.nodes:
             core.state.doing = states.Ended()

@@ -195,7 +195,7 @@ def decide(core: Core) -> None:
     state.epoch = record.epoch
     if isinstance(state.doing, states.WaitingSpare):
         state.recoveries.spend("wait", core.now)
-    # Until then, a journal that cannot be written for a while is tried again.
+    # A journal that cannot be written for a while is tried again until this deadline.
     state.doing = states.Deciding(core.now + 2 * settings.spare_timeout_seconds, record)
     core.act(WriteRecord(record))
 

@@ -33,9 +33,9 @@ from deadpool_megatron.layout.rebuild import block_holders
 from deadpool_megatron.layout.words import difference
 
 # A device that failed once may have been hit by a stray particle, and memory may have been short
-# for a moment; what fails again is broken.
+# for a moment; a second failure shows that it is broken.
 _HOST_ERRORS = 2
-# Crashes of processes on one node that move its roles to a spare, within this time.
+# This many crashes of a node's processes within this time move its roles to a spare.
 _CRASHES = 3
 _CRASH_WINDOW_SECONDS = 600.0
 
@@ -109,8 +109,8 @@ def _is_needed(state: states.State, node: int) -> bool:
 
 
 def matters(state: states.State, record: records.EpochRecord, node: int) -> bool:
-    """Return whether the loss of ``node`` invalidates the record: a seat, a copy or parity block
-    owed, or a source."""
+    """Return whether the loss of ``node`` invalidates the record: the node has a seat, owes a copy
+    or parity block, or is a source."""
     if any(seat.node == node for seat in record.seats.values()):
         return True
     if not state.is_restored and any(source.node == node for source in _sources(record.restore)):
@@ -168,7 +168,7 @@ def _forget_memory(state: states.State, node: int) -> None:
     if not isinstance(doing, states.Dumping) or lost is None or node not in doing.finished:
         return
     written = doing.chains | {doing.restore.generation}
-    # Only the extras of this boundary: another try may need those of another.
+    # Only the extras of this boundary were written; another try may need others.
     left_out = {
         records.extras_part(one) for one in records.BOUNDARIES if one != doing.restore.boundary
     }
@@ -219,9 +219,9 @@ def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = Non
 
 
 def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
-    """Quarantine the node of a process whose device, or files, are of no use any more: no process
-    replaces it there, and the node's roles move. Without a spare they wait for one: on that node
-    they would fail again."""
+    """Quarantine the node of a process whose device, or whose files, are of no use any more: no
+    process replaces it there, and the roles of the node move. Without a spare they wait: on that
+    node they would fail again."""
     node, fleet = event.node, core.state.fleet
     del fleet.members[node, event.slot]
     if node in fleet.quarantined:

@@ -1,5 +1,5 @@
-"""Pauses, in which members stand still at one iteration: before a drain, other protection, missing
-copies, the dump at the end. All that was computed is committed then; the close that follows loses
+"""Pauses of all members at the same iteration: before a drain, other protection, missing copies,
+the dump at the end. All that was computed is committed by then; the close that follows loses
 nothing."""
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from deadpool_megatron.failures import ExitStatus, FailureKind
 from deadpool_megatron.layout.records import next_due
 from deadpool_megatron.layout.schemes import format_plan
 
-# Of the time that is left to a run: the rest is for the dump that follows.
+# Share of the time left to a run: the rest is for the dump that follows.
 _SHARE_OF_PAUSE = 0.2
 
 
 def begin(core: Core, running: Running) -> None:
-    """The epoch has just opened: see to what had to wait for that."""
+    """Start the work that had to wait until the epoch opened."""
     running.has_begun = True
     if running.pause is not None:
         _pause(core, running.pause)
@@ -55,7 +55,7 @@ def consider_pause(core: Core) -> None:
 
 
 def _pause(core: Core, order: PauseOrder) -> None:
-    """Have all members stand still, if the epoch runs."""
+    """Have all members pause, if the epoch runs."""
     running, record = core.state.doing, core.state.record
     if isinstance(running, Running) and record is not None:
         limit = core.config.settings.hang_seconds * record.protection.every
@@ -70,23 +70,24 @@ def _pause_next(core: Core, cause: str, leaving: frozenset[int] = frozenset()) -
 
 
 def _boundary_after(state: State, iteration: int) -> int:
-    """One that no role has reached yet, and whose generation is protected: nothing is lost."""
+    """Return an iteration that no role has reached, with a protected generation: nothing is
+    lost."""
     every = 1 if state.record is None else state.record.protection.every
     return next_due(iteration + 2, every)
 
 
-# What leads to a pause.
+# Reasons for a pause.
 
 
 def drain(core: Core, node: int) -> None:
-    """The roles of a node move as soon as a spare can take them."""
+    """Have the roles of the node move as soon as a spare can take them."""
     core.emit(Kind.DRAIN, node=node)
     core.state.fleet.drains |= {node}
     consider_pause(core)
 
 
 def drain_slow(core: Core, event: inputs.DrainRequested) -> None:
-    """A slow node's roles are to be moved away."""
+    """Have the roles of a slow node moved away."""
     state, node = core.state, event.node
     state.fleet.distrust(frozenset({node}) & state.fleet.nodes.keys())
     if node not in state.fleet.nodes:
@@ -101,17 +102,16 @@ def drain_slow(core: Core, event: inputs.DrainRequested) -> None:
 
 
 def protect_otherwise(core: Core, event: inputs.ProtectionRequested) -> None:
-    """A measurement wants another plan."""
+    """Change to another plan, as a measurement advises."""
     if why := take_request(core, event):
         core.refuse(f"protection {format_plan(event.plan)}", why)
     consider_pause(core)
 
 
 def dump_requested(core: Core, event: inputs.DumpRequested) -> None:
-    """Whatever the phase, lead to a dump. A run that trains pauses first, so that what it has
-    computed is committed; else the iteration under way is computed by the next run. A part of the
-    seconds that are left, if they are told, is spent on the pause.
-    """
+    """Lead to a dump, in any phase. A run that trains pauses first, so that all that it has
+    computed is committed; else the next run computes the iteration under way. A share of the
+    seconds left, if they are given, is spent on the pause."""
     state, words = core.state, LastWords(ExitStatus.SAVED, event.reason)
     if isinstance(state.doing, Dumping):
         ending.expedite(core, state.doing, event.reason)
@@ -129,25 +129,25 @@ def dump_requested(core: Core, event: inputs.DumpRequested) -> None:
         state.doing.deadline = min(state.doing.deadline, limit)
 
 
-# What members say of it.
+# Reports of members.
 
 
 def note_done(core: Core, event: inputs.MemberDone) -> None:
-    """A role has completed its last iteration: nobody waits for it to pause."""
+    """Note that a role has completed its last iteration: no pause waits for it."""
     role, doing = core.player(event), core.state.doing
     if role is not None and isinstance(doing, Entering | Running | Pausing):
         doing.done.add(role)
-        if role == 0:  # the others have been told no reason
+        if role == 0:  # the others were given no reason
             core.state.early, core.state.unsaved = event.early, event.unsaved
         epoch.check_done(core)
         check_paused(core)
 
 
 def note_paused(core: Core, event: inputs.Paused) -> None:
-    """A role stands still after an iteration.
+    """Note that a role pauses after an iteration.
 
-    When nobody waits for that, an earlier coordinator has ordered it. Only a close gets the member
-    moving again, and nothing is recomputed when all stand still at the same iteration.
+    If this coordinator has not ordered it, an earlier coordinator did. Only a close lets the member
+    continue, and nothing is recomputed when all pause at the same iteration.
     """
     role, doing, iteration = core.player(event), core.state.doing, event.iteration
     if role is None:
@@ -172,7 +172,7 @@ def note_paused(core: Core, event: inputs.Paused) -> None:
 
 
 def pause_later(core: Core, event: inputs.PauseRefused) -> None:
-    """Somebody is past the wanted iteration: choose a later one. The deadline stays."""
+    """Choose a later iteration, as a role is past the wanted iteration. The deadline stays."""
     state, pausing, iteration = core.state, core.state.doing, event.iteration
     if core.player(event) is None:
         return
@@ -183,12 +183,12 @@ def pause_later(core: Core, event: inputs.PauseRefused) -> None:
 
 
 def check_paused(core: Core, *, overdue: bool = False) -> None:
-    """Once all stand still (or had their time), go through a close as after a failure."""
+    """Close the epoch, as after a failure, once all members pause (or their time is over)."""
     pausing, wanted = core.state.doing, len(core.state.seats)
     if not isinstance(pausing, Pausing):
         return
     order, paused, done = pausing.order, pausing.order.paused, pausing.done
-    # Cheap for all but the last: a role that is done may have paused, too.
+    # The sizes are compared first, which is cheap: a role that is done may have paused, too.
     complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
     if overdue or complete:
         core.state.fleet.draining = order.leaving

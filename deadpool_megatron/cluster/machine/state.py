@@ -149,7 +149,7 @@ class Fleet:
         return sorted(place for place, one in self.members.items() if one.status in statuses)
 
     def absent(self, wished: Iterable[int]) -> list[int]:
-        """Return the nodes that are neither connected nor given up, in ascending order."""
+        """Return those that are neither connected nor given up, in ascending order."""
         return sorted(
             node for node in wished if node not in self.nodes and node not in self.removed
         )
@@ -441,13 +441,13 @@ PhaseObject = (
 class State:
     """All knowledge of the machine.
 
-    ``seats``: of the last announced record, or as planned before there is any. ``epoch``: highest
-    number given to a record. ``record``: the last announced. ``restarted``: new agents have joined
-    an epoch that was open; ``survived``: so have agents older than this coordinator. ``start``: see
-    :class:`History`. ``last_words``: how the run ends once its state is saved. ``early``: how far
-    the program has come, if it ended before its last iteration. ``unsaved``: why its last
-    checkpoint is not valid. ``requests``: of users, open or just ended. ``agreed``: properties that
-    the nodes share, None until they are judged.
+    ``seats``: those of the last announced record, or as planned before there is any. ``epoch``:
+    highest number given to a record. ``record``: the last announced. ``restarted``: new agents have
+    joined an epoch that was open; ``survived``: so have agents older than this coordinator.
+    ``start``: see :class:`History`. ``last_words``: how the run ends once its state is saved.
+    ``early``: how far the program has come, if it ended before its last iteration. ``unsaved``: why
+    its last checkpoint is not valid. ``requests``: those of users, open or just ended. ``agreed``:
+    properties that the nodes share, None until they are judged.
     """
 
     doing: PhaseObject

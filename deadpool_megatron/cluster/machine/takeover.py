@@ -1,8 +1,7 @@
 """Takeover: another coordinator continues a run, unless something happened to it.
 
-The journal says what was decided last, the agents say what became of it. While they come back the
-machine is BOOTSTRAPPING, members continue working, and what goes wrong is only remembered
-(``missed``).
+The journal has the last decisions, the agents report their results. While they come back the
+machine is BOOTSTRAPPING, members continue working, and failures are only remembered (``missed``).
 When all are back the newest epoch stays open, or it is closed as after any failure.
 """
 
@@ -21,7 +20,7 @@ from deadpool_megatron.preflight import eligibility
 
 
 def note_join(core: Core, event: ev.NodeJoined) -> None:
-    """Take what a connected agent says about the newest epoch, while all come back."""
+    """Note the report of a joining agent about the newest epoch, while all come back."""
     state, record, doing = core.state, core.state.record, core.state.doing
     if not isinstance(doing, TakingOver) or record is None:
         return
@@ -29,10 +28,10 @@ def note_join(core: Core, event: ev.NodeJoined) -> None:
         role = state.role_at(event.node, local_rank, event.members.get(local_rank, -1))
         if epoch == record.epoch and role is not None:
             doing.restored.add(role)
-    # Members without an epoch: theirs have died with the agent before it.
+    # A new agent: the members of its node have died with the agent before it.
     if event.node in record.nodes and not event.epoch and not event.members:
         state.restarted = True
-    # A spare that came after the newest record has members, and no epoch.
+    # A spare that joined after the newest record has members, and no epoch.
     if event.epoch or event.members:
         state.survived = True
     if state.survived:
@@ -43,11 +42,11 @@ def note_join(core: Core, event: ev.NodeJoined) -> None:
 
 
 def check_all_back(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
-    """Go on when every node of the newest record is back or lost.
+    """Continue when every node of the newest record is back or lost.
 
-    After a restart there is nothing to lose by waiting: lost nodes may come under other numbers,
-    with their slots, so that as many nodes are awaited as at the start of a run. Where an agent of
-    before has come back, others may still train, and nobody is lost before ``rejoin_seconds``.
+    After a restart nothing is lost by waiting: lost nodes may come back under other numbers, with
+    their slots, so that as many nodes are awaited as at the start of a run. If an earlier agent has
+    come back, others may still train, and no node counts as lost before ``rejoin_seconds``.
     """
     state, config = core.state, core.config
     began = taking_over.deadline - patience_seconds(config)
@@ -59,7 +58,7 @@ def check_all_back(core: Core, taking_over: TakingOver, record: EpochRecord) -> 
             return
     if (
         (state.survived or not state.restarted)
-        # The counts are looked at first: this is asked for every join and every hello.
+        # The counts are compared first: this runs for every join and every hello.
         and len(state.fleet.nodes) + len(state.fleet.removed) >= len(record.nodes)
         and not state.fleet.absent(record.nodes)
         and (taking_over.missed is not None or not _is_unclear(core, record))
@@ -68,8 +67,8 @@ def check_all_back(core: Core, taking_over: TakingOver, record: EpochRecord) -> 
 
 
 def _is_unclear(core: Core, record: EpochRecord) -> bool:
-    """Return whether nothing has happened but that nodes without a role are lost, and only layouts
-    that roles have still to tell can say whether they owed copies."""
+    """Return whether only nodes without a role are lost, and only layouts that roles have yet to
+    report can show whether those nodes owed copies."""
     state = core.state
     if len(state.memory.layouts) >= len(record.seats):
         return False
@@ -82,13 +81,13 @@ def _is_unclear(core: Core, record: EpochRecord) -> bool:
 
 
 def patience_seconds(config: Config) -> float:
-    """Return how long agents may take to come to a coordinator that has taken over."""
+    """Return how long agents may take to reach a coordinator that has taken over."""
     settings = config.settings
     return settings.start_seconds if config.restarted else settings.rejoin_seconds
 
 
 def time_is_over(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
-    """Take those who have not come back by now for lost."""
+    """Count the nodes that have not come back by now as lost."""
     why = f"did not reconnect within {patience_seconds(core.config):g} s"
     for node in core.state.fleet.absent(record.nodes):
         give_up(core, node, why, FailureKind.NODE_LOST)
@@ -96,17 +95,17 @@ def time_is_over(core: Core, taking_over: TakingOver, record: EpochRecord) -> No
 
 
 def _go_on(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
-    """The newest epoch stays open; no member notices that the coordinator is another one."""
+    """Leave the newest epoch open; no member notices the change of coordinator."""
     state, fleet = core.state, core.state.fleet
-    if core.config.settings.check != "off":  # what they have in common holds for those to come
+    if core.config.settings.check != "off":  # new nodes are compared with their common facts
         known = [node.facts for node in fleet.nodes.values() if node.facts is not None]
         state.agreed = eligibility.agree(known)
-    if any(known.returns for known in fleet.nodes.values()):  # so it is with those that are gone
+    if any(known.returns for known in fleet.nodes.values()):  # then lost nodes may return, too
         fleet.returning |= fleet.removed.keys() & record.nodes.keys()
     if state.restarted and not state.survived:
         state.start = record.epoch
     refuse_assumed(core, taking_over.requests)
-    # The lost node rather than what its peers saw of that first.
+    # The lost node, rather than the failure that its peers saw first.
     causes = [one for one in (taking_over.missed, _happened(core, record)) if one is not None]
     failure = min(causes, key=lambda one: rank(one.kind), default=None)
     deadline = core.now + opening_seconds(core, record)
@@ -120,7 +119,7 @@ def _go_on(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
 
 
 def _happened(core: Core, record: EpochRecord) -> Failure | None:
-    """Return what nobody has reported, for there was no coordinator to report it to."""
+    """Return the failure that was not reported, as there was no coordinator to report it to."""
     state = core.state
     ended = [role for role in sorted(record.seats) if not _plays(core, role)]
     if ended and state.restarted:
@@ -148,7 +147,7 @@ def _happened(core: Core, record: EpochRecord) -> Failure | None:
 
 
 def _plays(core: Core, role: int) -> bool:
-    """Return whether the very process that has the role's seat is alive."""
+    """Return whether exactly the process that has the role's seat is alive."""
     seat = core.state.seats[role]
     member = core.state.fleet.members.get((seat.node, seat.local_rank))
     return (
