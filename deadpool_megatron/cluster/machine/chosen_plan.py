@@ -1,8 +1,8 @@
-"""The protection of the state: which plan may be asked for, whether memory is enough, what is told.
+"""The protection of the state: which plan may be requested, and whether memory is enough for it.
 
-A plan changes only with an epoch. A wanted one waits in the state, goes into the next record for
-whatever reason that is made, and if nothing else happens members pause for it at the next boundary
-that is protected (pauses), so that nothing is computed again. Pure functions.
+A plan changes only with an epoch. A wanted plan waits in the state, and enters the next record for
+whatever reason that is made; without other reasons members pause for it at the next protected
+boundary (pauses), so that nothing is computed again. Pure functions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ASKED_FOR = "asked for by 'deadpool protect'"
 
 def topology_of(state: State, settings: Settings) -> Topology | None:
     """Return seats, layouts and nodes as they are; None before all members have registered."""
-    layouts = dict(state.memory.layouts)  # others ask in a thread
+    layouts = dict(state.memory.layouts)  # other threads ask, too
     if len(layouts) < len(state.seats):
         return None
     seated = {role: seat.node for role, seat in state.seats.items()}
@@ -39,7 +39,7 @@ def topology_of(state: State, settings: Settings) -> Topology | None:
 
 
 def budgets_of(state: State) -> dict[int, int]:
-    """Return the bytes for generations on each node that has said how many it has."""
+    """Return the bytes for generations on each node that has reported them."""
     return {
         n: known.memory_bytes for n, known in dict(state.fleet.nodes).items() if known.memory_bytes
     }
@@ -47,8 +47,7 @@ def budgets_of(state: State) -> dict[int, int]:
 
 def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> str:
     """Return why the nodes have too little memory for ``plan``; empty when they have enough, when
-    that is not known yet, or when only the cadence is another one: slots stay what they are then.
-    """
+    that is not known yet, or when only the cadence differs: the slots stay as they are then."""
     topology = topology_of(state, settings)
     if topology is None or (state.record and state.record.protection.scheme == plan.scheme):
         return ""
@@ -57,7 +56,7 @@ def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> st
 
 
 def take_request(core: Core, event: ProtectionRequested) -> str:
-    """Note the wanted plan; returns why it cannot be."""
+    """Note the wanted plan; return why it is refused."""
     state = core.state
     settings = core.config.settings
     why = refusal(event.plan, len(state.fleet.nodes), settings, state.protection.plan)
@@ -70,7 +69,7 @@ def take_request(core: Core, event: ProtectionRequested) -> str:
 
 
 def tell_plan(core: Core) -> None:
-    """Say what protects the epoch that was just opened, if that is new."""
+    """Report the protection of the epoch that was just opened, if it is new."""
     state, record = core.state, core.state.record
     if record is None or record.protection == state.protection.told:
         return
@@ -89,7 +88,7 @@ def tell_plan(core: Core) -> None:
 
 
 def max_lost_by(plan: ProtectionPlan, layouts: Iterable[RoleLayout], settings: Settings) -> int:
-    """The RPO: the most finished iterations that a failure makes the job compute again."""
+    """Return the RPO: the most finished iterations that the job computes again after a failure."""
     spans = all(layout.slots <= 2 + settings.max_lag for layout in layouts)
     return most_lost(plan.every, settings.max_lag, spans_the_world=spans)
 

@@ -1,5 +1,5 @@
-"""Faults that roles report or that are seen of them: hangs, broken communication, state that does
-not restore, wrong numbers, numbers that are not finite."""
+"""Faults that roles report, or that are observed: hangs, broken communication, state that does not
+restore, wrong numbers, numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deadpool_megatron.layout.schemes import ProtectionPlan, recomputes
 
 
 def roles_hung(core: Core, event: ev.RolesHung) -> None:
-    """No role makes progress: those that hold the others up are replaced."""
+    """Replace the roles that hold the others up, as no role makes progress."""
     if event.epoch != core.state.open_epoch:
         core.refuse("hang verdict", **core.not_open(event.epoch))
         return
@@ -29,7 +29,7 @@ def roles_hung(core: Core, event: ev.RolesHung) -> None:
 
 
 def not_restored(core: Core, roles: tuple[int, ...]) -> None:
-    """The epoch did not open in time for lack of these roles."""
+    """Replace these roles, because the epoch did not open in time for lack of them."""
     _close_for(core, roles, f"roles {list(roles)} did not restore in time", "opening")
 
 
@@ -45,15 +45,15 @@ def _close_for(
 
 
 def fault_reported(core: Core, event: ev.MemberFault) -> None:
-    """Communication has failed in a role."""
+    """Note that communication has failed in a role."""
     if (role := core.player(event)) is not None:
         text, kind = f"role {role}: {event.text}", FailureKind.COMMUNICATOR_ERROR
         core.state.blame.suspect(Failure(text, kind, ("fault",), node=event.node), core.now)
 
 
 def raised(core: Core, event: ev.MemberRaised) -> None:
-    """A role has raised: without a better cause its process ends, mostly before this is believed.
-    The time without progress counts from here."""
+    """Note that a role has raised: without a better cause its process ends, mostly before the grace
+    period is over. The time without progress counts from here."""
     if (role := core.player(event)) is not None:
         end = ev.MemberLost(event.node, event.slot, event.incarnation, 1, last_line=event.text)
         name = process_name(event.node, event.slot, event.incarnation)
@@ -62,7 +62,7 @@ def raised(core: Core, event: ev.MemberRaised) -> None:
 
 
 def believe(core: Core) -> None:
-    """Act on a suspicion when no better cause came in its time."""
+    """Act on a suspicion if no better cause arrived in time."""
     state = core.state
     suspicion, record = state.blame.suspicion, state.record
     if suspicion is None or core.now < suspicion.until or record is None:
@@ -71,13 +71,13 @@ def believe(core: Core) -> None:
     state.blame.believe(suspicion, record.restore)
     if suspicion.doubtful and path:
         state.lineage.why_struck = suspicion.failure.cause
-    if suspicion.doubtful and path and state.lineage.doubt(path):  # the next older one is tried
+    if suspicion.doubtful and path and state.lineage.doubt(path):  # the next older follows
         core.log("warning", f"checkpoint {path} is not used any more: {suspicion.failure.cause}")
     close(core, suspicion.failure)
 
 
 def restore_failed(core: Core, event: ev.NotRestored) -> None:
-    """No place had good bytes of a part: the next restore does without those that were tried."""
+    """Note that no place had good bytes of a part: the next restore avoids the places tried."""
     role, record = core.player(event), core.state.record
     if role is None or record is None:
         return
@@ -90,8 +90,8 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
     recipe = restore.recipes.get(role)
     decoding = recipe.decodings.get(event.part) if recipe is not None else None
     if decoding is not None:
-        # Its parity blocks: no decoding goes without one. What other roles hold of their own is
-        # not in doubt for that; where it is damaged, the node that holds it has found out.
+        # Its parity blocks: no decoding works without them. The data that other roles hold of their
+        # own is not in doubt for that; if it is damaged, the node that holds it has found out.
         for number, places in decoding.blocks.items():
             if number >= len(decoding.group):
                 tried += places
@@ -100,8 +100,8 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
         bad |= frozenset(suspects(recipe, generation, event.part))
         if event.part == REPLAY:
             _give_up_recomputing(core, role, event.text)
-    # Falling to the next source, generation or checkpoint is progress of a kind. What fails as a
-    # whole does so whoever is the first to say it.
+    # Falling to the next source, generation or checkpoint is progress of a kind. A failure of the
+    # whole is the same, whichever role reports it first.
     whole = str(generation) if restore.kind == "memory" else restore.path or restore.kind
     what = (event.part, str(role), str(generation)) if bad else (whole,)
     cause = f"role {role} cannot be restored: {event.text}"
@@ -110,7 +110,7 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
 
 
 def _give_up_recomputing(core: Core, role: int, text: str) -> None:
-    """Intact bytes gave another result: whole copies for the rest of the run."""
+    """Copy whole iterations for the rest of the run, as intact bytes gave another result."""
     chosen = core.state.protection
     if recomputes(chosen.plan):
         chosen.plan = ProtectionPlan(every=chosen.plan.every)
@@ -119,9 +119,9 @@ def _give_up_recomputing(core: Core, role: int, text: str) -> None:
 
 
 def audit_failed(core: Core, event: ev.AuditFailed) -> None:
-    """Put the nodes aside that are wrong; without a spare for them they are given up, and their
-    roles wait for one. Where peers differ and nobody can tell who is wrong, the run ends:
-    continuing with either would be training on what may be wrong."""
+    """Quarantine the nodes that are wrong; without spares for them they are given up, and their
+    roles wait for a spare. If it is unknown which of the differing peers is wrong, end the run:
+    continuing with either might train on wrong numbers."""
     role, state = core.player(event), core.state
     if role is None or not event.roles or not all(one in state.seats for one in event.roles):
         return
@@ -149,13 +149,13 @@ def audit_failed(core: Core, event: ev.AuditFailed) -> None:
 
 
 def note_stack(core: Core, event: ev.StackReported) -> None:
-    """Keep one more place where a process stood."""
+    """Keep the position of another process that hung."""
     blame = core.state.blame
     blame.stacks = (*blame.stacks, event.text)[-SHOWN_FAILURES:]
 
 
 def diverged(core: Core, event: ev.Diverged) -> None:
-    """Training has no one result any more; what it was computed from on the disk is suspect."""
+    """End the run: training has no unique result, and the state on disk it came from is suspect."""
     state, text = core.state, event.text
     if state.record is not None and (path := state.record.restore.path):
         k = state.record.restore.generation.iteration
@@ -166,9 +166,9 @@ def diverged(core: Core, event: ev.Diverged) -> None:
 
 
 def not_finite(core: Core, event: ev.NotFinite) -> None:
-    """Act on it as the setting ``nonfinite`` says: ignore, stop or rollback.
+    """Act on a non-finite number as the setting ``nonfinite`` asks: ignore, stop or rollback.
 
-    The epoch may have been closed meanwhile for another reason: its generations count all the same.
+    Meanwhile the epoch may have been closed for another reason: its generations still count.
     """
     state, blame, k = core.state, core.state.blame, event.iteration
     setting, computed = core.config.settings.nonfinite, Generation(event.epoch, event.iteration)
@@ -176,14 +176,14 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
         step_reported(core, event)
         return
     if blame.is_poisoned(computed):
-        return  # told by another role already, or it follows from what was told
-    # Nothing computes iteration 0: it is what was built or loaded.
+        return  # another role has reported it, or it follows from that report
+    # Nothing computes iteration 0: it is the state as built or loaded.
     if k < 1 or state.phase in LAST_PHASES or not state.lineage.keeps(computed):
         why = f"nothing continues from it in epoch {event.epoch}"
         core.refuse(f"{event.number} of step {k}", why)
         return
     again = k in blame.nonfinite
-    # A second time it was no stray fault of this iteration: the state before it may be no good.
+    # A second time it is no stray fault of this iteration: the state before it may be bad.
     bad = _origin(state) if again else k
     policy = "stop" if bad is None or setting != "rollback" else "rollback"
     facts = {"number": event.number, "value": event.value, "policy": policy}
@@ -193,7 +193,7 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
     if again:
         cause += ", and was not finite either when it was computed before"
     if bad is None or policy == "stop":
-        # What is saved is the state before the iteration.
+        # The saved state is that before the iteration.
         blame.poisoned_from = k
         save_and_end(core, LastWords(ExitStatus.NONFINITE, cause, FailureKind.NONFINITE_LOSS))
         return
@@ -204,8 +204,8 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
 
 
 def _origin(state: State) -> int | None:
-    """The iteration of the generation that this epoch continues from, None where there is no older
-    state to fall to; a checkpoint was looked at when it was written."""
+    """Return the iteration of the generation that this epoch continues from, None if there is no
+    older state to fall back to; a checkpoint was checked when it was written."""
     record = state.record
     if record is None or record.restore.kind not in ("memory", "dump"):
         return None

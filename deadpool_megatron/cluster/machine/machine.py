@@ -1,9 +1,9 @@
-"""The coordinator as a pure state machine: an input and a moment in, actions out.
+"""The coordinator as a pure state machine: an input and a time in, actions out.
 
-No I/O, no clock, no randomness: what the coordinator does after any order of events can be tested
-without processes. The caller feeds inputs one at a time, with a clock that never goes back (in
-seconds), and carries out the actions in order. An announced epoch is closed once and reopened under
-a higher number; a record that was overtaken before it was durable is never announced.
+No I/O, no clock, no randomness: tests cover any order of events without processes. The caller feeds
+one input at a time, with a clock that never runs back (in seconds), and carries out the actions in
+order. An announced epoch is closed once and reopened under a higher number; a record that was
+overtaken before it was durable is never announced.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from deadpool_megatron.layout.records import EpochRecord, Restore, Seat, SeatTab
 from deadpool_megatron.layout.schemes import first_plan
 
 NOBODY: Mapping[int, str] = {}
-# The function of a topic that each input is for. One of a member is heard from, or about, the
-# present process of its slot only.
+# The function of a topic for each input. An input of a member, or about it, counts only for the
+# current process of its place.
 _TOPICS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.NodeJoined: bootstrap.node_joined,
     ev.FactsReported: bootstrap.told,
@@ -71,14 +71,13 @@ _TOPICS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.Paused: pauses.note_paused,
     ev.PauseRefused: pauses.pause_later,
 }
-# After these the nodes that are gathering may be complete.
+# After these inputs all awaited nodes may have joined.
 _GATHERS = (ev.NodeJoined, ev.NodeLost, ev.MemberHello, ev.MemberRegistered)
 
 
 class Machine(Core):
-    """``state``: of a run that begins at ``now``, and then of what :meth:`handle` has made of it.
-    An input that raises leaves it half changed: it is of no use any more.
-    """
+    """The state machine. ``state``: that of a new run at ``now``, later as :meth:`handle` has left
+    it. An input that raises leaves it half changed: it must not be used any more."""
 
     def __init__(self, config: states.Config, now: float) -> None:
         wished = {
@@ -102,10 +101,10 @@ class Machine(Core):
         gone: Mapping[int, str] = NOBODY,
         wrong: Mapping[int, str] = NOBODY,
     ) -> None:
-        """Begin as a coordinator that takes over a run: ``last`` is the newest record,
-        ``valid`` the checkpoints that were made valid, the newest first, ``gone`` the nodes that
-        were given up since the record, ``wrong`` those found to be wrong since, with their hosts
-        (see :class:`.actions.RecordQuarantined`).
+        """Begin as a coordinator that takes over a run: ``last`` is the newest record, ``valid``
+        the valid checkpoints, newest first, ``gone`` the nodes that were given up since the record,
+        ``wrong`` the nodes quarantined since, with their hosts (see
+        :class:`.actions.RecordQuarantined`).
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training continues meanwhile, and afterwards in the same epoch unless
@@ -113,11 +112,11 @@ class Machine(Core):
         """
         state, config, history = self.state, self.config, last.history
         if config.begins_anew:
-            # With the settings of its command; what was asked for, or chosen, in the run before is
-            # over (cli/start/restart).
+            # With the settings of its command; requests and choices of the run before are over
+            # (cli/start/restart).
             state.protection.told = last.protection
         else:
-            # A plan that came with the record is reported (again): nobody knows if it was.
+            # A plan that came with the record is reported (again), as it may not have been.
             state.protection = states.ChosenProtection(
                 last.protection, told=history.protection_told
             )
@@ -138,7 +137,7 @@ class Machine(Core):
                 line.add_valid(one)
         line.remove(history.struck)
         line.struck = history.struck
-        # So that what repeats ends the run, whoever coordinates when it does.
+        # So that a repeated failure ends the run under any coordinator.
         state.blame.failures = tuple(
             (int(one["iteration"]), Failure.from_record(one)) for one in history.failures
         )
@@ -165,7 +164,7 @@ class Machine(Core):
             _TOPICS[type(event)](self, event)
 
     def _tick(self) -> None:
-        """Look at every deadline; nothing is asked for one where there is nothing to wait for."""
+        """Check every deadline; log the wait that ends, if there was any."""
         state = self.state
         if state.blame.suspicion is not None:
             faults.believe(self)
@@ -186,7 +185,7 @@ class Machine(Core):
             case states.TakingOver() as taking_over if state.record is not None:
                 takeover.time_is_over(self, taking_over, state.record)
             case states.Closing(looks=True):
-                # What cannot be looked at may be there.
+                # Checkpoints that cannot be looked at may be there.
                 epoch.checkpoints_seen(self, ev.CheckpointsFound(frozenset()))
             case states.Closing(awaited=awaited):
                 late = awaited | {

@@ -14,9 +14,9 @@ from deadpool_megatron.failures import rank
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.wire.forms import Coded
 
-# So many recoveries are told one by one when the run ends; the events have all of them.
+# This many recoveries are listed when the run ends; the events have all of them.
 RECOVERIES_SHOWN = 100
-# In the order they happen; ``abandoned`` is time in epochs that were opened but failed again.
+# In the order of their occurrence; ``abandoned``: time in epochs that were opened but failed again.
 PHASES = (
     "detect",
     "close",
@@ -52,11 +52,11 @@ class RecoveryReport(Coded):
 
 @dataclass
 class Recovery:
-    """A recovery in progress. ``mark``: when its present phase of the machine began. ``record``: of
-    the epoch that ended first.
-    ``opened_within``: seconds from the decision until the new epoch was open.
+    """A recovery in progress. ``mark``: when its present phase of the machine began. ``record``:
+    that of the epoch that ended first. ``opened_within``: seconds from the decision until the new
+    epoch was open.
 
-    ``kind``: of the likeliest cause of the first epoch's end, which is the first of ``causes``.
+    ``kind``: that of the likeliest cause of the first epoch's end, the first of ``causes``.
     """
 
     causes: list[str]
@@ -71,16 +71,16 @@ class Recovery:
     opened_within: float | None = None
 
     def spend(self, phase: str, now: float) -> None:
-        """Book the time since ``mark`` on a phase."""
+        """Add the time since ``mark`` to a phase."""
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self.mark
         self.mark = now
 
     def recomputed(self, restore: Restore) -> int:
-        """Return how many finished iterations are computed again from there."""
+        """Return how many finished iterations are computed again after this restore."""
         return max(0, self.newest - restore.generation.iteration)
 
     def again(self, cause: str, now: float) -> None:
-        """The epoch it led to has failed before its first iteration was completed."""
+        """Continue the recovery: its epoch has failed before its first iteration was completed."""
         if self.opened_within is not None:
             self.phases = self.all_phases()
         self.spend("abandoned", now)
@@ -88,7 +88,7 @@ class Recovery:
         self.reported, self.opened_within = {}, None
 
     def finish(self, record: EpochRecord, now: float) -> RecoveryReport:
-        """The first iteration of ``record``'s epoch is complete."""
+        """Return the report, as the first iteration of ``record``'s epoch is complete."""
         self.spend("replay", now)
         phases = self.all_phases()
         return RecoveryReport(
@@ -109,8 +109,8 @@ class Recovery:
         )
 
     def all_phases(self) -> dict[str, float]:
-        """Return the machine's phases with those reported, which share the time until the epoch
-        was open: each is that of its slowest role, and roles work in parallel."""
+        """Return the machine's phases with the reported phases, which share the time until the
+        epoch was open: each is that of its slowest role, and roles work in parallel."""
         spent = sum(each for phase, each in self.reported.items() if phase != "reprotect")
         part = min(1.0, (self.opened_within or 0.0) / spent) if spent else 1.0
         found = dict(self.phases)
@@ -122,8 +122,8 @@ class Recovery:
 
 @dataclass
 class Recoveries:
-    """``current``: in progress. ``finished``: the newest that this coordinator saw. ``count``,
-    ``steps_recomputed``: of the whole run."""
+    """Recoveries of the run. ``current``: in progress. ``finished``: the newest, as seen by this
+    coordinator. ``count``, ``steps_recomputed``: over the whole run."""
 
     current: Recovery | None = None
     finished: list[RecoveryReport] = field(default_factory=list)
@@ -133,8 +133,8 @@ class Recoveries:
     def close(
         self, failure: Failure, signs: float, now: float, newest: int, record: EpochRecord
     ) -> None:
-        """The epoch of ``record`` was closed now; the first sign of the failure (or the last one of
-        life) was at ``signs``."""
+        """Note that the epoch of ``record`` is closed; the first sign of the failure (or the last
+        sign of life) was at ``signs``."""
         if self.current is not None:
             self.current.again(failure.cause, now)
             return
@@ -143,8 +143,8 @@ class Recoveries:
         self.current = Recovery([failure.cause], started, now, newest, record, kind, detect)
 
     def add_cause(self, failure: Failure) -> None:
-        """The one in progress has one more cause: the first one, if what is known already followed
-        from it."""
+        """Add a cause to the recovery in progress: in first place if the known cause followed from
+        it."""
         if (found := self.current) is None:
             return
         is_later = "abandoned" in found.phases
@@ -155,18 +155,18 @@ class Recoveries:
             found.causes.append(failure.cause)
 
     def spend(self, phase: str, now: float) -> None:
-        """A phase of the one in progress is over."""
+        """End a phase of the recovery in progress."""
         if self.current is not None:
             self.current.spend(phase, now)
 
     def open(self, now: float) -> None:
-        """Every role has restored."""
+        """Note that every role has restored."""
         if self.current is not None:
             self.current.opened_within = now - self.current.mark
             self.current.mark = now
 
     def finish(self, record: EpochRecord, now: float) -> RecoveryReport | None:
-        """Return the report of the one in progress, if there is one: it is complete."""
+        """Return the report of the recovery in progress, if there is any: it is complete."""
         if self.current is None:
             return None
         report, self.current = self.current.finish(record, now), None
@@ -176,11 +176,10 @@ class Recoveries:
         return report
 
     def report(self, epoch: int, phase: str, seconds: float, exposed: float, heard: int) -> None:
-        """Take what a member or vault of ``epoch`` says of one phase: they work in parallel, so the
+        """Note a member's or vault's time of one phase in ``epoch``: they work in parallel, so the
         longest counts. ``heard``: the epoch that is not closed, if any. ``exposed``: how long
-        something lacked protection. A phase that is none of PHASES is part of another one; copies
-        alone may be made again after the recovery.
-        """
+        something lacked protection. A phase outside PHASES is part of another; only re-protection
+        may end after the recovery."""
         if self.current is not None and epoch == heard:
             phases = self.current.reported
             self.current.exposed = max(self.current.exposed, exposed)

@@ -1,7 +1,7 @@
-"""Requests of users: begun when they can be, and told when they are done.
+"""Requests of users: started as soon as they can be, and reported when they are done.
 
-A request is journalled before it comes here, and comes again from the journal to a coordinator that
-takes over, which continues with what is open as soon as the agents are back.
+A request is journalled before it arrives here, and comes again from the journal to a coordinator
+that takes over, which continues open requests as soon as the agents are back.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ _ENDING = "the run is ending"
 
 
 def found(core: Core, event: ev.RequestsFound) -> None:
-    """Requests that earlier coordinators were asked; what they had begun is begun again. After a
-    restart of all processes what was open is over; where that is only assumed, it waits for what
-    agents say.
-    """
+    """Adopt the requests made to earlier coordinators; those that were started start again. After a
+    restart of all processes open requests are over; if that is only assumed, they wait for the
+    reports of agents."""
     again, doing = [], core.state.doing
     restarted = event.restarted and not core.state.survived
     assumed = restarted and isinstance(doing, states.TakingOver) and not core.config.begins_anew
@@ -44,19 +43,19 @@ def found(core: Core, event: ev.RequestsFound) -> None:
 
 
 def refuse_assumed(core: Core, numbers: frozenset[int]) -> None:
-    """No process of before has come back: these requests are over."""
+    """Refuse these requests, as no earlier process has come back."""
     for request in core.state.requests:
         if request.number in numbers and request.is_open:
             _change(core, request.at(Stage.REFUSED, STARTED_AGAIN))
 
 
 def take(core: Core, event: ev.Asked) -> None:
-    """A user has asked, and the journal has it."""
+    """Add a request that a user has made and the journal has."""
     core.state.requests = kept((*core.state.requests, event.request))
 
 
 def exported(core: Core, event: ev.Exported) -> None:
-    """The checkpoint that was asked for is written, or came to nothing."""
+    """Note that a requested checkpoint is written, or came to nothing."""
     for request in core.state.requests:
         if request.number == event.number and request.is_open:
             stage, what = Stage.DONE, f"iteration {event.iteration} is in {event.path}"
@@ -67,9 +66,9 @@ def exported(core: Core, event: ev.Exported) -> None:
 
 
 def settle(core: Core) -> None:
-    """After each input: what can be begun now, and what is done by now."""
+    """Start the requests that can start now, and note those that are done, after each input."""
     before: tuple[Request, ...] = ()
-    while before is not core.state.requests:  # one may make way for another, or overtake it
+    while before is not core.state.requests:  # a request may make way for another, or overtake it
         before = core.state.requests
         for request in before:
             if request.is_open:
@@ -91,12 +90,12 @@ def _settle(core: Core, request: Request) -> None:
     elif isinstance(doing, states.TakingOver) and request.number in doing.requests:
         return
     elif is_known or (request.verb is Verb.STOP and not request.what["dump"]):
-        # To stop at once it does not matter which agents are here.
+        # A stop at once does not depend on which agents are here.
         _change(core, _MOVES[request.verb](core, request))
 
 
 def _change(core: Core, request: Request) -> None:
-    """Have a request in the place of the one with its number; tells of a new stage."""
+    """Replace the request that has this number; report a new stage."""
     known = core.state.requests
     before = next(one for one in known if one.number == request.number)
     if before == request:
@@ -110,7 +109,7 @@ def _change(core: Core, request: Request) -> None:
 
 
 def refusal(state: states.State, verb: Verb, what: Mapping[str, Any]) -> str:
-    """Return why a request cannot be taken, found out before it is journalled; empty if it can."""
+    """Return why a request cannot be taken, before it is journalled; empty if it can."""
     if state.phase in (states.Phase.ENDING, states.Phase.ENDED) and verb is not Verb.STOP:
         return _ENDING
     is_back = state.phase is not states.Phase.BOOTSTRAPPING or state.record is None
@@ -118,7 +117,7 @@ def refusal(state: states.State, verb: Verb, what: Mapping[str, Any]) -> str:
 
 
 def not_connected(state: states.State, node: int) -> str:
-    """Return that a node is not, in words; empty if it is."""
+    """Return as text that a node is not connected; empty if it is."""
     if node in state.fleet.nodes:
         return ""
     there = ", ".join(map(str, sorted(state.fleet.nodes)))
@@ -136,7 +135,7 @@ def _drain(core: Core, request: Request) -> Request:
             Stage.REFUSED, why if why.startswith(f"node {node}") else f"node {node} {why}"
         )
     if node not in state.seats.nodes:
-        # Who has asked may end the node, and the coordinator with it: the move is over first.
+        # The user may end the node, and the coordinator with it: the move is over first.
         if state.phase is not states.Phase.RUNNING or state.recoveries.current is not None:
             return request
         fleet.deprioritized |= {node}
@@ -175,7 +174,7 @@ def _protect(core: Core, request: Request) -> Request:
 def _persist(core: Core, request: Request) -> Request:
     state = core.state
     if request.stage is Stage.UNDER_WAY:
-        return request  # one that is being published is not called back: its course answers
+        return request  # a checkpoint being published is not called back: its end answers
     if state.phase in states.LAST_PHASES or state.last_words is not None:
         return request.at(Stage.REFUSED, _ENDING)
     others = (one for one in state.requests if one.verb is Verb.PERSIST)
