@@ -1,6 +1,6 @@
 """Write-once decisions, and terms of coordinators.
 
-journal        the files that hold them
-terms          who may coordinate, and the sign of life
-user_requests  what users have asked for
+journal        the files of decisions and terms
+terms          the right to coordinate, and the sign of life
+user_requests  requests of users
 """

@@ -1,8 +1,8 @@
-"""Decisions made durable before anybody hears of them.
+"""The journal: decisions, made durable before any process receives them.
 
 A record is written to a temporary file, synced, and *linked* to its final name. Linking either
-gives the whole record its name or fails with EEXIST, so that a reader never sees an empty or torn
-record, and of two coordinators that decide the same epoch (or claim the same term) exactly one
+gives the whole record its name or fails with EEXIST. So a reader never sees an empty or torn
+record, and exactly one of two coordinators that decide the same epoch (or claim the same term)
 wins.
 """
 
@@ -26,12 +26,12 @@ from deadpool_megatron.file_systems import linking, sync
 from deadpool_megatron.wire import framing
 
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
-# An entry has a name of eight digits. One of another form would make all of them unreadable, for a
-# journal that holds what is not its own is not believed.
+# An entry has a name of eight digits. A name of another form would make the whole journal
+# unreadable, because a journal with foreign files is not trusted.
 MOST_NUMBER = 99_999_999
-# Nodes that were given up.
+# Kind of the notes on nodes that were given up.
 GONE = "gone"
-# Nodes that computed or held wrong numbers, or have a broken device.
+# Kind of the notes on nodes that computed or held wrong numbers, or have a broken device.
 WRONG = "wrong"
 _BEAT = ".beat"
 _BEAT_BYTES = 64
@@ -43,33 +43,32 @@ class JournalError(UserError):
 
 
 class LostRace(JournalError):
-    """Another coordinator has decided this epoch; this one must step down."""
+    """Another coordinator has decided this epoch; this coordinator must step down."""
 
 
 class DamagedEntry(JournalError):
-    """An entry is there and says nothing: to read it again is of no use."""
+    """An entry exists but has no readable content; a retry is of no use."""
 
 
-# What comes of reading a note that another version has written, or a host that died in the middle.
-# Whoever reads it has claimed its term: each successor would end at it, too, and use up one more.
+# Errors from a note of another version, or of a host that died during the write. Its reader has
+# claimed a term: each successor would fail at the note, too, and use up another term.
 _NOT_UNDERSTOOD = (DamagedEntry, *DAMAGE)
 
 
 class Journal:
-    """Write-once entries named (kind, number), and one sign of life, in a directory of any POSIX
-    file system, NFS included.
+    """Write-once entries named (kind, number), and a sign of life, in a directory of any POSIX file
+    system, NFS included.
 
-    Different entries may be written and read in several threads at once.
+    Several threads may write and read different entries at the same time.
 
-    Kinds used: ``epoch`` (records), ``term`` (who coordinates: a standby that takes over claims the
-    next number), ``node`` (node ids that were handed out to late comers), ``gone`` (node ids that
-    were given up), ``wrong`` (those that get no role any more), ``request`` (what users have
-    asked).
+    Kinds used: ``epoch`` (records), ``term`` (coordinators: a standby that takes over claims the
+    next number), ``node`` (node ids given to nodes that joined later), ``gone`` (node ids that were
+    given up), ``wrong`` (node ids that get no role any more), ``request`` (requests of users).
     """
 
     def __init__(self, directory: Path, check_own: Callable[[], None] = lambda: None) -> None:
-        """``check_own()``: raises OSError where it is another run's by now. Raises JournalError
-        when the directory cannot be made; that of the run must be there.
+        """``check_own()`` raises OSError if the journal is another run's by now. Raises
+        JournalError if the directory cannot be created; the run's directory must exist.
         """
         self._place, self._check_own = directory, check_own
         try:
@@ -86,8 +85,8 @@ class Journal:
         return self._place
 
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
-        """Make the entry durable. Raises LostRace when another one has that name already, and
-        JournalError when it cannot be known to be durable; the same entry may be written again.
+        """Make the entry durable. Raises LostRace if a different entry has that name already, and
+        JournalError if it may not be durable; then the same entry may be written again.
         """
         final = self._path(kind, number)
         temporary = self._directory / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}"
@@ -102,7 +101,7 @@ class Journal:
         except OSError as error:
             raise JournalError(f"cannot write {final}: {error.strerror}") from error
         finally:
-            with contextlib.suppress(OSError):  # gone with its file system, or never made
+            with contextlib.suppress(OSError):  # lost with its file system, or never created
                 temporary.unlink()
 
     @staticmethod
@@ -117,13 +116,13 @@ class Journal:
                 return
             if isinstance(error, FileExistsError):
                 if _read(final) == entry:
-                    return  # ours, of an earlier try whose end was not known
+                    return  # ours, from an earlier try whose result was unknown
                 raise LostRace(f"{final} was written by another coordinator") from error
             raise
 
     def has(self, kind: str, number: int) -> bool:
-        """Return whether there is such an entry; costs the same however many others there are. A
-        client of a network file system may say no for some time after another host has written it.
+        """Return whether an entry exists; the cost does not depend on the number of others. On a
+        network file system, False may be outdated for some time after another host has written it.
         """
         path = self._path(kind, number)
         try:
@@ -135,14 +134,14 @@ class Journal:
         return True
 
     def read(self, kind: str, number: int) -> dict[str, Any]:
-        """An entry that is there. Raises JournalError when it is not, and DamagedEntry."""
+        """Return an existing entry. Raises JournalError if there is none, and DamagedEntry."""
         return _read(self._path(kind, number))
 
     def _path(self, kind: str, number: int) -> Path:
         return self._directory / f"{kind}-{digits(number)}.json"
 
     def numbers(self, kind: str) -> list[int]:
-        """The numbers of all entries of a kind, ascending; none of them is read."""
+        """Return the numbers of all entries of a kind, ascending, without reading the entries."""
         found = []
         try:
             names = [path.name for path in self._directory.iterdir()]
@@ -159,11 +158,11 @@ class Journal:
         return sorted(found)
 
     def entries(self, kind: str) -> dict[int, dict[str, Any]]:
-        """All entries of a kind by number, ascending. Raises JournalError for a damaged one."""
+        """Return all entries of a kind by number, ascending. Raises JournalError if damaged."""
         return {number: self.read(kind, number) for number in self.numbers(kind)}
 
     def newest(self, kind: str) -> tuple[int, dict[str, Any]] | None:
-        """The entry of a kind with the highest number, without reading the others."""
+        """Return the entry of a kind with the highest number, without reading the others."""
         numbers = self.numbers(kind)
         return (numbers[-1], self.read(kind, numbers[-1])) if numbers else None
 
@@ -177,12 +176,12 @@ class Journal:
             try:
                 os.pwrite(handle, text.encode().ljust(_BEAT_BYTES)[:_BEAT_BYTES], 0)
             finally:
-                os.close(handle)  # what an NFS client has kept back is sent here
+                os.close(handle)  # an NFS client sends delayed writes here
         except OSError as error:
             raise JournalError(f"cannot write {self._directory / _BEAT}: {error}") from error
 
     def last_beat(self) -> str:
-        """The newest sign of life; empty before the first. Its readers only ask if it changed."""
+        """Return the newest sign of life; empty before the first. Readers only look for changes."""
         try:
             return (self._directory / _BEAT).read_text(errors="replace").strip()
         except FileNotFoundError:
@@ -192,18 +191,18 @@ class Journal:
 
 
 def digits(number: int) -> str:
-    """The number of an entry as names have it. Raises JournalError for one that fits into none."""
+    """Return an entry's number as in its name. Raises JournalError for a number out of range."""
     if not 0 <= number <= MOST_NUMBER:
         raise JournalError(f"an entry has a number between 0 and {MOST_NUMBER}, not {number}")
     return f"{number:08d}"
 
 
 def note_node(journal: Journal, kind: str, node: int, cause: str, **more: str) -> None:
-    """Note for a successor what became of a node: the record that says so may come much later.
-    ``more``: of the entry.
+    """Note the fate of a node for a successor, as the record of it may come much later. ``more``:
+    further keys of the entry.
 
-    Without the note it waits in vain for a node that was given up, and continues then; of a wrong
-    one the next audit tells. So a journal that cannot be written just now is not tried again.
+    Without the note a successor waits in vain for a node that was given up, and then continues; and
+    the next audit finds a wrong node again. So a failed write is not retried.
     """
     with contextlib.suppress(JournalError):
         journal.write(kind, node, {"cause": cause, **more})
@@ -216,8 +215,8 @@ def notes_since(
     unknown: str,
     on_trouble: Callable[[str], None],
 ) -> Mapping[int, str]:
-    """Return what a ``note`` (kind and key) says of nodes but those ``known``; ``unknown``: of one
-    that is not understood, of which ``on_trouble(text)`` is told. Raises JournalError."""
+    """Return the values of a ``note`` (kind and key) on nodes other than ``known``; ``unknown`` for
+    a note that is not understood, after ``on_trouble(text)``. Raises JournalError."""
     (kind, key), found = note, {}
     for node in journal.numbers(kind):
         if node not in known:
@@ -237,9 +236,9 @@ async def write_patiently(
     patience_seconds: float,
     on_trouble: Callable[[str], None],
 ) -> None:
-    """Write an entry, again and again while the journal cannot be reached, in another thread.
+    """Write an entry in another thread, with retries while the journal cannot be reached.
 
-    ``on_trouble(text)``: once for each text. Raises LostRace, and JournalError in the end.
+    ``on_trouble(text)``: once for each text. Raises LostRace, and JournalError at the time limit.
     """
     loop = asyncio.get_running_loop()
     limit = time.monotonic() + patience_seconds

@@ -1,10 +1,9 @@
 """The terms of coordinators: numbered terms in the journal, and when the next one may be claimed.
 
-A term is claimed by writing its entry, which only one process can. Nothing more is needed for
-safety: a coordinator decides by writing an epoch record, which is write-once as well, and every
-coordinator that takes over reads the newest record first. So an old coordinator that wakes up can
-at most win a record that the new one then finds. Liveness is judged by the sign of life in the
-journal.
+A process claims a term by writing its entry, which only one process can. Safety needs nothing more:
+a coordinator decides by writing an epoch record, which is write-once as well, and every coordinator
+that takes over reads the newest record first. So an old coordinator that wakes up can at most write
+a record that the new coordinator then finds. Liveness is judged by the sign of life in the journal.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _KIND = "term"
 
 @dataclass(frozen=True)
 class Term:
-    """One coordinator's time: its number and where it listens. ``node``: beside which agent it
-    runs, None where it belongs to no node.
+    """The time of a coordinator: its number and its address. ``node``: the node of the agent next
+    to which it runs, None if it belongs to no node.
     """
 
     number: int
@@ -41,21 +40,21 @@ class Term:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port, as for a socket."""
+        """Return host and port, as for a socket."""
         return self.host, self.port
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; the number is the entry's name."""
+        """Return the JSON form, without the number, which is in the entry's name."""
         return {name: value for name, value in write(self).items() if name != "number"}
 
     @staticmethod
     def from_dict(number: int, values: Mapping[str, Any]) -> Term:
-        """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or ValueError."""
+        """Invert :meth:`to_dict`. Raises KeyError, TypeError or ValueError."""
         return read(Term, {**values, "number": number})
 
 
 def newest_term(journal: Journal, known: Term | None = None) -> Term | None:
-    """The term that holds now; read only if it is not ``known``. Raises JournalError."""
+    """Return the present term; read it only if it is not ``known``. Raises JournalError."""
     numbers = journal.numbers(_KIND)
     if not numbers or (known is not None and known.number == numbers[-1]):
         return known
@@ -63,34 +62,34 @@ def newest_term(journal: Journal, known: Term | None = None) -> Term | None:
 
 
 def sign(term: int, count: int) -> str:
-    """The sign of life of a term's coordinator: each time with another count, 0 at the claim."""
+    """Return the sign of life of a term's coordinator; the count is 0 at the claim, then rises."""
     return f"{term} {count}"
 
 
 def term_of(beat: str) -> int:
-    """The term that a sign of life names; 0 before the first one, and for what is none."""
+    """Return the term in a sign of life; 0 before the first sign, and for text that is no sign."""
     named = beat.partition(" ")[0]
     return int(named) if named.isascii() and named.isdigit() else 0
 
 
 def has_begun_after(journal: Journal, term: int) -> bool:
-    """Return whether a term newer than ``term``, which there is, has begun. Raises JournalError.
+    """Return whether a term newer than the existing ``term`` has begun. Raises JournalError.
 
-    No entries are listed, so that this costs the same however old the run is, and nothing is found
-    later than by a list. A term is claimed under the number behind the newest that its claimant
-    finds in a list, and one that has missed some loses the race for a number that is taken: so
-    there is no newer term without ``term`` + 1, whose entry is asked for by its name. On a network
-    file system this host may have noted that there is none, as long as it may keep a list; so the
-    sign of life is read first, whose file is asked for at the server each time. Who claims a term
-    writes it at once, and again in each beat, if the old coordinator has written in between.
+    Lists no entries, so that the cost does not depend on the age of the run; a list would find
+    nothing earlier. A claimant takes the number after the newest in its list, and with an outdated
+    list it loses the race for a number that is taken. So a newer term implies the entry of
+    ``term`` + 1, which is looked up by name. On a network file system this host may have cached its
+    absence for as long as it may cache a list; so the sign of life is read first, whose file is
+    read from the server each time. A claimant writes the sign at once, and again in each beat, in
+    case the old coordinator has overwritten it.
     """
     return term_of(journal.last_beat()) > term or journal.has(_KIND, term + 1)
 
 
 def look(journal: Journal, known: Term | None) -> tuple[Term | None, str]:
-    """Returns the term that the sign of life names, and the sign; ``known``: what the look before
-    has found. Every node looks, for as long as the run lives: so the sign alone is read, and no
-    entries are listed. Who claims a term says so by the sign at once. Raises JournalError.
+    """Return the term in the sign of life, and the sign; ``known``: the term of the last look.
+    Every node looks during the whole run, so only the sign is read, and no entries are listed. A
+    claimant writes the sign at once. Raises JournalError.
     """
     beat = journal.last_beat()
     named = term_of(beat)
@@ -102,9 +101,9 @@ def look(journal: Journal, known: Term | None) -> tuple[Term | None, str]:
 
 
 def claim_term(journal: Journal, number: int, host: str, port: int, node: int | None) -> Term:
-    """Become the coordinator of this term. Raises LostRace when another one has it, JournalError.
+    """Become the coordinator of this term. Raises LostRace if another has it, and JournalError.
 
-    ``host`` and ``port``: where this process already listens, as agents connect at once.
+    ``host`` and ``port``: where this process already listens, because agents connect at once.
     """
     term = Term(number, host, port, node, socket.gethostname(), os.getpid())
     journal.write(_KIND, number, term.to_dict())
@@ -115,11 +114,11 @@ def claim_term(journal: Journal, number: int, host: str, port: int, node: int | 
 class HeartbeatTiming:
     """The times of the sign of life, in seconds, all derived from the limit of the fence.
 
-    ``beat``: from one to the next, and from look to look. ``gap``: after a longer one of its own a
-    coordinator trusts none of its silences. ``stall``: a reader takes the coordinator for gone.
-    ``alone``: a coordinator that has not heard most agents for so long withholds its sign; then
-    alone + beat + stall + beat is less than the limit of the fence, so that nobody is fenced.
-    Safe because gap + beat < stall: who takes it for gone has seen a gap that it will notice too.
+    ``beat``: the period of signs and of looks. ``gap``: after a longer gap of its own a coordinator
+    concludes nothing from silence. ``stall``: the time until a reader assumes the coordinator dead.
+    ``alone``: without reports of most agents for this time a coordinator withholds its sign; as
+    alone + beat + stall + beat is less than the limit of the fence, no node is fenced then. Safe
+    because gap + beat < stall: a coordinator that is assumed dead notices its gap as well.
     """
 
     beat: float
@@ -129,22 +128,21 @@ class HeartbeatTiming:
 
     @staticmethod
     def of(settings: Settings) -> HeartbeatTiming:
-        """With the default fence limit of 3.2 s: 0.27, 0.53, 1.07 and 1.07 s."""
+        """Return the times: 0.27, 0.53, 1.07 and 1.07 s with the default fence limit of 3.2 s."""
         beat = settings.fence_seconds / 12
         return HeartbeatTiming(beat, 2 * beat, 4 * beat, 4 * beat)
 
 
 class SignOfLife:
-    """Writes the sign and looks, in a thread of its own: a network file system may hang. Nothing
-    else is done in that thread, so that nothing but the journal itself can hold the sign up.
+    """Writer of the sign of life, which also looks for newer terms, in a thread of its own: a
+    network file system may hang. The thread does nothing else, so that only the journal itself can
+    delay the sign.
 
-    ``is_reachable()``: whether enough agents are in contact. A coordinator that is cut off from
-    most agents stops its heartbeat, so that a standby takes over before all agents fence
-    themselves.
-    ``on_gap(now)``: the sign stood still for so long that standbys and agents may have taken the
-    coordinator for gone.
-    ``on_newer(why)``: another one has taken over. ``on_trouble(text)``: the journal cannot be
-    reached; once for each text.
+    ``is_reachable()``: whether enough agents are connected. A coordinator that is cut off from most
+    agents stops its heartbeat, so that a standby takes over before all agents fence themselves.
+    ``on_gap(now)``: the sign was unchanged until standbys and agents may have assumed the
+    coordinator dead. ``on_newer(why)``: another coordinator has taken over.
+    ``on_trouble(text)``: the journal cannot be reached; once for each text.
     """
 
     def __init__(
@@ -169,12 +167,12 @@ class SignOfLife:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sign-of-life")
 
     def is_fresh(self, now: float) -> bool:
-        """Return whether readers have seen the sign move all the time: only then may a silence
+        """Return whether readers have seen the sign change without a gap: only then does a silence
         count."""
         return now - self._written_at <= self._rhythm.gap
 
     async def run(self) -> None:
-        """Until cancelled, or until another one has taken over."""
+        """Write the sign until cancelled, or until another coordinator has taken over."""
         loop = asyncio.get_running_loop()
         known = ""
         while True:
@@ -192,25 +190,25 @@ class SignOfLife:
                     self._written_at = now
                 if is_followed:
                     self._on_newer(f"term {self._term + 1} has begun")
-                    return  # whatever else was found says nothing more
+                    return  # any other finding has no meaning now
             if trouble and trouble != known:
                 self._on_trouble(f"{trouble}; nothing is decided until that is over")
             known = trouble
             await asyncio.sleep(self._rhythm.beat)
 
     def look(self) -> int:
-        """The newest term, from a list of all, asked right now from the calling thread: for what no
-        other coordinator may do as well. Raises JournalError.
+        """Return the newest term from a list of all, read now in the calling thread: for acts that
+        no other coordinator may repeat. Raises JournalError.
         """
         found = newest_term(self._journal)
         return self._term if found is None else found.number
 
     def close(self) -> None:
-        """Stop the thread, without waiting for a look that hangs."""
+        """Stop the thread, without waiting for a hanging look."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _once(self, show: bool) -> bool:
-        """Returns whether a newer term has begun; else the sign moves, if it is to be shown."""
+        """Return whether a newer term has begun; if not, change the sign, if it is to be shown."""
         self._count += 1
         is_followed = has_begun_after(self._journal, self._term)
         if show and not is_followed:
@@ -218,17 +216,17 @@ class SignOfLife:
         return is_followed
 
 
-# Before the first record spares may still be starting: training nodes let so many turns pass.
+# Before the first record spares may still be starting: training nodes wait this many turns longer.
 _TURNS_FOR_SPARES = 10
 
 
 def claim_order(
     record: EpochRecord | None, nodes: int, spares: int, node: int, coordinator: int | None = None
 ) -> int:
-    """Returns how many others may claim before ``node``: spares come first, so that the coordinator
-    is on no training node where there is a choice, and of them the highest number, which gets a
-    role last. ``nodes`` and ``spares``: as the run was ordered. ``coordinator``: the node of the
-    one that is to be followed. It comes last: its host may be what failed.
+    """Return how many others may claim before ``node``. Spares come first, so that the coordinator
+    avoids training nodes if it can; the first spare is the highest number, which gets a role last.
+    ``nodes`` and ``spares``: the numbers that the run started with. ``coordinator``: the node of
+    the predecessor, which comes last, because its host may have failed.
     """
     if record is None:
         if node >= nodes:
@@ -243,11 +241,11 @@ def claim_order(
 class Succession:
     """The moment when a standby may claim the next term. Pure of I/O; times are monotonic seconds.
 
-    ``order``: see :func:`claim_order`; each place further back waits one ``stall`` longer. Two
-    standbys may learn of the same sign of life with less than that between them, so the first in
-    order claims. Terms up to ``ended`` (0: there were none) have no coordinator any more: the next
-    one is claimed as soon as its turn has come, each place 2 x ``beat`` later. What could not be
-    looked at proves nothing: after a journal that hung or failed everything counts again.
+    ``order``: see :func:`claim_order`; each later place waits one ``stall`` longer. The times at
+    which two standbys see the same sign of life differ by less, so the first in order claims. Terms
+    up to ``ended`` (0: none) have no coordinator any more: the next term is claimed as soon as its
+    turn has come, each place 2 x ``beat`` later. A failed look proves nothing: after a journal that
+    hung or failed all times start again.
     """
 
     def __init__(
@@ -261,7 +259,7 @@ class Succession:
         self._seen_at = now
 
     def look(self, term: int, beat: str, began: float, ended: float) -> None:
-        """Take what the journal said, in a look from ``began`` to ``ended``."""
+        """Take the content of the journal, from a look that lasted from ``began`` to ``ended``."""
         blind_seconds, self._seen_at = ended - self._seen_at, ended
         if (term, beat) != self._mark:
             self._mark = (term, beat)
@@ -270,13 +268,13 @@ class Succession:
             self._changed_at = ended
 
     def is_stale(self, now: float) -> bool:
-        """Return whether it is time to knock at the coordinator's door."""
+        """Return whether it is time to try a connection to the coordinator."""
         return now - self._changed_at >= self._rhythm.stall - self._rhythm.beat
 
     def may_claim(self, order: int, refused: bool, now: float, *, in_touch: bool = False) -> bool:
-        """``refused``: nobody listens any more where the coordinator did. ``in_touch``: the own
-        agent still hears the coordinator. If it is cut off from the others, so is this node, and
-        those others come first.
+        """Return whether the standby may claim. ``refused``: the coordinator's address refuses
+        connections. ``in_touch``: this node's agent is connected to the coordinator; if the
+        coordinator is cut off from other nodes, so is this node, and the others come first.
         """
         waited = now - self._changed_at
         if self._mark[0] <= self._ended:

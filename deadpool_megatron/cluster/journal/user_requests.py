@@ -1,9 +1,9 @@
-"""Requests of users, as the journal keeps it.
+"""Requests of users, as the journal keeps them.
 
-All requests that are open, and the newest that have ended, stand in one entry; each change writes
-the next one. So a coordinator that takes over reads one entry, however many there were. It writes
-one of its own before it takes any request: a coordinator that does not know yet that it was
-superseded loses the race for its next entry, and nobody is told yes by it.
+A single entry has all open requests and the newest that have ended; each change writes the next
+entry. So a coordinator that takes over reads a single entry, whatever their number. It writes an
+entry of its own before it takes any request: a coordinator that does not know yet that it was
+superseded loses the race for its next entry, and so accepts no request.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.wire.forms import read, write
 
 KIND = "request"
-# So many of those that have ended are kept.
+# Number of ended requests that are kept.
 _KEPT = 16
 _CHARACTERS = 300
 
 
 class Verb(StrEnum):
-    """The things that may be asked."""
+    """The kinds of requests."""
 
     DRAIN = "drain"
     PROTECT = "protect"
@@ -45,9 +45,9 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """``token``: chosen by who asks, equal when the same request is sent again. ``what``: by verb,
-    JSON. ``why``: what it waits for, what came of it, or why it was refused. ``until``: when it has
-    to be carried out, on the clock of the present coordinator (seconds); None: at any time.
+    """A request. ``token``: chosen by the sender, equal when the same request is sent again.
+    ``what``: by verb, JSON. ``why``: the reason for a wait, the result, or the reason of a refusal.
+    ``until``: its deadline on the clock of the present coordinator (seconds); None: no deadline.
     """
 
     number: int
@@ -64,11 +64,11 @@ class Request:
         return self.stage in (Stage.ASKED, Stage.UNDER_WAY)
 
     def at(self, stage: Stage, why: str = "") -> Request:
-        """The request, a stage further."""
+        """Return the request at another stage."""
         return replace(self, stage=stage, why=why)
 
     def in_words(self) -> str:
-        """Return what was asked."""
+        """Return the content of the request as text."""
         match self.verb:
             case Verb.DRAIN:
                 return f"drain of node {self.what['node']}"
@@ -80,21 +80,21 @@ class Request:
                 return "stop with a dump" if self.what["dump"] else "stop"
 
     def told(self) -> str:
-        """``drain of node 1, under way: waits for a spare``."""
+        """Return a line such as ``drain of node 1, under way: waits for a spare``."""
         return f"{self.in_words()}, {self.stage}{f': {self.why}' if self.why else ''}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, as the journal and users have it."""
+        """Return the JSON form for the journal and for users."""
         return {name: value for name, value in write(self).items() if name != "until"}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Request:
-        """Inverse of :meth:`to_dict`. Raises LookupError, TypeError, ValueError or OverflowError
-        for anything else, as of a newer version.
+        """Invert :meth:`to_dict`. Raises LookupError, TypeError, ValueError or OverflowError for
+        anything else, such as the form of a newer version.
         """
         request: Request = read(Request, {**values, "until": None})
         what = request.what
-        # What the machine relies on, and who reckons the moment by which a run has to end.
+        # Checks for the machine, and for the computation of the deadline of a run's end.
         request.in_words()
         if what.get("ends") is not None:
             float(what["ends"])
@@ -111,7 +111,7 @@ class Request:
 
 
 def kept(requests: Iterable[Request]) -> tuple[Request, ...]:
-    """Return those to remember: all that are open, and the newest that have ended."""
+    """Return the requests to keep: all open requests, and the newest that have ended."""
     known = tuple(requests)
     ended = [request.number for request in known if not request.is_open]
     forgotten = set(ended[:-_KEPT])
@@ -120,8 +120,8 @@ def kept(requests: Iterable[Request]) -> tuple[Request, ...]:
 
 @dataclass(frozen=True)
 class Found:
-    """Content of the newest entry: its number, the term of who wrote it, the requests, and in lines
-    for people what of them could not be understood. Zeros and nothing where there is none.
+    """Content of the newest entry: its number, its writer's term, the requests, and lines for
+    people on requests that are not understood. Zeros and empty if there is no entry.
     """
 
     number: int = 0
@@ -131,10 +131,10 @@ class Found:
 
 
 def newest(journal: Journal) -> Found:
-    """Return what the newest entry says. Raises JournalError when it cannot be read now.
+    """Return the content of the newest entry. Raises JournalError if it cannot be read now.
 
-    What is not understood is left out, for it would not be the next time: of an entry that is
-    damaged, everything. An older one would have requests that are done by now carried out again.
+    Skips requests that are not understood, as a retry would not help, and all of a damaged entry.
+    An older entry is no substitute: finished requests in it would be carried out again.
     """
     numbers = journal.numbers(KIND)
     if not numbers:
@@ -158,5 +158,5 @@ def newest(journal: Journal) -> Found:
 
 
 def entry(term: int, requests: Iterable[Request]) -> dict[str, Any]:
-    """Return what is written of them by the coordinator of a term."""
+    """Return the entry that the coordinator of a term writes of the requests."""
     return {"term": term, "requests": [request.to_dict() for request in requests]}

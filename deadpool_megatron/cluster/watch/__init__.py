@@ -1,5 +1,5 @@
-"""Verdicts from what is observed: pure.
+"""Verdicts from observations: pure.
 
-hang     the role that hangs, the time after which it does, and a table for eyes
-windows  nodes that are slower than the others; how far apart protected generations may be
+hang     the role that hangs, the time limit of a hang, and a table for people
+windows  nodes that are slower than the others; the distance of protected generations
 """

@@ -1,18 +1,18 @@
-"""The role that hangs, and in what, from the beats of all roles; and how long nothing may move
-before that is a hang; and the table of a hang, which has the place of each role in each group that
-somebody waits in: evidence for people, of bounded size, by which nothing is decided. Pure.
+"""Verdicts on hangs from the beats of all roles: the culprits, the time limit without progress, and
+the table of a hang. The table has the place of each role in each group in which a role waits:
+diagnostics for people, of bounded size; no decision depends on it. Pure.
 
-A role that waits in a communication waits for somebody. The culprit is the role that does not wait
-in any, or, when all wait, the one that is behind: lowest operation sequence number of the group,
-else fewest operations in all. When none waits, the ones of the earliest iteration, if others have
-continued.
+A role that waits in a communication waits for another role. The culprit is a role that waits in no
+communication. If all roles wait, it is the role with the lowest operation sequence number of a
+group, or else with the fewest operations in total. If no role waits, the culprits are the roles in
+the earliest iteration, if others have continued.
 
-Where operations run on a device (NCCL), the host waits in none of them once they are enqueued: a
-role waits as long as its device has one pending, or its host stands in one that it enqueues, where
-NCCL connects a pair at its first message. The culprit is then the role whose device has nothing to
-do, or has not been given the collective that its peers are in, or, where that is known, has it and
-does not come to start any. Without such evidence nobody is named: the epoch is closed, which ends
-all communication, and who does not leave it then is replaced by its agent.
+Where operations run on a device (NCCL), the host does not wait in them once they are enqueued. A
+role waits while its device has an operation pending, or while its host blocks in an enqueue, where
+NCCL connects a pair at its first message. The culprit is then a role whose device has no work, or
+was not given the collective that its peers are in, or, where that is known, was given it but does
+not start any operation. Without such evidence no role is named: the epoch is closed, which ends all
+communication, and a role that does not leave the epoch is replaced by its agent.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from deadpool_megatron.wire.forms import Listed, read
 LONG_SECTIONS = frozenset({"build", "first-step", "load", *BOUNDARIES[1:]})
 # The section whose usual length is learned (HangLimit).
 STEP = "step"
-# A role in one of these is not expected to progress.
+# A role in these sections is not expected to progress.
 IDLE_SECTIONS = frozenset({"parked", "paused", "done"})
 # With the time between two looks, a hang is found within three of the longest steps.
 _LIMIT_STEPS = 2.5
 # Busy storage, or a collection of garbage, is no hang of a run whose steps are fast.
 _LEAST_LIMIT_SECONDS = 20.0
 _STEPS_BEFORE_TRUST = 5
-# Of the table.
+# In a table.
 MOST_GROUPS = 16
-# Of each group.
+# In a group of a table.
 MOST_ROLES = 64
 _MOST_NAME_CHARACTERS = 200
-# Operations that each role numbers for itself, so that a number says nothing about another role.
+# Operations that each role numbers for itself, so that numbers of different roles do not compare.
 MESSAGES = frozenset({"send", "recv", "recv_anysource"})
 
 
 @dataclass(frozen=True)
 class Entered(Listed):
-    """A communication a role has entered and not left. ``sequence`` counts within the group."""
+    """Communication that a role has entered and not left. ``sequence`` counts within the group."""
 
     group: str
     operation: str
@@ -59,8 +59,8 @@ class Entered(Listed):
 
 @dataclass(frozen=True)
 class OnHost(Listed):
-    """A group in which the host of one role itself waits: how many collectives, and how many
-    messages, it has begun."""
+    """A group in which a role's host itself waits: the numbers of collectives and of messages that
+    it has begun."""
 
     group: str
     collectives: int
@@ -69,10 +69,10 @@ class OnHost(Listed):
 
 @dataclass(frozen=True)
 class OnDevice(Listed):
-    """A group on the device of one role: numbers of the operations that were enqueued, started and
-    completed. ``collective``: the same number is the same operation on all roles; else collectives
-    and messages are counted apart, and a number may be that of either. ``started``: None where it
-    is not known.
+    """A group on a role's device: numbers of the operations that were enqueued, started and
+    completed. ``collective``: the same number is the same operation on all roles; otherwise
+    collectives and messages are counted separately, and a number may be of either. ``started``:
+    None if unknown.
     """
 
     group: str
@@ -83,12 +83,12 @@ class OnDevice(Listed):
 
     @property
     def is_pending(self) -> bool:
-        """Return whether the device is not through with what it was given."""
+        """Return whether the device has unfinished operations."""
         return self.enqueued != self.completed
 
     @property
     def is_inside(self) -> bool | None:
-        """Return whether the device is in what is pending; None: it is not known."""
+        """Return whether the device has started a pending operation; None: unknown."""
         if self.started is None or not self.collective:
             return None
         return self.started > self.completed
@@ -96,9 +96,9 @@ class OnDevice(Listed):
 
 @dataclass(frozen=True)
 class RoleStatus:
-    """One role's last beat. ``progress`` counts operations and iterations, and never goes back.
-    ``device``: None where the host waits in operations, or the role has not stood still for long.
-    ``host``: empty where it has not.
+    """The last beat of a role. ``progress`` counts operations and iterations, and never decreases.
+    ``device``: None if the host waits in operations, or if the role made progress recently.
+    ``host``: empty if the role made progress recently.
     """
 
     section: str
@@ -111,15 +111,15 @@ class RoleStatus:
 
     @staticmethod
     def from_beat(beat: Mapping[str, Any], still_seconds: float) -> RoleStatus:
-        """From the body of a beat. Raises KeyError, TypeError or ValueError for anything else."""
+        """Read the body of a beat. Raises KeyError, TypeError or ValueError for anything else."""
         more = {"still_seconds": still_seconds, "host": beat.get("begun", ())}
         return read(RoleStatus, {"waiting": None, **beat, **more})
 
 
 @dataclass(frozen=True)
 class Hang:
-    """The verdict: roles that hold the others up (may be empty), one line that says how, and for
-    how long nothing has moved.
+    """The verdict: roles that block the others (may be empty), a line with the reason, and the
+    seconds without any progress.
     """
 
     culprits: tuple[int, ...]
@@ -128,13 +128,13 @@ class Hang:
 
 
 class ProgressClock:
-    """Turns beats into statuses: remembers when each role's beat last changed. Pure of clocks."""
+    """The time of the last change of each role's beat, for the statuses. Pure of clocks."""
 
     def __init__(self) -> None:
         self._changed: dict[int, tuple[tuple[str, int, int], float]] = {}
 
     def update(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> dict[int, RoleStatus]:
-        """Statuses of the roles in ``beats`` at time ``now`` (seconds); others are forgotten."""
+        """Return the statuses of roles in ``beats`` at time ``now`` (seconds); forget others."""
         statuses = {}
         changed = {}
         for role, beat in beats.items():
@@ -150,9 +150,9 @@ class ProgressClock:
 def find_hang(
     statuses: Mapping[int, RoleStatus], settings: Settings, limit_seconds: float
 ) -> Hang | None:
-    """None while any role moves or all are idle. ``limit_seconds`` is that of a step; the longest
-    limit of the roles' sections counts, because the others may be waiting for the role that is in
-    the long section.
+    """Return a hang; None while any role progresses or all are idle. ``limit_seconds``: the limit
+    of a step. The longest limit of the roles' sections counts, because the others may be waiting
+    for the role in the long section.
     """
     busy = {r: s for r, s in statuses.items() if s.section not in IDLE_SECTIONS}
     if not busy:
@@ -173,7 +173,7 @@ def _culprits(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:
         first = min(s.iteration for s in outside.values())
         roles = tuple(sorted(r for r, s in outside.items() if s.iteration == first))
         if len(roles) == len(busy) > 1:
-            # To kill all of them would cost all that the job has in its processes.
+            # Killing all of them would lose all state that the job has in its processes.
             return (), f"no role waits in a communication, all are in iteration {first}"
         how = f"{_name(roles)} in section {outside[roles[0]].section} of iteration {first}"
         return roles, how + _entered_by_others(busy)
@@ -228,8 +228,8 @@ def _culprits_by_device(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...]
 
 
 def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...], str]:
-    """Roles that were not given a collective which a peer's device is in, and wait in no group
-    for somebody who is missing there; the operation.
+    """Return the roles that were not given the collective of a peer's device, and are not
+    themselves held up in a group where another role is missing; and the operation.
     """
     newest: dict[str, int] = {}
     for on in known.values():
@@ -242,7 +242,7 @@ def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...],
             if one.collective and one.enqueued < newest.get(one.group, 0):
                 missing.setdefault(role, one.group)
     groups = set(missing.values())
-    # Who waits in a group where somebody is missing is held up, and holds others up by that only.
+    # A role in a group where another role is missing is held up, and only thereby blocks others.
     held = {
         role
         for role, on in known.items()
@@ -259,7 +259,7 @@ def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...],
 
 
 def _entered_by_others(busy: Mapping[int, RoleStatus]) -> str:
-    """The operation most roles wait in: what the culprits did not enter."""
+    """Describe the operation in which most roles wait, which the culprits did not enter."""
     waits = Counter(s.waiting for s in busy.values() if s.waiting is not None)
     if not waits:
         return ""
@@ -276,19 +276,19 @@ def _name(roles: tuple[int, ...]) -> str:
 
 
 class HangLimit:
-    """The time in which nothing may move: a small multiple of the steps of this run.
+    """The longest time without progress: a small multiple of the steps of this run.
 
-    The limit that a user sets must hold for every model, so it is minutes; a run that has been seen
-    for some steps tells much sooner that something is wrong. Learns from each look at all roles;
-    not thread-safe. A new coordinator learns again.
+    The limit that a user sets must hold for every model, so it is minutes; after some steps of a
+    run, a hang can be found much sooner. Learns from each look at all roles; not thread-safe. A new
+    coordinator learns again.
 
-    Of several steps between two looks none took longer than what lies between the looks.
+    If several steps end between two looks, each took no longer than the time between the looks.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """``hang_seconds`` is the limit that is never exceeded, and holds until enough is known."""
+        """``hang_seconds`` is the upper limit, and applies until enough steps are known."""
         self._hang_seconds = settings.hang_seconds
-        # A lost node is no hang, and a wait at the gate is told before it could be one.
+        # A lost node is no hang, and a wait at the gate is reported before it can become a hang.
         early = max(settings.node_silence_seconds, settings.gate_report_seconds)
         self._least_seconds = max(_LEAST_LIMIT_SECONDS, 2 * early)
         self._longest = 0.0
@@ -298,14 +298,14 @@ class HangLimit:
 
     @property
     def seconds(self) -> float:
-        """The limit in force."""
+        """Return the limit in force."""
         if self._seen < _STEPS_BEFORE_TRUST:
             return self._hang_seconds
         return min(self._hang_seconds, max(self._least_seconds, _LIMIT_STEPS * self._longest))
 
     def look(self, statuses: Mapping[int, RoleStatus], now: float) -> None:
-        """Take what all roles do at the time ``now``. A step in which a role was seen in another
-        section (evaluation, a save, the gate) tells nothing; nor does the one it began with.
+        """Take the statuses of all roles at the time ``now``. A step in which a role was in another
+        section (evaluation, a save, the gate) is not measured; nor is the first step.
         """
         iteration = max((status.iteration for status in statuses.values()), default=-1)
         usual = all(status.section == STEP for status in statuses.values())
@@ -319,31 +319,31 @@ class HangLimit:
         self._iteration = iteration
 
     def was_reached(self, still_seconds: float) -> None:
-        """A hang was found after so long. Where it was none, but something slow, as storage can be,
-        the next one is given more than twice the time.
+        """Note that a hang was found after this time. If it was only slow, as storage can be, the
+        next step gets more than twice the time.
         """
         self._longest = max(self._longest, still_seconds)
         self._since = None
 
     def forget_step(self) -> None:
-        """Forget the step: what comes next does not begin where one does, in another epoch."""
+        """Forget the present step, as the next look may be in another epoch, within a step."""
         self._since = None
 
 
 class Where(StrEnum):
     """The place of a role, as its group sees it; in the order of a table."""
 
-    MISSING = "missing"  # it has not begun the operation that others wait in
-    NOT_STARTED = "not-started"  # it has, and its device is known to be busy with something else
-    ELSEWHERE = "elsewhere"  # it waits in none of this group
+    MISSING = "missing"  # it has not begun the operation in which others wait
+    NOT_STARTED = "not-started"  # it has, but its device is known to be busy with something else
+    ELSEWHERE = "elsewhere"  # it waits in no operation of this group
     WAITS = "waits"
 
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Of one role in one group, by numbers of operations from 1 in each epoch; None: not known.
+    """The place of a role in a group, by numbers of operations from 1 in each epoch; None: unknown.
 
-    ``operation``: what it waits in, where that is not what the furthest ones wait in.
+    ``operation``: the operation in which it waits, if that differs from the furthest roles'.
     """
 
     where: Where
@@ -355,7 +355,7 @@ class GroupPlace:
 
 @dataclass(frozen=True)
 class _Known:
-    """Words of the beats of one role on one group."""
+    """Content of a role's beats about a group."""
 
     waiting: Entered | None = None
     host: OnHost | None = None
@@ -363,7 +363,7 @@ class _Known:
 
     @property
     def collective(self) -> Entered | None:
-        """The collective in which the host waits."""
+        """Return the collective in which the host waits."""
         return None if self.waiting is None or _is_message(self.waiting) else self.waiting
 
     @property
@@ -372,8 +372,8 @@ class _Known:
 
 
 def table_of(statuses: Mapping[int, RoleStatus]) -> dict[str, Any]:
-    """The data of a HANG event, but for its roles: ``groups`` that somebody waits in, those first
-    where somebody is not, and how many more there are (``left_out``)."""
+    """Return the data of a HANG event except its roles: ``groups`` in which a role waits, first
+    those from which a role is missing, and the number of omitted groups (``left_out``)."""
     by_group: dict[str, dict[int, _Known]] = defaultdict(dict)
     for role, status in statuses.items():
         for name, known in _known_by_group(status):
@@ -392,33 +392,33 @@ def table_of(statuses: Mapping[int, RoleStatus]) -> dict[str, Any]:
 
 
 class _Group:
-    """One group that somebody waits in."""
+    """A group in which a role waits."""
 
     def __init__(self, name: str, known: Mapping[int, _Known]) -> None:
         self._name = name
         self._operation, self._number = _furthest(known.values())
-        # Hosts number what they begin in another way than the recorders of devices.
+        # Hosts number operations in another way than the recorders of devices.
         self._is_on_devices = any(one.device is not None for one in known.values())
         places: dict[GroupPlace, list[int]] = defaultdict(list)
         for role, one in sorted(known.items()):
             places[self._place(one)].append(role)
         order = list(Where)
-        # Those that differ from most come first.
+        # Places with the fewest roles come first.
         self._rows = sorted(
             places.items(), key=lambda row: (len(row[1]), order.index(row[0].where), row[1])
         )
 
     @property
     def order(self) -> int:
-        """The place of this group in the table: 0 is the first."""
+        """Return the place of this group in the table: 0 is the first."""
         return min(list(Where).index(place.where) for place, _ in self._rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in an event."""
+        """Return the form in an event."""
         rows, room = [], MOST_ROLES
         shown = self._rows[:MOST_ROLES]
         for number, (place, roles) in enumerate(shown):
-            # Each row shows who is in it, however many there are in the rows before it.
+            # Each row shows at least one role, however many roles the rows before it have.
             kept = roles[: room - (len(shown) - number - 1)]
             room -= len(kept)
             told = {key: value for key, value in asdict(place).items() if value not in (None, "")}
@@ -439,7 +439,7 @@ class _Group:
         where = Where.ELSEWHERE
         if self._number is not None and device.enqueued < self._number:
             where = Where.MISSING
-        elif known.waits:  # the host of a role may stand in what its device does not have yet
+        elif known.waits:  # a host may block in an operation that its device does not have yet
             is_behind = device.is_pending and device.is_inside is False
             where = Where.NOT_STARTED if is_behind else Where.WAITS
         return GroupPlace(where, device.enqueued, device.started, device.completed)
@@ -450,7 +450,7 @@ class _Group:
             where = Where.ELSEWHERE if waiting is None else Where.WAITS
             return GroupPlace(where, None, operation="" if waiting is None else waiting.operation)
         begun = None if known.host is None else known.host.collectives
-        if self._number is None:  # of a group of messages
+        if self._number is None:  # a group of messages
             begun = None if known.host is None else known.host.messages
         if begun is None and waiting is not None and (known.collective or self._number is None):
             begun = waiting.sequence
@@ -471,8 +471,8 @@ def _known_by_group(status: RoleStatus) -> Iterable[tuple[str, _Known]]:
 
 
 def _furthest(known: Iterable[_Known]) -> tuple[str, int | None]:
-    """The collective that those wait in who have come furthest, by name, where the name is known,
-    and number; of messages, which each role numbers for itself, only the name."""
+    """Return the collective in which the furthest roles wait: its name, if known, and its number;
+    for messages, which each role numbers for itself, only the name."""
     one_by_one = list(known)
     devices = [one.device for one in one_by_one if one.device is not None]
     hosts = [one.collective for one in one_by_one if one.collective is not None]

@@ -1,14 +1,14 @@
-"""Verdicts from stretches of iterations: nodes that are much slower than their peers, and how far
-apart protected generations may be. Pure.
+"""Verdicts from stretches of iterations: nodes that are much slower than their peers, and the
+cadence of protected generations. Pure.
 
-The iterations of all roles take equally long, for they wait for each other. What tells them apart
-is the time in which a role does *not* wait. Compared are data-parallel peers, because they have the
-same work (stages of a pipeline have not), and only with those on other nodes.
+The iterations of all roles take equally long, because they wait for each other. They differ in the
+time in which a role does *not* wait. Only data-parallel peers on different nodes are compared,
+because they have the same work, while stages of a pipeline do not.
 
-Training waits at the commit gate only when copies take longer than the iterations between two due
+Training waits at the commit gate only if copies take longer than the iterations between two due
 generations (and the lag is used up). Then each due generation takes as long as its copies, and the
-smallest cadence that fits follows from that time and the time of an iteration without waiting. When
-nothing waits, that time is not known; then the vaults' figures say how long shipping takes.
+smallest cadence that fits follows from that time and the time of an iteration without waiting. If
+nothing waits, the time of the copies is unknown, and the vaults' figures for shipping are used.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from dataclasses import dataclass
 
 from deadpool_megatron.settings import LONGEST_CADENCE
 
-# Of a slow node: a verdict needs many short windows in a row, for a slow node is slow in each of
-# them. One pause, however long (a garbage collection, a file system), spoils one window only.
+# For slow nodes: a verdict needs many short windows in a row, because a slow node is slow in each
+# of them. A pause of any length (a garbage collection, a file system) spoils a single window.
 WINDOW_ITERATIONS = 4
 WINDOWS = 6
-# A slow node needs this many times as long as its peers.
+# A slow node takes more than this many times as long as its peers.
 SLOW_FACTOR = 1.3
 # Differences below this are noise of the clock and of the scheduler.
 _MIN_SECONDS = 0.005
-# Of a cadence: a verdict needs both; a page fault or a slow moment of the network is no reason for
-# a new epoch.
+# For the cadence: a verdict needs both, because a page fault or a slow moment of the network is no
+# reason for a new epoch.
 MIN_ITERATIONS = 50
 MIN_SECONDS = 30.0
-# So many calm stretches in a row before protection becomes denser again.
+# Number of stretches without waits in a row before protection becomes denser again.
 CALM_STRETCHES = 10
 _TOO_MUCH = 0.05  # share of the time in which training waits
 _CALM = 0.01
-# Room that is left where the cadence is raised, and that has to be there before it is lowered.
+# Margin that is left when the cadence is raised, and that must exist before it is lowered.
 _ROOM_UP = 1.1
 _ROOM_DOWN = 1.6
 
 
 @dataclass(frozen=True)
 class OwnTime:
-    """Time that a role has spent without waiting, since its epoch began: finished iterations and
-    the seconds of all of them."""
+    """Time that a role has spent without waiting since its epoch began: the finished iterations and
+    their total seconds."""
 
     iterations: int
     seconds: float
@@ -52,7 +52,7 @@ class OwnTime:
 
 @dataclass(frozen=True)
 class Player:
-    """A role as it is compared: where it sits, and its data-parallel group, itself included."""
+    """A role in the comparison: its node, and its data-parallel group, itself included."""
 
     node: int
     peers: tuple[int, ...]
@@ -61,8 +61,8 @@ class Player:
 
 @dataclass(frozen=True)
 class Slowness:
-    """A node has become slow, or (``over``) is no longer. Per iteration: ``seconds`` of its slowest
-    role, ``peer_seconds`` the median of that role's peers on other nodes."""
+    """Verdict that a node has become slow, or (``over``) is no longer slow. Per iteration:
+    ``seconds`` of its slowest role; ``peer_seconds``: the median of its peers on other nodes."""
 
     node: int
     role: int
@@ -72,12 +72,12 @@ class Slowness:
 
     @property
     def factor(self) -> float:
-        """Return how many times as long as its peers."""
+        """Return the ratio of the role's time to that of its peers."""
         return self.seconds / max(self.peer_seconds, 1e-9)
 
 
 class SlownessWatch:
-    """Remembers where each window began, and which nodes are slow. Not thread-safe."""
+    """State of the comparison: the start of each window, and the slow nodes. Not thread-safe."""
 
     def __init__(self, factor: float = SLOW_FACTOR) -> None:
         self._factor = factor
@@ -88,11 +88,11 @@ class SlownessWatch:
 
     @property
     def slow(self) -> Mapping[int, Slowness]:
-        """The verdicts about nodes that are slow now."""
+        """Return the verdicts on nodes that are slow now."""
         return self._slow
 
     def look(self, epoch: int, players: Mapping[int, Player]) -> list[Slowness]:
-        """Return what has changed, given all roles of the open epoch; nothing until a window is
+        """Return the changed verdicts, given all roles of the open epoch; none until a window is
         full."""
         if epoch != self._epoch or self._began.keys() != players.keys():
             self._epoch = epoch
@@ -137,7 +137,7 @@ def _mean(began: OwnTime, now: OwnTime) -> float:
 def _worst_of_nodes(
     players: Mapping[int, Player], per_iteration: Mapping[int, float]
 ) -> dict[int, Slowness]:
-    """For each node its role that is furthest behind its peers; none where a role has no peers."""
+    """Return each node's slowest role relative to its peers; omit nodes whose roles lack peers."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for role, player in players.items():
         groups.setdefault(player.peers, []).append(role)
@@ -159,8 +159,8 @@ def _worst_of_nodes(
 class Stretch:
     """Measurements over some iterations of one epoch.
 
-    ``stall_seconds``: in which training waited for protection. ``ship_seconds``: that the slowest
-    role needs for one generation, and ``window_seconds``: that it has for it; 0 when not known.
+    ``stall_seconds``: time that training waited for protection. ``ship_seconds``: time that the
+    slowest role needs for a generation, and ``window_seconds``: time that it has; 0 if unknown.
     """
 
     iterations: int
@@ -171,46 +171,46 @@ class Stretch:
 
     @property
     def is_long(self) -> bool:
-        """Return whether something can be concluded from it."""
+        """Return whether the stretch is long enough for a verdict."""
         return self.iterations >= MIN_ITERATIONS and self.seconds >= MIN_SECONDS
 
     @property
     def share(self) -> float:
-        """Part of the time in which training waited."""
+        """Return the share of the time in which training waited."""
         return self.stall_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def step_seconds(self) -> float:
-        """An iteration without waiting."""
+        """Return the time of an iteration without waiting."""
         return max(self.seconds - self.stall_seconds, 1e-9) / max(1, self.iterations)
 
 
 def denser_or_thinner(every: int, stretch: Stretch, calm: int) -> int:
-    """The cadence to continue with. ``calm``: stretches in a row, this one included, without
-    waits."""
+    """Return the cadence to continue with. ``calm``: number of stretches without waits in a row,
+    including ``stretch``."""
     if not stretch.is_long:
         return every
     if stretch.share > _TOO_MUCH:
-        # All of that time copies were under way: so long they take, with all that belongs to them.
+        # Copies were in progress all that time, so it is their duration, with all overheads.
         commit = stretch.seconds / stretch.iterations * every
         needed = math.ceil(commit * _ROOM_UP / stretch.step_seconds)
         return min(LONGEST_CADENCE, max(needed, every + 1))
     if calm >= CALM_STRETCHES and stretch.ship_seconds and stretch.window_seconds:
-        # The vault's window ends where a gate asks, so it leaves out the end of a step; but it is
-        # the narrower one of two figures that counts.
+        # The vault's window ends at a gate's request, so it leaves out the end of a step; but the
+        # smaller of the two figures counts.
         window = min(stretch.window_seconds / every, stretch.step_seconds)
         return min(every, max(1, math.ceil(stretch.ship_seconds * _ROOM_DOWN / window)))
     return every
 
 
 def in_words(stretch: Stretch) -> str:
-    """Return why: one clause for people."""
+    """Return the reason for a new cadence: a clause for people."""
     waited = f"training waited {stretch.share:.0%} of the time for copies"
     return f"{waited}, a step without waiting takes {stretch.step_seconds:.2g} s"
 
 
 class StretchMeter:
-    """Collects one stretch after the other from reports of an epoch. Not thread-safe."""
+    """Meter of consecutive stretches from the reports of an epoch. Not thread-safe."""
 
     def __init__(self) -> None:
         self._epoch = 0
@@ -223,8 +223,8 @@ class StretchMeter:
         self.step_seconds: float | None = None
 
     def step(self, epoch: int, iteration: int, now: float) -> None:
-        """An iteration is finished. The first two of an epoch are not counted: they wait for what
-        is made once, and for the copies of what was restored."""
+        """Note a finished iteration. The first two of an epoch are not counted: they wait for
+        one-time work, and for the copies of the restored state."""
         if epoch != self._epoch:
             self._epoch, self._skipped, self.calm = epoch, iteration + 1, 0
             self._begin(None)
@@ -237,18 +237,18 @@ class StretchMeter:
             self.step_seconds = self.stretch().seconds / self.stretch().iterations
 
     def waited(self, epoch: int, iteration: int, seconds: float) -> None:
-        """Some role waited for the copies of ``iteration``; roles wait side by side."""
+        """Note a role's wait for the copies of ``iteration``; roles wait in parallel."""
         if epoch == self._epoch and self._first is not None:
             self._waits[iteration] = max(seconds, self._waits.get(iteration, 0.0))
 
     def shipped(self, epoch: int, role: int, ship_seconds: float, window_seconds: float) -> None:
-        """A generation of a role is committed; its shipping had this long."""
+        """Note the time for shipping a committed generation of a role, and its window."""
         if epoch == self._epoch and self._first is not None:
             count, ship, window = self._fits.get(role, (0, 0.0, 0.0))
             self._fits[role] = count + 1, ship + ship_seconds, window + window_seconds
 
     def stretch(self) -> Stretch:
-        """Return what was seen since the present stretch began."""
+        """Return the measurements since the present stretch began."""
         if self._first is None:
             return Stretch(0, 0.0)
         iterations, seconds = self._last[0] - self._first[0], self._last[1] - self._first[1]
@@ -257,7 +257,7 @@ class StretchMeter:
         return Stretch(iterations, seconds, sum(self._waits.values()), ship, window)
 
     def look(self, every: int) -> tuple[int, Stretch]:
-        """The cadence to continue with, and why; a stretch that was long enough ends with that."""
+        """Return the cadence to continue with and its stretch; a long enough stretch then ends."""
         stretch = self.stretch()
         if not stretch.is_long:
             return every, stretch
