@@ -146,8 +146,8 @@ class Blame:
         return self.poisoned_from is not None and generation.iteration >= self.poisoned_from
 
     def throw_away(self, iteration: int, lineage: int) -> None:
-        """Bar from restores all that includes ``iteration`` and was computed in this lineage or
-        before."""
+        """Bar from any restore the state that includes ``iteration`` and was computed in this
+        lineage or before."""
         self.nonfinite = {**self.nonfinite, iteration: lineage}
         self.poisoned_from = iteration
 

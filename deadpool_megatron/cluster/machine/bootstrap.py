@@ -193,9 +193,8 @@ def _is_judged(core: Core, bootstrapping: states.Bootstrapping) -> bool:
 
 
 def told(core: Core, event: ev.FactsReported) -> None:
-    """A node has repeated its health check. Its memory is no longer compared with the requirement:
-    by now it may hold copies.
-    """
+    """Note that a node has repeated its health check. Its memory is no longer compared with the
+    requirement: by now it may hold copies."""
     fleet = core.state.fleet
     if (known := fleet.nodes.get(event.node)) is None:
         return

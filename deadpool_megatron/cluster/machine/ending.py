@@ -1,6 +1,6 @@
 """The end of a run: the dump when no spare is left, the result, the agents' departure.
 
-Checkpoints are looked at before a run ends with a checkpoint, or continues from it.
+A checkpoint is inspected before a run ends with it, or continues from it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
 
 
 def must_look(core: Core) -> bool:
-    """Return whether there are checkpoints that were not looked at since the epoch was closed:
-    neither is the epoch decided, nor does the run end, before that."""
+    """Return whether checkpoints have yet to be inspected after the close, and order it if so:
+    before that the epoch is not decided, nor does the run end."""
     line, doing = core.state.lineage, core.state.doing
     if line.seen or not line.valid:
         return False
@@ -305,9 +305,9 @@ def expedite(core: Core, dumping: states.Dumping, reason: str) -> None:
 
 
 def stop(core: Core, event: ev.UserStop) -> None:
-    """End the run for the user (130). A dump in export ends without its checkpoint, as the state to
-    continue from must be reported in any case; a dump in progress keeps its memory, any other run
-    only if the user ``keeps`` it; a run that is over waits for nothing any more."""
+    """End the run for the user (130). A dump being exported ends without its checkpoint, as the
+    state to continue from must be reported in any case; a dump in progress keeps its memory, any
+    other run only if the user ``keeps`` it; a run that is over waits for nothing any more."""
     reason = event.reason
     match core.state.doing:
         case states.Dumping(exporting=True) as dumping:
@@ -396,7 +396,8 @@ def finish(
 
 
 def end_recovery(core: Core) -> None:
-    """Report the times of a recovery: its first iteration is complete, or the run ends before."""
+    """Report the times of a recovery when its first iteration is complete, or the run ends
+    before."""
     state = core.state
     if state.record is None or not isinstance(state.doing, states.Open):
         return

@@ -1,4 +1,4 @@
-"""The life of an epoch: closed, decided, opened, in the order of a recovery.
+"""The life of an epoch: close, decide, open, in the order of a recovery.
 
 A failure in any phase leads back to a decision; an announced epoch is closed once.
 """
@@ -96,7 +96,7 @@ def check_closed(core: Core) -> None:
 
 
 def checkpoints_seen(core: Core, event: ev.CheckpointsFound) -> None:
-    """Note that the checkpoints were looked at: those that are missing are not decided on."""
+    """Note that the checkpoints were inspected, and drop those that are missing."""
     line = core.state.lineage
     for path in sorted(event.gone & {one.path for one in line.valid}):
         core.log("warning", f"checkpoint {path} does not exist any more, or is not what was saved")
@@ -106,7 +106,7 @@ def checkpoints_seen(core: Core, event: ev.CheckpointsFound) -> None:
 
 
 def note_inventory(core: Core, event: ev.NodeInventory) -> None:
-    """Note what a node's vault, which has closed the epoch, promises to hold."""
+    """Note the inventory that a node's vault promises after it has closed the epoch."""
     state, inventory = core.state, event.inventory
     if state.record is None or inventory.epoch != state.record.epoch:
         core.refuse("inventory", node=inventory.node, **core.not_open(inventory.epoch))

@@ -147,7 +147,8 @@ class RolesHung(Input):
 
 @dataclass(frozen=True)
 class MemberFault(OfPlayer):
-    """Failed communication of a member. Mostly a consequence: a better cause has 0.5 s to come."""
+    """Failed communication of a member, mostly a consequence: a better cause may come within 0.5
+    s."""
 
     text: str
 
@@ -162,7 +163,7 @@ class MemberRaised(OfPlayer):
 
 @dataclass(frozen=True)
 class NodeInventory(Input):
-    """The contents that a node's vault promises to hold after it has closed the epoch."""
+    """The inventory that a node's vault promises after it has closed the epoch."""
 
     inventory: Inventory
 
@@ -247,7 +248,7 @@ class DurableValid(Input):
 
 @dataclass(frozen=True)
 class CheckpointsFound(Input):
-    """The result of a look at the checkpoints; ``gone``: paths at which there is none any more."""
+    """The result of LookAtCheckpoints; ``gone``: paths at which no checkpoint is left."""
 
     gone: frozenset[str]
 
@@ -277,7 +278,7 @@ class MemberDone(OfPlayer):
 
 @dataclass(frozen=True)
 class Asked(Input):
-    """A request of a user that the journal has (or cannot be waited for)."""
+    """A request of a user that is journalled (unless the journal cannot be waited for)."""
 
     request: Request
 

@@ -1,9 +1,9 @@
 """The coordinator as a pure state machine: an input and a time in, actions out.
 
-No I/O, no clock, no randomness: tests cover any order of events without processes. The caller feeds
-one input at a time, with a clock that never runs back (in seconds), and carries out the actions in
-order. An announced epoch is closed once and reopened under a higher number; a record that was
-overtaken before it was durable is never announced.
+No I/O, no clock, no randomness: tests can try any order of events without processes. The caller
+feeds one input at a time, with a clock that never runs back (in seconds), and carries out the
+actions in order. An announced epoch is closed once and reopened under a higher number; a record
+that was overtaken before it was durable is never announced.
 """
 
 from __future__ import annotations

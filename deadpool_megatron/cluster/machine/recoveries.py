@@ -1,7 +1,7 @@
 """The seconds of a recovery: phases from the machine's clock and from members' reports.
 
-Pure. A recovery lasts from the last sign of life of what failed to the first iteration completed
-afterwards; when another failure comes in between, it is one recovery with two causes.
+Pure. A recovery lasts from the last sign of life before the failure to the first iteration
+completed afterwards; another failure in between adds a second cause to the same recovery.
 """
 
 from __future__ import annotations

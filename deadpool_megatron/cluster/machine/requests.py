@@ -36,7 +36,7 @@ def found(core: Core, event: ev.RequestsFound) -> None:
         again.append(request)
     if assumed and isinstance(doing, states.TakingOver):
         doing.requests = frozenset(request.number for request in again if request.is_open)
-    # A stop that could not wait for the journal was counted without them.
+    # A stop that could not wait for the journal was numbered without them.
     highest = max((request.number for request in again), default=0)
     ours = [replace(one, number=highest + n) for n, one in enumerate(core.state.requests, 1)]
     core.state.requests = kept((*again, *ours))

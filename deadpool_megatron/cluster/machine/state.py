@@ -54,7 +54,7 @@ class Config:
 
     @property
     def world_size(self) -> int:
-        """Number of roles at full size."""
+        """Return the number of roles at full size."""
         return self.nodes * self.nproc
 
     def provisional_role(self, node: int, local_rank: int) -> int:
@@ -107,7 +107,7 @@ class NodeState:
 
     @property
     def host_name(self) -> str:
-        """Return the name of its machine, if known: later nodes of that machine share it."""
+        """Return the host name of its machine, if known: later nodes of that machine share it."""
         return self.host if self.facts is None else self.facts.hostname
 
 
@@ -119,8 +119,8 @@ class Fleet:
     without a role in the next record; ``deprioritized``: nodes that get a role last;
     ``distrusted``: nodes quarantined for crashes, slowness or their health, which get a role only
     if a failure leaves no other node; ``quarantined``: nodes that computed or held wrong numbers,
-    or have a broken device, and get no role any more; ``quarantined_hosts``: hosts of which all
-    nodes were found so, where no node gets a role. ``returning``: nodes whose agents ended in this
+    or have a broken device, and get no role any more; ``quarantined_hosts``: hosts all of whose
+    nodes were found so; no node there gets a role. ``returning``: nodes whose agents ended in this
     recovery, and may come back."""
 
     nodes: dict[int, NodeState] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class Fleet:
 
     @property
     def aside(self) -> frozenset[int]:
-        """Return the nodes that are no good spares."""
+        """Return the nodes that make poor spares."""
         return self.deprioritized | self.quarantined
 
     def distrust(self, nodes: frozenset[int]) -> None:
@@ -149,7 +149,7 @@ class Fleet:
         return sorted(place for place, one in self.members.items() if one.status in statuses)
 
     def absent(self, wished: Iterable[int]) -> list[int]:
-        """Return those that are neither connected nor given up, in ascending order."""
+        """Return those of ``wished`` that are neither connected nor given up, ascending."""
         return sorted(
             node for node in wished if node not in self.nodes and node not in self.removed
         )
@@ -174,7 +174,7 @@ class Memory:
 
     @property
     def has_computed(self) -> bool:
-        """Return whether a generation is held that an iteration has computed."""
+        """Return whether memory holds a generation that an iteration has computed."""
         found = (holding for one in self.held.values() for holding in one.holdings)
         return any(holding.generation.iteration > 0 for holding in found)
 
@@ -329,7 +329,7 @@ class TakingOver(Entering):
 @dataclass
 class Closing:
     """The wait for inventories of nodes, and for the end of killed members; ``looks``: only the
-    look at the checkpoints is awaited."""
+    inspection of the checkpoints is awaited."""
 
     phase: ClassVar = Phase.CLOSING
     deadline: float
@@ -389,11 +389,11 @@ class Dumping:
     """The write of the nodes' memory to disk; then the run ends with ``words``.
 
     ``chains``: generations that are written in part, for roles that recompute their shard parts
-    from them. ``held``: whether all that the nodes hold is written, as no generation is whole, else
-    that of ``restore``; a run then continues from ``resume``, if given. ``failed``: nodes that
-    could not write, and why, now or when another generation was tried before. ``damaged``: a node
-    has found damaged bytes in parts that the plan relied on. ``exporting``: all is written, and is
-    being made a checkpoint.
+    from them. ``held``: the nodes write all they hold, as no generation is whole, rather than that
+    of ``restore``; a run then continues from ``resume``, if given. ``failed``: nodes that could not
+    write, and why, now or when another generation was tried before. ``damaged``: a node has found
+    damaged bytes in parts that the plan relied on. ``exporting``: all is written, and is being made
+    a checkpoint.
     """
 
     phase: ClassVar = Phase.DUMPING
@@ -482,7 +482,7 @@ class State:
     @property
     def standing_epoch(self) -> int | None:
         """Return the number of the epoch whose saves count: the open epoch, or the newest while the
-        run ends: no failure closed that epoch, and no other writes its saves again."""
+        run ends. No failure closed the latter, and nothing overwrites its saves."""
         ends = self.last_words is not None or self.phase in LAST_PHASES
         return self.record.epoch if self.record is not None and ends else self.open_epoch
 
@@ -494,7 +494,7 @@ class State:
 
     @property
     def reached(self) -> int:
-        """Return the last iteration of the newest epoch that is known to be complete."""
+        """Return the last iteration known to be complete in the newest epoch."""
         if self.record is None:
             return 0
         begun, told = self.record.restore.generation.iteration, self.lineage.told

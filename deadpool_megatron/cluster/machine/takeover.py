@@ -1,6 +1,6 @@
 """Takeover: another coordinator continues a run, unless something happened to it.
 
-The journal has the last decisions, the agents report their results. While they come back the
+The journal holds the last decisions, the agents report the outcome. While they come back the
 machine is BOOTSTRAPPING, members continue working, and failures are only remembered (``missed``).
 When all are back the newest epoch stays open, or it is closed as after any failure.
 """
