@@ -147,8 +147,7 @@ class RolesHung(Input):
 
 @dataclass(frozen=True)
 class MemberFault(OfPlayer):
-    """Failed communication of a member, mostly a consequence: a better cause may come within 0.5
-    s."""
+    """Failed communication of a member, mostly a consequence: a better cause has 0.5 s to come."""
 
     text: str
 
