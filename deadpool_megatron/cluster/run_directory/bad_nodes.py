@@ -1,7 +1,7 @@
-"""The file of bad nodes beside the runs: which hosts a run has put aside, when and why.
+"""The file of bad nodes next to the runs: hosts that runs have quarantined, with time and reason.
 
-It belongs to no single run: each run in the same directory adds to it, and the next one leaves
-these hosts out, be it by who submits it or by each agent, which says so when it joins.
+It belongs to no single run: each run in the same directory adds to it, and later runs leave these
+hosts out, either at submission or through each agent, which reports this when it joins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.run_directory.directory import write_json
 # Names end up in the options of other programs.
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 RECENT_HOURS = 72.0
-# A mistake that puts many nodes aside must not leave nothing to train on.
+# If many nodes are quarantined by mistake, enough nodes must remain for training.
 MOST_LEFT_OUT = 8
 _MOST_KEPT = 1000
 _LOCK_SECONDS = 10.0
@@ -34,8 +34,8 @@ _LATEST_SECONDS = 1e11  # in some thousand years
 
 @dataclass(frozen=True)
 class BadNode:
-    """One host that one run has put aside. ``kind``: of failure; ``evidence``: one line.
-    ``alone``: no other node of that run was on the host, so that the host is what is meant.
+    """A host that a run has quarantined. ``kind``: of failure; ``evidence``: one line. ``alone``:
+    no other node of that run was on the host, so the entry applies to the host.
     """
 
     host: str
@@ -47,13 +47,13 @@ class BadNode:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> BadNode:
-        """Raises KeyError, TypeError or ValueError for anything that is no such thing."""
+        """Return the entry in ``values``. Raises KeyError, TypeError or ValueError if invalid."""
         if not HOST.fullmatch(host := str(values["host"])):
             raise ValueError(f"{host!r} is no name of a host")
         kind, run, evidence = (str(values[name]) for name in ("kind", "run", "evidence"))
         shown = "".join(c if c.isprintable() else "?" for c in evidence)
         when = values["wall_seconds"]
-        # Else it could not be shown, or never be too old.
+        # Any other time could not be displayed, or would never expire.
         if not isinstance(when, int | float) or not 0 <= when < _LATEST_SECONDS:
             raise ValueError(f"{str(when)[:30]} is no time")
         alone = bool(values.get("alone", True))
@@ -61,12 +61,12 @@ class BadNode:
 
 
 def bad_nodes_file(runs: Path) -> Path:
-    """Return where it is, for the directory that holds the runs."""
+    """Return the path of the file in the directory that holds the runs."""
     return runs / "bad-nodes.json"
 
 
 def read_bad_nodes(runs: Path) -> list[BadNode]:
-    """The bad nodes, oldest first; none where there is no file.
+    """Return the bad nodes, oldest first; none where there is no file.
 
     Raises OwnershipError when others could have written it, OSError, or ValueError for a damaged
     file.
@@ -84,9 +84,9 @@ def read_bad_nodes(runs: Path) -> list[BadNode]:
 
 
 def add_bad_node(runs: Path, bad: BadNode) -> None:
-    """Add a node, unless the same run has added its host before. The oldest ones make room.
+    """Add a node, unless the same run has added its host before. The oldest entries are dropped.
 
-    Waits while another run adds one. Raises what :func:`read_bad_nodes` raises.
+    Waits while another run adds a node. Raises as :func:`read_bad_nodes` does.
     """
     with _locked(runs):
         known = read_bad_nodes(runs)
@@ -95,9 +95,9 @@ def add_bad_node(runs: Path, bad: BadNode) -> None:
 
 
 def forget_host(runs: Path, host: str) -> int:
-    """Remove the entries of a host that was repaired; returns how many there were.
+    """Remove the entries of a host that was repaired, and return their number.
 
-    Waits while a run adds one. Raises what :func:`read_bad_nodes` raises.
+    Waits while a run adds a node. Raises as :func:`read_bad_nodes` does.
     """
     with _locked(runs):
         known = read_bad_nodes(runs)
@@ -108,10 +108,10 @@ def forget_host(runs: Path, host: str) -> int:
 
 
 def why_left_out(runs: Path, host: str, run_id: str, now_wall_seconds: float) -> str:
-    """Returns why a run leaves this host out, with what to do about it; empty where it does not.
+    """Return why a run leaves this host out, with the remedy; empty where it does not.
 
-    By the newest entry of another run: what a run has put aside itself it knows better. Raises what
-    :func:`read_bad_nodes` raises.
+    The newest entry of another run decides, because a run knows better about its own quarantine.
+    Raises as :func:`read_bad_nodes` does.
     """
     since = now_wall_seconds - RECENT_HOURS * 3600
     known = [one for one in read_bad_nodes(runs) if one.alone and one.run != run_id]
@@ -126,8 +126,8 @@ def why_left_out(runs: Path, host: str, run_id: str, now_wall_seconds: float) ->
 
 
 def noted_against(host: str, runs: Path, run_id: str) -> str:
-    """Returns why the run leaves this host out, by now. A file that cannot be believed leaves none
-    out; that is said on standard error.
+    """Return why the run leaves this host out now. A file that cannot be trusted leaves no host
+    out, with a line on standard error.
     """
     if not bad_nodes_file(runs).exists():
         return ""
@@ -139,7 +139,7 @@ def noted_against(host: str, runs: Path, run_id: str) -> str:
 
 
 def recent_hosts(bad: Sequence[BadNode], since_wall_seconds: float, at_most: int) -> list[str]:
-    """Hosts put aside since then, by name; of more than ``at_most`` those put aside last."""
+    """Return the ``at_most`` hosts that were quarantined last since then, sorted by name."""
     last = {one.host: one.wall_seconds for one in sorted(bad, key=lambda one: one.wall_seconds)}
     recent = [host for host, when in last.items() if when >= since_wall_seconds]
     newest = sorted(recent, key=lambda host: last[host], reverse=True)
@@ -153,7 +153,7 @@ def _locked(runs: Path) -> Iterator[None]:
     try:
         try:
             file_systems.lock(lock, bad_nodes_file(runs), _LOCK_SECONDS)
-        except BlockingIOError as error:  # of a stopped process, or storage that hangs
+        except BlockingIOError as error:  # a stopped process holds it, or storage hangs
             what = f"another run has been writing it for {_LOCK_SECONDS:g} s"
             raise OSError(errno.ETIMEDOUT, what, str(bad_nodes_file(runs))) from error
         yield

@@ -1,4 +1,4 @@
-"""The things a run may leave behind on this host, and their removal: processes and shared memory.
+"""Processes and shared memory that a run may leave on this host, and their removal.
 
 A process belongs to a run when its environment *at exec* names the run (vaults, coordinator,
 exec-started members) or when a node's listing names it with its start time (forked agents and
@@ -34,7 +34,7 @@ _HOLD_TRIES, _HOLD_PAUSE_SECONDS = 50, 0.01
 
 @dataclass(frozen=True)
 class Cleaned:
-    """Everything that was removed: pids, bytes and directories of shared memory."""
+    """The result of a removal: pids, bytes and directories of shared memory."""
 
     pids: tuple[int, ...]
     nbytes: int
@@ -42,23 +42,23 @@ class Cleaned:
 
 
 def owner_file(run_id: str) -> Path:
-    """Says whose the run's shared memory is."""
+    """Return the file that names the owner of the run's shared memory."""
     return run_files.segment_root(run_id) / _OWNER
 
 
 def claim_segments(run: RunDirectory, run_id: str) -> int:
-    """Make the run's shared-memory directory and note whose it is, for a later clean-up.
+    """Make the run's shared-memory directory and record its owner, for a later clean-up.
 
-    Returns a descriptor; until it is closed :func:`is_held` says that somebody of the run is here:
-    an agent that comes back under another number is in no listing meanwhile, but its slots count.
-    Raises OwnershipError when another user makes a directory of this name meanwhile.
+    Returns a descriptor; until it is closed :func:`is_held` is true on this host: an agent that
+    returns under another number is in no listing meanwhile, but its slots count. Raises
+    OwnershipError when another user makes a directory of this name meanwhile.
     """
     ownership.make_private(run_files.segment_root(run_id))
     owner, text = (
         owner_file(run_id),
         json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n",
     )
-    # Never seen in part, and the same file for all that hold it, unless the run has moved.
+    # The file appears whole, and stays the same for all holders, unless the run has moved.
     if not write_once(owner, text.encode(), 0o600) and owner.read_text() != text:
         run_files.write_json(owner, json.loads(text))
     held = os.open(owner, os.O_RDONLY | os.O_CLOEXEC)
@@ -66,13 +66,13 @@ def claim_segments(run: RunDirectory, run_id: str) -> int:
         try:
             fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
             break
-        except BlockingIOError:  # is_held() is just asked
+        except BlockingIOError:  # is_held() is testing the lock now
             time.sleep(_HOLD_PAUSE_SECONDS)
     return held
 
 
 def is_held(run_id: str) -> bool:
-    """Return whether a process on this host still has what :func:`claim_segments` returned."""
+    """Return whether a process on this host holds a descriptor of :func:`claim_segments`."""
     if not ownership.is_private(run_files.segment_root(run_id)):
         return False
     try:
@@ -89,7 +89,7 @@ def is_held(run_id: str) -> bool:
 
 
 def listing(vault: int, members: Mapping[int, tuple[int, int]], segments: Path) -> str:
-    """Returns the text of the file that lists the processes of the calling agent's node.
+    """Return the text of the file that lists the processes of the calling agent's node.
 
     ``members``: local rank -> (pid, incarnation). Fail points and clean-up read it, so it is
     rewritten whenever a process starts or ends.
@@ -108,19 +108,19 @@ def listing(vault: int, members: Mapping[int, tuple[int, int]], segments: Path) 
 
 
 def remove_segments(directory: Path) -> None:
-    """Remove a node's directory; the last node of the run on this host takes the run's along."""
+    """Remove a node's directory, and the run's with its last node on this host."""
     shutil.rmtree(directory, ignore_errors=True)
     root = directory.parent
     try:
         is_last = all(entry.name == _OWNER for entry in root.iterdir())
     except FileNotFoundError:
-        return  # another node of the run on this host was the last one
+        return  # another node of the run, the last on this host, has removed it
     if is_last:
         shutil.rmtree(root, ignore_errors=True)
 
 
 def run_processes(run: RunDirectory, run_id: str) -> list[int]:
-    """Live processes of the run on this host, without the calling one."""
+    """Return the live processes of the run on this host, except the calling process."""
     found = {*posix.processes_with_environment(run_files.ENVIRONMENT_RUN_ID, run_id)}
     for listing in run.node_listings().values():
         found |= set(_listed(listing))
@@ -129,23 +129,23 @@ def run_processes(run: RunDirectory, run_id: str) -> list[int]:
 
 
 def working_processes(run: RunDirectory, run_id: str) -> list[int]:
-    """Return the live processes of the run on this host without vaults, which outlive the others
+    """Return the live processes of the run on this host, except vaults, which outlive the others
     for a while."""
     found = []
     for pid in run_processes(run, run_id):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             found += [] if b"deadpool_megatron.vault" in words else [pid]
     return found
 
 
 def coordinator_processes(run: RunDirectory) -> list[int]:
-    """The process that says it coordinates, if it lives, on this host."""
+    """Return the listed coordinator process, if it is alive on this host."""
     return _listed_in(run, run.coordinator)
 
 
 def node_processes(run: RunDirectory, node: int) -> list[int]:
-    """Live processes of one node, from its listing."""
+    """Return the live processes of a node, from its listing."""
     return _listed_in(run, run.node(node))
 
 
@@ -154,7 +154,7 @@ def _listed_in(run: RunDirectory, path: Path) -> list[int]:
         run.check_own()
         return _listed(run_files.read_json(path))
     except (OSError, ValueError, TypeError, AttributeError):
-        return []  # there is none, or another version has written it
+        return []  # there is no listing, or another version has written it
 
 
 def is_here(listing: Mapping[str, Any]) -> bool:
@@ -163,7 +163,7 @@ def is_here(listing: Mapping[str, Any]) -> bool:
 
 
 def _listed(listing: dict[str, Any]) -> list[int]:
-    """Live processes of a listing, if it is of this host: pids of another one mean nothing here."""
+    """Return the live processes of this host's listing; pids of other hosts mean nothing here."""
     if not is_here(listing):
         return []
     started = listing.get("started", {})
@@ -175,7 +175,7 @@ def _listed(listing: dict[str, Any]) -> list[int]:
 
 
 def end_processes(pids: list[int]) -> None:
-    """SIGKILL each process with its group (if it leads one) and wait until they are gone."""
+    """Kill each process with its group (if it leads one) and wait until they are gone."""
     for pid in pids:
         try:
             leads = os.getpgid(pid) == pid
@@ -188,7 +188,7 @@ def end_processes(pids: list[int]) -> None:
 
 
 def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = False) -> Cleaned:
-    """Remove what a node whose agent died has left: as if its host had been switched off."""
+    """Remove all that a dead agent's node has left, as if its host had been switched off."""
     pids = node_processes(run, node)
     end_processes(pids)
     copy_logs(run, run.segments(run_id, node))
@@ -199,8 +199,8 @@ def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = 
 
 
 def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cleaned:
-    """Kill every process of the run on this host and remove its shared memory, if that is not to be
-    kept for a restart. Nodes of other hosts, which may be alive, stay listed."""
+    """Kill every process of the run on this host, and remove its shared memory unless that is kept
+    for a restart. Nodes of other hosts, which may be alive, stay listed."""
     pids = run_processes(run, run_id)
     end_processes(pids)
     for directory in node_directories(run_id):
@@ -213,15 +213,15 @@ def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cl
 
 
 def node_directories(run_id: str) -> list[Path]:
-    """The directories of the run's nodes in this host's shared memory; none where the name is
-    another user's."""
+    """Return the directories of the run's nodes in this host's shared memory; none where another
+    user owns the name."""
     root = run_files.segment_root(run_id)
     return sorted(root.glob("node*")) if ownership.is_private(root) else []
 
 
 def runs_in_memory() -> dict[str, Path | None]:
-    """This user's runs with shared memory on this host: run id -> run directory (None if it is not
-    noted). Whatever belongs to others is passed over."""
+    """Return this user's runs with shared memory on this host: run id -> run directory (None if it
+    is not noted). Directories of other users are skipped."""
     found: dict[str, Path | None] = {}
     for root in sorted(run_files.SEGMENT_ROOT.glob(_PREFIX + "*")):
         run_id = root.name.removeprefix(_PREFIX).partition(".")[0]
@@ -253,12 +253,12 @@ def kept_memory(run: RunDirectory, run_id: str) -> str:
 
 
 def may_be_alive(run: RunDirectory) -> bool:
-    """Return whether an agent is, so that another coordinator may come: one of this host that
-    lives, or one of another host, which cannot be seen from here."""
+    """Return whether an agent may be alive, so that a new coordinator may start: a live agent of
+    this host, or any agent of another host, which cannot be seen from here."""
     agents = [(one, one["agent"]) for one in run.node_listings().values()]
     if not agents:
         return not run.coordinator.exists() or bool(coordinator_processes(run))
-    # A number may be another's by now.
+    # The pid may belong to another process by now.
     return any(
         not is_here(one) or posix.is_alive(pid, one.get("started", {}).get(str(pid)))
         for one, pid in agents
@@ -266,8 +266,8 @@ def may_be_alive(run: RunDirectory) -> bool:
 
 
 def what_remains(run: RunDirectory) -> str:
-    """Return what this host's memory has of a run that is over and left it there, or of which no
-    process is left: the one statement on it, as of now. Empty for any other run."""
+    """Return a line on this host's memory for a run that ended and kept its slots, or a run without
+    live processes: the present state. Empty for any other run."""
     if not run_files.slots_are_kept(run) if run.final.exists() else may_be_alive(run):
         return ""
     try:
@@ -278,14 +278,14 @@ def what_remains(run: RunDirectory) -> str:
 
 
 def copy_logs(run: RunDirectory, segments: Path) -> None:
-    """Copy what a node has printed last: it may be in its memory only."""
+    """Copy the last output of a node, which may be in its memory only."""
     LogCopier(segments / run_files.LOGS, run.logs).copy()
 
 
 def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:
     nbytes, removed = 0, []
     for root in roots:
-        # Another user's is not ours to remove, and nothing in it is of the run.
+        # A directory of another user is not ours to remove, and holds nothing of the run.
         if not ownership.is_private(root):
             continue
         nbytes += _bytes_in(root)
@@ -295,7 +295,7 @@ def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:
 
 
 def _bytes_in(root: Path) -> int:
-    """Return what the files there take of memory; of a live node some may go meanwhile."""
+    """Return the memory that the files there take; a live node may remove some meanwhile."""
     nbytes = 0
     for path in root.rglob("*"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,5 +1,5 @@
-"""The run directory: where each file of a run is, how small JSON files are replaced safely, what
-the next start continues from, and which names an order may have written and removed.
+"""The run directory: the path of each file of a run, safe replacement of small JSON files, the
+checkpoints for the next start, and the names that an order may have written and removed.
 
 Layout (contract between all processes of a run)::
 
@@ -7,12 +7,12 @@ Layout (contract between all processes of a run)::
     latest.json  nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
     saves.json  skeletons/  frozen/  launcher.lock  program/  datasets-ready
 
-``latest.json`` has the valid checkpoints and dumps, the best first. None of them is decided on
-without a look whether it is still there.
+``latest.json`` has the valid checkpoints and dumps, the best first. Before any of them is used, a
+check shows that it still exists.
 
-Orders pass under a MAC, but whoever has become one agent, or holds one member, must not thereby
-have a word in what other hosts remove. So names are looked at where things are done: dumps lie in
-the run directory, and what is removed elsewhere has a name that only this run gives.
+Orders are sent under a MAC, but control over one agent or one member must not give control over
+removals on other hosts. So names are checked where an order is carried out: dumps lie in the run
+directory, and files that are removed elsewhere have names that only this run uses.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from deadpool_megatron.settings import FIELDS, Settings, SettingsError
 from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.wire.forms import read, write
 
-# In the directory of a node in shared memory: what its processes print, before it is copied.
+# In the directory of a node in shared memory: the output of its processes, before it is copied.
 LOGS = "logs"
 SEGMENT_ROOT = Path("/dev/shm")
 RUN_FILE = "run.json"
-# Logs, events and records of a short run.
+# Enough for logs, events and records of a short run.
 _LEAST_ROOM_BYTES = 256 << 10
 ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
 RUN_ID = re.compile(r"[0-9a-f]{8}")
 EXPORT_PREFIX = ".export-"
-# Made with the directory, before it is that of a run.
+# Made with the directory, before it has a ``run.json``.
 SUB_DIRECTORIES = ("journal", "nodes", "logs", "checkpoints", "dump")
-# Others may read what is in a run directory, where the umask lets them, but never write it: what it
-# says is carried out.
+# Other users may read a run directory, where the umask lets them, but never write to it, because
+# the contents of its files are carried out.
 DIRECTORY_MODE = 0o755
-# Settings may have addresses with a password in them.
+# Settings may have addresses that contain a password.
 _RUN_MODE = 0o600
-# So many are remembered: what was saved long before is found by who looks for it.
+# Entries that ``latest.json`` keeps; older checkpoints remain on disk without an entry.
 _MAX_VALID = 16
 _INDEX = ".metadata"
-# Beside the checkpoints: the id of the run that has written there last.
+# In the directory of checkpoints: the id of the run that has written there last.
 _WRITER = "deadpool-writer"
-# What is looked at to tell a checkpoint from another: a recovery waits for it.
+# The samples that distinguish checkpoints are few, because a recovery waits for their read.
 _SHARDS, _SAMPLES, _SAMPLE_BYTES = 2, 8, 4096
 _EXPORT_NAME = re.compile(r"\d{1,9}(\.[0-9a-f]{8})?\.\d{1,9}")
 _GENERATION = re.compile(r"\d+-\d+")
@@ -69,17 +69,17 @@ _CHECKPOINT = re.compile(r"iter_\d+")
 
 
 class RunDirectoryError(UserError):
-    """The directory is no run directory, or is damaged; one clear line."""
+    """The error of a directory that is no run directory, or is damaged; one clear line."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
     """Content of ``run.json``: fixed until the run is started again, the same on every node.
 
-    ``check_only``: it ends when its nodes are judged. ``finished``: iterations that were finished
-    before this start; ``from_scratch``: it may begin again where nothing is left of them.
-    ``ended_term`` and ``ended_epoch``: newest ones of the starts before this one, all of whose
-    processes have ended. ``directory``: the working directory of the start.
+    ``check_only``: the run ends after the check of its nodes. ``finished``: iterations finished
+    before this start; ``from_scratch``: it may begin again if nothing is left of them.
+    ``ended_term`` and ``ended_epoch``: the newest of earlier starts, all of whose processes have
+    ended. ``directory``: the working directory of the start.
     """
 
     run_id: str
@@ -98,12 +98,12 @@ class RunInfo:
     directory: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, with the version that writes it."""
+        """Return the JSON form, with the version that writes it."""
         return {"version": deadpool_megatron.__version__, **write(self)}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> RunInfo:
-        """Inverse of :meth:`to_dict`. Raises KeyError, TypeError, ValueError or SettingsError."""
+        """Invert :meth:`to_dict`. Raises KeyError, TypeError, ValueError or SettingsError."""
         if not RUN_ID.fullmatch(str(values["run_id"])):  # it becomes part of a path that is removed
             raise ValueError(f"{values['run_id']!r} is no run id")
         info: RunInfo = read(RunInfo, values)
@@ -111,14 +111,14 @@ class RunInfo:
 
 
 def member_log_name(node: int, local_rank: int, incarnation: int) -> str:
-    """Name of a member's log."""
+    """Return the name of a member's log."""
     return f"node{node}-slot{local_rank}-{incarnation}"
 
 
 class RunDirectory:
-    """Paths and small files of one run; thread-safe. The path is real: a link that leads elsewhere
+    """Paths and small files of one run; thread-safe. The path is resolved once: a link that changes
     later does not lead this process to another run. ``run_id``: the run that this process belongs
-    to, set by its own processes; what another run has put in the place of its directory does not
+    to, set by its own processes; files of another run that has taken over the directory do not
     count."""
 
     def __init__(self, path: Path) -> None:
@@ -129,40 +129,40 @@ class RunDirectory:
         self.final = path / "final.json"  # written once, when the run is over
         self.journal = path / "journal"
         self.coordinator = path / "coordinator.json"  # its address and pid
-        self.logs = path / "logs"  # what processes have printed, a file for each
-        # Generations that vaults have written of a run that ends for lack of nodes.
+        self.logs = path / "logs"  # the output of processes, a file for each
+        # Generations that vaults write when a run ends for lack of nodes.
         self.dump = path / "dump"
         self.latest = path / "latest.json"  # newest durable checkpoint or dump
-        # Checkpoints written in the background, unless a setting names another directory; which of
-        # these there are, for the next one to prune.
+        # Checkpoints written in the background, unless a setting names another directory; and their
+        # list, by which a new checkpoint prunes old ones.
         self.exports = path / "exports"
         self.exported = path / "exported.json"
-        self.templates = path / "skeletons"  # what each role adds to a checkpoint
+        self.templates = path / "skeletons"  # each role's additions to a checkpoint
         self.frozen = path / "frozen"  # weights that no iteration changes, if they are large
-        # Names the directory to which the program saves by itself, from before it first does.
+        # Names the directory of the program's own saves, from before the first save.
         self.saves = path / "saves.json"
-        # Every checkpoint that this run has given its name, and for whom (see durable.py).
+        # Every checkpoint that this run has named, and its requester (see durable.py).
         self.named = path / "named.txt"
-        self.launcher_lock = path / "launcher.lock"  # of the one ``deadpool run`` that uses it
-        # Role 0 has made the index files of the data; it has the kinds of parameters of all roles.
+        self.launcher_lock = path / "launcher.lock"  # of the ``deadpool run`` that uses it
+        # Written once role 0 has made the data's index files; has the parameter kinds of all roles.
         self.built = path / "datasets-ready"
-        # A file for each agent that has written what an earlier run has left on its host.
+        # A file for each agent that has written the slots that an earlier run left on its host.
         self.resuming = path / "resuming"
 
     def node(self, node: int) -> Path:
-        """Process listing of a node."""
+        """Return the path of a node's process listing."""
         return self.path / "nodes" / f"{node}.json"
 
     def log(self, name: str) -> Path:
-        """``name``: ``node0-agent``, ``node0-slot1-2``, ``node0-standby``, ..."""
+        """Return the path of a log: ``node0-agent``, ``node0-slot1-2``, ``node0-standby``, ..."""
         return self.logs / f"{name}.log"
 
     def segments(self, run_id: str, node: int) -> Path:
-        """Shared-memory directory of a node."""
+        """Return the shared-memory directory of a node."""
         return segment_root(run_id) / f"node{node}"
 
     def make(self) -> None:
-        """Make the directory, for this user alone; one that is there may be open to readers.
+        """Make the directory, for this user alone; an existing one may be open to readers.
 
         Raises OwnershipError when others own it or may write to it.
         """
@@ -170,29 +170,29 @@ class RunDirectory:
         ownership.check_directory(self.path)
 
     def create(self, info: RunInfo) -> bool:
-        """Make all sub-directories and ``run.json``; False when another process was first, whose
-        run it is then. Raises OwnershipError like :meth:`make`.
+        """Make all sub-directories and ``run.json``; False when another process was first, and the
+        directory belongs to its run. Raises OwnershipError as :meth:`make` does.
         """
         self.make()
         for name in SUB_DIRECTORIES:
             (self.path / name).mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
         self._check_owner()
         text = json.dumps(info.to_dict(), indent=1) + "\n"
-        # Without room it is better said now than found by each process that has something to write.
+        # A full disk is better reported now than found by each process at its first write.
         return write_once(self.path / RUN_FILE, text.encode(), _RUN_MODE, _LEAST_ROOM_BYTES)
 
     def replace_run(self, info: RunInfo) -> None:
-        """Have the run start again as ``info`` says. Raises OSError."""
+        """Replace ``run.json`` for a new start of the run. Raises OSError."""
         write_json(self.path / RUN_FILE, info.to_dict(), lasting=True, mode=_RUN_MODE)
 
     def _check_owner(self) -> None:
-        """Of the directory, and of those in it whose files are carried out."""
+        """Check the owner of the directory and of those in it whose files are carried out."""
         for path in (self.path, self.journal, self.node(0).parent):
             ownership.check_directory(path)
 
     def read_run(self, *, only_to_show: bool = False) -> RunInfo:
-        """Return what the run is. Raises RunDirectoryError when this is not the directory of a run,
-        and OwnershipError when somebody else could have written it, unless it is ``only_to_show``.
+        """Return the content of ``run.json``. Raises RunDirectoryError when this is not a run
+        directory, and, unless ``only_to_show``, OwnershipError when others could have written it.
         """
         if not only_to_show:
             self._check_owner()
@@ -208,7 +208,7 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.path / 'run.json'} is damaged: {error}") from error
 
     def check_own(self) -> None:
-        """Raise OSError where another run has taken the place of the run of this process."""
+        """Raise OSError if another run has taken over the directory of this process's run."""
         if not self.run_id:
             return
         try:
@@ -222,13 +222,13 @@ class RunDirectory:
                 return
             owner = str(read_json(self.path / RUN_FILE).get("run_id"))
         except (OSError, ValueError):
-            return  # removed, or away for a moment
+            return  # removed, or briefly out of reach
         if owner != self.run_id:
             raise OSError(errno.ESTALE, f"it is the directory of run {owner} now", str(self.path))
         self._known = found
 
     def has_final(self) -> bool:
-        """Return whether there is a result; not while the directory is away for a moment."""
+        """Return whether there is a result; False while the directory is out of reach."""
         try:
             self.check_own()
             return self.final.exists()
@@ -236,7 +236,7 @@ class RunDirectory:
             return False
 
     def read_final(self) -> dict[str, Any]:
-        """Return how the run ended: all of ``final.json``, with ``exit_status``, ``reason`` and
+        """Return the result of the run: all of ``final.json``, with ``exit_status``, ``reason`` and
         ``iterations``. Raises RunDirectoryError when that cannot be read.
         """
         try:
@@ -252,19 +252,19 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.final} is damaged: {error!r}") from error
 
     def node_listings(self) -> dict[int, dict[str, Any]]:
-        """All process listings that can be read, by node id."""
+        """Return all process listings that can be read, by node id."""
         found = {}
         for path in sorted((self.path / "nodes").glob("*.json")):
             try:
                 self.check_own()
                 found[int(path.stem)] = _listing(path)
             except (OSError, *DAMAGE):
-                continue  # being replaced, or of a node that was killed before its first write
+                continue  # it is being replaced, or its node was killed before the first write
         return found
 
 
 def _check_version(path: Path, values: Mapping[str, Any]) -> None:
-    """Raises RunDirectoryError for settings of another version: that is no damage."""
+    """Raise RunDirectoryError for settings of another version, which are not damage."""
     settings = values.get("settings")
     known = FIELDS.keys()
     if not isinstance(settings, dict) or not (unknown := sorted(settings.keys() - known)):
@@ -278,8 +278,8 @@ def _check_version(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _listing(path: Path) -> dict[str, Any]:
-    """Raises what :func:`read_json` raises, KeyError where the agent is missing, or TypeError where
-    a number of a process is none."""
+    """Read a process listing. Raises as :func:`read_json` does, KeyError without an agent, or
+    TypeError for an invalid process id."""
     values = read_json(path)
     started = values.get("started", {})
     numbers = [values["agent"], *(ticks or 0 for ticks in dict(started).values())]
@@ -289,8 +289,8 @@ def _listing(path: Path) -> dict[str, Any]:
 
 
 def address_in(text: str) -> tuple[str, int] | None:
-    """Return where the coordinator listens, by its ``coordinator.json``; None when that does not
-    say."""
+    """Return the address of the coordinator in its ``coordinator.json``; None if it has no valid
+    address."""
     try:
         values = json.loads(text)
         return str(values["host"]), int(values["port"])
@@ -299,7 +299,7 @@ def address_in(text: str) -> tuple[str, int] | None:
 
 
 def slots_are_kept(run: RunDirectory) -> bool:
-    """Return whether the run ended with a result, but left what it held in memory for another
+    """Return whether the run ended with a result, but kept its slots in memory for another
     start."""
     try:
         return bool(read_json(run.final).get("slots_kept", False))
@@ -308,10 +308,10 @@ def slots_are_kept(run: RunDirectory) -> bool:
 
 
 def segment_root(run_id: str) -> Path:
-    """Shared-memory directory of a run on this host.
+    """Return the shared-memory directory of a run on this host.
 
-    All users of a host see the name, and may make it on the run's other hosts: there it gets an
-    ending that nobody can know beforehand, and the oldest directory of ours is the run's.
+    All users of a host see the name, and may create it on the run's other hosts: there it gets an
+    unpredictable ending, and the oldest directory of this user is the run's.
     """
     named = SEGMENT_ROOT / f"deadpool-{run_id}"
     ours = sorted(filter(ownership.is_private, SEGMENT_ROOT.glob(f"{named.name}*")))
@@ -321,7 +321,7 @@ def segment_root(run_id: str) -> Path:
 
 
 def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
-    """Return where an export is written until it is whole."""
+    """Return the directory of an export until it is complete."""
     return directory / f"{EXPORT_PREFIX}{run_id}-{name}"
 
 
@@ -329,13 +329,13 @@ def write_json(
     path: Path, values: Mapping[str, Any], *, lasting: bool = False, mode: int = WRITTEN_MODE
 ) -> None:
     """Replace ``path`` so that a reader sees the old or the new object, never a part. ``lasting``:
-    the new one after a power failure, too, which may leave the name on nothing, or on the old one;
+    the new object survives a power failure, which may otherwise leave an empty or the old file;
     blocks for the disk."""
     write_text(path, json.dumps(values, indent=1) + "\n", lasting=lasting, mode=mode)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises OSError, or ValueError for anything but a JSON object."""
+    """Return a JSON object. Raises OSError, or ValueError for anything else."""
     with os.fdopen(ownership.open_regular(path)) as file:
         values = json.loads(file.read())
     if not isinstance(values, dict):
@@ -344,14 +344,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def noted(path: str | Path, run: Path) -> str:
-    """Return a path as the files of a run have it: what lies in the run directory as seen from
-    there, so that it moves with the run, and is never looked for in another one."""
+    """Return a path as the files of a run note it: relative if it lies in the run directory, so
+    that it moves with the run, and never points into another run."""
     real = Path(os.path.realpath(path))
     return str(real.relative_to(run) if real.is_relative_to(run) else path)
 
 
 def read_valid(latest: Path) -> tuple[Restore, ...]:
-    """Return what is noted. Raises OSError, and ValueError when the file is damaged."""
+    """Return the noted checkpoints. Raises OSError, or ValueError when the file is damaged."""
     try:
         found = valid_in(read_json(latest))
         return tuple(replace(one, path=one.path and str(latest.parent / one.path)) for one in found)
@@ -360,27 +360,27 @@ def read_valid(latest: Path) -> tuple[Restore, ...]:
 
 
 def valid_in(values: Mapping[str, Any]) -> tuple[Restore, ...]:
-    """Return what :func:`as_dict` was given; nothing in an empty mapping. Raises DAMAGE."""
+    """Invert :func:`as_dict`; return nothing for an empty mapping. Raises DAMAGE."""
     found = (values, *values.get("older", ())) if values else ()
     return tuple(map(Restore.from_dict, found))
 
 
 def as_dict(valid: Sequence[Restore]) -> dict[str, Any]:
-    """JSON form of at least one: that of the first, with the others beside it."""
+    """Return the JSON form of a non-empty list: the first, with the others under a key of it."""
     first, *older = valid
     beside = {"older": [one.to_dict() for one in older]} if older else {}
     return {**first.to_dict(), **beside}
 
 
 def point_at(latest: Path, valid: Sequence[Restore]) -> None:
-    """Have the next start continue from the first of these that it can use. Raises OSError."""
+    """Let the next start continue from the first of these that it can use. Raises OSError."""
     paths = [one.path and noted(one.path, latest.parent) for one in valid[:_MAX_VALID]]
     found = [replace(one, path=path) for one, path in zip(valid, paths, strict=False)]
     write_json(latest, as_dict(found), lasting=True)
 
 
 def still_valid(latest: Path, without: Restore) -> list[Restore]:
-    """All but one of those that are noted, and still there; none where the file is damaged."""
+    """Return the noted checkpoints that exist, except ``without``; none if the file is damaged."""
     try:
         known = read_valid(latest)
     except (FileNotFoundError, ValueError):
@@ -389,14 +389,14 @@ def still_valid(latest: Path, without: Restore) -> list[Restore]:
 
 
 def is_there(restore: Restore) -> bool:
-    """True where its directory and its index are there; what cannot be looked at now may be."""
+    """Return whether its directory and its index exist; True when that cannot be read now."""
     try:
         names = [one.name for one in Path(restore.path).iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         return True
-    # Other formats than torch_dist, of a loop of one's own, have an index of another name or none.
+    # Formats other than torch_dist, of a user's own loop, have another index name, or none.
     has_shards = any(name.endswith(".distcp") for name in names)
     if restore.kind != "dump" and _INDEX not in names and (not names or has_shards):
         return False
@@ -407,8 +407,8 @@ def is_there(restore: Restore) -> bool:
 
 
 def identified(restore: Restore) -> Restore:
-    """Return it with what tells what is at its path now from what may be there later, if that can
-    be read."""
+    """Return it with an identity that distinguishes the present content of its path from later
+    content, if that can be read."""
     if not restore.identity and restore.kind != "initial":
         with contextlib.suppress(OSError, ValueError):
             return replace(restore, identity=_found_at(restore))
@@ -416,7 +416,7 @@ def identified(restore: Restore) -> Restore:
 
 
 def _found_at(restore: Restore) -> str:
-    """Return whose dump it is, or which checkpoint. Raises OSError or ValueError."""
+    """Return the run id of a dump, or a checkpoint's fingerprint. Raises OSError or ValueError."""
     path = Path(restore.path)
     if restore.kind != "dump":
         return fingerprint(path)
@@ -425,8 +425,8 @@ def _found_at(restore: Restore) -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """Return a digest of bytes here and there in the first files of a checkpoint, which a copy of
-    it has as well. Raises OSError."""
+    """Return a digest of samples from the first files of a checkpoint; a copy has the same digest.
+    Raises OSError."""
     digest = hashlib.sha256()
     shards = sorted(path.glob("*.distcp")) or sorted(filter(Path.is_file, path.rglob("*")))
     for shard in shards[:_SHARDS]:
@@ -440,8 +440,8 @@ def fingerprint(path: Path) -> str:
 
 
 def take_saves(run: RunDirectory, directory: Path) -> None:
-    """Note that checkpoints of this run are written in ``directory`` from now on, once, for its
-    time counts; and in ``directory`` that those of others are not. Raises OSError."""
+    """Note in the run that its checkpoints are in ``directory`` from now on (once, because the time
+    counts), and in ``directory`` that this run is its writer. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / _WRITER, run.read_run().run_id)
     if not run.saves.exists():
@@ -449,9 +449,9 @@ def take_saves(run: RunDirectory, directory: Path) -> None:
 
 
 def found_in(saves: Path) -> list[Restore]:
-    """Complete checkpoints of Megatron's, the newest first, in the directory that ``saves``
-    names: written since it does, and their index last; none once another run has taken the
-    directory. Nobody may have been told of them, so the line that they are of is not known.
+    """Return Megatron's complete checkpoints, the newest first, in the directory that ``saves``
+    names: those written after the note, with the index last; none once another run has taken the
+    directory. They may not have been reported, so their lineage is unknown.
     """
     found = list[Restore]()
     try:
@@ -467,31 +467,31 @@ def found_in(saves: Path) -> list[Restore]:
                 generation = Generation(0, int(path.name.removeprefix("iter_")))
                 found.append(Restore("durable", generation, "save", str(path)))
     except (OSError, *DAMAGE):
-        pass  # what is noted is there all the same
+        pass  # the noted checkpoints remain in any case
     return sorted(found, key=lambda one: one.generation.iteration, reverse=True)
 
 
 def paths_gone(valid: Sequence[Restore]) -> frozenset[str]:
-    """The paths of those that are not there any more. May take as long as a file system does."""
+    """Return the paths that no longer exist. May block as long as a file system does."""
     with ThreadPoolExecutor(_MAX_VALID) as threads:
         found = list(threads.map(is_there, valid))
     return frozenset(one.path for one, there in zip(valid, found, strict=True) if not there)
 
 
 class OutsideError(ValueError):
-    """A path or a name that no order of this run has; one line."""
+    """A path or a name that no order of this run uses; one line."""
 
 
 def export_name(name: str) -> str:
-    """The name of an export, which becomes part of those of files. Raises OutsideError."""
+    """Check the name of an export, which becomes part of file names. Raises OutsideError."""
     if not _EXPORT_NAME.fullmatch(name):
         raise OutsideError(f"{name[:80]!r} is not the name of an export")
     return name
 
 
 def export_directory(directory: str, name: str) -> Path:
-    """Return where an export is written until it is whole, under this name of a directory; the user
-    may have named any other one to have it in. Raises OutsideError."""
+    """Check the directory of an unfinished export, which must have this name; the user may choose
+    any parent directory. Raises OutsideError."""
     path = Path(directory)
     if not path.is_absolute() or path.name != name:
         raise OutsideError(f"{directory!r} is not where this run writes {name}")
@@ -499,19 +499,19 @@ def export_directory(directory: str, name: str) -> Path:
 
 
 def dump_directory(directory: str, run: RunDirectory) -> str:
-    """Check where a vault dumps one generation, or several of them. Raises OutsideError."""
+    """Check the directory in which a vault dumps generations. Raises OutsideError."""
     path = Path(directory)
     above = path.parent if _GENERATION.fullmatch(path.name) else path
-    # The nodes may have come to the same directory by different links.
+    # The nodes may know the same directory by different links.
     if above != run.dump and os.path.realpath(above) != os.path.realpath(run.dump):
         raise OutsideError(f"{directory!r} is not in the dump directory of this run, {run.dump}")
     return directory
 
 
 def check_save(temporary: Path, final: Path) -> None:
-    """Check where a save was written, and the name it is to get. Raises OutsideError."""
+    """Check the path of a written save, and its final name. Raises OutsideError."""
     if temporary == final:
-        return  # written in place: nothing of it is moved or removed
+        return  # written in place: nothing is moved or removed
     epoch = temporary.name.removeprefix(f".{final.name}.epoch")
     if (
         temporary.parent != final.parent
@@ -522,5 +522,5 @@ def check_save(temporary: Path, final: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True where it has the name of a checkpoint, which may be pruned as a whole."""
+    """Return whether a path has the name of a checkpoint, which may be pruned as a whole."""
     return path.is_absolute() and bool(_CHECKPOINT.fullmatch(path.name))

@@ -1,11 +1,11 @@
-"""The owner of a node's directory in shared memory, and slots that outlive the agent that had them.
+"""The owner of a node's directory in shared memory, and slots that outlive their agent.
 
 Slots stay where they are when an agent ends before the run does: killed, cut off, or orphaned by
-its launcher. They belong to whoever holds the lock in the directory. The next agent of the same
-node takes them as its own; one that comes back under another number moves them into its directory.
-They are removed by their agent when it is told that the run is over or continues without it for
-good; those without an agent by any agent of the host at the good end of the run, by a run that
-resumes a failed one after it has written them to disk, and by ``deadpool clean``.
+its launcher. They belong to the process that holds the lock in the directory. The next agent of the
+same node takes them over; an agent that returns under another number moves them to its directory.
+Their agent removes them when the run is over or continues without the node for good. Slots without
+an agent are removed by any agent of the host at the good end of the run, by a run that resumes a
+failed run and has written them to disk, and by ``deadpool clean``.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _LOCK = "agent.lock"
 
 
 class NodeTaken(Exception):
-    """Another agent serves the node of this number on this host."""
+    """The error when another agent serves the node of this number on this host."""
 
 
 def claim(segments: Path, node: int) -> int:
     """Lock the node's segments for this process; a second agent would overwrite its memory.
 
     Returns the lock, which holds until it is closed. Raises NodeTaken, or OwnershipError when the
-    directory is not this user's alone.
+    directory is open to other users.
     """
     ownership.make_private(segments)
     return _lock(segments, node)
 
 
 def _lock(segments: Path, node: int) -> int:
-    """Of a directory that is there: who looks after one of another node must not make it again.
+    """Lock an existing directory; the directory of another node must not be created again.
 
-    Raises NodeTaken, and FileNotFoundError for one that is just being removed.
+    Raises NodeTaken, or FileNotFoundError for a directory that is being removed.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     lock = os.open(segments / _LOCK, flags, 0o600)
@@ -56,8 +56,8 @@ def _lock(segments: Path, node: int) -> int:
 
 
 def held_names(run: RunDirectory, run_id: str, node: int, segments: Path) -> list[HeldName]:
-    """Return what an agent needs of names in shared memory, besides what its vault looks after.
-    Made again they are held until this process ends."""
+    """Return the names in shared memory that an agent keeps, in addition to those of its vault.
+    Re-created files are held open until this process ends."""
     held: list[int] = []
     logs = segments / run_files.LOGS
     return [
@@ -70,9 +70,9 @@ def held_names(run: RunDirectory, run_id: str, node: int, segments: Path) -> lis
 
 
 def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> None:
-    """End what an agent that died has left running; the caller holds the lock of the directory.
+    """End the processes that a dead agent has left; the caller holds the lock of the directory.
 
-    A vault outlives its agent for a while, and two of them must not write into the same slots.
+    A vault outlives its agent for a while, and two vaults must not write into the same slots.
     """
     pids = set(cleanup.node_processes(run, node))
     wanted = str(segments).encode()
@@ -81,18 +81,18 @@ def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> 
             if wanted in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 pids.add(pid)
         except OSError:
-            continue  # ended meanwhile
+            continue  # the process has ended meanwhile
     cleanup.end_processes(sorted(pids - {os.getpid()}))
 
 
 def take_up(
     run: RunDirectory, run_id: str, own: Path, siblings: Collection[int] = ()
 ) -> int | None:
-    """Move the slots of a node of this host whose agent is gone into ``own``, the directory of
-    another one; returns which node's they were, None where there are none. The agents of its
-    ``siblings`` may be about to come.
+    """Move the slots of a node of this host without an agent into ``own``, the directory of another
+    node; return the former node, None where there is none. ``siblings`` are excluded, because their
+    agents may be about to start.
 
-    Of several the one with the newest generation. Not if ``own`` holds slots already.
+    The node with the newest generation is preferred. If ``own`` holds slots, nothing is moved.
     """
     if any(own.glob("*.seg")):
         return None
@@ -107,7 +107,7 @@ def take_up(
         try:
             lock = _lock(directory, number)
         except (NodeTaken, FileNotFoundError):
-            continue  # it is alive, or another agent was first
+            continue  # its agent is alive, or another agent was first
         try:
             end_leftovers(run, run_id, number, directory)
             cleanup.copy_logs(run, directory)
@@ -123,7 +123,7 @@ def take_up(
 
 
 def remove_unclaimed(run: RunDirectory, run_id: str) -> None:
-    """After the end of the run: the directories on this host whose agents are gone."""
+    """Remove the directories on this host without an agent, after the end of the run."""
     for directory in cleanup.node_directories(run_id):
         try:
             lock = _lock(directory, -1)
