@@ -9,16 +9,16 @@ from typing import Any, NoReturn
 from deadpool_megatron import failpoints, settings
 from deadpool_megatron.hookpoints import ALLOW, ALLOW_UNREVIEWED, ALLOW_UNTESTED, FLAG
 
-#: what the titles of groups begin with
+#: the first word of the titles of groups
 TITLE = "deadpool"
 
 
 def add_arguments(
     parser: argparse.ArgumentParser, *, defaults: settings.Settings | None = None
 ) -> None:
-    """Add the switches and one flag per setting, in groups by topic.
+    """Add the switches and a flag for each setting, in groups by topic.
 
-    ``defaults``: other ones than those of the dataclass.
+    ``defaults``: these settings instead of the defaults of the dataclass.
     """
     group = parser.add_argument_group(TITLE, "fault tolerance; times are in seconds")
     group.add_argument(
@@ -79,7 +79,7 @@ def add_arguments(
 
 
 def successor(flag: str) -> str:
-    """Return what to give instead of a flag that 0.5 had; empty for any other."""
+    """Return the advice that replaces a flag of version 0.5; empty for any other flag."""
     name = flag.partition("=")[0].removeprefix("--deadpool-").replace("-", "_")
     if name == "bad_node_command":
         return f"give {settings.flag_name('on_event')}"
@@ -87,7 +87,7 @@ def successor(flag: str) -> str:
 
 
 class _Set(argparse.Action):
-    """Take one value of those that a user need not choose."""
+    """Action that takes the value of a derived setting or of a common default."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         given, _, text = str(values).partition("=")
@@ -101,18 +101,18 @@ class _Set(argparse.Action):
 
 
 def _kind(name: str) -> type[Any]:
-    """Return what makes a value of its text."""
+    """Return the type that converts the text of a setting to its value."""
     return type(settings.FIELDS[name].metadata["usual"])
 
 
 def communicator_in(namespace: argparse.Namespace) -> str:
-    """The communication library that parsed arguments name."""
+    """Return the communication library in parsed arguments."""
     return str(getattr(namespace, f"{_PREFIX}communicator"))
 
 
 def played_problem(communicator: str) -> str:
-    """One line on why this process cannot have these communicators; empty unless they are played,
-    as in tests."""
+    """Return why this process cannot use these communicators, one line; empty unless they are a
+    stand-in, as in tests."""
     if not settings.is_played(communicator) or failpoints.is_planned():
         return ""
     return (
@@ -122,8 +122,8 @@ def played_problem(communicator: str) -> str:
 
 
 def settings_from(namespace: argparse.Namespace, *, communicator: str = "") -> settings.Settings:
-    """The settings in parsed arguments; ``communicator``: what was decided about it, if anything,
-    as NCCL has other defaults. Raises SettingsError with one clear line.
+    """Return the settings in parsed arguments; ``communicator``: the decided library, if any, as
+    NCCL has other defaults. Raises SettingsError with one clear line.
     """
     values = {name: getattr(namespace, f"{_PREFIX}{name}") for name in settings.FIELDS}
     given = {name: value for name, value in values.items() if value is not None}
@@ -135,7 +135,7 @@ def settings_from(namespace: argparse.Namespace, *, communicator: str = "") -> s
 
 
 def switches_in(namespace: argparse.Namespace) -> list[str]:
-    """Return those of Megatron-LM's own command line that parsed arguments have."""
+    """Return the switches in parsed arguments, as words for the command line of a script."""
     found = []
     for flag in (FLAG, ALLOW_UNTESTED, ALLOW, ALLOW_UNREVIEWED):
         value = getattr(namespace, flag.removeprefix("--").replace("-", "_"), None)
@@ -153,14 +153,14 @@ def put_into(namespace: argparse.Namespace, values: Mapping[str, Any]) -> None:
 
 
 def given_in(arguments: Sequence[str], *, script: bool) -> tuple[dict[str, Any], list[str]]:
-    """The settings that a command line really names, by field name, and what else is in it.
+    """Return the settings explicitly given in a command line, by field name, and its other words.
 
-    ``script``: it is that of a script of Megatron-LM, which takes no abbreviations. Raises
+    ``script``: the command line is of a script of Megatron-LM, which takes no abbreviations. Raises
     BadValueError.
     """
     parser = _Parser(add_help=False, allow_abbrev=not script)
     add_arguments(parser)
-    # A parser fills in the defaults of names only that are not there.
+    # A parser fills in defaults only for names that do not exist yet.
     empty = argparse.Namespace(**{f"{_PREFIX}{name}": None for name in settings.FIELDS})
     found, others = parser.parse_known_args(list(arguments), empty)
     values = {name: getattr(found, f"{_PREFIX}{name}") for name in settings.FIELDS}
@@ -168,7 +168,7 @@ def given_in(arguments: Sequence[str], *, script: bool) -> tuple[dict[str, Any],
 
 
 class BadValueError(ValueError):
-    """A flag without its value, or with one of the wrong type; one line."""
+    """A flag without its value, or with a value of the wrong type; the message is one line."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -177,7 +177,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 _PREFIX = "deadpool_"
-# By the first setting of each; they stand in their order.
+# By the first setting of each topic; the settings of a topic follow each other.
 _TOPICS = {
     "replicas": "protection of the state",
     "shm_gb": "nodes",

@@ -1,13 +1,13 @@
 """The settings of a run: one frozen dataclass, checked as a whole before anything starts.
 
 The user chooses the first part of the fields. Each of these carries its help text, and
-:mod:`deadpool_megatron.arguments` derives its ``--deadpool-*`` flag, so a setting has one
+:mod:`deadpool_megatron.arguments` derives its ``--deadpool-*`` flag, so a setting has a single
 definition. The second part follows from the first, or was measured once: its time limits scale with
-the limit that a site sets, so that a short limit never encloses a long one. ``--deadpool-set``
-gives another value. The launcher passes all settings to every process as JSON in the environment
+the limit that a site sets, so that a short limit never encloses a long limit. ``--deadpool-set``
+overrides a value. The launcher passes all settings to every process as JSON in the environment
 variable :data:`ENVIRONMENT_NAME`.
 
-Asserting the order of all time limits at construction is an idea of NVRx (``inprocess/wrap.py``).
+Checking the order of all time limits at construction is an idea of NVRx (``inprocess/wrap.py``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 from deadpool_megatron import UserError
 
 ENVIRONMENT_NAME = "DEADPOOL_SETTINGS"
-#: gives one value of the second part, as ``NAME=VALUE``
+#: the flag that sets a value of the second part, as ``NAME=VALUE``
 SET_FLAG = "--deadpool-set"
 
 
 class SchemeKind(StrEnum):
-    """The ways to protect state; :mod:`.layout.schemes` says how each works."""
+    """The ways to protect state, which :mod:`.layout.schemes` describes."""
 
     BUDDY = "buddy"
     PARITY = "parity"
@@ -40,41 +40,41 @@ class SchemeKind(StrEnum):
 
     @property
     def is_local(self) -> bool:
-        """Return whether a role is kept on its own node only, so that no node may be lost."""
+        """Return whether all copies stay on the own node, which survives no node failure."""
         return self in (SchemeKind.LOCAL, SchemeKind.LOCAL_TWICE)
 
     @property
     def combines_roles(self) -> bool:
-        """Return whether blocks are kept that were computed from the state of several roles."""
+        """Return whether the scheme keeps blocks computed from the state of several roles."""
         return self is SchemeKind.PARITY
 
 
 class SettingsError(UserError, ValueError):
-    """A setting, or the relation of two, cannot work; the message says which to change and how."""
+    """A setting, or a relation of two, cannot work; the message has the setting and the remedy."""
 
 
 def _setting(default: Any, help_text: str, *, nccl: Any = None) -> Any:
-    """Return a field that the user sets. ``nccl``: another default with NCCL's communicators."""
+    """Return a field that the user sets. ``nccl``: the default with NCCL, if it differs."""
     metadata = {"help": help_text, "usual": default, "nccl": nccl}
     return field(default=default if nccl is None else None, metadata=metadata)
 
 
 def _fixed(value: Any) -> Any:
-    """Return a field whose value suits every run that was seen."""
+    """Return a field whose value suits all known runs."""
     metadata = {"usual": value, "nccl": None, "of": ""}
     return field(default=value, metadata=metadata)
 
 
 def _limit(of: str, seconds: float, *, nccl: float | None = None, least: str = "") -> Any:
-    """Return a time limit that scales with setting ``of``, from ``seconds`` at the default of that
-    setting; it is never shorter than setting ``least``."""
+    """Return a time limit that scales with setting ``of``: ``seconds`` at the default of ``of``,
+    and never shorter than setting ``least``."""
     metadata = {"usual": seconds, "nccl": nccl, "of": of, "least": least}
     return field(default=None, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything a user can choose, and what follows; times in seconds, gb in 10^9 bytes."""
+    """All settings of users, and the derived values; times in seconds, gb in 10^9 bytes."""
 
     replicas: int = _setting(
         1, "number of copies of each role's unique state on other nodes (parity: blocks of a group)"
@@ -179,12 +179,12 @@ class Settings:
     takeover_seconds: float = _limit("node_silence_seconds", 2.0)
     #: a node that has not joined the new coordinator for this long is declared lost
     rejoin_seconds: float = _limit("node_silence_seconds", 12.0)
-    #: limit for members to leave a closed epoch; later ones are killed and replaced
+    #: limit for members to leave a closed epoch; slower members are killed and replaced
     close_seconds: float = _limit("rebuild_seconds", 10.0, nccl=40.0)
     #: time-out of one communication operation in a step, also of an abandoned one;
     #  first_step_seconds applies during the build and the operations that it covers
     operation_timeout_seconds: float = _limit("rebuild_seconds", 60.0)
-    #: limit for the health command; a node whose command needs longer is used last
+    #: limit for the health command; a node whose command takes longer is used last
     health_seconds: float = _limit("start_seconds", 60.0)
     #: limit for build, load, first iteration, evaluation and save, and for one communication
     #  operation in them
@@ -193,12 +193,12 @@ class Settings:
     adopt_seconds: float = _limit("start_seconds", 120.0)
     #: limit for fetching, checking and loading state
     restore_seconds: float = _limit("start_seconds", 120.0)
-    #: limit for pinning, writing and checking one of these checkpoints
+    #: limit for pinning, writing and checking a checkpoint in the background
     persist_seconds: float = _limit("start_seconds", 1800.0)
     #: recompute: iterations between whole copies; gradients in between
     full_every: int = _fixed(8)
-    #: how communicators of an epoch are made: one-by-one; side-by-side; split (from the group of
-    #  all roles, NCCL); auto: one-by-one over NCCL, else side-by-side
+    #: how communicators of an epoch are created: one-by-one; side-by-side; split (from the group of
+    #  all roles, NCCL); auto: one-by-one over NCCL, otherwise side-by-side
     rebuild: str = _fixed("auto")
     #: how members start: auto, fork (from a process with the imports) or exec (parked)
     start_method: str = _fixed("auto")
@@ -210,12 +210,12 @@ class Settings:
     connect_seconds: float = _fixed(20.0)
     #: iterations between hashes of the whole state (0: at the end only)
     hash_interval: int = _fixed(0)
-    #: a replayed step with other numbers than the first time: stop (status 3), or report and
-    #  continue; auto: report where NCCL is used, whose order of sums is not fixed
+    #: response to a replayed step whose numbers differ: stop (status 3), or report and continue;
+    #  auto: report with NCCL, whose order of sums is not fixed, otherwise stop
     divergence: str = _fixed("auto")
     #: size of the pieces in which state is shipped
     chunk_bytes: int = _fixed(4 << 20)
-    #: limit of what a node sends for protection (not restores), in gigabits per second; 0: as fast
+    #: limit of a node's traffic for protection (not restores), in gigabits per second; 0: as fast
     #  as the pace needs
     rate_limit_gbps: float = _fixed(0.0)
     #: largest share of a link for copies while training sends (above 0, up to 1); more if a
@@ -247,7 +247,7 @@ class Settings:
                 "--deadpool-cadence must be 1 with --deadpool-protection recompute, which needs the"
                 f" gradients of every iteration, got {self.cadence}"
             )
-        # Each limit must be longer than what has to fit in it, or an inner wait never reports.
+        # Each limit must be longer than the limits inside it, or an inner wait never reports.
         for shorter, longer, factor, reason in _LADDER:
             low, high = getattr(self, shorter), getattr(self, longer)
             if low * factor > high:
@@ -257,7 +257,7 @@ class Settings:
                 )
 
     def _check(self, name: str) -> None:
-        """Refuse a value that is not one by itself."""
+        """Refuse a value that is invalid by itself."""
         given, wanted = getattr(self, name), ""
         if (limits := _ABOVE.get(name)) and not limits[0] < given <= limits[1]:
             wanted = "above {} and at most {:.0f}".format(*limits)
@@ -272,7 +272,7 @@ class Settings:
             raise SettingsError(f"{flag_name(name)} must be {wanted}{got}")
 
     def _followed(self, entry: dataclasses.Field[Any]) -> float:
-        """Return what a limit is by itself. Where nothing is set it is exactly the usual one."""
+        """Return the derived value of a field, which is exactly the usual value by default."""
         value: float = usual(entry, self.communicator)
         if of := entry.metadata.get("of"):
             value *= getattr(self, of) / usual(FIELDS[of], self.communicator)
@@ -281,52 +281,51 @@ class Settings:
 
     @cached_property
     def drain_seconds(self) -> float:
-        """Abandoned communication on a CPU, and threads that are left, end in it or never."""
+        """Return the longest time in which threads and abandoned CPU communication still end."""
         return self.close_seconds / 5
 
     @cached_property
     def gather_seconds(self) -> float:
-        """After a close, a node that has not told what it holds for so long is given up: longer
-        than its agent takes when everything there has to be killed, which is ``close_seconds`` for
-        the members and seven times :attr:`stage_seconds`.
+        """Return the time after a close at which a node that has not sent its inventory is given
+        up: longer than its agent needs to kill everything there, which is ``close_seconds`` for the
+        members and seven times :attr:`stage_seconds`.
         """
         return 5 * self.close_seconds
 
     @cached_property
     def stage_seconds(self) -> float:
-        """Limit of a close for the vault to stop sealing; for each of two answers about what it
-        holds; and, after each stage, for what was killed then to end: a vault unmaps all its slots.
+        """Return a close's limit for the vault to stop sealing; for each of two reports of its
+        inventory; and, after each stage, for killed processes to end: a vault unmaps all its slots.
         """
         return self.close_seconds / 2
 
     @cached_property
     def exports(self) -> bool:
-        """Return whether a run that has to end exports its state, and not only when somebody
-        asks."""
+        """Return whether a run that has to end exports its state, even without a request."""
         return bool(self.export_iterations or self.persist_directory)
 
     @cached_property
     def export_iterations(self) -> int:
-        """Return how many iterations lie between two exports; 0 where no number was given."""
+        """Return the number of iterations between two exports; 0 if no number was given."""
         return int(self.persist_interval) if self.persist_interval.isdigit() else 0
 
     @cached_property
     def memory_bytes(self) -> int:
-        """Limit of a node's generations in bytes; 0: none."""
+        """Return the memory limit of a node's generations in bytes; 0: no limit."""
         return int(self.memory_gb * 1e9)
 
     @cached_property
     def extras_room_bytes(self) -> int:
-        """Least room for the extras of a role at each boundary."""
+        """Return the minimum space for the extras of a role at each boundary, in bytes."""
         return int(self.extras_room_mb * 1e6)
 
     def to_json(self) -> str:
-        """One line of JSON that :meth:`from_json` reads back to an equal object."""
+        """Return a line of JSON that :meth:`from_json` reads back to an equal object."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Settings:
-        """Read what :meth:`to_json` wrote. Raises SettingsError for unknown names or bad values."""
+        """Invert :meth:`to_json`. Raises SettingsError for unknown names or bad values."""
         try:
             return Settings(**json.loads(text))
         except (ValueError, TypeError) as error:
@@ -334,23 +333,23 @@ class Settings:
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Settings:
-        """The settings the launcher passed on, or the defaults."""
+        """Return the settings that the launcher passed on, or the defaults."""
         return Settings.from_json(environment.get(ENVIRONMENT_NAME, "{}"))
 
 
-#: by name. Other ones where communicators are NCCL's: an abort takes 0.5 s and 10 ms for each
-#: operation that is pending (as NVRx has measured), after whatever the device had to do before
-#: them; the first communicator of a process takes up to a minute (nccl#1646), and a member has tens
+#: by name. Limits are longer with NCCL: an abort takes 0.5 s and 10 ms for each pending operation
+#: (as NVRx has measured), after the device's earlier work; the first communicator of a process
+#: takes up to a minute (nccl#1646), and a member has tens of communicators
 FIELDS: Mapping[str, dataclasses.Field[Any]] = {
     entry.name: entry for entry in dataclasses.fields(Settings)
 }
 
-#: values of ``persist_interval`` with which nothing is written unless it is asked for
+#: values of ``persist_interval`` with which nothing is written except on request
 NEVER = ("off", "0")
-# The kernel counts what it waits for in milliseconds, as int.
+# The kernel counts waits in milliseconds, as int.
 LONGEST_SECONDS = 1e6
 LONGEST_CADENCE = 1000
-#: by name: more than the first, up to the second
+#: by name: above the first number, at most the second
 _ABOVE: Mapping[str, tuple[float, float]] = {
     **{name: (0, LONGEST_SECONDS) for name in FIELDS if name.endswith("_seconds")},
     "link_share": (0, 1),
@@ -377,7 +376,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "nonfinite": ("stop", "rollback", "ignore"),
     "link_gaps": ("on", "off"),
 }
-#: by name: what the whole text has to match, and that in words
+#: by name: the pattern for the whole text, and its description
 _FORMS: Mapping[str, tuple[str, str]] = {
     **{name: ("|".join(words), f"one of {', '.join(words)}") for name, words in _CHOICES.items()},
     "communicator": (rf"auto|gloo|nccl|{_PLAYED}", "one of auto, gloo, nccl"),
@@ -390,7 +389,7 @@ _FORMS: Mapping[str, tuple[str, str]] = {
     "persist_directory": (r"(?s:/.*)?", "an absolute path (every node writes to it)"),
 }
 
-# (inner limit, outer limit, factor, why the outer one has to be longer)
+# (inner limit, outer limit, factor, reason why the outer limit must be longer)
 _LADDER: tuple[tuple[str, str, float, str], ...] = (
     ("beat_interval_seconds", "freeze_seconds", 5, "a few late beats are not a frozen process"),
     ("freeze_seconds", "node_silence_seconds", 1, "a frozen member is found before its node"),
@@ -408,22 +407,22 @@ _LADDER: tuple[tuple[str, str, float, str], ...] = (
 
 
 def is_played(communicator: str) -> bool:
-    """Return whether it is MODULE:FACTORY, which tests give for what plays NCCL."""
+    """Return whether it is MODULE:FACTORY, by which tests name a stand-in for NCCL."""
     return re.fullmatch(_PLAYED, communicator) is not None
 
 
 def usual(entry: dataclasses.Field[Any], communicator: str) -> Any:
-    """Return the value of a field in a run for which nothing is set."""
+    """Return the value of a field in a run without settings."""
     nccl = entry.metadata["nccl"]
     return nccl if communicator == "nccl" and nccl is not None else entry.metadata["usual"]
 
 
 def is_chosen(field_name: str) -> bool:
-    """Return whether this is one of those that a user chooses, with a flag of its own."""
+    """Return whether a user chooses this field, with a flag of its own."""
     return "of" not in FIELDS[field_name].metadata
 
 
 def flag_name(field_name: str) -> str:
-    """``hang_seconds`` -> ``--deadpool-hang-seconds``, ``dscp`` -> ``--deadpool-set dscp``."""
+    """Return a field's flag, as ``--deadpool-hang-seconds`` or ``--deadpool-set dscp``."""
     name = field_name.replace("_", "-")
     return f"--deadpool-{name}" if is_chosen(field_name) else f"{SET_FLAG} {name}"
