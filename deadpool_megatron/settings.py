@@ -40,7 +40,7 @@ class SchemeKind(StrEnum):
 
     @property
     def is_local(self) -> bool:
-        """Return whether all copies stay on the own node, which survives no node failure."""
+        """Return whether a role's copies are all on its own node and lost with that node."""
         return self in (SchemeKind.LOCAL, SchemeKind.LOCAL_TWICE)
 
     @property

@@ -50,7 +50,7 @@ from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import Generation, Restore, next_due
 from deadpool_megatron.vault.errors import Code
 
-# Without an interval: the pause after a checkpoint, and its minimum as a multiple of its duration.
+# Without an interval: the pause after a checkpoint, or this multiple of its duration if longer.
 _USUAL_SECONDS = 1800.0
 _MIN_PAUSE = 9
 # Share of a run's remaining time; the rest is for the dump that follows.
@@ -64,7 +64,7 @@ _LAST = "the run is about to end, and writes its own last export"
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """An export that is to begin as soon as possible; ``number``: of the user's request, or 0."""
+    """An export that is to begin as soon as possible; ``number`` is the user request's, or 0."""
 
     directory: Path
     number: int = 0
@@ -125,7 +125,7 @@ class Checkpoints:
         # No other user can create the directory of an export first: its name cannot be guessed.
         self._term = f"{options.term.number}.{secrets.token_hex(4)}"
         # A thread of its own: the pool's threads write the journal, and with a hung disk each
-        # failed export would block one of them.
+        # failed export would block another thread.
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
         self._saves: set[tuple[int, int]] = set()
         # Paths of checkpoints that the program has loaded: not the progress of this run.
@@ -272,7 +272,7 @@ class Checkpoints:
                 await asyncio.to_thread(
                     lambda: run_files.point_at(latest, [dump, *run_files.still_valid(latest, dump)])
                 )
-        except OSError as error:  # TimeoutError is one
+        except OSError as error:  # TimeoutError is an OSError
             why = str(error) or "it does not answer"
             self._context.warn(f"{latest} cannot be written yet: {why}")
         self._dumped = order
@@ -475,7 +475,7 @@ class Checkpoints:
             self._told.append(inputs.DumpExported(export.dump.restore.generation, path))
 
     def _refuse_request(self, why: str) -> None:
-        """Drop the pending request."""
+        """Drop the pending request; report it as refused if it is a user's."""
         request, self._request = self._request, None
         if request is not None and request.number:
             self._told.append(inputs.Exported(request.number, 0, "", why))
@@ -515,7 +515,7 @@ class Checkpoints:
             return
         context.peers.send_all({"t": "durable-done", "iteration": iteration})
 
-    # Both.
+    # Saves and exports.
 
     def _new_checkpoint(
         self, temporary: Path, restore: Restore, counts: Callable[[], bool]

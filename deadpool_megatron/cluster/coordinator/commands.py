@@ -46,7 +46,7 @@ _STATUS_SECONDS = 1.0
 _KILL_SECONDS = 0.1
 # A stop does not wait longer: saving the state needs no journal, and may be the last chance.
 _STOP_SECONDS = 1.0
-# Then a user gets a refusal; writes of requests that were taken before are still retried.
+# After this time a user gets a refusal; writes of earlier requests are still retried.
 _ASK_SECONDS = 5.0
 _PAUSE_SECONDS = 0.5
 # A write in progress cannot be revoked, only followed by another write.
@@ -76,7 +76,7 @@ class Commands:
         command = message.get("command")
         match command:
             case "status":
-                # For requests to earlier coordinators; if the journal hangs, answer without them.
+                # The status includes requests to earlier coordinators, unless the journal hangs.
                 await self.requests.wait_until_known(_STATUS_SECONDS)
                 term = {"term": self._term.number, **self._term.to_dict()}
                 return {"ok": True, "status": {**await self._status.newest(), "coordinator": term}}
@@ -137,7 +137,7 @@ class Commands:
         return {"ok": True}
 
     def _plan(self, message: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Return the plan of keys ``scheme``, ``group`` and ``every``; absent keys keep values."""
+        """Return the plan for ``scheme``, ``group`` and ``every``; absent keys stay unchanged."""
         state, settings = self._context.state, self._info.settings
         plan = state.protection.plan
         if message.get("scheme") is not None:
@@ -155,7 +155,7 @@ class Commands:
         return {"plan": plan.to_dict(), "words": words}
 
     def _attach(self, hostname: str, taken: Collection[int]) -> dict[str, Any]:
-        """Return a number that no other node of the run has or will have. May block."""
+        """Return a number that no node of the run has had or will have. May block."""
         try:
             known = {*taken, *self._journal.numbers("node")}
             number = max(known | {self._info.nodes + self._info.spares - 1})
@@ -196,7 +196,7 @@ class UserRequests:
         self._coming: tuple[Request, ...] = ()
 
     async def begin(self) -> None:
-        """Read the requests to earlier coordinators, and end the writing of those coordinators."""
+        """Read the requests to earlier coordinators, and stop these from writing more."""
         while self._term > 1:
             try:
                 found = await asyncio.to_thread(user_requests.newest, self._journal)

@@ -18,8 +18,8 @@ class Context:
     """The facts, the machine's state, the agents and the files of a coordinator.
 
     ``feed(input)`` gives the machine an input; ``spawn(work)`` runs it in the coordinator's loop;
-    ``warn(text)`` writes an event; ``superseded(reason)`` ends this coordinator, as another one has
-    taken over.
+    ``warn(text)`` writes an event; ``superseded(reason)`` ends this coordinator, because another
+    has taken over.
     """
 
     options: CoordinatorOptions

@@ -102,7 +102,7 @@ def overlap(saves: Path, exports: Path) -> str:
 
 
 def _resolved(path: Path) -> Path:
-    """Return ``path`` without links; raises OSError for a cycle of links, which Path itself
+    """Return ``path`` without links; raise OSError for a cycle of links, which Path itself
     accepts from Python 3.13 on."""
     try:
         path.stat()
@@ -144,7 +144,7 @@ class NewCheckpoint:
             run_files.check_save(temporary, final)
             if temporary == final:
                 check_checkpoint(final)
-                _sync_all(final)  # Megatron has left common.pt and metadata.json to the system
+                _sync_all(final)  # Megatron does not sync common.pt and metadata.json
                 self._require()
             elif not self._has_named() or (str(final) in self.struck and temporary.is_dir()):
                 self._give_name()
@@ -189,7 +189,7 @@ class NewCheckpoint:
         export that a full disk kept out of ``latest.json`` is pruned as well.
         A checkpoint to which this run gave the name before stays: it has the same iteration and
         content. Raises DurableError, also where another checkpoint has the name: that may belong to
-        another run, be torn, or be just written. Runs in a worker thread.
+        another run, or be torn or unfinished. Runs in a worker thread.
         """
         temporary, final = self.temporary, self.final
         iteration = self.restore.generation.iteration
@@ -274,7 +274,7 @@ class NewCheckpoint:
 
 
 def remove_unfinished(directory: Path, run_id: str, term: str = "0") -> None:
-    """Remove exports of a run that failed together with their coordinator, except of ``term``.
+    """Remove a run's exports that failed together with their coordinator; keep those of ``term``.
 
     Renames them first: a coordinator that was wrongly declared dead must not publish them.
     """
@@ -339,7 +339,7 @@ def _named(run: RunDirectory) -> frozenset[str]:
 
 
 def _newest_by(tracker: Path) -> int:
-    """Return the iteration of the named checkpoint; -1 if there is none or it was removed."""
+    """Return the iteration in a tracker; -1 if there is none or its checkpoint was removed."""
     try:
         number = int(tracker.read_text())
     except (FileNotFoundError, ValueError):

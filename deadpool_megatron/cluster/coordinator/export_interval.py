@@ -10,7 +10,7 @@ MAX_MARGIN = 64
 
 
 class ExportInterval:
-    """The iterations that the interval of exports asks for, and when each of them is ordered.
+    """The iterations that the interval of exports requires, and when each of them is ordered.
 
     An order holds memory on every node, and any recovery ends it. So it is sent only a few
     iterations ahead. Reports trail training and are read a few times a second: the iterations
@@ -39,13 +39,13 @@ class ExportInterval:
 
     def due(self, epoch: int, every: int, margin: int) -> int | None:
         """Return the iteration to order now. ``margin``: distance from the newest iteration to the
-        first that can be pinned; it stands in for an earlier iteration that is due. ``every``: the
+        first that can be pinned, which replaces an earlier iteration that is due. ``every``: the
         cadence of the epoch.
         """
         if not self._iterations:
             return None
         if self._missed is not None and epoch > self._missed[0]:
-            # A recovery intervened, or may have supplied the missing condition.
+            # A recovery came in between, or may have removed the obstacle.
             self._awaited, self._missed = self._missed[1], None
         if not self._awaited:
             after = max(self._newest + MIN_MARGIN, self._tried + 1)

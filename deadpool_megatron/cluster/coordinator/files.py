@@ -170,7 +170,7 @@ class RunFiles:
                 if await asyncio.to_thread(name.look):
                     is_lost = True
                 elif is_lost:
-                    # The removal may have been still in progress, and have removed the new files.
+                    # The removal may have been in progress still, and have taken the new files too.
                     await asyncio.to_thread(make)
                     is_lost = False
                     self._warn(
@@ -400,8 +400,8 @@ class CommitDigest:
         self._newest = Event(Kind.COMMITTED, wall_seconds=0.0, monotonic_seconds=0.0)
 
     def add(self, event: Event, now: float) -> Event | None:
-        """Add an event; return the line of the period that ends with it, if it does. ``now``:
-        monotonic seconds. Raises KeyError, TypeError or ValueError for a damaged event.
+        """Add an event; return the line of the period if it ends now. ``now``: monotonic seconds.
+        Raises KeyError, TypeError or ValueError for a damaged event.
         """
         if event.kind is not Kind.COMMITTED:
             return None

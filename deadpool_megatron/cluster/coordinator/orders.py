@@ -47,8 +47,8 @@ class RecordFrames:
 
 
 class Orders:
-    """Sends the orders; its only state is the frames of the newest record. For the coordinator's
-    loop."""
+    """Sender of the orders; its only state is the frames of the newest record. For the
+    coordinator's loop."""
 
     def __init__(self, options: CoordinatorOptions, peers: Peers) -> None:
         self._options = options
@@ -56,8 +56,8 @@ class Orders:
         self._frames: RecordFrames | None = None
 
     def give(self, order: actions.Action) -> None:
-        """Send an order to its agents. It arrives once, on this or the next connection; of records
-        only the newest does.
+        """Send an order to its agents. It arrives once, on this or the next connection; of several
+        records only the newest arrives.
         """
         match order:
             case actions.Announce(record):

@@ -18,7 +18,7 @@ from deadpool_megatron.events import Event, Kind, not_finite
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.settings import Settings
 
-# How many iterations with numbers of each kind are compared; each role has a hash of its own.
+# How many iterations are compared for each kind; fewer for hashes, as each role has its own.
 COMPARED = {Kind.STEP: 1024, Kind.EVALUATION: 1024, Kind.STATE_HASH: 64}
 
 

@@ -454,7 +454,7 @@ def _machine_config(options: CoordinatorOptions) -> Config:
 
 
 def run_coordinator(options: CoordinatorOptions) -> int:
-    """Run a coordinator in this process; returns the exit status of the run."""
+    """Run a coordinator in this process; return the exit status of the run."""
     set_process_name("dp-coordinator")
     show_thread_names()
     failpoints.load()

@@ -98,7 +98,7 @@ class Standby:
             except (JournalError, OSError) as error:
                 self._complain(str(error))
             except DAMAGE as error:
-                # For example of another version. Without standbys, no coordinator would follow.
+                # It may be of another version. Without standbys, no coordinator would follow.
                 self._complain(
                     f"an entry of the journal is not understood: {type(error).__name__}: {error}"
                 )

@@ -87,7 +87,7 @@ class Watchdog:
                 self._meter.shipped(report.epoch, report.role, float(ship), float(window))
 
     def at_protection(self, state: State) -> list[inputs.Input]:
-        """Return a request for another cadence when one is due."""
+        """Return a request for another cadence when it is due."""
         plan = state.protection.plan
         if state.phase is not Phase.RUNNING or state.record is None or plan != _in_force(state):
             return []

@@ -2,7 +2,7 @@
 
 A record is written to a temporary file, synced, and *linked* to its final name. Linking either
 gives the whole record its name or fails with EEXIST. So a reader never sees an empty or torn
-record, and exactly one of two coordinators that decide the same epoch (or claim the same term)
+record, and of two coordinators that decide the same epoch (or claim the same term) exactly one
 wins.
 """
 
@@ -86,7 +86,7 @@ class Journal:
 
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
         """Make the entry durable. Raises LostRace if a different entry has that name already, and
-        JournalError if it may not be durable; then the same entry may be written again.
+        JournalError if it is not known to be durable; the same entry may be written again.
         """
         final = self._path(kind, number)
         temporary = self._directory / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}"

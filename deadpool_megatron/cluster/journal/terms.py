@@ -1,4 +1,4 @@
-"""The terms of coordinators: numbered terms in the journal, and when the next one may be claimed.
+"""The terms of coordinators: their numbers in the journal, and when the next may be claimed.
 
 A process claims a term by writing its entry, which only one process can. Safety needs nothing more:
 a coordinator decides by writing an epoch record, which is write-once as well, and every coordinator
@@ -140,7 +140,7 @@ class SignOfLife:
 
     ``is_reachable()``: whether enough agents are connected. A coordinator that is cut off from most
     agents stops its heartbeat, so that a standby takes over before all agents fence themselves.
-    ``on_gap(now)``: the sign was unchanged until standbys and agents may have assumed the
+    ``on_gap(now)``: the sign was unchanged long enough for standbys and agents to assume the
     coordinator dead. ``on_newer(why)``: another coordinator has taken over.
     ``on_trouble(text)``: the journal cannot be reached; once for each text.
     """

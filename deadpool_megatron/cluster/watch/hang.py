@@ -34,9 +34,9 @@ LONG_SECTIONS = frozenset({"build", "first-step", "load", *BOUNDARIES[1:]})
 STEP = "step"
 # A role in these sections is not expected to progress.
 IDLE_SECTIONS = frozenset({"parked", "paused", "done"})
-# With the time between two looks, a hang is found within three of the longest steps.
+# Including the time between two looks, a hang is found within three of the longest steps.
 _LIMIT_STEPS = 2.5
-# Busy storage, or a collection of garbage, is no hang of a run whose steps are fast.
+# Busy storage or a garbage collection is no hang, even of a run with fast steps.
 _LEAST_LIMIT_SECONDS = 20.0
 _STEPS_BEFORE_TRUST = 5
 # In a table.
@@ -128,7 +128,7 @@ class Hang:
 
 
 class ProgressClock:
-    """The time of the last change of each role's beat, for the statuses. Pure of clocks."""
+    """The time of the last change of each role's beat, for the statuses. Reads no clock."""
 
     def __init__(self) -> None:
         self._changed: dict[int, tuple[tuple[str, int, int], float]] = {}
