@@ -1,11 +1,11 @@
-"""Groups of roles that share parity blocks, their holders, and what blocks give back. Pure.
+"""Groups of roles that share parity blocks, their holders, and recovery from blocks. Pure.
 
 Every vault and the coordinator compute the same answer from the same epoch record, so neither a
-group nor a place is ever sent. Groups over nodes, of which any may be lost, are REFT's AEC
-(arXiv 2310.12670), the rotation of the parity over all nodes is RAID 5's, and the bound on what one
-node gets is that of consistent hashing with bounded loads (Mirrokni et al., arXiv 1608.01350).
+group nor a place is ever sent. Groups over nodes, any of which may be lost, are REFT's AEC
+(arXiv 2310.12670), the rotation of the parity over all nodes is RAID 5's, and the bound on the load
+of a node is that of consistent hashing with bounded loads (Mirrokni et al., arXiv 1608.01350).
 
-A parity block is kept under a role number of its own, far above those of the run: a *parity role*,
+A parity block is kept under its own role number, far above those of the run: a *parity role*,
 whose segment, holdings and layout are like those of any role that is seated elsewhere.
 """
 
@@ -24,23 +24,23 @@ from deadpool_megatron.layout.records import PARITY_BASE, BadPart, Generation, R
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.wire.forms import Coded
 
-_PARITY_END = 1 << 52  # below it numbers survive any JSON reader
-# The part of a parity role that says what has been combined into its blocks.
+_PARITY_END = 1 << 52  # numbers below it survive any JSON reader
+# The part of a parity role that lists the contributions to its blocks.
 MEMBERS = "members"
 _STAGE = "parity"
-# A node may get so many times its fair share of blocks before the next one on the ring is asked.
+# A node may get this multiple of its fair share of blocks before the next node on the ring is used.
 _SLACK = 1.25
-# ... and so many times before a node in a domain of the group is asked: where nearly all nodes
-# share one domain, the few others could not hold the blocks of all.
+# It may get this multiple before a node in a domain of the group is used: where nearly all nodes
+# share one domain, the few others could not hold all blocks.
 _MAX_SLACK = 4
-# With so few nodes left to choose from they are listed instead of looked for all round the ring.
+# Fewer candidate nodes than this are listed, instead of searched for around the ring.
 _FEW = 128
 
 
 def parity_role(roles: Sequence[int], parities: int, number: int) -> int:
-    """The role number of parity block ``number`` (from 0) of ``parities`` over ``roles`` in order.
+    """Return the role number of block ``number`` (from 0) of ``parities`` over ordered ``roles``.
 
-    Another composition is another role, so blocks of different ones never meet in one segment.
+    Another composition is another role, so their blocks never meet in one segment.
     """
     text = f"{','.join(map(str, roles))}/{parities}/{number}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -51,9 +51,9 @@ def parity_role(roles: Sequence[int], parities: int, number: int) -> int:
 class ParityGroup:
     """Roles on distinct nodes that share parity blocks.
 
-    ``roles``: ascending; the place of a role is the number of its data block. ``blocks``: role
-    numbers of the parity blocks; ``holders``: the node of each. There are fewer than wanted where
-    too few nodes live.
+    ``roles``: ascending; the index of a role is the number of its data block. ``blocks``: role
+    numbers of the parity blocks; ``holders``: the node of each. There are fewer blocks than wanted
+    if too few nodes are alive.
     """
 
     roles: tuple[int, ...]
@@ -65,7 +65,7 @@ class ParityPlacement:
     """All groups for one set of seats and live nodes.
 
     ``seats`` maps role -> node, ``domains`` each *live* node -> failure domain; roles on other
-    nodes are in no group. ``parities``: blocks for each group (m). Never changed: thread-safe.
+    nodes are in no group. ``parities``: blocks for each group (m). Immutable, so thread-safe.
     """
 
     def __init__(
@@ -102,20 +102,20 @@ class ParityPlacement:
 
     @staticmethod
     def of_record(record: records.EpochRecord) -> ParityPlacement:
-        """The placement that a record means."""
+        """Return the placement that a record means."""
         placed = records.nodes_of(record.seats, record.nodes)
         return ParityPlacement(*placed, record.protection, record.replicas)
 
     def group_of(self, role: int) -> ParityGroup | None:
-        """The group of a role, None for one that is not protected by parity."""
+        """Return the group of a role, None for a role without parity protection."""
         return self._by_role.get(role)
 
     def block(self, number: int) -> tuple[ParityGroup, int] | None:
-        """The group of a parity role and which of its blocks (from 0) that is."""
+        """Return the group of a parity role, and the number of its block (from 0)."""
         return self._by_block.get(number)
 
     def layout(self, number: int, layouts: Mapping[int, RoleLayout]) -> RoleLayout:
-        """Layout of a parity role of this placement, from those of its group.
+        """Return the layout of a parity role of this placement, from those of its group.
 
         Raises KeyError for another number or when a layout is missing.
         """
@@ -126,11 +126,11 @@ class ParityPlacement:
 def parity_layout(
     layouts: Mapping[int, RoleLayout], group: ParityGroup, number: int, parities: int
 ) -> RoleLayout:
-    """Return what the parity role of block ``number`` consists of.
+    """Return the layout of the parity role of block ``number``.
 
-    Shard parts as long as the longest of the group, and MEMBERS (bytes: a capacity). ``peers``:
-    the roles of the group in the order of their data blocks. Raises KeyError when a layout of the
-    group is missing.
+    Its shard parts are as long as the longest of the group; the bytes of MEMBERS are a capacity.
+    ``peers``: the roles of the group in the order of their data blocks. Raises KeyError when a
+    layout of the group is missing.
     """
     sizes: dict[str, int] = {}
     entries_bytes = 256
@@ -158,9 +158,9 @@ def parity_layout(
 
 
 def parity_numbers(layout: RoleLayout) -> tuple[int, int]:
-    """``(number, parities)`` of a parity role's layout: which block of how many.
+    """Return ``(number, parities)`` of a parity role's layout: the block and the block count.
 
-    Raises ValueError for the layout of anything else.
+    Raises ValueError for any other layout.
     """
     words = layout.meaning.split()
     if len(words) != 3 or words[0] != _STAGE:
@@ -169,8 +169,8 @@ def parity_numbers(layout: RoleLayout) -> tuple[int, int]:
 
 
 def combines(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
-    """True when a parity role's blocks combine the state that ``layouts`` describe; False where one
-    of its group is not known."""
+    """Return whether a parity role's blocks combine the state that ``layouts`` describe; False if a
+    layout of its group is unknown."""
     number, parities = parity_numbers(block)
     group = ParityGroup(block.peers, (block.role,) * (number + 1), ())
     if not layouts.keys() >= set(block.peers):
@@ -180,7 +180,7 @@ def combines(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
 
 @dataclass(frozen=True)
 class BlockMembers(Coded):
-    """The content of the part MEMBERS: what has been combined into a parity block.
+    """The content of the part MEMBERS: the contributions to a parity block.
 
     ``group``: roles in the order of their data blocks; ``contributions``: role -> shard part ->
     (nbytes, checksum) of the whole part. A part that a role did not contribute counts as zeros.
@@ -192,21 +192,21 @@ class BlockMembers(Coded):
     contributions: Mapping[int, Mapping[str, tuple[int, int]]]
 
     def encode(self) -> bytes:
-        """JSON form; fits in the capacity that :func:`parity_layout` gives the part."""
+        """Return the JSON form, which fits in the capacity from :func:`parity_layout`."""
         return json.dumps(self.to_dict(), separators=(",", ":")).encode()
 
     @staticmethod
     def decode(text: bytes | memoryview) -> BlockMembers:
-        """Inverse of :meth:`encode`. Raises ValueError, KeyError or TypeError for other bytes."""
+        """Invert :meth:`encode`. Raises ValueError, KeyError or TypeError for other bytes."""
         return BlockMembers.from_dict(json.loads(bytes(text)))
 
 
 class ParityIndex:
-    """All parity blocks in the inventories: which shard parts they can give.
+    """The parity blocks in the inventories, and the shard parts that they can give.
 
-    Looked at only for parts of which no whole copy is left, so a loss costs what was lost, not what
-    the run consists of. The layouts of parity roles stand in the inventories and say all there is
-    to know: the group, how many blocks it has, and which of them this one is.
+    It is used only for parts without a whole copy, so the cost of a loss follows the size of the
+    loss, not of the run. The layouts of parity roles in the inventories contain everything needed:
+    the group, the number of its blocks, and the number of each block.
     """
 
     def __init__(
@@ -240,10 +240,10 @@ class ParityIndex:
         return [records.Recipe({part: way}) for way in self.decodings(role, part, generation)]
 
     def decodings(self, role: int, part: str, generation: Generation) -> list[records.Decoding]:
-        """All blocks that are left of each group of ``role`` that has enough of them.
+        """Return the remaining blocks of each group of ``role`` that has enough of them.
 
-        Groups of several epochs may be held. The one with the most blocks is the first, since each
-        that is left over can stand in for one that turns out to be damaged.
+        Groups of several epochs may be held. The group with the most blocks is first, since each
+        surplus block can replace a block that turns out to be damaged.
         """
         if self._of_role is None:
             self._of_role = self._index()
@@ -293,12 +293,12 @@ class ParityIndex:
         return blocks
 
     def _has(self, role: int, part: str) -> bool:
-        """True when a role has such a part at all; one of which nothing is known may have it."""
+        """Return whether a role has such a part; a role without a known layout may have it."""
         layout = self._layouts.get(role)
         return layout is None or part in layout.shard_parts
 
     def _parity(self, role: int, part: str, generation: Generation) -> tuple[Source, ...]:
-        """Nodes that hold a block and what says which bytes it was computed from, both intact."""
+        """Return the nodes that hold an intact block with its intact part MEMBERS."""
         bad = self._bad_parts
         return tuple(
             Source(node, role)
@@ -310,8 +310,8 @@ class ParityIndex:
 
 @dataclass
 class _Composition:
-    """One way in which roles were grouped; ``blocks``: number from k on -> parity roles, of which
-    plans that came to the same group have one each.
+    """One composition of a group; ``blocks``: number from k on -> parity roles, one for each plan
+    that led to the same group.
     """
 
     group: tuple[int, ...]
@@ -326,13 +326,13 @@ def _group(roles: Sequence[int], parities: int, holders: tuple[int, ...]) -> Par
 
 
 def _split(nodes: Sequence[int], size: int, domains: Mapping[int, str]) -> list[list[int]]:
-    """Groups of at most ``size`` nodes, as even as possible, no domain twice in one of them
-    wherever that can be.
+    """Split nodes into groups of at most ``size``, as even as possible, with distinct domains in
+    each group where possible.
 
-    Node number i is in group i modulo their number: neighbours, which often share a rack, come
-    apart, and who takes over a node's roles takes over its place. What then still shares a domain
-    is exchanged with a node of another group; where that does not get as far as dealing the nodes
-    out domain by domain does, the latter.
+    Node number i is in group i modulo the number of groups: this separates neighbours, which often
+    share a rack, and a node that takes over roles takes over their place. A node that still shares
+    a domain is exchanged with a node of another group; where exchanges separate fewer nodes than
+    possible, the nodes are dealt out domain by domain instead.
     """
     count = -(-len(nodes) // size)
     groups = [list(nodes[number::count]) for number in range(count)]
@@ -349,7 +349,7 @@ def _split(nodes: Sequence[int], size: int, domains: Mapping[int, str]) -> list[
 
 
 def _exchange(groups: list[list[int]], domains: Mapping[int, str]) -> int:
-    """Exchange nodes that share a domain within their group; returns how many still do."""
+    """Exchange nodes that share a domain within their group; return how many still do."""
     counts = [Counter(domains[node] for node in group) for group in groups]
     having = Counter(domain for count in counts for domain in count)
 
@@ -377,7 +377,7 @@ def _exchange(groups: list[list[int]], domains: Mapping[int, str]) -> int:
 
 
 class _Holders:
-    """Deals parity blocks out to nodes: outside the group, in new domains, evenly."""
+    """The assignment of parity blocks to nodes: outside the group, in new domains, evenly."""
 
     def __init__(
         self, places: Sequence[int], idle: Sequence[int], domains: Mapping[int, str], blocks: int
@@ -388,7 +388,7 @@ class _Holders:
         self._blocks = max(1, blocks)
         self._load = dict.fromkeys((*places, *idle), 0)
         share = blocks / max(1, len(self._load))
-        # Of each domain: how many blocks a node may get, all its nodes, those with fewer blocks.
+        # For each domain: its nodes, the maximum blocks of a node, and the nodes below that.
         self._all = Counter(domains[node] for node in self._load)
         self._nodes: dict[str, list[int]] = {}
         for node in self._load:
@@ -404,7 +404,7 @@ class _Holders:
                 self._drawn.setdefault(block, []).append(node)
 
     def choose(self, number: int, group: Collection[int], parities: int) -> tuple[int, ...]:
-        """Nodes for all blocks of group ``number``; fewer where too few live."""
+        """Return nodes for all blocks of group ``number``; fewer if too few nodes are alive."""
         outside = {*group}
         used = {self._domains[node] for node in group}
         chosen: list[int] = []
@@ -419,7 +419,7 @@ class _Holders:
         return tuple(chosen)
 
     def _choose_node(self, block: int, outside: set[int], used: set[str]) -> int | None:
-        """A node in a new domain, be it above its share; else any other, within its share first."""
+        """Return a node in a new domain, even above its share; else any, first within its share."""
         fresh = len(self._load) - sum(self._all[domain] for domain in used)
         if fresh and self._has_capacity(used):
             return next(
@@ -436,8 +436,8 @@ class _Holders:
         return fallback
 
     def _has_capacity(self, used: set[str]) -> bool:
-        """Return whether a node outside these domains may get a block; if all of them have had
-        their share, they may get one more."""
+        """Return whether a node outside these domains may get a block; if all such nodes have their
+        share, raise it by one block, up to the maximum."""
 
         def capacity() -> int:
             return self._all_open - sum(self._open[domain] for domain in used)
@@ -451,7 +451,7 @@ class _Holders:
         return capacity() > 0
 
     def _few(self, block: int, used: set[str]) -> list[int]:
-        """The nodes of all domains that are left, beginning elsewhere for each block."""
+        """Return the nodes of all other domains, from a different start for each block."""
         nodes = [n for domain in self._all if domain not in used for n in self._nodes[domain]]
         begin = block % len(nodes)
         return nodes[begin:] + nodes[:begin]
@@ -467,8 +467,8 @@ class _Holders:
             self._all_open -= 1
 
     def _ring(self, block: int) -> Iterator[int]:
-        """All nodes, most wanted first. Each spare draws its share of the blocks, the rest goes
-        round the places: so the loss of a spare moves little but what it held."""
+        """Yield all nodes, the most preferred first. Each spare draws its share of the blocks, the
+        rest rotates over the places, so the loss of a spare moves little but its own blocks."""
         yield from self._drawn.get(block, ())
         count = len(self._places)
         begin = block * count // self._blocks

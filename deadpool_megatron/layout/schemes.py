@@ -1,9 +1,9 @@
-"""Ways to protect state: the schemes, and the plan of an epoch that names one. Pure.
+"""Ways to protect state: the schemes, and the plan of an epoch, which names a scheme. Pure.
 
 Schemes: ``buddy`` copies to other nodes (DeadPool, FFTrainer); ``parity`` keeps erasure-coded
 blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots only (REFT's SMP),
 ``local-twice`` a second copy of them in the memory of the same node (REFT's ARC);
-``recompute`` copies the whole state now and then and reduced gradients in between (REFT's AOR).
+``recompute`` copies the whole state at intervals and reduced gradients in between (REFT's AOR).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from deadpool_megatron.settings import SchemeKind, Settings
 from deadpool_megatron.wire.forms import Coded, Listed
 
-MAX_BLOCKS = 256  # of a parity group, k + m: a limit of codes over bytes
+MAX_BLOCKS = 256  # in a parity group, k + m: a limit of codes over bytes
 
 
 @dataclass(frozen=True)
 class SchemeNumbers(Listed):
-    """One scheme with its numbers. How many lost nodes it survives is EpochRecord.replicas (r):
-    r copies, or r parity blocks for ``group`` roles; 0 for both that stay on the own node.
+    """One scheme with its numbers. It survives EpochRecord.replicas (r) lost nodes: r copies, or r
+    parity blocks for ``group`` roles; 0 for the two local schemes.
 
-    ``group``: most roles that share parity blocks (k). ``full_every``: a whole copy every so many
-    generations, gradients in between.
+    ``group``: the maximum number of roles that share parity blocks (k). ``full_every``: generations
+    from one whole copy to the next, with gradients in between.
     """
 
     kind: SchemeKind
@@ -32,11 +32,11 @@ class SchemeNumbers(Listed):
 
 @dataclass(frozen=True)
 class ProtectionPlan(Coded):
-    """Part of an epoch record, so that all nodes follow the same one; it changes with the epoch.
+    """The plan in an epoch record, so that all nodes follow the same plan; it changes by epoch.
 
-    ``scheme`` holds for the shard parts of all roles. Extras are small: they travel as copies
-    where anything leaves the own node. ``every``: only generations of iterations that it divides
-    are protected (and can be restored).
+    ``scheme`` applies to the shard parts of all roles. Extras are small: they are sent as copies
+    unless the scheme is local. ``every``: only generations of iterations that it divides are
+    protected (and can be restored).
     """
 
     scheme: SchemeNumbers = SchemeNumbers(SchemeKind.BUDDY)
@@ -44,18 +44,18 @@ class ProtectionPlan(Coded):
 
     @property
     def kind(self) -> SchemeKind:
-        """Of the scheme."""
+        """Return the kind of the scheme."""
         return self.scheme.kind
 
 
 def first_plan(settings: Settings) -> ProtectionPlan:
-    """The plan that a run starts with."""
+    """Return the plan with which a run starts."""
     every = 1 if settings.cadence == "auto" else int(settings.cadence)
     return plan_of_kind(settings.protection, settings, every, settings.parity_group)
 
 
 def plan_of_kind(kind: str, settings: Settings, every: int, group: int) -> ProtectionPlan:
-    """The plan with a scheme of this kind. Raises ValueError for one that there is not."""
+    """Return the plan with a scheme of this kind. Raises ValueError for an unknown kind."""
     scheme = SchemeNumbers(
         SchemeKind(kind),
         group=group if kind == SchemeKind.PARITY else 0,
@@ -65,21 +65,21 @@ def plan_of_kind(kind: str, settings: Settings, every: int, group: int) -> Prote
 
 
 def losses_survived(settings: Settings, plan: ProtectionPlan | None = None) -> int:
-    """The value of EpochRecord.replicas: copies, or parity blocks of a group.
+    """Return the value of EpochRecord.replicas: copies, or parity blocks of a group.
 
-    ``plan``: another one than the run starts with.
+    ``plan`` replaces the plan with which the run starts.
     """
     return 0 if (plan or first_plan(settings)).kind.is_local else settings.replicas
 
 
 def format_plan(plan: ProtectionPlan) -> str:
-    """For people: ``buddy``, or ``parity(4); every 3 iterations``."""
+    """Return a plan as text for users: ``buddy``, or ``parity(4); every 3 iterations``."""
     cadence = "" if plan.every == 1 else f"; every {plan.every} iterations"
     return format_scheme(plan.scheme) + cadence
 
 
 def format_scheme(scheme: SchemeNumbers) -> str:
-    """``parity(4)``: groups of 4; ``recompute(8)``: a whole copy every 8 generations."""
+    """Return the kind, as in ``parity(4)`` (groups of 4) or ``recompute(8)`` (whole every 8)."""
     if scheme.kind is SchemeKind.PARITY:
         return f"{scheme.kind}({scheme.group})"
     if scheme.kind is SchemeKind.RECOMPUTE:
@@ -88,7 +88,7 @@ def format_scheme(scheme: SchemeNumbers) -> str:
 
 
 def in_words(plan: ProtectionPlan, replicas: int) -> str:
-    """Return what a plan does, for people; ``replicas`` as in EpochRecord."""
+    """Return a description of a plan for users; ``replicas`` as in EpochRecord."""
     scheme, many = plan.scheme, "" if replicas == 1 else "s"
     what = {
         SchemeKind.BUDDY: f"{replicas} cop{'y' if replicas == 1 else 'ies'}",
@@ -102,16 +102,16 @@ def in_words(plan: ProtectionPlan, replicas: int) -> str:
 
 
 def recomputes(plan: ProtectionPlan) -> bool:
-    """Return whether members have to keep the steps to their generations."""
+    """Return whether members must keep the gradient steps to their generations."""
     return plan.kind is SchemeKind.RECOMPUTE
 
 
 def most_lost(every: int, max_lag: int, *, spans_the_world: bool) -> int:
-    """The most finished iterations that one failure makes a job compute again.
+    """Return the maximum number of finished iterations that a failure makes a job compute again.
 
-    The update of a due iteration p passes its gate when the generation ``max_lag`` + 1 due ones
-    before p is committed. Just before that the resume point is one more before it, and p - 1 is the
-    newest finished iteration. ``spans_the_world``: a collective keeps all roles at their gates
-    together; without it some role may have finished p already.
+    The update of a due iteration p passes its gate when the generation ``max_lag`` + 1 due
+    iterations before p is committed. Just before that the resume point is one due iteration
+    earlier, and p - 1 is the newest finished iteration. ``spans_the_world``: a collective keeps all
+    roles at their gates together; without it some role may have finished p already.
     """
     return (2 + max_lag) * every - (1 if spans_the_world else 0)

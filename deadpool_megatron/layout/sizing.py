@@ -1,9 +1,9 @@
-"""The one reckoning of memory, for the budget, ``deadpool protect`` and ``deadpool plan``. Pure.
+"""The only calculation of memory, for budget, ``deadpool protect`` and ``deadpool plan``. Pure.
 
-From the bottom of the page up: what a segment takes, headers and whole pages included, never less
-than what vault.shm.segment really takes; what a plan asks of each node, reckoned with the code that
-places copies and parity blocks in a run, from the layouts that members have registered; and which
-plans can protect a run. Memory is that of the files in /dev/shm: buffers of processes are left out.
+From the bottom of the file up: the size of a segment, with headers and whole pages, never less than
+vault.shm.segment really takes; the needs of a plan on each node, computed from the registered
+layouts with the code that places copies and parity blocks in a run; and the check whether a plan
+can protect a run. Memory means the files in /dev/shm, without the buffers of processes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from deadpool_megatron.layout.records import PartInfo, RoleLayout, gradients_par
 from deadpool_megatron.layout.schemes import MAX_BLOCKS, format_scheme
 from deadpool_megatron.settings import LONGEST_CADENCE, SchemeKind, Settings
 
-# Of the host; 64 KB on many of aarch64.
+# The host's page size; 64 KB on many aarch64 hosts.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
-# Of a slot's header: eight words, and four for each part (vault/shm/segment.py).
+# A slot's header has eight words, and four for each part (vault/shm/segment.py).
 _HEADER_BYTES = 64
 _ENTRY_BYTES = 32
-# Of the description in JSON: keys and hashes, each part without its name, each role number.
+# The description in JSON has keys and hashes, parts (without their names) and role numbers.
 _FIXED_BYTES = 1024
 _PART_BYTES = 128
 _NUMBER_BYTES = 18
@@ -37,14 +37,14 @@ _EXTRAS_STEP_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A node whose memory does not do."""
+    """A node with too little memory."""
 
     node: int
     needed_bytes: int
     has_bytes: int
 
     def in_words(self) -> str:
-        """Return what the node would need, and what it has."""
+        """Return a clause with the bytes that the node needs and has."""
         return (
             f"node {self.node} would need {sized(self.needed_bytes)} of memory for"
             f" generations and has {sized(self.has_bytes)}"
@@ -54,7 +54,7 @@ class Shortfall:
 def shortfall(
     plan: schemes.ProtectionPlan, topology: Topology, budgets: Mapping[int, int]
 ) -> Shortfall | None:
-    """Return the node that lacks most memory for ``plan``; None where all have enough."""
+    """Return the node that lacks the most memory for ``plan``; None where all have enough."""
     if not budgets:
         return None
     needs = memory_needs(plan, topology)
@@ -63,7 +63,7 @@ def shortfall(
 
 
 def sized(nbytes: int) -> str:
-    """Three digits, GB or MB."""
+    """Return a size with three digits, in GB or MB."""
     return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g} MB"
 
 
@@ -73,11 +73,10 @@ def refusal(
     settings: Settings,
     present: schemes.ProtectionPlan | None = None,
 ) -> str:
-    """Return why the run cannot be protected by ``plan``, and what to do; empty when it can.
+    """Return why ``plan`` cannot protect the run, with the remedy; empty when it can.
 
-    ``live_nodes``: connected ones, spares included. ``present``: the plan so far, if there is one.
-    Its schemes continue with what is left of the nodes, so they are no reason against another
-    cadence.
+    ``live_nodes`` counts connected nodes, spares included. ``present`` is the plan so far, if any.
+    Its scheme continues on the nodes that are left, so it is no reason against another cadence.
     """
     scheme, kind = plan.scheme, plan.kind
     if not 1 <= plan.every <= LONGEST_CADENCE:
@@ -102,7 +101,7 @@ def refusal(
             f"a parity group has at most {MAX_BLOCKS - blocks} roles next to {blocks}"
             f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
         )
-    # The blocks of a group of two roles lie on as many nodes; a copy beside the own node.
+    # Blocks need nodes other than the two of a minimal group; copies, other than the own node.
     needed = blocks + (2 if kind is SchemeKind.PARITY else 1)
     if (present is None or scheme != present.scheme) and live_nodes < needed:
         return (
@@ -114,8 +113,8 @@ def refusal(
 
 @dataclass(frozen=True)
 class Topology:
-    """The seating. ``seats``: role -> node; ``domains``: of each live node, spares too;
-    ``survived``: lost nodes that any plan has to bear which does not stay on the own node (r).
+    """The seating. ``seats``: role -> node; ``domains``: that of each live node, spares included;
+    ``survived``: lost nodes that every plan must survive, except local plans (r).
     """
 
     layouts: Mapping[int, RoleLayout]
@@ -126,16 +125,16 @@ class Topology:
 
 
 def memory_by_use(plan: schemes.ProtectionPlan, topology: Topology) -> dict[int, tuple[int, int]]:
-    """Returns what each node has its memory for, while nobody takes over from another one: bytes of
-    the own slots of the roles that train there, and of what it keeps beside them (second copies,
-    copies for others, parity blocks)."""
+    """Return each node's memory by use, before any takeover: bytes of the slots of the roles that
+    train there, and bytes of everything else that it keeps (second copies, copies for other nodes,
+    parity blocks)."""
     sizing = _Sizing(plan, topology)
     own = sizing.own
     return {node: (own[node], all - own[node]) for node, all in sizing.memory.items()}
 
 
 def memory_needs(plan: schemes.ProtectionPlan, topology: Topology) -> dict[int, int]:
-    """Returns node -> bytes of all slots: own, copies, parity blocks."""
+    """Return node -> bytes of all slots: own, copies, parity blocks."""
     return dict(_Sizing(plan, topology).memory)
 
 
@@ -152,17 +151,17 @@ class NodeNeeds:
 
     @property
     def total(self) -> int:
-        """Return what is in use while training continues."""
+        """Return the bytes in use during training."""
         return self.own + self.kept
 
     @property
     def peak(self) -> int:
-        """While processes are restarted in place: the slots of the ones that died are the source
-        for the new ones, which have made theirs already."""
+        """Return the bytes in use while processes restart in place: the slots of dead processes are
+        the source for new processes, which have already made their own."""
         return self.total + self.own
 
     def in_words(self) -> str:
-        """Return what takes the memory."""
+        """Return a phrase that lists the uses of the memory."""
         return (
             f"{sized(self.own)} for own slots ({self.roles} roles x {self.slots} generations)"
             f" + {sized(self.kept)} {self.scheme}"
@@ -170,11 +169,11 @@ class NodeNeeds:
 
 
 def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> NodeNeeds:
-    """Reckoned before the first slot is made, when the layout of one role is known: all roles are
-    cut from one model, so that it stands for the others of its node and for those whose copies
-    come."""
+    """Return a node's needs before its first slot is made, from the layout of one role: all roles
+    are cut from one model, so the role represents the others of its node, and those copied to
+    it."""
     kind, replicas = settings.protection, settings.replicas
-    # Bytes that enough peers hold anyway are not copied.
+    # Bytes of which enough peers have replicas are not copied.
     owed = {
         part.name: part.nbytes
         for part in layout.parts
@@ -222,7 +221,7 @@ class _Sizing:
         self._add_parity()
 
     def _add_role(self, role: int, layout: RoleLayout) -> None:
-        """The own slots, their second copies, and the copies that other nodes hold."""
+        """Add the own slots, their second copies, and the copies that other nodes hold."""
         node = self._topology.seats[role]
         own = own_bytes(layout)
         self.memory[node] += own
@@ -236,7 +235,7 @@ class _Sizing:
             self.memory[buddy] += kept
 
     def _owed(self, role: int) -> Iterator[PartInfo]:
-        """The shard parts of a role that peers do not hold anyway."""
+        """Yield the shard parts of a role that replicas of its peers do not cover."""
         topology, layout = self._topology, self._topology.layouts[role]
         for part in layout.parts:
             if part.name in layout.shard_parts and not is_covered(
@@ -245,7 +244,7 @@ class _Sizing:
                 yield part
 
     def _add_parity(self) -> None:
-        """The blocks of each group: as long as its longest part."""
+        """Add the blocks of each group, which are as long as its longest part."""
         groups = () if self._parity is None else self._parity.groups
         for group in groups:
             longest: dict[str, int] = {}
@@ -259,28 +258,28 @@ class _Sizing:
 
 
 def extras_room_bytes(extras_bytes: int, min_bytes: int = 0) -> int:
-    """Room for the extras of one boundary that take so many bytes at the start: with some to grow
-    (longer counters, sums of losses that appear later), in coarse steps; at least ``min_bytes``.
+    """Return the space for the extras of one boundary, from their size at the start: it allows
+    growth (longer counters, later sums of losses), in coarse steps; at least ``min_bytes``.
     """
     wanted = max(int(extras_bytes * _EXTRAS_GROWTH) + _EXTRAS_STEP_BYTES, min_bytes)
     return -(-wanted // _EXTRAS_STEP_BYTES) * _EXTRAS_STEP_BYTES
 
 
 def own_bytes(layout: RoleLayout) -> int:
-    """All slots that a member fills."""
+    """Return the bytes of all slots that a member fills."""
     return _layout_bytes(layout.shape, layout.slots, tuple(part.nbytes for part in layout.parts))
 
 
 def copy_bytes(layout: RoleLayout, nbytes: Iterable[int]) -> int:
-    """As many slots on another node, with parts of these sizes; 0 where there are none."""
+    """Return the bytes of as many slots on another node, with parts of these sizes; 0 if none."""
     sizes = tuple(nbytes)
     return _layout_bytes(layout.shape, layout.slots, sizes) if sizes else 0
 
 
 def kept_bytes(layout: RoleLayout, copied: Collection[str], full_every: int) -> int:
-    """A copy on another node: the ``copied`` shard parts and the extras. Where steps are kept, a
-    whole one every ``full_every`` generations (0: they are not), the gradients of more steps than
-    that as well; extras lie in both."""
+    """Return the bytes of a copy on another node: the ``copied`` shard parts and the extras. Where
+    gradients are kept (``full_every`` > 0), a whole copy is sent every ``full_every`` generations,
+    and gradients of more steps than that are kept too; both contain extras."""
     gradients = {gradients_part(name) for name in layout.shard_parts} if full_every else set[str]()
     sent = {gradients_part(name) for name in copied}
     known = gradients.union(layout.shard_parts)
@@ -295,7 +294,7 @@ def kept_bytes(layout: RoleLayout, copied: Collection[str], full_every: int) -> 
 
 
 def block_bytes(slots: int, roles: int, longest: Mapping[str, int]) -> int:
-    """A parity block of a group of so many ``roles``. ``longest``: coded part -> its bytes."""
+    """Return the bytes of a parity block for ``roles`` roles. ``longest``: coded part -> bytes."""
     names = sum(len(name) for name in longest)
     members = 256 + roles * sum(98 + 6 * len(name) for name in longest)
     described = _described(len(longest) + 1, names, roles + len(longest) + 1)
@@ -316,7 +315,7 @@ def _layout_bytes(
 
 
 def _described(parts: int, names: int, numbers: int) -> int:
-    """A bound on the description: letters that JSON escapes take six bytes."""
+    """Return a bound on the description: characters that JSON escapes take six bytes."""
     return _FIXED_BYTES + _PART_BYTES * parts + 6 * names + _NUMBER_BYTES * numbers
 
 

@@ -1,8 +1,8 @@
-"""Words of the layout, for people: the name of one group of roles, with its dimension and who is in
-it (``DATA_PARALLEL(0-12:4)``), and what the bytes of a role mean. Pure.
+"""Descriptions of the layout for users: the name of a group of roles, with its dimension and its
+roles (``DATA_PARALLEL(0-12:4)``), and the meaning of a role's bytes. Pure.
 
-Many groups of a run share a description, and are told apart by their roles. Those of a group of
-Megatron's stand at equal distances, so that the name of the largest one is short.
+Many groups of a run share a description, and their roles distinguish them. The roles of a Megatron
+group are at equal distances, so that even the name of the largest group is short.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 from deadpool_megatron.layout.records import RoleLayout
 
-#: of the facts in a meaning
+#: separates the facts in a meaning
 SEPARATOR = "; "
-# So many at equal distances are written as one run.
+# At least this many roles at equal distances are written as a range.
 _SHORTEST_RUN = 3
 
 
 def group_name(description: str, roles: Sequence[int]) -> str:
-    """The name of the group of ``roles``, in the order of the group."""
+    """Return the name of the group of ``roles``, in the order of the group."""
     return f"{description}({in_short(roles)})"
 
 
 def in_short(roles: Sequence[int]) -> str:
-    """``0-3``, ``0-12:4`` (every fourth), ``0,1,7``."""
+    """Return roles in short form: ``0-3``, ``0-12:4`` (every fourth), ``0,1,7``."""
     parts: list[str] = []
     at = 0
     while at < len(roles):
@@ -36,27 +36,27 @@ def in_short(roles: Sequence[int]) -> str:
 
 
 def roles_in(name: str, known: Collection[int]) -> tuple[int, ...]:
-    """The roles of the group that has this name, those of ``known`` only; none for a name that does
-    not tell them, or tells more than there are."""
+    """Return the roles of ``known`` in the group with this name; none for a name without roles, or
+    with more roles than there are."""
     _, bracket, rest = name.rpartition("(")
     if not bracket or not rest.endswith(")"):
         return ()
     found: list[int] = []
     try:
         for run in map(_read_run, rest[:-1].split(",")):
-            # Of another version, or damaged: it must not cost the memory of the coordinator.
+            # A damaged name, or another version's, must not exhaust the coordinator's memory.
             if len(run) > len(known):
                 return ()
             found += [role for role in run if role in known]
             if len(found) > len(known):
                 return ()
-    except (ValueError, OverflowError):  # a run may be longer than a length can be
+    except (ValueError, OverflowError):  # a range may be longer than the maximum of ``len``
         return ()
     return tuple(found)
 
 
 def _run_at(roles: Sequence[int], at: int) -> range:
-    """The longest run that begins at a position; one role, if there is none."""
+    """Return the longest range that begins at a position; a single role, if there is none."""
     first = roles[at]
     if at + 1 == len(roles) or roles[at + 1] <= first:
         return range(first, first + 1)
@@ -69,7 +69,7 @@ def _run_at(roles: Sequence[int], at: int) -> range:
 
 
 def _read_run(text: str) -> range:
-    """Raises ValueError."""
+    """Return the range that a text means. Raises ValueError."""
     ends, _, step = text.partition(":")
     first, dash, last = ends.partition("-")
     start = int(first)
@@ -77,12 +77,12 @@ def _read_run(text: str) -> range:
 
 
 def in_words(facts: Mapping[str, Any]) -> str:
-    """The ``meaning`` of a layout, of names and values in the order in which they are compared."""
+    """Return the ``meaning`` of a layout: names and values in the order of their comparison."""
     return SEPARATOR.join(f"{name} {value}".replace(";", ",") for name, value in facts.items())
 
 
 def difference(there: RoleLayout, here: RoleLayout) -> str:
-    """The first thing in which what was kept (``there``) differs from this program's state."""
+    """Return the first difference between kept state (``there``) and this program's (``here``)."""
     kept, own = _facts(there), _facts(here)
     for name in {**own, **kept}:
         if kept.get(name) != own.get(name):

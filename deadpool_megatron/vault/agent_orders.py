@@ -1,12 +1,12 @@
-"""The vault process: wiring of threads, and the orders of the agent.
+"""The vault process: its threads, and the orders of the agent.
 
 Threads: the main thread waits for the end; ``accept-local`` and one ``local-*`` for each member and
 the agent; ``accept-vaults`` and one ``serve-*`` for each connected vault; for each role seated here
 one ``role-*``, one ``ship-*`` for each of its buddies and each parity block that it is part of, or
-a ``double-*`` for its second copy. While copies wait for their pace, ``watch-link`` looks whether
-training sends. Besides: ``block-*-from-*`` fetches a block to decode from, ``block-*`` asks for
-what a block lacks, ``load-code`` imports what decoding needs, ``dump`` and ``take`` do the slow
-orders.
+a ``double-*`` for its second copy. While copies wait for their pace, ``watch-link`` watches for
+traffic of training. In addition, ``block-*-from-*`` fetches a block to decode from, ``block-*``
+requests the missing contributions to a block, ``load-code`` imports the modules for decoding, and
+``dump`` and ``take`` carry out the slow orders.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NAMES_SECONDS = 10.0
 
 
 class Vault:
-    """A node's vault; everything it keeps is in ``directory``."""
+    """A node's vault; all its slots are in ``directory``."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Vault:
         self.ended_by_signal = False
 
     def start(self) -> None:
-        """Find the slots of an earlier vault, and begin to serve. Nothing is open yet.
+        """Find the slots of an earlier vault, and start to serve, without an open epoch.
 
         Raises SegmentError when there are slots that it cannot read.
         """
@@ -99,7 +99,7 @@ class Vault:
         self._links.start()
 
     def wait(self) -> None:
-        """Wait for the order to stop, or until the agent is gone for too long; then stop all."""
+        """Wait for the order to stop, or until the agent is gone for too long; then shut down."""
         looked = time.monotonic()
         while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
             room.remove_unneeded(self.store)
@@ -119,7 +119,7 @@ class Vault:
         if self._remove:
             shutil.rmtree(self._directory, ignore_errors=True)
             parent = self._directory.parent
-            if parent.name.startswith("deadpool-"):  # the last node takes the run's own along
+            if parent.name.startswith("deadpool-"):  # the last node removes the run's directory
                 with contextlib.suppress(OSError):
                     parent.rmdir()
 
@@ -129,8 +129,8 @@ class Vault:
         self._stop.set()
 
     def _keep_names(self) -> None:
-        """Restore names that another program has removed, by links to the files that are held open:
-        the next vault and new members find them by name."""
+        """Restore names that another program has removed, by links to the open files: the next
+        vault and new members find the files by name."""
         try:
             with self._gate.lock:
                 for directory in (self._directory.parent, self._directory):
@@ -202,7 +202,7 @@ class Vault:
                 reply = {"ok": False, "code": code, "text": f"{kind}: {error}"}
             link.send({"t": "reply", "id": number, **reply})
 
-        if kind in ("dump", "take"):  # slow: an order to close must not wait for it
+        if kind in ("dump", "take"):  # these are slow, and an order to close must not wait for them
             begin_thread(kind, answer)
         else:
             answer()
@@ -210,7 +210,7 @@ class Vault:
     # Orders.
 
     def close_epoch(self, epoch: int) -> None:
-        """After this returns nothing of ``epoch`` is sealed on this node any more."""
+        """Close an epoch; after the return nothing of ``epoch`` is sealed on this node."""
         with self._order_lock:
             newer_open = self._gate.open_epoch > epoch
             self.store.close(epoch)
@@ -218,11 +218,11 @@ class Vault:
                 self._cut()
 
     def adopt(self, record: EpochRecord) -> None:
-        """Drop what the record abandons, open its epoch, begin to restore and re-protect.
+        """Drop abandoned generations, open the record's epoch, start to restore and re-protect.
 
-        Doing it twice is doing it once. Raises VaultError for the record of a closed epoch.
+        This is idempotent. Raises VaultError for the record of a closed epoch.
         """
-        self._keep_names()  # where copies and slots are made
+        self._keep_names()  # the names under which copies and slots are made
         with self._order_lock:
             if self._gate.open_epoch not in (0, record.epoch):
                 self._cut()
@@ -238,7 +238,7 @@ class Vault:
                 worker.start()
 
     def status(self) -> dict[str, Any]:
-        """For people and tests: epoch, counters, commits, memory, processor time (seconds)."""
+        """Return epoch, counters, commits, memory and CPU time (seconds), for users and tests."""
         self._report_damage()
         store = self.store
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -267,7 +267,7 @@ class Vault:
             }
 
     def _report_damage(self) -> None:
-        """Report once each state word that has no meaning: a stray store, or bad memory."""
+        """Report each invalid state word once: it comes from a stray write, or bad memory."""
         with self._gate.lock:
             segments = list(self.store.table.segments.values())
             found = {(one, *word) for one in segments for word in one.foreign_words()}
@@ -280,7 +280,7 @@ class Vault:
     def _dump(self, message: Mapping[str, Any]) -> dict[str, Any]:
         store, directory = self.store, Path(message["directory"])
         if held := [Generation.from_list(one) for one in message["held"]]:
-            # All that is intact is written: there is nothing left to try for what is damaged.
+            # All intact parts are written: for damaged parts there is nothing left to try.
             return {"files": dump_held(store, directory, held)}
         files = dump(
             store, directory, Generation.from_list(message["generation"]), message["boundary"]
@@ -293,7 +293,7 @@ class Vault:
         return [one.to_dict() for one in taken]
 
     def _cut(self) -> None:
-        """Break every connection to and from other vaults; workers see that they are over."""
+        """Break every connection to and from other vaults, and signal the workers to end."""
         for worker in self._members.workers.values():
             worker.cut()
         self._server.cut()

@@ -1,6 +1,6 @@
 """Generations that leave the slots.
 
-dump     written when a run has to end
-sources  what the files of a dump give, and whether that is all
-pinned_snapshot  set aside for an export
+dump     files that are written when a run has to end
+sources  the parts in the files of a dump, and the check whether they are complete
+pinned_snapshot  a copy in memory for an export
 """

@@ -1,11 +1,11 @@
-"""Generations on disk: what vaults write when a run has to end, in the format of the slots.
+"""Generations on disk: files that vaults write when a run has to end, in the format of the slots.
 
-``dump-<role>-<node>.seg`` is a segment whose first slot holds the parts which the vault of that
-node could give; files of several nodes complete each other. Where the node has a shard part only as
-a chain (layout.gradient_chain), further slots hold what leads to it.
+``dump-<role>-<node>.seg`` is a segment whose first slot holds the parts that the vault of that node
+could give; files of several nodes complete each other. Where the node has a shard part only as a
+chain (layout.gradient_chain), further slots hold the steps that lead to it.
 
-Of a directory that no vault has open the next agent learns here what lies in it, and writes that;
-whatever else the control plane wants to know of slots, a vault tells it.
+Here the next agent also reads and writes the slots of a directory that no vault has open; for all
+other facts about slots the control plane asks a vault.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _What = tuple[Generation, str]  # a part of a generation
 
 
 def dump_files(directory: Path, role: int | None = None) -> Iterator[segments.Segment]:
-    """The readable dump files of a role, in order of the node that wrote them. Raises OSError at a
-    shortage: what is there is not known then."""
+    """Yield the readable dump files of a role, in the order of their nodes. Raises OSError at a
+    shortage, because the files are unknown then."""
     for path in sorted(directory.glob(f"dump-{'*' if role is None else role}-*.seg")):
         try:
             dumped = segments.Segment.open(path, writable=False)
@@ -53,13 +53,13 @@ def dump_files(directory: Path, role: int | None = None) -> Iterator[segments.Se
 def dump(
     store: SlotStore, directory: Path, generation: Generation, boundary: str | None
 ) -> list[str]:
-    """Write what this node holds of a generation, one file for each role; answers the paths.
-    ``boundary``: the one whose extras are written, None for all of them.
+    """Write this node's parts of a generation, one file for each role, and return the paths.
+    ``boundary``: only its extras are written; None for all extras.
 
-    A part is written only if its bytes match its checksum: :func:`damaged` says afterwards what is
-    lacking for that. A file appears whole or not at all, and has what one of an earlier time, which
-    it replaces, had beyond it.
-    Raises VaultError with one line when it cannot be written; what was there before still is.
+    A part is written only if its bytes match its checksum: :func:`damaged` returns the parts that
+    are missing for this reason. A file appears whole or not at all, and retains parts that only the
+    earlier file had, which it replaces.
+    Raises VaultError with one line when it cannot be written; then the earlier file remains.
     """
     directory.mkdir(parents=True, exist_ok=True)
     sync(directory.parent)
@@ -74,13 +74,13 @@ def dump(
 
 
 def generation_name(generation: Generation) -> str:
-    """Name of the directory with the dump files of a generation."""
+    """Return the name of the directory with the dump files of a generation."""
     return f"{generation.lineage}-{generation.iteration}"
 
 
 def dump_held(store: SlotStore, base: Path, generations: Iterable[Generation]) -> list[str]:
-    """Write everything this node holds of these generations, the newest first, to directories
-    below ``base``; answers the paths. Raises VaultError, having written what had room.
+    """Write this node's parts of these generations, the newest first, to directories below
+    ``base``, and return the paths. Raises VaultError after writing the files that had space.
     """
     written: list[str] = []
     for generation in sorted(generations, reverse=True):
@@ -92,8 +92,8 @@ def dump_held(store: SlotStore, base: Path, generations: Iterable[Generation]) -
 
 
 def damaged(store: SlotStore) -> list[BadPart]:
-    """Return what a dump could not give of what this node was counted on for: parts that turned out
-    to be damaged, in this dump or before, and of which no other bytes are here."""
+    """Return the parts expected of this node that a dump could not give: parts found damaged, in
+    this dump or earlier, without other bytes here."""
     with store.gate.lock:
         table = store.table
         found = {
@@ -106,22 +106,22 @@ def damaged(store: SlotStore) -> list[BadPart]:
 
 
 def found_slots(node: int, directory: Path) -> Inventory | None:
-    """Returns what lies there before the vault of ``node`` starts; None where nothing is sealed.
+    """Return the inventory of a directory before its vault starts; None if nothing is sealed.
 
-    It stays as it is until the vault adopts a record, so this is a promise like that of a close.
-    Raises SegmentError when there are slots that are not understood.
+    The slots do not change until the vault adopts a record, so the inventory holds as after a
+    close. Raises SegmentError when there are slots that cannot be read.
     """
     table = Table(directory)
     table.scan()
     table.require_read()
-    table.remove_empty()  # of processes that died before they computed anything
+    table.remove_empty()  # segments of processes that died before they computed anything
     holdings = table.holdings()
     return Inventory(node, 0, holdings, table.layouts()) if holdings else None
 
 
 def incarnations(node: int, directory: Path) -> dict[int, int]:
-    """Returns local slot -> the highest incarnation of ``node`` whose slots are there: no process
-    may get its name again, and with it the file."""
+    """Return local rank -> the highest incarnation of ``node`` with slots in ``directory``: no new
+    process may get the same name, and with it the file."""
     found: dict[int, int] = {}
     for path in directory.glob("own-*.seg"):
         with contextlib.suppress(SegmentError):
@@ -132,7 +132,7 @@ def incarnations(node: int, directory: Path) -> dict[int, int]:
 
 
 def newest_sealed(directory: Path) -> Generation:
-    """Returns the newest sealed generation of all segments; (-1, -1) where nothing is sealed."""
+    """Return the newest sealed generation of all segments; (-1, -1) where nothing is sealed."""
     newest = Generation(-1, -1)
     for path in directory.glob("*.seg"):
         with contextlib.suppress(SegmentError, OSError):
@@ -146,10 +146,10 @@ def newest_sealed(directory: Path) -> Generation:
 def dump_kept(
     node: int, directory: Path, settings: Settings, kept: Mapping[int, int], base: Path
 ) -> list[str]:
-    """Write what lies there on the ``kept`` line below ``base``; returns the files.
+    """Write the generations of ``kept`` lineages in ``directory`` below ``base``; return the files.
 
-    Raises VaultError when it cannot be written; SegmentError, after all else has been written, when
-    there are slots that are not understood.
+    Raises VaultError when a file cannot be written; SegmentError, after all else has been written,
+    when there are slots that cannot be read.
     """
     store = SlotStore(scheme_of, node, directory, settings, lambda _: None)
     store.table.scan()
@@ -170,7 +170,7 @@ def _dump_role(
     found: dict[_What, list[Place]] = {}
     kept: dict[_What, Place] = {}
     try:
-        # Where a shard part turns out to be damaged, what leads to it is wanted in its place.
+        # If a shard part turns out to be damaged, the steps that lead to it are needed instead.
         while wanted := _pin_wanted(store, layout, generation, boundary, found):
             for what, places in wanted.items():
                 for place in places:
@@ -198,8 +198,8 @@ def _pin_wanted(
     boundary: str | None,
     found: dict[_What, list[Place]],
 ) -> dict[_What, list[Place]]:
-    """Return what is to be written and not in ``found`` yet, where it goes as well; all places
-    pinned."""
+    """Return the parts to write that are not in ``found`` yet, with pinned places, and add them to
+    ``found``."""
     names = tuple(part.name for part in layout.parts)
     if boundary is not None:
         names = (*layout.shard_parts, records.extras_part(boundary))
@@ -218,7 +218,7 @@ def _pin_wanted(
 
 
 def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[_What]:
-    """Return what is held of the way to shard parts that are not: back to a whole copy, or to a
+    """Return the held steps to shard parts that are not held: back to a whole copy, or to a
     gap."""
     held = table.held(layout.role)
     found: list[_What] = []
@@ -234,8 +234,8 @@ def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[
 
 
 def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> dict[_What, Place]:
-    """Return what an earlier file of that name says it has: memory may be damaged, or gone,
-    since."""
+    """Return the parts listed in an earlier file of that name, since the memory may be damaged or
+    gone by now."""
     try:
         dumped = segments.Segment.open(path, writable=False)
     except (SegmentError, OSError):
@@ -253,7 +253,7 @@ def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> d
 
 
 def _is_intact(place: Place, piece_bytes: int) -> bool:
-    """Return whether a file gives what it says it has."""
+    """Return whether the bytes of a part in a file match its checksum."""
     digest, piece = xxhash.xxh3_64(), memoryview(bytearray(min(place.nbytes, piece_bytes)))
     try:
         for start in range(0, place.nbytes, piece_bytes):
@@ -298,4 +298,4 @@ def _write_dump(
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    sync(path.parent)  # the memory may be given back after a dump
+    sync(path.parent)  # the memory may be freed after a dump

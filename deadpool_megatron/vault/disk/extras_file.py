@@ -1,8 +1,8 @@
-"""The extras of each role beside a checkpoint, in files ``deadpool-extras-ROLE-of-N`` of their own.
+"""The extras of each role in a checkpoint, in separate files ``deadpool-extras-ROLE-of-N``.
 
 Megatron's formats keep random states by pipeline and tensor rank, and neither running sums nor
-buffers that are not persistent. A role's file holds what a generation holds, encoded, and its
-checksum. Stock Megatron reads none of them.
+non-persistent buffers. A role's file holds the encoded extras of a generation, and their checksum.
+Stock Megatron reads none of these files.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from deadpool_megatron.vault.shm.segment import checksum
 
 _NAME = re.compile(r"deadpool-extras-\d+-of-(\d+)")
 _DIGEST_BYTES = 8
-# Of the formats torch_dist and torch.
+# Shards of the formats torch_dist and torch.
 _SHARDS = ("*.distcp", "mp_rank_*/*.pt")
 
 
 class ExtrasFileError(Exception):
-    """The file is not there or does not hold what was written; one line."""
+    """The error of a missing or damaged file; one line."""
 
 
 def path_in(checkpoint: Path, role: int, roles: int) -> Path:
-    """Return where the extras of a role of so many lie."""
+    """Return the path of the extras of a role, in a run with ``roles`` roles."""
     return checkpoint / f"deadpool-extras-{role}-of-{roles}"
 
 
 def with_checksum(extras: bytes | memoryview) -> bytes:
-    """The content of a file with these encoded extras."""
+    """Return the content of a file with these encoded extras."""
     return bytes(extras) + checksum(memoryview(extras)).to_bytes(_DIGEST_BYTES, "little")
 
 
@@ -39,14 +39,14 @@ def write(checkpoint: Path, role: int, roles: int, extras: bytes) -> None:
 
 
 def read(checkpoint: Path, role: int, roles: int) -> bytes | None:
-    """The encoded extras of a role; None where the checkpoint has none for so many roles, or where
-    shards were written after them: a run without such files has saved under the same name.
+    """Return a role's encoded extras; None if the checkpoint has none for that number of roles, or
+    if shards are newer: a run without such files has saved under the same name.
 
-    Raises ExtrasFileError for a damaged file, and for one that is missing among those of others.
+    Raises ExtrasFileError for a damaged file, or if only other roles have their files.
     """
     found = [path for path in files_in(checkpoint) if path.name.endswith(f"-of-{roles}")]
     shards = [path for pattern in _SHARDS for path in checkpoint.glob(pattern)]
-    # Each process writes its extras after its shards: clocks of other hosts have no part in this.
+    # Each process writes its extras after its shards, so clocks of other hosts do not matter.
     if not found or _newest(shards) > _newest(found):
         return None
     path = path_in(checkpoint, role, roles)
@@ -56,7 +56,7 @@ def read(checkpoint: Path, role: int, roles: int) -> bytes | None:
 
 
 def files_in(checkpoint: Path) -> list[Path]:
-    """The files of extras in a checkpoint, of any number of roles."""
+    """Return the files of extras in a checkpoint, for any number of roles."""
     return sorted(path for path in checkpoint.glob("*") if _NAME.fullmatch(path.name))
 
 
@@ -65,13 +65,13 @@ def _newest(paths: list[Path]) -> float:
 
 
 def lacks_some(checkpoint: Path) -> bool:
-    """Return whether only some roles have their file: a save that was cut short."""
+    """Return whether only some roles have their files, as after an interrupted save."""
     numbers = [int(path.name.rpartition("-")[2]) for path in files_in(checkpoint)]
     return any(numbers.count(number) < number for number in numbers)
 
 
 def trouble_with(path: Path) -> str:
-    """Return why a file does not hold what was written; empty if it does."""
+    """Return why a file cannot be used; empty if its content matches its checksum."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,11 +1,11 @@
-"""A generation set aside for an export: whole copies of the own roles' parts, beside the slots.
+"""The snapshot of a generation for an export: whole copies of the own roles' parts in memory.
 
 Slots are overwritten as training continues, and an export takes far longer than an iteration. So
-the vault copies the sealed parts once, into memory that it reserves before: where there is no room
-the export is refused, and training knows nothing of it. What has been copied is proven by its
-checksum, as its member does not wait either and may have begun to overwrite the slot.
+the vault copies the sealed parts once, into memory that it reserves first: without enough memory
+the export is refused, and training is not affected. Each copy is verified by its checksum, because
+the member does not wait either and may have begun to overwrite the slot.
 
-An own slot holds every role's state whole, whatever the scheme of protection.
+Own slots hold the whole state of every role, whatever the scheme of protection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PREFIX = "taken-"
 class Snapshot(Coded):
     """A role's generation in a file: ``parts`` maps names to (offset, bytes, checksum); the extras
     are those of ``boundary``, the last moment before the next iteration. ``elsewhere``: the files
-    of parts that do not lie in ``path``."""
+    of parts that are not in ``path``."""
 
     role: int
     layout_hash: str
@@ -45,17 +45,17 @@ class Snapshot(Coded):
 
 
 def drop_snapshots(directory: Path, name: str = "") -> None:
-    """Give back the memory of what was taken under a name, or of everything. Who is still taking
-    it notices that its file is gone."""
+    """Free the memory of the snapshots with a name, or of all. A thread that is still copying
+    notices that its file is gone."""
     for path in directory.glob(f"{_PREFIX}{name}-*" if name else f"{_PREFIX}*"):
         path.unlink(missing_ok=True)
 
 
 def snapshot_bytes(directory: Path) -> dict[str, int]:
-    """Memory of each file that was set aside."""
+    """Return the bytes of each snapshot file."""
     found = {}
     for path in directory.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(FileNotFoundError):  # dropped just now, by the agent
+        with contextlib.suppress(FileNotFoundError):  # the agent has just dropped it
             found[path.name] = path.stat().st_size
     return found
 
@@ -63,10 +63,10 @@ def snapshot_bytes(directory: Path) -> dict[str, int]:
 def take(store: SlotStore, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
     """Copy the generation of ``iteration``, computed in the open epoch, for all roles seated here.
 
-    Returns once it is committed for each of them and the next one is sealed, or none will come, so
-    that all extras captured after it are there. Raises TooLate, or VaultError: no room, epoch
-    closed, or not in time.
-    Blocks; threads of their own only.
+    Returns once it is committed for each of them and the next generation is sealed, or none will
+    follow, so that all extras captured after it are there. Raises TooLate, or VaultError: no space,
+    epoch closed, or not in time.
+    Blocks, so it needs a separate thread.
     """
     limit = time.monotonic() + deadline_seconds
     with store.gate.lock:
@@ -90,7 +90,7 @@ def take(store: SlotStore, name: str, iteration: int, deadline_seconds: float) -
 
 
 class _Taker:
-    """The work for one role."""
+    """The snapshot of one role."""
 
     def __init__(self, store: SlotStore, name: str, generation: Generation, role: int) -> None:
         self._store = store
@@ -105,15 +105,15 @@ class _Taker:
         self.path = store.table.directory / f"{_PREFIX}{name}-{role}"
 
     def reserve(self, limit: float) -> None:
-        """Have memory for the shard parts and one extras part, as soon as the member has made its
-        segment. Raises VaultError without room."""
+        """Reserve memory for the shard parts and one extras part, as soon as the member has made
+        its segment. Raises VaultError if there is not enough."""
         with self._gate.changed:
             while (layout := self._store.table.layout(self._role)) is None:
                 self._wait(limit, "the layout")
         self._layout = layout
         names = (*layout.shard_parts, extras_part("step"))
         needed = sum(part.nbytes for part in layout.parts if part.name in names)
-        self.path.unlink(missing_ok=True)  # of an order that was given before
+        self.path.unlink(missing_ok=True)  # the file of an earlier order
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(self.path, flags, 0o600)
         try:
@@ -152,17 +152,17 @@ class _Taker:
         return Snapshot(*about, dict(self._parts))
 
     def close(self) -> None:
-        """Let go of the file; it stays."""
+        """Close the file, which stays."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def _newer(self) -> bool:
-        """Return whether something newer is sealed; the lock is held."""
+        """Return whether a newer generation is sealed; the caller holds the lock."""
         return any(held > self._generation for held in self._store.table.held(self._role))
 
     def _sealed(self, name: str, limit: float) -> Place:
-        """The place of a part, as soon as there is one; nothing keeps it from being overwritten."""
+        """Return the place of a part once it is sealed; it may be overwritten at any time."""
         store, wanted = self._store, self._generation
         with self._gate.changed:
             while True:
@@ -174,12 +174,12 @@ class _Taker:
                 self._wait(limit, f"iteration {wanted.iteration}")
 
     def _copy(self, place: Place) -> None:
-        """Append the bytes of a part, and prove that it is them."""
+        """Append the bytes of a part, and verify them by the checksum."""
         failpoints.hit("persist.take", role=self._role, iteration=self._generation.iteration)
         view, done = place.view, 0
         while done < len(view):
             done += os.pwrite(self._file, view[done:], self._end + done)
-        # What was written counts, whatever the member has done to the slot meanwhile.
+        # The written bytes count, whatever the member has done to the slot meanwhile.
         if done:
             written = memoryview(mmap.mmap(self._file, 0, access=mmap.ACCESS_READ))
             view = written[self._end : self._end + done]
@@ -194,7 +194,7 @@ class _Taker:
         return TooLate(f"the slot of iteration {iteration} of role {self._role} was overwritten")
 
     def _wait(self, limit: float, what: str) -> None:
-        """Wait for a change; the lock is held. Raises VaultError at a close, or in the end."""
+        """Wait for a change, with the lock held. Raises VaultError at a close, or at the limit."""
         if not self._gate.is_open(self._generation.lineage):
             raise VaultError(f"epoch {self._generation.lineage} was closed")
         if self._file >= 0 and not self.path.exists():

@@ -1,6 +1,6 @@
-"""The content of a dump's files: parts, what others are computed from, and whether that is all.
+"""The parts in the files of a dump, the sources of other parts, and the check for completeness.
 
-Of however many nodes and failures they are. Checksums are compared when parts are loaded.
+The files may come from any number of nodes and failures. Checksums are compared at the load.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def dumped_parts(
     roles: Collection[int],
     layouts: Mapping[int, RoleLayout] = NONE_KNOWN,
 ) -> PartIndex:
-    """Return what the files of a dump can give, by the same rules as the memory of live nodes.
+    """Return the parts that the files of a dump can give, by the rules for memory of live nodes.
 
-    The run that wrote them gave them other lineages; all have that of ``generation`` here.
-    ``layouts``: of roles of which it is known; for others the files tell.
+    In the run that wrote them they had other lineages; here all have that of ``generation``.
+    ``layouts``: those of the roles, as far as known; other layouts are read from the files.
     """
     holdings = defaultdict[int, list[Holding]](list)
     described = defaultdict[int, list[RoleLayout]](list)
@@ -57,10 +57,10 @@ def node_of(dumped: Segment) -> int:
 
 
 def snapshot_of_dump(directory: Path, role: int, generation: Generation, boundary: str) -> Snapshot:
-    """Return where each byte of a role lies in the files of a dump, for an export of it.
+    """Return the place of each byte of a role in the files of a dump, for its export.
 
-    Reads descriptions and headers only. Raises VaultError for a part of which there are no bytes,
-    but parity blocks or gradients to compute them from.
+    Reads descriptions and headers only. Raises VaultError for a part without bytes, which could
+    only be computed from parity blocks or gradients.
     """
     files = [one for one in dump_files(directory, role) if one.generation(0) == generation]
     if not files:
@@ -89,8 +89,8 @@ def snapshot_of_dump(directory: Path, role: int, generation: Generation, boundar
 
 
 def dump_differs(directory: Path, layout: RoleLayout) -> str:
-    """In what the files of a role are of another model than its ``layout``; empty where they are
-    not, or none can be read now."""
+    """Return how the model in a role's files differs from its ``layout``; empty where it does not,
+    or no file can be read now."""
     with contextlib.suppress(OSError):  # a shortage: the vault waits until it can read them
         held = [one.layout for one in dump_files(directory, layout.role)]
         if held and all(one.layout_hash != layout.layout_hash for one in held):
@@ -99,7 +99,7 @@ def dump_differs(directory: Path, layout: RoleLayout) -> str:
 
 
 def slots_of(dumped: Segment, generation: Generation) -> Iterator[tuple[int, Generation]]:
-    """The slots of a dump file with the lineage of ``generation``; none of another iteration's."""
+    """Yield a file's slots with the lineage of ``generation``; none if its iteration differs."""
     if dumped.generation(0).iteration != generation.iteration:
         return
     for slot in range(dumped.slots):
@@ -108,17 +108,17 @@ def slots_of(dumped: Segment, generation: Generation) -> Iterator[tuple[int, Gen
 
 
 def holds(dumped: Segment, part: str, iteration: int) -> bool:
-    """True when a file has the part, sealed, of this iteration."""
+    """Return whether a file has the sealed part of this iteration."""
     return dumped.generation(0).iteration == iteration and part in _sealed(dumped, 0)
 
 
 def newest_whole(
     base: Path, roles: Collection[int], kept: Mapping[int, int]
 ) -> tuple[Restore | None, list[str]]:
-    """The newest generation below ``base`` of which every role's parts are there, or what they are
-    decoded or recomputed from; and why newer ones are not whole. ``kept``: the line of descent, see
-    layout.planner.keep_line; what was abandoned does not count. Checksums are compared when the
-    parts are loaded.
+    """Return the newest generation below ``base`` with every role's parts, or the sources to decode
+    or recompute them; and why newer generations are not whole. ``kept``: the kept lineages, see
+    layout.planner.keep_lineages; abandoned generations do not count. Checksums are compared when
+    the parts are loaded.
     """
     refusals: list[str] = []
     found = []
@@ -139,12 +139,12 @@ def newest_whole(
 def last_boundary(
     directory: Path, generation: Generation, roles: Collection[int]
 ) -> tuple[str | None, str]:
-    """The last boundary that all roles have reached in this dump, or None and what is missing."""
+    """Return the last boundary that all roles reached in this dump, or None and what is missing."""
     found = dumped_parts(directory, generation, roles).produce(generation)
     return (None, found) if isinstance(found, str) else (found.boundary, "")
 
 
 def _sealed(dumped: Segment, slot: int) -> set[str]:
-    """Names of the parts that a slot of a file has."""
+    """Return the names of the sealed parts in a slot of a file."""
     names = [part.name for part in dumped.layout.parts]
     return {name for name in names if dumped.entry(slot, name).state is PartState.SEALED}
