@@ -24,7 +24,7 @@ from nvidia_resiliency_ext import inprocess
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.trainer.megatron_api import parallel_state
-from other_systems.rank import parse, tell_node, train
+from other_systems.rank import parse, notify_node, train
 
 _AS_SHIPPED = "--as-shipped"
 
@@ -96,7 +96,7 @@ def wrapped(ranks: int, own_abort: bool, port: int, monitors: Path) -> Callable[
         if call_wrapper.iteration == 0:
             rank = dist.get_rank()
             monitor = int((monitors / str(rank)).read_text())
-            tell_node(namespace.facts.parent, rank, [monitor])
+            notify_node(namespace.facts.parent, rank, [monitor])
         train(namespace, config)
         dist.destroy_process_group()
 

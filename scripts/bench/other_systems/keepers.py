@@ -19,9 +19,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from deadpool_megatron.megatron.optimizer import inner_optimizers
-from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
 from deadpool_megatron.trainer.gpt_loop import TrainingLoop
-from deadpool_megatron.trainer.megatron_api import get_cuda_rng_tracker, parallel_state
+from deadpool_megatron.trainer.megatron_api import parallel_state, tensor_parallel
 
 # DCP writes it last, under another name first.
 _COMPLETE = ".metadata"
@@ -117,7 +116,7 @@ def state_of(loop: TrainingLoop) -> dict[str, Any]:
             for name, tensor in inner.optimizer.state[parameter].items():
                 state[f"{place}.{name}"] = tensor
     state[f"rank{rank}.random.torch"] = torch.get_rng_state()
-    for name, tensor in get_cuda_rng_tracker().get_states().items():
+    for name, tensor in tensor_parallel.get_cuda_rng_tracker().get_states().items():
         state[f"rank{rank}.random.{name}"] = tensor.clone()
     kind, keys, *rest = np.random.get_state(legacy=True)
     own = {
@@ -148,5 +147,7 @@ def put_back(loop: TrainingLoop, state: dict[str, Any]) -> None:
     kind, keys, *rest = own["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state[f"{prefix}random.torch"])
-    tracked = get_cuda_rng_tracker().get_states()
-    get_cuda_rng_tracker().set_states({name: state[f"{prefix}random.{name}"] for name in tracked})
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    tensor_parallel.get_cuda_rng_tracker().set_states(
+        {name: state[f"{prefix}random.{name}"] for name in tracked}
+    )

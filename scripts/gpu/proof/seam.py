@@ -7,7 +7,7 @@ import statistics
 import tempfile
 from typing import Any
 
-from proof.flock import Flock, Lose, Player, Recovery
+from proof.flock import Flock, Lose, Member, Recovery
 from proof.rank import Fate, Setup
 from proof.result import Task, read_json
 
@@ -37,7 +37,7 @@ def _lose_ranks(task: Task, groups: int, ways: list[str]) -> None:
             if len(runner) >= len(_WAYS) and task.left_seconds < 4 * runner[-1]["seconds"]:
                 break  # it has no end of its own
             flock.way = way
-            runner.append(_told(flock.recover(1, Player.kill, Fate.NONE)))
+            runner.append(_told(flock.recover(1, Member.kill, Fate.NONE)))
             known.setdefault(way, []).append(runner[-1])
             task.facts[way] = _summary(known[way])
             task.findings = [_answer(way, task.facts[way]) for way in known]
@@ -86,12 +86,12 @@ def special_losses(task: Task) -> None:
 
         one("batch", lambda member: member.meet(Fate.DIE_IN_BATCH))
         one("device-assert", lambda member: member.meet(Fate.DEVICE_ASSERT))
-        one("rebuild", Player.kill, Fate.DIE_IN_REBUILD)
-        stopped = flock.players[1]
+        one("rebuild", Member.kill, Fate.DIE_IN_REBUILD)
+        stopped = flock.members[1]
         one("stopped", lambda member: member.signal(signal.SIGSTOP))
         # It wakes in an epoch that is over, and must not get in anybody's way.
         stopped.signal(signal.SIGCONT)
-        one("after-the-stopped-one-woke", Player.kill, victim=2)
+        one("after-the-stopped-one-woke", Member.kill, victim=2)
 
 
 def _summary(kills: list[dict[str, Any]]) -> dict[str, Any]:
