@@ -24,7 +24,7 @@ from nvidia_resiliency_ext import inprocess
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.trainer.megatron_api import parallel_state
-from other_systems.rank import parse, notify_node, train
+from other_systems.rank import notify_node, parse, train
 
 _AS_SHIPPED = "--as-shipped"
 
