@@ -132,7 +132,7 @@ async def ask(pid: int, log: Path, limit_seconds: float) -> Stacks:
 
 
 def _why_it_cannot(pid: int) -> str:
-    """Return "" for a process that can answer; the signal would end it before it has a handler."""
+    """Return why a process cannot answer, or "": without a handler the signal would end it."""
     found = posix.state_and_cpu_ticks(pid)
     if found is None or found[0] in "ZX":
         return "the process has ended"

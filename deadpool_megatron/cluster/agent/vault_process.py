@@ -165,11 +165,11 @@ class VaultSupervisor:
             self._listing_changed()
 
     async def close_epoch(self, epoch: int) -> None:
-        """Close an epoch; return when nothing of it can be sealed here any more."""
+        """Close an epoch, if need be by a kill; then nothing of it can be sealed here any more."""
         self._closed = max(self._closed, epoch)
         control = self._control
         if control is None:
-            return  # a vault that starts is closed
+            return  # a starting vault has no open epoch
         try:
             await control.close_epoch(epoch, self._settings.stage_seconds)
         except _ERRORS as error:
@@ -199,7 +199,7 @@ class VaultSupervisor:
             except _ERRORS as error:
                 if deadline - clock() < stage:
                     self._log(f"{why}: {error}")
-                    break  # too late to wait for its end, and for another one
+                    break  # too little time is left for a kill and a new vault
                 await self._kill(f"{why}: {error}")
         return Inventory(self._node, epoch)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from deadpool_megatron.settings import Settings
 
-# Of all agents together; as measured, this rate takes a small part of one core of a coordinator.
+# For all agents together; as measured, this rate takes a small part of one core of a coordinator.
 _BEATS_PER_SECOND = 4000.0
 _ROUTINE_EVENTS_PER_ITERATION = 512
 _ROLES_AT_ONCE = 512

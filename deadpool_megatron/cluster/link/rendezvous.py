@@ -45,7 +45,7 @@ def folder_of(key: str) -> str:
 
 
 def pack(epoch: int, values: Mapping[str, str], want: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the message."""
+    """Return the message of the store."""
     return {"t": "store", "epoch": epoch, "values": dict(values), "want": list(want)}
 
 

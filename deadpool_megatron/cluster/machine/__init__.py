@@ -2,14 +2,14 @@
 
 | file | contents |
 | --- | --- |
-| machine | the class: inputs to their topics, deadlines, the first state of a run or a successor |
+| machine | the class: routes inputs, keeps deadlines, begins a run or a takeover |
 | inputs, actions | the inputs and the outputs, typed |
 | state | the knowledge: nodes, members, memory, the lineage, the phases; data and look-ups |
 | core | the state and the input at hand, as each topic sees them |
-| bootstrap | nodes join and are judged, the first epoch |
-| takeover | another coordinator continues a run |
-| membership | nodes are lost or given up, the life of member processes |
-| epoch | closed, decided, opened |
+| bootstrap | nodes join and are checked; the first epoch |
+| takeover | a new coordinator continues a run |
+| membership | the loss of nodes, the life of member processes |
+| epoch | the close, the decision and the opening of an epoch |
 | pauses | all members pause at the same iteration: drains, other protection, a dump |
 | chosen_plan | the plan of the next record, and whether memory is enough for it |
 | requests | the requests of users |

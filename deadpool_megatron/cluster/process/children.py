@@ -86,7 +86,7 @@ class ChildWatch(Watch):
     """
 
     def __init__(self, pid: int, on_end: Callable[[ProcessEnd], None] | None = None) -> None:
-        """Raises OSError when no descriptor can be opened; the child is killed first."""
+        """Watch a child. Raises OSError when no descriptor can be opened; the child is killed."""
         super().__init__(pid)
         self._on_end = on_end
         try:

@@ -276,7 +276,7 @@ def main() -> NoReturn:
     set_process_name("dp-parked")
     connection = socket.socket(fileno=int(sys.argv[1]))
     _import([name for name in sys.argv[2].split(",") if name])
-    request, handles = receive_message(connection)  # empty when its agent has ended
+    request, handles = receive_message(connection)  # ends with its agent (death signal, or this)
     if not request:
         os._exit(0)
     become_member(MemberSpec.from_dict(request["member"]), handles[0])

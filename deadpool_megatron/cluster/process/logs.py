@@ -24,13 +24,13 @@ from deadpool_megatron import file_systems
 
 _LOOK_SECONDS = 0.2
 _PIECE_BYTES = 1 << 20
-# Kept of the log of one process; any surplus not copied in time is dropped, the oldest first.
+# Limit for the log of one process; a surplus not copied in time is dropped, the oldest first.
 _MAX_BYTES = 16 << 20
 _TRIM_SECONDS = 5.0
 # At the end a file system that hangs is not waited for.
 _LOCK_SECONDS = 2.0
 _COPIED, _LOCK = ".copied", ".lock"
-# The end of a log that is read.
+# The end of a log that is searched for the cause.
 _TAIL_BYTES = 32768
 _LINE_CHARACTERS = 400
 # An exception that was caught and logged long before the end is not its cause.

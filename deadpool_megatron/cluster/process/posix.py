@@ -47,7 +47,7 @@ def answer_asks() -> None:
 
 
 def start_time(pid: int) -> int | None:
-    """Return the clock tick at which a process started: with the pid it identifies the process.
+    """Return the clock tick of a process's start: with the pid it identifies a process for ever.
 
     None when there is no such process.
     """

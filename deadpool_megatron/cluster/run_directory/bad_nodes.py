@@ -139,7 +139,7 @@ def noted_against(host: str, runs: Path, run_id: str) -> str:
 
 
 def recent_hosts(bad: Sequence[BadNode], since_wall_seconds: float, at_most: int) -> list[str]:
-    """Return the ``at_most`` hosts that were quarantined last since then, sorted by name."""
+    """Return the latest ``at_most`` hosts that were quarantined since then, sorted by name."""
     last = {one.host: one.wall_seconds for one in sorted(bad, key=lambda one: one.wall_seconds)}
     recent = [host for host, when in last.items() if when >= since_wall_seconds]
     newest = sorted(recent, key=lambda host: last[host], reverse=True)

@@ -389,7 +389,7 @@ def still_valid(latest: Path, without: Restore) -> list[Restore]:
 
 
 def is_there(restore: Restore) -> bool:
-    """Return whether its directory and its index exist; True when that cannot be read now."""
+    """Return whether the directory and the index exist; True when that cannot be read now."""
     try:
         names = [one.name for one in Path(restore.path).iterdir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -407,8 +407,8 @@ def is_there(restore: Restore) -> bool:
 
 
 def identified(restore: Restore) -> Restore:
-    """Return it with an identity that distinguishes the present content of its path from later
-    content, if that can be read."""
+    """Return ``restore`` with an identity that distinguishes the present content of its path from
+    later content, if that can be read."""
     if not restore.identity and restore.kind != "initial":
         with contextlib.suppress(OSError, ValueError):
             return replace(restore, identity=_found_at(restore))

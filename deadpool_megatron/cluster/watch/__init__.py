@@ -1,5 +1,5 @@
 """Verdicts from observations: pure.
 
-hang     the role that hangs, the time limit of a hang, and a table for people
+hang     the role that hangs, the time limit of a hang, and a table for users
 windows  nodes that are slower than the others; the cadence of protected generations
 """
