@@ -60,7 +60,7 @@ def test_batch_host_lost(cluster: Cluster, jobs: Jobs) -> None:
     job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
     job.finish()
     job.wait_end("COMPLETING", "CANCELLED")
-    assert "the job is ended from here" in job.logs()
+    assert "the run is over, this node ends the job" in job.logs()
     # Nor is the script there that would tell the next job of a chain.
     assert "ended with status 0" in (jobs.directory / "OVER").read_text()
 
