@@ -67,7 +67,7 @@ def _changed(row: Any) -> Iterator[None]:
     from megatron.core.extensions import transformer_engine as engine
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
 
-    from deadpool_megatron.trainer import model
+    from deadpool_megatron.trainer import megatron_api
 
     hybrid, pool = optimizer.HybridDeviceOptimizer, offload.GPUTensorPool
 
@@ -81,7 +81,7 @@ def _changed(row: Any) -> Iterator[None]:
             stack.enter_context(patch.object(*what, create=True))
 
         for name, fields in (("TransformerConfig", row.model), ("OptimizerConfig", row.optimizer)):
-            change(model, name, functools.partial(getattr(model, name), **fields))
+            change(megatron_api, name, functools.partial(getattr(megatron_api, name), **fields))
         if find_spec(_ENGINE) is None:  # nor the modules whose flag that is
             change(engine, "cpu_offload", SimpleNamespace(CPUOffloadEnabled=False))
             change(optimizer, "HybridDeviceOptimizer", of_torch)
