@@ -16,7 +16,7 @@ import mutate  # noqa: E402
 
 FILE = "deadpool_megatron/layout/words.py"
 TESTS = "tests/layout/test_records.py"
-NUMBER, COMMENT = "_SHORTEST_RUN = 3", "# So many at equal distances"
+NUMBER, COMMENT = "_SHORTEST_RUN = 3", "# At least this many roles"
 # What is there, what is put there, the tests, and what becomes of it.
 TRIALS = {
     "wrong": (
@@ -25,7 +25,7 @@ TRIALS = {
         "tests/layout/test_calls.py::test_calls_are_answered_as_before[words]",
         "noticed",
     ),
-    "idle": (COMMENT, "# Those at equal distances", TESTS, "survived"),
+    "idle": (COMMENT, "# As many roles", TESTS, "survived"),
     "broken": (NUMBER, "raise SystemError", TESTS, "not tried"),
     "moved": ("no such text", "", TESTS, "not tried"),
     "untested": (NUMBER, "_SHORTEST_RUN = 2", f"{TESTS}::test_that_is_gone", "not tried"),
