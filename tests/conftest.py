@@ -131,7 +131,7 @@ def commit() -> str:
 
 
 @pytest.fixture
-def pipes_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def pipes_hang(monkeypatch):
     """A named pipe stands for a file of a file system that hangs, also to who opens files alone."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     monkeypatch.setattr(ownership, "open_regular", lambda path: os.open(path, flags))

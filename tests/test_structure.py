@@ -27,14 +27,14 @@ RELATIVE_WORDS = {"What", "Whether", "Whom", "Whose", "Which", "Who", "How", "Wh
 
 
 @pytest.fixture(scope="module")
-def project() -> dict[str, Any]:
+def project():
     with open(ROOT / "pyproject.toml", "rb") as file:
         values: dict[str, Any] = tomllib.load(file)["project"]
     return values
 
 
 @pytest.fixture(scope="module")
-def locked() -> dict[str, str]:
+def locked():
     text = (ROOT / "scripts" / "lock.txt").read_text()
     found = re.findall(r"^([a-z]\S*)==(\S+)( ; .*)? \\\n +--hash=sha256:", text, re.MULTILINE)
     assert len(found) == len(re.findall(r"^[a-z]", text, re.MULTILINE))  # each with a hash
@@ -52,7 +52,7 @@ def requirements_of(project: dict[str, Any]) -> list[Requirement]:
     return [requirement for requirement in found if requirement.name != project["name"]]
 
 
-def test_tests_see_no_gpu_unless_they_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_see_no_gpu_unless_they_ask_for_it(monkeypatch):
     assert os.environ[VISIBLE] == ""
     monkeypatch.setenv(VISIBLE, "2,3")
     monkeypatch.delenv("DEADPOOL_TEST_GPUS")
@@ -63,7 +63,7 @@ def test_tests_see_no_gpu_unless_they_ask_for_it(monkeypatch: pytest.MonkeyPatch
     assert os.environ[VISIBLE] == "2,3"
 
 
-def test_the_version_is_the_same_everywhere(project: dict[str, Any]) -> None:
+def test_the_version_is_the_same_everywhere(project):
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert project["dynamic"] == ["version"]  # it is read from the package
@@ -73,7 +73,7 @@ def test_the_version_is_the_same_everywhere(project: dict[str, Any]) -> None:
     assert all(tag == f"v{newest[1]}" for tag in tags)
 
 
-def test_each_python_that_was_run_is_a_classifier(project: dict[str, Any]) -> None:
+def test_each_python_that_was_run_is_a_classifier(project):
     table = (ROOT / "docs" / "compatibility.md").read_text()
     row = re.search(r"^\| Python \|(.*?)\|", table, re.MULTILINE)
     assert row is not None
@@ -81,15 +81,13 @@ def test_each_python_that_was_run_is_a_classifier(project: dict[str, Any]) -> No
     assert set(re.findall(r"3\.\d+", row[1])) == known
 
 
-def test_the_lock_fits_the_ranges(project: dict[str, Any], locked: dict[str, str]) -> None:
+def test_the_lock_fits_the_ranges(project, locked):
     for requirement in requirements_of(project):
         pinned = locked[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(pinned), requirement
 
 
-def test_the_lock_has_everything_that_is_needed(
-    project: dict[str, Any], locked: dict[str, str]
-) -> None:
+def test_the_lock_has_everything_that_is_needed(project, locked):
     waiting, seen = requirements_of(project), set[str]()
     while waiting:
         name = canonicalize_name(waiting.pop().name)
@@ -104,13 +102,13 @@ def test_the_lock_has_everything_that_is_needed(
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_can_be_run_from_anywhere(script: Path) -> None:
+def test_scripts_can_be_run_from_anywhere(script):
     assert os.access(script, os.X_OK)
     assert script.read_text().startswith("#!/usr/bin/env bash\n")
     subprocess.run(["bash", "-n", script], check=True)
 
 
-def test_no_link_of_the_documentation_is_broken(tmp_path: Path) -> None:
+def test_no_link_of_the_documentation_is_broken(tmp_path):
     """The site's own builder says it of docs/; for the rest the files are looked up."""
     command = [sys.executable, "-m", "mkdocs", "build", "-f", ".ci/mkdocs.yml", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -127,7 +125,7 @@ def anchor_of(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-def test_the_command_line_does_not_load_torch() -> None:
+def test_the_command_line_does_not_load_torch():
     """``deadpool status`` and friends answer at once, also on a host without torch's memory."""
     program = (
         "import sys, deadpool_megatron.cli\n"
@@ -145,13 +143,13 @@ def ceilings(pyproject: str | None = None) -> dict[str, float]:
     return found
 
 
-def test_the_whole_stays_under_its_ceilings() -> None:
+def test_the_whole_stays_under_its_ceilings():
     command = [sys.executable, ROOT / "scripts" / "code_lines.py"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_ceilings_only_fall() -> None:
+def test_ceilings_only_fall():
     def git(*command: str) -> str:
         done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
         return done.stdout if done.returncode == 0 else ""
@@ -171,7 +169,7 @@ def modules() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_modules_are_short_documented_and_careful(path: Path) -> None:
+def test_modules_are_short_documented_and_careful(path):
     text = path.read_text()
     tree = ast.parse(text)
     assert len(text.splitlines()) <= ceilings()["module"]
@@ -207,7 +205,7 @@ def private_accesses(text: str) -> int:
     )
 
 
-def test_private_accesses_only_become_fewer() -> None:
+def test_private_accesses_only_become_fewer():
     counts = dict.fromkeys(PRIVATE_ACCESSES, 0)
     for path in (ROOT / "tests").rglob("*.py"):
         text = path.read_text()

@@ -141,7 +141,7 @@ def problems(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_name_existing_things(page: Path) -> None:
+def test_tables_name_existing_things(page):
     assert list(problems(page)) == []
 
 
@@ -152,5 +152,5 @@ def test_tables_name_existing_things(page: Path) -> None:
         *("test_that_is_gone_from_here", "deadpool_megatron.vault.gone", "gone_for_good()"),
     ],
 )
-def test_the_check_finds_names_that_are_gone(word: str) -> None:
+def test_the_check_finds_names_that_are_gone(word):
     assert is_unknown(word)

@@ -81,7 +81,7 @@ def worn_places() -> Iterator[str]:
             yield f"{file.relative_to(ROOT)}:{number}: {found[0]}"
 
 
-def test_worn_words_only_become_fewer() -> None:
+def test_worn_words_only_become_fewer():
     """Their number stands with the ceilings, which only fall."""
     places = list(worn_places())
     assert len(places) <= ceiling("worn_words"), "\n".join(places)
@@ -120,7 +120,7 @@ def worn_code() -> Iterator[tuple[str, str, str, str]]:
                     yield f"{kind}_prose", room, f"{name}:{number}", each[0]
 
 
-def test_worn_words_of_the_code_only_become_fewer() -> None:
+def test_worn_words_of_the_code_only_become_fewer():
     """Below a ceiling is good news: the ceiling in pyproject.toml is lowered to the count."""
     counts = Counter(kind for kind, *_ in worn_code())
     over = {kind: number for kind, number in counts.items() if number > ceiling(kind)}
@@ -150,7 +150,7 @@ def help_texts() -> Iterator[tuple[str, str]]:
                 yield f"{parser.prog} {name}", action.help
 
 
-def test_sentences_are_short_where_people_begin() -> None:
+def test_sentences_are_short_where_people_begin():
     texts = [
         (path.name, path.read_text()) for path in PAGES if path.stem in ("README", "first-hour")
     ]
@@ -161,7 +161,7 @@ def test_sentences_are_short_where_people_begin() -> None:
 
 
 @pytest.mark.parametrize("text", ["It goes on.", "x; what is left is lost.", "Who asks is told."])
-def test_the_check_finds_worn_words(text: str) -> None:
+def test_the_check_finds_worn_words(text):
     assert WORN.search(text)
 
 

@@ -5,11 +5,10 @@ import pytest
 from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import launch, node_agent
-from tests.cli.told import CarryOut, Complain
 
 
 @pytest.fixture
-def carry_out(capsys: pytest.CaptureFixture[str]) -> CarryOut:
+def carry_out(capsys):
     """Give a command; answers its exit status, output and errors."""
 
     def give(*arguments: object) -> tuple[int, str, str]:
@@ -25,7 +24,7 @@ def carry_out(capsys: pytest.CaptureFixture[str]) -> CarryOut:
 
 
 @pytest.fixture
-def complain(carry_out: CarryOut) -> Complain:
+def complain(carry_out):
     """Give a command that is refused; answers its one line."""
 
     def refused(*arguments: object) -> str:
@@ -39,7 +38,7 @@ def complain(carry_out: CarryOut) -> Complain:
 
 
 @pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_starts(monkeypatch):
     def start(_launcher: launch.Launcher) -> int:
         raise AssertionError("the launcher was reached")
 
@@ -47,7 +46,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def imports_nothing(monkeypatch):
     """An agent whose command is good so far ends where it would import."""
 
     def import_nothing(*_: object) -> None:

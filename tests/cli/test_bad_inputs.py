@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.start.refused import SCRIPT, old_run
-from tests.cli.told import Complain
 
 TABLE = Path(__file__).with_name("bad_inputs.toml")
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -30,7 +29,7 @@ FILES = {
 
 
 @pytest.fixture(scope="module", name="place")
-def _place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _place(tmp_path_factory):
     """The folder that all of them are given in: none of them changes anything."""
     place = tmp_path_factory.mktemp("place")
     for name, content in FILES.items():
@@ -43,9 +42,7 @@ def _place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("nothing_starts", "imports_nothing")
 @pytest.mark.parametrize(("line", "named"), tomllib.loads(TABLE.read_text())["rows"])
-def test_bad_input(
-    line: str, named: str, place: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input(line, named, place, complain, monkeypatch):
     monkeypatch.chdir(place)
     before = sorted(place.rglob("*"))
     if line[:3] in ("RUN", "AGE") and "--" not in line.split():

@@ -1,18 +1,16 @@
 """``deadpool compare``: yes only for equal facts, and the first difference first."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deadpool_megatron.cli import compare
 from deadpool_megatron.cli.run_result import ResultError, read_result
-from tests.cli.told import CarryOut, Complain
 from tests.common.synthetic_run import write_run
 
 
-def test_nothing_is_never_identical_to_nothing(tmp_path: Path) -> None:
+def test_nothing_is_never_identical_to_nothing(tmp_path):
     def empty(final: dict[str, Any]) -> None:
         final.update(roles={}, exit_status=75, reason="no spare is left")
         final["numbers"]["step"].clear()
@@ -22,7 +20,7 @@ def test_nothing_is_never_identical_to_nothing(tmp_path: Path) -> None:
         compare.compare_results(read_result(first), read_result(second))
 
 
-def test_exit_statuses_and_json(tmp_path: Path, carry_out: CarryOut) -> None:
+def test_exit_statuses_and_json(tmp_path, carry_out):
     first, same = (write_run(tmp_path / name) for name in ("first", "same"))
     other = write_run(tmp_path / "other", strike=5, shift=1e-9)
     status, told, _ = carry_out("compare", first, same)
@@ -34,7 +32,7 @@ def test_exit_statuses_and_json(tmp_path: Path, carry_out: CarryOut) -> None:
 
 
 @pytest.mark.parametrize("final", [None, "{", "{}"])
-def test_what_is_no_result(tmp_path: Path, complain: Complain, final: str | None) -> None:
+def test_what_is_no_result(tmp_path, complain, final):
     run = write_run(tmp_path / "run")
     complain("compare", run, tmp_path / "none")
     (run / "final.json").unlink()

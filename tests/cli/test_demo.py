@@ -11,12 +11,11 @@ import pytest
 from deadpool_megatron import cli
 from deadpool_megatron.cli import demo, plot
 from deadpool_megatron.cli.run_result import read_story
-from tests.cli.told import CarryOut
 from tests.common.synthetic_run import write_run
 
 
 @pytest.fixture(autouse=True)
-def _folder_for_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _folder_for_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(demo.tempfile, "tempdir", str(tmp_path))
 
 
@@ -43,8 +42,8 @@ class Runs:
 
 
 def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
-    tmp_path: Path, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, carry_out, monkeypatch
+):
     monkeypatch.setattr(demo, "train", Runs())
     facts_file, picture = tmp_path / "facts.json", tmp_path / "picture.png"
     status, told, _ = carry_out("demo", "--iterations", 12, "--json", facts_file, "--plot", picture)
@@ -60,16 +59,14 @@ def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["facts.json", "picture.png"]
 
 
-def test_in_the_picture_the_runs_lie_on_each_other_however_long_each_took(tmp_path: Path) -> None:
+def test_in_the_picture_the_runs_lie_on_each_other_however_long_each_took(tmp_path):
     """By iteration: by the clock the struck run is behind from its failure on."""
     made = (write_run(tmp_path / "calm"), write_run(tmp_path / "struck", strike=6))
     calm, struck = (plot.curve_of(read_story(each)) for each in made)
     assert calm == struck
 
 
-def test_other_numbers_are_said_and_kept(
-    tmp_path: Path, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_numbers_are_said_and_kept(tmp_path, carry_out, monkeypatch):
     monkeypatch.setattr(demo, "train", Runs(shift=1e-9))
     status, told, _ = carry_out("demo", "--run-dir", tmp_path / "both")
     assert status == 1
@@ -77,9 +74,7 @@ def test_other_numbers_are_said_and_kept(
     assert (tmp_path / "both" / "struck" / "final.json").exists()
 
 
-def test_a_run_that_fails_is_kept(
-    tmp_path: Path, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_is_kept(tmp_path, carry_out, monkeypatch):
     monkeypatch.setattr(demo, "launch_command", lambda *_: ["sh", "-c", "exit 3"])
     status, _, told = carry_out("demo")
     assert (status, "undisturbed run has exit status 3" in told) == (1, True)
@@ -90,12 +85,8 @@ def test_a_run_that_fails_is_kept(
     ("flags", "shape", "visible"), [((), demo.ON_CPUS, ""), (("--gpu",), demo.ON_GPUS, "3,4,5,6,7")]
 )
 def test_it_is_on_cpus_and_gloo_unless_it_is_told_to_take_gpus(
-    flags: tuple[str, ...],
-    shape: demo.DemoSize,
-    visible: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    flags, shape, visible, tmp_path, monkeypatch
+):
     """Then with one for each process."""
     runs = Runs()
     monkeypatch.setattr(demo, "train", runs)

@@ -6,8 +6,6 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
 from deadpool_megatron import cli
 
 ROOT = Path(__file__).parents[2]
@@ -28,9 +26,7 @@ def shown() -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_the_program_takes_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_takes_them(monkeypatch, capsys):
     load, taken = cli._module, list[str]()
 
     def run(args: argparse.Namespace) -> int:

@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.failures import MEANINGS
-from tests.cli.told import CarryOut
 
 PAGE = Path(__file__).parents[2] / "docs" / "codes.md"
 
 
-def test_the_page_of_codes_is_made_from_the_table(carry_out: CarryOut) -> None:
+def test_the_page_of_codes_is_made_from_the_table(carry_out):
     assert carry_out("explain") == (0, PAGE.read_text(), ""), "deadpool explain > docs/codes.md"
 
 
 @pytest.mark.parametrize("code", MEANINGS)
-def test_each_code_is_explained(code: str, carry_out: CarryOut) -> None:
+def test_each_code_is_explained(code, carry_out):
     status, text, _ = carry_out("explain", code)
     assert (status, text.split(":")[0]) == (0, code)
     assert MEANINGS[code].noticed in text

@@ -30,7 +30,7 @@ _LIGHT = ("numpy", "numpy.libs", "xxhash", "yaml", "_yaml")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """Built from a source distribution, as an installation from the package index may be."""
     place = tmp_path_factory.mktemp("wheel")
     shutil.copytree(REPOSITORY, place / "tree", ignore=_OURS_ALONE)
@@ -86,7 +86,7 @@ def install(wheel: Path, place: Path) -> Installation:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+def installed(wheel, tmp_path_factory):
     """Beside torch and Megatron."""
     place = tmp_path_factory.mktemp("installed")
     (place / "base").symlink_to(PACKAGES)
@@ -94,7 +94,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installa
 
 
 @pytest.fixture(scope="module")
-def light(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+def light(wheel, tmp_path_factory):
     """On a machine that has neither torch nor Megatron."""
     place = tmp_path_factory.mktemp("light")
     (place / "base").mkdir()
@@ -104,7 +104,7 @@ def light(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation
     return install(wheel, place)
 
 
-def test_torch_and_megatron_are_left_to_the_machine(wheel: Path) -> None:
+def test_torch_and_megatron_are_left_to_the_machine(wheel):
     with zipfile.ZipFile(wheel) as archive:
         [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
@@ -122,9 +122,7 @@ for name in ("torch", "megatron-core"):
 
 @pytest.mark.full
 @pytest.mark.parametrize("extra", ["", "[megatron]"])
-def test_pip_leaves_torch_and_megatron_of_an_image_alone(
-    extra: str, wheel: Path, tmp_path: Path
-) -> None:
+def test_pip_leaves_torch_and_megatron_of_an_image_alone(extra, wheel, tmp_path):
     """Whose packages the environment sees, as that of an image does."""
     (tmp_path / "base").symlink_to(PACKAGES)
     made = environment(tmp_path)
@@ -143,7 +141,7 @@ def test_pip_leaves_torch_and_megatron_of_an_image_alone(
 
 
 @pytest.mark.full
-def test_a_machine_is_checked_outside_of_a_checkout(installed: Installation) -> None:
+def test_a_machine_is_checked_outside_of_a_checkout(installed):
     done = installed.deadpool("check", "--json")
     found = json.loads(done.stdout)
     # Whether this machine has a problem is not asked here.
@@ -153,7 +151,7 @@ def test_a_machine_is_checked_outside_of_a_checkout(installed: Installation) -> 
     assert versions["torch"] == importlib.metadata.version("torch")
 
 
-def test_every_example_is_installed(installed: Installation) -> None:
+def test_every_example_is_installed(installed):
     done = installed.deadpool("examples")
     assert done.returncode == 0, done.stderr
     root = Path(done.stdout.rstrip("\n"))
@@ -166,7 +164,7 @@ def test_every_example_is_installed(installed: Installation) -> None:
 
 
 @pytest.mark.full(every_time=True)
-def test_a_node_is_lost_and_replaced(installed: Installation) -> None:
+def test_a_node_is_lost_and_replaced(installed):
     done = installed.deadpool("demo", "--iterations", "8")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bit-identical: yes" in done.stdout
@@ -174,7 +172,7 @@ def test_a_node_is_lost_and_replaced(installed: Installation) -> None:
 
 @needs_megatron_lm
 @pytest.mark.megatron_lm
-def test_patches_come_along(installed: Installation, tmp_path: Path) -> None:
+def test_patches_come_along(installed, tmp_path):
     source = checkout()
     assert source is not None
     for name in {name for patch_set in patch.find_patch_sets() for name in patch_set.hashes}:
@@ -185,7 +183,7 @@ def test_patches_come_along(installed: Installation, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_without_torch_all_but_training_works(light: Installation) -> None:
+def test_without_torch_all_but_training_works(light):
     examples = light.deadpool("examples").stdout.strip()
     assert light.deadpool("plan", f"{examples}/configs/65b.yaml", "--json").returncode == 0
     assert light.deadpool("status", "runs/none").returncode == 2

@@ -32,7 +32,7 @@ PROMETHEUS_SECONDS = 10.0
 @pytest.mark.skipif(
     shutil.which("promtool") is None, reason="no prometheus: scripts/system-packages.sh"
 )
-def test_rules_fire_and_clear() -> None:
+def test_rules_fire_and_clear():
     for words in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
         there = CONFIGS / "prometheus"
         done = subprocess.run(["promtool", *words], cwd=there, capture_output=True, text=True)
@@ -48,7 +48,7 @@ def told(
     return {metric.name: metric.samples for metric in found}
 
 
-def test_what_the_dashboard_and_the_alerts_ask_for_is_there() -> None:
+def test_what_the_dashboard_and_the_alerts_ask_for_is_there():
     """And what has not happened yet as zero: a server sees no increase of a series that begins."""
     ended = Event(Kind.RUN_ENDED, 1, data={"exit_status": 0}, wall_seconds=99.0)
     saved = Event(Kind.DURABLE, 1, iteration=2, data={"path": "x"}, wall_seconds=50.0)
@@ -77,9 +77,7 @@ def test_what_the_dashboard_and_the_alerts_ask_for_is_there() -> None:
 
 
 @pytest.mark.full
-def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(
-    silent_run: RunDirectory,
-) -> None:
+def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(silent_run):
     """Two coordinators are named, and neither answers."""
     create_secret(silent_run.path)
     first, second = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
@@ -108,7 +106,7 @@ def step(iteration: int, at: float) -> Event:
 
 
 @pytest.fixture
-def silent_run(tmp_path: Path) -> RunDirectory:
+def silent_run(tmp_path):
     """A run that has written some events, and whose coordinator is away."""
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
@@ -120,7 +118,7 @@ def silent_run(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_run_that_is_started_again_says_when(ended: bool) -> None:
+def test_a_run_that_is_started_again_says_when(ended):
     """With an exit status no alert would fire for the rest of the run."""
     events = [Event(Kind.RUN_STARTED, wall_seconds=1.0), *trained(5)]
     if ended:

@@ -8,12 +8,11 @@ import pytest
 from deadpool_megatron.cli import report
 from deadpool_megatron.events import Event, Kind, date, to_line
 from deadpool_megatron.observe.view import view
-from tests.cli.told import CarryOut
 from tests.common.event_schema import check_event
 from tests.common.synthetic_run import story_of, struck_events, write_run
 
 
-def test_a_failure_is_told_in_ten_lines_at_most(tmp_path: Path, carry_out: CarryOut) -> None:
+def test_a_failure_is_told_in_ten_lines_at_most(tmp_path, carry_out):
     run = write_run(tmp_path / "run", strike=6)
     status, text, _ = carry_out("report", run)
     assert status == 0
@@ -38,7 +37,7 @@ def test_a_failure_is_told_in_ten_lines_at_most(tmp_path: Path, carry_out: Carry
     assert told == {"kind": "node-lost", "node": 0, "host": "h", "at": date(1005.2)}
 
 
-def test_a_run_in_the_middle_of_a_recovery(tmp_path: Path, carry_out: CarryOut) -> None:
+def test_a_run_in_the_middle_of_a_recovery(tmp_path, carry_out):
     events = struck_events()
     restoring = next(n for n, event in enumerate(events) if event.phase == "restore")
     lines = b"".join(map(to_line, events[:restoring])) + b'{"kind": "step", "torn'
@@ -50,7 +49,7 @@ def test_a_run_in_the_middle_of_a_recovery(tmp_path: Path, carry_out: CarryOut) 
     assert not failure["recovered"]
 
 
-def test_a_hang_is_told_with_who_is_where() -> None:
+def test_a_hang_is_told_with_who_is_where():
     """Also one that came before the run went on."""
     world = {"group": "world(0-255)", "operation": "all_reduce", "number": 9}
     rows = [
@@ -74,7 +73,7 @@ def test_a_hang_is_told_with_who_is_where() -> None:
         assert facts["hangs"] == [hang.data]
 
 
-def test_late_messages_are_no_refusals_and_planned_changes_no_failures() -> None:
+def test_late_messages_are_no_refusals_and_planned_changes_no_failures():
     """The loss of a coordinator, which has no phases, is a failure."""
     late = Event(Kind.REFUSED, 2, data={"who": "x", "why": "epoch 1 is not open", "late": True})
     bad = Event(Kind.REFUSED, 2, data={"who": "x", "why": "y"})
@@ -97,7 +96,7 @@ def test_late_messages_are_no_refusals_and_planned_changes_no_failures() -> None
     assert [rows["to"][at] for at in (2, 5)] == ["2", "1"]
 
 
-def test_a_damaged_event_costs_itself_alone(tmp_path: Path, carry_out: CarryOut) -> None:
+def test_a_damaged_event_costs_itself_alone(tmp_path, carry_out):
     run = write_run(tmp_path / "run", strike=6)
     slow, data = Event(Kind.SLOW_NODE, 1, node=1), {"loss": "0x1p99999"}
     huge = Event(Kind.STEP, 1, iteration=11, data=data)
@@ -108,7 +107,7 @@ def test_a_damaged_event_costs_itself_alone(tmp_path: Path, carry_out: CarryOut)
     assert carry_out("report", run)[0] == 0
 
 
-def test_what_is_no_run_directory(tmp_path: Path, carry_out: CarryOut) -> None:
+def test_what_is_no_run_directory(tmp_path, carry_out):
     (tmp_path / "events.jsonl").write_text('{"kind": "no such kind"}\n')
     status, _, errors = carry_out("report", tmp_path)
     assert (status, errors) == (0, ""), "of a newer version"

@@ -27,7 +27,6 @@ from deadpool_megatron.cli import http_server, serve
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.observe.view import view
 from tests.cli.start.refused import old_run
-from tests.cli.told import CarryOut
 from tests.cluster.running import Run, environment, send
 from tests.common.browser import CHROMIUM, Browser
 from tests.common.synthetic_run import events_of, status_of
@@ -60,7 +59,7 @@ def get(address: str) -> tuple[int, bytes, HTTPMessage]:
         return error.code, error.read(), error.headers
 
 
-def test_nothing_is_answered_without_the_token() -> None:
+def test_nothing_is_answered_without_the_token():
     with served({}) as address:
         for path in ("/", "/state", "/page.js", "/page.css", "/?token=other", "/state?token="):
             status, body, _ = get(address + path)
@@ -73,15 +72,15 @@ def test_nothing_is_answered_without_the_token() -> None:
 
 @pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
 def test_an_address_that_others_see_is_one_they_can_use_and_said_to_be_in_the_clear(
-    host: str, warned: bool, tmp_path: Path, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    host, warned, tmp_path, carry_out, monkeypatch
+):
     server = Mock(server_port=1, serve_forever=Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(serve, "make_server", lambda *_: server)
     status, out, errors = carry_out("serve", old_run(tmp_path).path, "--listen", f"{host}:1")
     assert (status, "//0.0.0.0" in out, bool(errors)) == (0, False, warned)
 
 
-def test_the_page_loads_nothing_from_elsewhere() -> None:
+def test_the_page_loads_nothing_from_elsewhere():
     with served({}) as address:
         for path in ("/", "/page.js", "/page.css"):
             status, body, headers = get(f"{address}{path}?token={TOKEN}")
@@ -106,7 +105,7 @@ def page_of(*losses: str, run: str = "run") -> serve.RunPage:
     return page
 
 
-def test_the_state_of_a_large_run() -> None:
+def test_the_state_of_a_large_run():
     """Two thousand iterations of 512 roles on 64 nodes; a loss that is no number can be told."""
     page = page_of(*(float(k).hex() for k in range(1, 2000)), "nan")
     told = json.dumps(drawn(page, status_of(64, 512, 2001.0), 2001.0), allow_nan=False)
@@ -122,7 +121,7 @@ CLOSED = Event(
 )
 
 
-def test_a_run_without_a_process_has_no_pace_and_says_what_is_left() -> None:
+def test_a_run_without_a_process_has_no_pace_and_says_what_is_left():
     page = page_of("0x1p+1", "0x1p+1")
     page.take(Event(Kind.TRAINING, data={"iterations": 100}))
     assert drawn(page, None, 3.0)["progress"]["seconds_left"] == 98.0
@@ -131,7 +130,7 @@ def test_a_run_without_a_process_has_no_pace_and_says_what_is_left() -> None:
     assert (found["progress"]["seconds_left"], found["progress"]["iterations"]) == (None, 100)
 
 
-def test_a_takeover_is_shown_with_all_nodes_that_the_events_know() -> None:
+def test_a_takeover_is_shown_with_all_nodes_that_the_events_know():
     page = page_of("0x1p+1")
     for node in (0, 1):
         page.take(Event(Kind.NODE_JOINED, 1, node, data={"hostname": f"b{node}"}, wall_seconds=0.9))
@@ -146,7 +145,7 @@ def test_a_takeover_is_shown_with_all_nodes_that_the_events_know() -> None:
     assert (recovery["kind"], recovery["recovered"]) == ("coordinator", False)
 
 
-def test_a_drained_node_has_left_unless_its_roles_failed_with_it() -> None:
+def test_a_drained_node_has_left_unless_its_roles_failed_with_it():
     drain = Event(Kind.DRAIN, 1, 9, data={}, wall_seconds=3.0)
     for told, planned in (((LOST,), False), ((drain, LOST), True), ((drain, LOST, CLOSED), False)):
         page = page_of("0x1p+1")
@@ -155,7 +154,7 @@ def test_a_drained_node_has_left_unless_its_roles_failed_with_it() -> None:
         assert [one["planned"] for one in drawn(page, None, 9.0)["lost"]] == [planned]
 
 
-def test_a_node_that_is_back_is_not_lost_and_one_that_leaves_after_the_end_did_not_fail() -> None:
+def test_a_node_that_is_back_is_not_lost_and_one_that_leaves_after_the_end_did_not_fail():
     page = page_of("0x1p+1")
     joined = Event(Kind.NODE_JOINED, 1, 9, data={"spare": True}, wall_seconds=5.0)
     for event in (LOST, joined, Event(Kind.RUN_ENDED, data={"exit_status": 0}), LOST):
@@ -192,7 +191,7 @@ def states() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory):
     if CHROMIUM is None:
         pytest.skip("no browser: scripts/system-packages.sh")
     with Browser(tmp_path_factory.mktemp("profile")) as made:
@@ -200,7 +199,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.mark.slow
-def test_nothing_sticks_out_at_any_width(browser: Browser) -> None:
+def test_nothing_sticks_out_at_any_width(browser):
     for name, state in states().items():
         with served(state) as address:
             browser.open(f"{address}/?token={TOKEN}")
@@ -210,7 +209,7 @@ def test_nothing_sticks_out_at_any_width(browser: Browser) -> None:
 
 
 @pytest.mark.slow
-def test_trouble_comes_first_and_the_pointer_finds_an_iteration(browser: Browser) -> None:
+def test_trouble_comes_first_and_the_pointer_finds_an_iteration(browser):
     with served(states()["running-512"]) as address:
         browser.look(1280)
         browser.open(f"{address}/?token={TOKEN}")
@@ -230,7 +229,7 @@ def test_trouble_comes_first_and_the_pointer_finds_an_iteration(browser: Browser
 
 
 @pytest.mark.slow
-def test_texts_of_a_run_are_no_markup(browser: Browser) -> None:
+def test_texts_of_a_run_are_no_markup(browser):
     bad = "<script>document.title = 'taken'</script>"
     state = page_of("0x1p+1", "0x1p+1", run=bad)
     state.take(Event(Kind.TRAINING, data={"iterations": 100}))
@@ -247,7 +246,7 @@ def test_texts_of_a_run_are_no_markup(browser: Browser) -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path, browser: Browser) -> None:
+def test_a_browser_sees_a_run_lose_a_node(tmp_path, browser):
     told = tmp_path / "told"
     options = ("--deadpool-on-event", f'echo "$DEADPOOL_EVENT_KIND" >> {told}')
     with Run(tmp_path / "r", nodes=2, nproc=2, options=options) as run:
@@ -271,9 +270,7 @@ def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path, browser: Browser) -> N
     assert told.read_text().split() == ["epoch-closed", "recovered", "run-ended"]
 
 
-def test_bad_addresses_and_readers_that_go_away_leave_nothing_on_the_terminal(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_addresses_and_readers_that_go_away_leave_nothing_on_the_terminal(capfd):
     def requests() -> list[str]:
         return [one.name for one in threading.enumerate() if "process_request" in one.name]
 
@@ -302,7 +299,7 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def test_requests_that_never_end_take_neither_its_threads_nor_its_answers() -> None:
+def test_requests_that_never_end_take_neither_its_threads_nor_its_answers():
     server = http_server.LimitedServer("127.0.0.1", 0, Answers)
     before = threading.active_count()
     threading.Thread(target=server.serve_forever, daemon=True).start()

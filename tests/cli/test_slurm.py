@@ -10,13 +10,12 @@ from deadpool_megatron.cli.common import CommandError, RunNotReachable
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from tests.cli.start.refused import old_run
-from tests.cli.told import Complain
 
 WAITS = "waits for a spare node"
 
 
 @pytest.fixture
-def sinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sinfo(tmp_path, monkeypatch):
     """A stand-in: what is written into it is run."""
     path = tmp_path / "bin" / "sinfo"
     path.parent.mkdir()
@@ -29,9 +28,7 @@ def says(sinfo: Path, *lines: str) -> None:
     sinfo.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
 
 
-def test_a_drain_is_passed_on_once_and_its_wait_for_a_spare_is_told(
-    tmp_path: Path, sinfo: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_drain_is_passed_on_once_and_its_wait_for_a_spare_is_told(tmp_path, sinfo, capsys):
     run, sent = RunDirectory(tmp_path / "r"), []
     (run.path / "nodes").mkdir(parents=True)
     for node, host in enumerate(("a1.cluster", "a2.cluster")):
@@ -67,7 +64,7 @@ def test_a_drain_is_passed_on_once_and_its_wait_for_a_spare_is_told(
     ]
 
 
-def test_slurm_that_does_not_answer_is_named(sinfo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_that_does_not_answer_is_named(sinfo, monkeypatch):
     sinfo.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
     with pytest.raises(CommandError, match="status 1: Unable to contact slurm controller"):
         slurm.drained_hosts()
@@ -77,9 +74,7 @@ def test_slurm_that_does_not_answer_is_named(sinfo: Path, monkeypatch: pytest.Mo
         slurm.drained_hosts()
 
 
-def test_a_host_without_slurm_follows_nothing(
-    tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_without_slurm_follows_nothing(tmp_path, complain, monkeypatch):
     run = old_run(tmp_path / "old")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "sinfo" in complain("follow-slurm", str(run.path))

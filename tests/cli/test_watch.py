@@ -9,15 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from unittest.mock import Mock
 
-import pytest
-
 from deadpool_megatron.cli import watch
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.watch import Follower
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind, date, to_line
 from deadpool_megatron.settings import Settings
-from tests.cli.told import CarryOut
 from tests.common.synthetic_run import NOTHING_WAITS, status_of, write_run
 
 _FULL = os.strerror(errno.ENOSPC)
@@ -48,7 +45,7 @@ def followed(directory: Path, events: Iterable[Event]) -> Heard:
     return heard
 
 
-def test_what_several_say_is_told_once_and_nothing_after_the_end(tmp_path: Path) -> None:
+def test_what_several_say_is_told_once_and_nothing_after_the_end(tmp_path):
     found = {"matched": False, "difference": "main"}
     events = [
         Event(Kind.EPOCH_OPENED, epoch=1),
@@ -63,7 +60,7 @@ def test_what_several_say_is_told_once_and_nothing_after_the_end(tmp_path: Path)
     assert [line.split()[0] for line in lines] == ["epoch", "an", "epoch", "done:"]
 
 
-def test_the_date_is_told_once_a_day(tmp_path: Path) -> None:
+def test_the_date_is_told_once_a_day(tmp_path):
     days = [3600.0 * hour for hour in (0, 1, 48)]
     told = [Event(Kind.EVALUATION, 1, iteration=1, wall_seconds=1e9 + at) for at in days]
     heard = followed(tmp_path, told)
@@ -74,9 +71,7 @@ def test_the_date_is_told_once_a_day(tmp_path: Path) -> None:
     assert len(heard.lines) == 3
 
 
-def test_a_run_is_watched_from_its_newest_lines_to_its_end(
-    tmp_path: Path, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_watched_from_its_newest_lines_to_its_end(tmp_path, carry_out, monkeypatch):
     run = write_run(tmp_path / "run", strike=6)
     (run / "run.json").unlink()
     info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
@@ -91,7 +86,7 @@ def test_a_run_is_watched_from_its_newest_lines_to_its_end(
     assert carry_out("watch", run)[0] == 0, "its events are lost"
 
 
-def test_events_that_cannot_be_read_now_are_told_later(tmp_path: Path) -> None:
+def test_events_that_cannot_be_read_now_are_told_later(tmp_path):
     """Who follows a run, as ``deadpool run`` does its own, ends it when it fails itself."""
     run, heard = RunDirectory(tmp_path), Heard()
     follower, second = Follower(run, heard), tmp_path / "events-0002.jsonl"
@@ -106,7 +101,7 @@ def test_events_that_cannot_be_read_now_are_told_later(tmp_path: Path) -> None:
     assert len(heard.lines) == 2
 
 
-def test_a_terminal_has_lines_above_one_status() -> None:
+def test_a_terminal_has_lines_above_one_status():
     program = (
         "from deadpool_megatron.cli.display import Display\n"
         "display = Display()\n"
@@ -135,9 +130,7 @@ def test_a_terminal_has_lines_above_one_status() -> None:
     assert max(map(len, seen)) < 80, "a status is one line, or it could not be taken back"
 
 
-def test_silence_is_told_as_the_coordinator_sees_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silence_is_told_as_the_coordinator_sees_it(tmp_path, monkeypatch):
     """At once, and once, where events cannot be written; else after a minute."""
     heard, full = Heard(), {**NOTHING_WAITS, "waiting": 3, "trouble": "x", "why": _FULL}
     follower = Follower(RunDirectory(tmp_path), heard)

@@ -40,7 +40,7 @@ def sealed(path: Path) -> dict[Generation, int]:
     }
 
 
-def test_the_run_goes_on_from_the_generation_before(tmp_path: Path) -> None:
+def test_the_run_goes_on_from_the_generation_before(tmp_path):
     first = tmp_path / "first"
     # All roles, so that nobody is one generation further and has overwritten the older one.
     stops = [

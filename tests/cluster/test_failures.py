@@ -72,11 +72,11 @@ FOR_GOOD = (48, 63, 74, 79, 94, 95)
         ("", CRASH),
     ],
 )
-def test_kind_of_end(line: str, kind: failures.FailureKind) -> None:
+def test_kind_of_end(line, kind):
     assert failures.kind_of_end(line) is kind
 
 
-def test_which_ends_say_that_the_device_is_broken_for_good() -> None:
+def test_which_ends_say_that_the_device_is_broken_for_good():
     for number in FOR_GOOD:
         assert failures.is_broken_for_good(None, f"NVRM: Xid (PCI:1:0): {number}, x")
     for line in ("Xid 13", "Xid 31", "Xid", "uncorrectable ECC error encountered", ""):
@@ -84,7 +84,7 @@ def test_which_ends_say_that_the_device_is_broken_for_good() -> None:
     assert failures.is_broken_for_good(failures.ExitStatus.NO_DEVICE, "")
 
 
-def test_the_exception_counts_not_the_advice_that_torch_prints_after_it() -> None:
+def test_the_exception_counts_not_the_advice_that_torch_prints_after_it():
     log = (
         "step 3\nTraceback (most recent call last):\n"
         '  File "train.py", line 3, in step\n    loss.item()\n'
@@ -97,7 +97,7 @@ def test_the_exception_counts_not_the_advice_that_torch_prints_after_it() -> Non
     assert failures.kind_of_end(last_words(log)) is DEVICE
 
 
-def test_fatal_errors_of_cpp_and_of_python() -> None:
+def test_fatal_errors_of_cpp_and_of_python():
     aborted = (
         "terminate called after throwing an instance of 'c10::DistBackendError'\n"
         "  what():  [PG ID 0] Process group watchdog thread terminated with exception:"
@@ -112,12 +112,12 @@ def test_fatal_errors_of_cpp_and_of_python() -> None:
     assert fatal_words("epoch 1 ends here with EpochClosed\n") == ""
 
 
-def test_an_exception_logged_long_before_the_end_is_not_its_cause() -> None:
+def test_an_exception_logged_long_before_the_end_is_not_its_cause():
     log = "Traceback (most recent call last):\n  File x\nValueError: old\n" + "a step\n" * 120
     assert last_words(log) == "a step"
 
 
-def test_numbers_do_not_make_another_cause() -> None:
+def test_numbers_do_not_make_another_cause():
     first = "Rank 3: found NaN at 0x7f31, tried to allocate 2.10 GiB"
     assert failures.same_text(first) == failures.same_text(
         "Rank 11: found NaN at 0xabc, tried to allocate 1.5 GiB"
@@ -125,7 +125,7 @@ def test_numbers_do_not_make_another_cause() -> None:
     assert failures.same_text(first) != failures.same_text("Rank 3: found Inf at 0x7f31")
 
 
-def test_every_kind_has_words() -> None:
+def test_every_kind_has_words():
     planned = {failures.FailureKind.DRAINED, failures.FailureKind.RESTART}
     assert set(failures.MEANINGS) == set(failures.FailureKind)
     assert {kind for kind, meaning in failures.MEANINGS.items() if not meaning.to_do} == planned
@@ -150,13 +150,11 @@ def test_every_kind_has_words() -> None:
         ({}, None),
     ],
 )
-def test_numbers_that_are_not_finite(
-    step: dict[str, object], found: tuple[str, str] | None
-) -> None:
+def test_numbers_that_are_not_finite(step, found):
     assert not_finite(step) == found
 
 
-def test_each_exit_status_is_the_number_that_users_know() -> None:
+def test_each_exit_status_is_the_number_that_users_know():
     """Scripts, job systems and older agents go by the numbers."""
     numbers = [1, 2, 3, 4, 68, 69, 70, 71, 72, 73, 75, 76, 77, 130, 143]
     assert [int(status) for status in failures.ExitStatus] == numbers

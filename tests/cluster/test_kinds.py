@@ -2,7 +2,6 @@
 
 import json
 import signal
-from pathlib import Path
 from socket import gethostname
 from typing import Any
 
@@ -19,7 +18,7 @@ def kinds_of(final: dict[str, Any]) -> list[str]:
     return [recovery["kind"] for recovery in final["recoveries"]]
 
 
-def test_crash_by_a_signal_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_crash_by_a_signal_is_told_with_its_last_words(tmp_path):
     with Run(tmp_path / "r", spares=0) as run:
         run.wait_iteration(3)
         send(run.listing(1)["members"]["0"], signal.SIGSEGV)
@@ -30,7 +29,7 @@ def test_crash_by_a_signal_is_told_with_its_last_words(tmp_path: Path) -> None:
     assert kinds_of(final) == ["process-crash"]
 
 
-def test_a_drain_waits_where_only_a_quarantined_node_is_left(tmp_path: Path) -> None:
+def test_a_drain_waits_where_only_a_quarantined_node_is_left(tmp_path):
     with Run(tmp_path / "r") as run:
         where = str(run.run.path)
         for number in range(1, 4):
@@ -50,8 +49,8 @@ def test_a_drain_waits_where_only_a_quarantined_node_is_left(tmp_path: Path) -> 
 @pytest.mark.full
 @pytest.mark.parametrize("error", ["device", ""])
 def test_health_of_a_node_that_trains_is_asked_after_a_device_error_and_each_minute(
-    error: str, tmp_path: Path
-) -> None:
+    error, tmp_path
+):
     """A process would start again in place; the site's own check knows better."""
     sick = tmp_path / "sick"
     # Each node has a file of its own for the answers of what asks.

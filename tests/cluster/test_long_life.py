@@ -71,7 +71,7 @@ def was_opened(fifo: Path) -> bool:
     return True
 
 
-def test_a_takeover_in_an_old_run_opens_nothing_old(tmp_path: Path) -> None:
+def test_a_takeover_in_an_old_run_opens_nothing_old(tmp_path):
     """How soon is printed: it is the machine's. That nothing old is opened is asserted."""
     with Agents(tmp_path / "r", options=_PATIENT) as run:
         run.wait_iteration(5)
@@ -125,7 +125,7 @@ def make_old(run: Agents) -> Old:
 
 
 @pytest.mark.full
-def test_events_that_cannot_be_written_for_a_while_cost_nothing(tmp_path: Path) -> None:
+def test_events_that_cannot_be_written_for_a_while_cost_nothing(tmp_path):
     with Agents(tmp_path / "r", options=_PATIENT) as run:
         run.wait_iteration(30)  # more bytes than a record has
         coordinator = run.term().pid
@@ -147,7 +147,7 @@ def test_events_that_cannot_be_written_for_a_while_cost_nothing(tmp_path: Path) 
 
 
 @pytest.mark.full
-def test_simulated_agents_live_through_a_loss_and_a_takeover(tmp_path: Path) -> None:
+def test_simulated_agents_live_through_a_loss_and_a_takeover(tmp_path):
     """The bench ends well only if every agent hears of each decision and is back after a kill."""
     bench = ROOT / "scripts" / "bench" / "coordinator.py"
     found = tmp_path / "found.json"
@@ -171,7 +171,7 @@ def test_simulated_agents_live_through_a_loss_and_a_takeover(tmp_path: Path) -> 
     assert {"start", "loss of a node", "second connections", "takeover"} <= size["blocks"].keys()
 
 
-def test_a_costly_status_is_not_made_for_every_question() -> None:
+def test_a_costly_status_is_not_made_for_every_question():
     made: list[int] = []
 
     def make() -> dict[str, int]:

@@ -37,7 +37,7 @@ select_device("nccl", int(os.environ["LOCAL_RANK"]))
 
 
 @pytest.fixture(autouse=True)
-def a_user_has_set_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_user_has_set_none(monkeypatch):
     """Another test may have imported the trainer here, which sets some as Megatron-LM asks."""
     for variable in VARIABLES:
         monkeypatch.delenv(variable.name, raising=False)
@@ -64,9 +64,7 @@ def environments(
 
 
 @pytest.mark.parametrize("method", ["fork", "exec"])
-def test_what_nccl_needs_is_there_and_what_the_user_has_set_stays(
-    tmp_path: Path, method: str
-) -> None:
+def test_what_nccl_needs_is_there_and_what_the_user_has_set_stays(tmp_path, method):
     early = tmp_path / "early"
     early.mkdir()
     options = ("--deadpool-set", f"start-method={method}", "--preload", "tests.cluster.early_look")
@@ -83,7 +81,7 @@ def test_what_nccl_needs_is_there_and_what_the_user_has_set_stays(
 
 
 @pytest.mark.full
-def test_processes_of_one_node_share_its_cores(tmp_path: Path) -> None:
+def test_processes_of_one_node_share_its_cores(tmp_path):
     found = environments(tmp_path, nproc=2)
     assert {one["OMP_NUM_THREADS"] for one in found.values()} == {"1"}
     (tmp_path / "other").mkdir()
@@ -92,7 +90,7 @@ def test_processes_of_one_node_share_its_cores(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_gloo_needs_nothing(tmp_path: Path) -> None:
+def test_gloo_needs_nothing(tmp_path):
     found = environments(tmp_path, "--deadpool-communicator", "gloo")["0-0"]
     assert {variable.name for variable in VARIABLES}.isdisjoint(found)
 
@@ -112,8 +110,8 @@ def smi(folder: Path, gpus: int) -> dict[str, str]:
     ("visible", "first", "method"), [("0,1,2,3,4,5", 0, "exec"), ("GPU-7,6,5,4,GPU-3,2", 7, "fork")]
 )
 def test_nodes_of_one_host_share_its_gpus_out_and_each_member_sees_its_own(
-    tmp_path: Path, visible: str, first: int, method: str
-) -> None:
+    tmp_path, visible, first, method
+):
     """By its UUID, also before a parked process knows its member; and as number 0, which a script
     may take."""
     (early := tmp_path / "early").mkdir()
@@ -135,9 +133,7 @@ def test_nodes_of_one_host_share_its_gpus_out_and_each_member_sees_its_own(
 @pytest.mark.parametrize(
     "command", [("run", "--spares", "1"), ("agent", "--node-id", "0", "--host", "127.0.0.1")]
 )
-def test_gpus_that_torch_was_not_built_for_are_no_reason_to_train_on_cpus(
-    tmp_path: Path, command: tuple[str, ...]
-) -> None:
+def test_gpus_that_torch_was_not_built_for_are_no_reason_to_train_on_cpus(tmp_path, command):
     run, where = tmp_path / "run", smi(tmp_path, 8)
     where["CUDA_VISIBLE_DEVICES"] = "0,1,2,3,4,5,6,7"
     size = ("--nodes", "2", "--nproc-per-node", "2", "--run-dir", str(run))
@@ -152,7 +148,7 @@ def test_gpus_that_torch_was_not_built_for_are_no_reason_to_train_on_cpus(
 
 
 @pytest.mark.full
-def test_a_contrary_value_ends_the_run_with_a_line_that_names_it(tmp_path: Path) -> None:
+def test_a_contrary_value_ends_the_run_with_a_line_that_names_it(tmp_path):
     script, run = tmp_path / "take.py", tmp_path / "run"
     script.write_text(TAKE)
     size = ("--nodes", "2", "--nproc-per-node", "1")

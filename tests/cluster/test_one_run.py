@@ -35,9 +35,7 @@ def contents(run: run_files.RunDirectory) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
-def test_a_link_that_leads_elsewhere_later_leads_no_run_to_the_end_of_another(
-    tmp_path: Path,
-) -> None:
+def test_a_link_that_leads_elsewhere_later_leads_no_run_to_the_end_of_another(tmp_path):
     other, link = finished_run(tmp_path / "other"), tmp_path / "link"
     (tmp_path / "own").mkdir(mode=0o700)
     link.symlink_to(tmp_path / "own")
@@ -52,7 +50,7 @@ def test_a_link_that_leads_elsewhere_later_leads_no_run_to_the_end_of_another(
     assert contents(other) == before
 
 
-def test_another_run_in_the_place_of_its_directory_is_left_alone(tmp_path: Path) -> None:
+def test_another_run_in_the_place_of_its_directory_is_left_alone(tmp_path):
     """The run that was there is continued under its directory's new name."""
     place, moved = tmp_path / "place", tmp_path / "moved"
     with Run(place, *ENDLESS, nodes=2, spares=0) as run:
@@ -74,7 +72,7 @@ def test_another_run_in_the_place_of_its_directory_is_left_alone(tmp_path: Path)
         shutil.rmtree(place)
 
 
-def test_a_directory_removed_under_a_run_is_made_again(tmp_path: Path) -> None:
+def test_a_directory_removed_under_a_run_is_made_again(tmp_path):
     """It is said, the run can be asked and steered, and what it computed is not lost."""
     place = tmp_path / "run"
     with Run(place, *ENDLESS, nodes=2, spares=0) as run:
@@ -102,7 +100,7 @@ def test_a_directory_removed_under_a_run_is_made_again(tmp_path: Path) -> None:
 RESTARTED = ("ended_term", "ended_epoch", "finished")
 
 
-def test_a_run_that_is_training_is_not_resumed(tmp_path: Path) -> None:
+def test_a_run_that_is_training_is_not_resumed(tmp_path):
     """Nor where its coordinator has just died."""
     with Run(tmp_path / "old", *ENDLESS, nodes=2, spares=0) as run:
         run.wait_iteration(5)

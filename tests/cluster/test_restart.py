@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -57,7 +56,7 @@ def texts(events: list[Event]) -> str:
     return "\n".join(str(e.data.get("text")) for e in events if e.kind is Kind.LOG)
 
 
-def test_every_member_and_the_coordinator_at_once(tmp_path: Path) -> None:
+def test_every_member_and_the_coordinator_at_once(tmp_path):
     with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=0) as run:
         run.wait_iteration(5)
         listings = [run.listing(node) for node in range(2)]
@@ -72,7 +71,7 @@ def test_every_member_and_the_coordinator_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "how", ["everything", "agents", "hangup", pytest.param("launcher", marks=pytest.mark.full)]
 )
-def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> None:
+def test_a_run_started_again_goes_on_from_memory(tmp_path, how):
     # The second one leaves nothing behind of either; a failure before it cleans up as well.
     with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1) as first:
         first.wait_iteration(5)
@@ -107,7 +106,7 @@ def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> No
 
 
 @pytest.mark.full
-def test_a_killed_launcher_leaves_slots_and_nothing_else(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_slots_and_nothing_else(tmp_path):
     with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=0) as run:
         run.wait_iteration(3)
         run.launcher.kill()
@@ -126,7 +125,7 @@ def test_a_killed_launcher_leaves_slots_and_nothing_else(tmp_path: Path) -> None
         assert "run" in deadpool("clean", "--yes", str(run.run.path)).stdout
 
 
-def test_an_agent_that_comes_back_brings_the_only_copy(tmp_path: Path) -> None:
+def test_an_agent_that_comes_back_brings_the_only_copy(tmp_path):
     """Nothing but its own slots holds role 1: with ``local`` there are no copies elsewhere."""
     options = ("--deadpool-protection", "local")
     with Agents(tmp_path / "r", *ENDLESS, nodes=2, spares=0, options=options) as agents:
@@ -144,7 +143,7 @@ def test_an_agent_that_comes_back_brings_the_only_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_what_healthy_and_dead_nodes_held_is_put_together(tmp_path: Path) -> None:
+def test_what_healthy_and_dead_nodes_held_is_put_together(tmp_path):
     """Who is left writes what it holds; what the dead node left in memory completes it."""
     options = ("--deadpool-protection", "local", "--deadpool-spare-timeout-seconds", "1")
     with Agents(tmp_path / "r", *ENDLESS, nodes=2, spares=0, options=options) as agents:

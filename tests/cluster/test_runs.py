@@ -26,7 +26,7 @@ _SOON = given(rejoin_seconds=6)
 
 
 @pytest.mark.full
-def test_killed_and_stopped_vaults_come_back_without_an_interruption(tmp_path: Path) -> None:
+def test_killed_and_stopped_vaults_come_back_without_an_interruption(tmp_path):
     with Run(tmp_path / "r", spares=0) as run:
         run.wait_iteration(5)
         send(run.listing(0)["vault"])
@@ -38,9 +38,7 @@ def test_killed_and_stopped_vaults_come_back_without_an_interruption(tmp_path: P
     assert final["recoveries"] == []
 
 
-def test_training_goes_on_without_a_coordinator_and_notices_nothing_of_the_next(
-    tmp_path: Path,
-) -> None:
+def test_training_goes_on_without_a_coordinator_and_notices_nothing_of_the_next(tmp_path):
     faults = [_stop_at_claim(node) for node in (1, 2)]
     with Run(tmp_path / "r", faults=faults) as run:
         run.wait_iteration(5)
@@ -78,9 +76,7 @@ def _computed(run: Run) -> int:
     return int.from_bytes((run.run.path / "lockstep").read_bytes()[8:16], "little")
 
 
-def test_stopped_coordinator_is_replaced_by_one_on_another_port_and_steps_down(
-    tmp_path: Path,
-) -> None:
+def test_stopped_coordinator_is_replaced_by_one_on_another_port_and_steps_down(tmp_path):
     # The standby of node 0, which claims if that of node 1 is late, is held up.
     other = {"id": "other", "point": "standby.claim", "match": {"term": 1, "node": 0}}
     faults = [{**other, "signal": "STOP", "resume_after_seconds": 6}]
@@ -114,7 +110,7 @@ def _beating(run: Run) -> set[int]:
 
 
 @pytest.mark.full
-def test_a_run_whose_first_coordinators_nodes_die_is_coordinated_by_others(tmp_path: Path) -> None:
+def test_a_run_whose_first_coordinators_nodes_die_is_coordinated_by_others(tmp_path):
     """Two nodes keep standbys; when they have gone one after the other, others do."""
     with Run(tmp_path / "r", nodes=2, spares=2, options=_SOON) as run:
         run.wait_iteration(3)
@@ -135,7 +131,7 @@ def _term(run: Run, number: int) -> Event:
     return run.wait_event(Kind.COORDINATOR, number)
 
 
-def test_run_of_which_no_node_comes_up_ends_soon(tmp_path: Path) -> None:
+def test_run_of_which_no_node_comes_up_ends_soon(tmp_path):
     faults = [
         {"id": f"a{node}", "point": "member.start", "match": {"node": node}, "target": "agent"}
         for node in (0, 1)
@@ -145,7 +141,7 @@ def test_run_of_which_no_node_comes_up_ends_soon(tmp_path: Path) -> None:
     assert "no node came up" in run.output.read_text()
 
 
-def test_undisturbed_and_nothing_listens_but_on_the_given_address(tmp_path: Path) -> None:
+def test_undisturbed_and_nothing_listens_but_on_the_given_address(tmp_path):
     with Run(tmp_path / "r", nproc=2) as run:
         run.wait_iteration(2)
         pids = cleanup.run_processes(run.run, run.run.read_run().run_id)
@@ -186,7 +182,7 @@ def _texts(run: Run) -> list[str]:
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
 )
-def test_killed_or_stopped_agent_is_a_lost_node(tmp_path: Path, number: int) -> None:
+def test_killed_or_stopped_agent_is_a_lost_node(tmp_path, number):
     with Run(tmp_path / "r") as run:
         run.wait_iteration(3)
         agent = run.listing(1)["agent"]
@@ -202,7 +198,7 @@ def test_killed_or_stopped_agent_is_a_lost_node(tmp_path: Path, number: int) -> 
         run.finish()
 
 
-def test_stopped_member_is_killed_and_replaced(tmp_path: Path) -> None:
+def test_stopped_member_is_killed_and_replaced(tmp_path):
     with Run(tmp_path / "r", spares=0) as run:
         run.wait_iteration(3)
         send(run.listing(1)["members"]["0"], signal.SIGSTOP)
@@ -215,7 +211,7 @@ def test_stopped_member_is_killed_and_replaced(tmp_path: Path) -> None:
     assert "stopped and cannot answer" in stack.data["missing"]
 
 
-def test_hanging_member_is_found_and_replaced(tmp_path: Path) -> None:
+def test_hanging_member_is_found_and_replaced(tmp_path):
     limits = ("hang", "first_step", "operation_timeout", "close")
     options = given(**{f"{name}_seconds": 2 for name in limits})
     with Run(
@@ -257,9 +253,7 @@ os.open = without_events
 
 
 @pytest.mark.parametrize(("misbehaves", "status"), [(False, 0), (True, 3)])
-def test_a_run_whose_events_cannot_be_written_decides_the_same(
-    tmp_path: Path, misbehaves: bool, status: int
-) -> None:
+def test_a_run_whose_events_cannot_be_written_decides_the_same(tmp_path, misbehaves, status):
     """It recovers, compares replayed steps, and ends as ever."""
     (tmp_path / "sitecustomize.py").write_text(_NO_ROOM_FOR_EVENTS)
     seam = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
@@ -285,7 +279,7 @@ def test_a_run_whose_events_cannot_be_written_decides_the_same(
     assert decided[0] == decided[1]
 
 
-def test_failing_command_ends_the_run_with_its_last_line(tmp_path: Path) -> None:
+def test_failing_command_ends_the_run_with_its_last_line(tmp_path):
     with Run(tmp_path / "r", "--misbehave", "raise") as run:
         final = run.wait_end(1)
     assert "RuntimeError: the user's command is broken" in final["reason"]
@@ -295,7 +289,7 @@ def test_failing_command_ends_the_run_with_its_last_line(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_requests_are_waited_for_and_outlive_the_coordinator(tmp_path: Path) -> None:
+def test_requests_are_waited_for_and_outlive_the_coordinator(tmp_path):
     with Run(tmp_path / "r", spares=2) as run:
         where = str(run.run.path)
         run.wait_iteration(3)
@@ -323,7 +317,7 @@ def test_requests_are_waited_for_and_outlive_the_coordinator(tmp_path: Path) -> 
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_bug_ends_the_run_and_another_goes_on_from_its_newest_iteration(tmp_path: Path) -> None:
+def test_a_bug_ends_the_run_and_another_goes_on_from_its_newest_iteration(tmp_path):
     first = tmp_path / "first"
     with Run(first, "--iterations", "20", "--misbehave", "fail", spares=0) as run:
         final = run.wait_end(1)
@@ -342,7 +336,7 @@ def test_a_bug_ends_the_run_and_another_goes_on_from_its_newest_iteration(tmp_pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_ends_in_order(tmp_path: Path, number: int) -> None:
+def test_interrupt_ends_in_order(tmp_path, number):
     with Run(tmp_path / "r", nproc=2) as run:
         run.wait_iteration(3)
         run.launcher.send_signal(number)
@@ -355,7 +349,7 @@ def test_interrupt_ends_in_order(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.full
-def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+def test_second_interrupt_ends_at_once(tmp_path):
     """Also where nobody can end the run in order."""
     with Run(tmp_path / "r", options=("--deadpool-set", "takeover-seconds=60")) as run:
         run.wait_iteration(1)
@@ -367,7 +361,7 @@ def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_journal_that_is_gone_ends_the_run_saved(tmp_path: Path) -> None:
+def test_a_journal_that_is_gone_ends_the_run_saved(tmp_path):
     options = ("--deadpool-spare-timeout-seconds", "2")
     with Run(tmp_path / "r", options=options) as run:
         run.wait_iteration(5)
@@ -385,7 +379,7 @@ def test_a_journal_that_is_gone_ends_the_run_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_interrupt_before_anything_runs(tmp_path: Path) -> None:
+def test_interrupt_before_anything_runs(tmp_path):
     with Run(tmp_path / "r") as run:
         run.wait_for("run.json", lambda: (run.run.path / "run.json").exists())
         run.launcher.send_signal(signal.SIGINT)
@@ -393,7 +387,7 @@ def test_interrupt_before_anything_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_exec_start_method_uses_parked_processes(tmp_path: Path) -> None:
+def test_exec_start_method_uses_parked_processes(tmp_path):
     faults = [{"id": "m", "point": "member.step", "match": {"role": 1, "iteration": 5}}]
     options = ("--deadpool-set", "start-method=exec")
     with Run(tmp_path / "r", "--iterations", "12", spares=0, faults=faults, options=options) as run:
@@ -401,7 +395,7 @@ def test_exec_start_method_uses_parked_processes(tmp_path: Path) -> None:
     assert final["recoveries"][0]["seats_changed"] == {"1": [[1, 0, 0], [1, 0, 1]]}
 
 
-def test_status_of_a_live_and_of_a_finished_run(tmp_path: Path) -> None:
+def test_status_of_a_live_and_of_a_finished_run(tmp_path):
     with Run(tmp_path / "r", nproc=2) as run:
         run.wait_iteration(3)
         shown = deadpool("status", str(run.run.path)).stdout.splitlines()

@@ -57,7 +57,7 @@ def samples(found: View) -> dict[str, float]:
     }
 
 
-def test_a_full_run_directory_is_said_everywhere_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_full_run_directory_is_said_everywhere_and_nothing_is_lost(tmp_path):
     """A recovery waits for the journal, which is there, too: that is said as well."""
     with (
         file_system(tmp_path / "small", "2m") as mount,
@@ -97,7 +97,7 @@ def test_a_full_run_directory_is_said_everywhere_and_nothing_is_lost(tmp_path: P
         assert seen_after(run) == ["process-crash"]
 
 
-def test_a_failure_that_cannot_be_written_is_shown(tmp_path: Path) -> None:
+def test_a_failure_that_cannot_be_written_is_shown(tmp_path):
     """Only the events have no room, so that the run recovers."""
     with Run(tmp_path / "r", "--step-seconds", "0.05") as run:
         run.wait_iteration(60)  # more bytes than a record has
@@ -126,7 +126,7 @@ def seen_after(run: Run) -> list[str]:
     return [one.kind for one in read_story(run.run.path).failures]
 
 
-def test_a_wait_for_a_spare_and_the_clock_of_who_looks(tmp_path: Path) -> None:
+def test_a_wait_for_a_spare_and_the_clock_of_who_looks(tmp_path):
     """The roles lack copies for as long as all views say; the counter of the wait grows."""
     patient = ("--deadpool-spare-timeout", "120")
     with Run(tmp_path / "r", "--step-seconds", "0.05", spares=0, options=patient) as run:
@@ -159,7 +159,7 @@ def test_a_wait_for_a_spare_and_the_clock_of_who_looks(tmp_path: Path) -> None:
             agent.kill()
 
 
-def test_a_bug_is_called_so_in_all_views(tmp_path: Path) -> None:
+def test_a_bug_is_called_so_in_all_views(tmp_path):
     with Run(tmp_path / "r", "--iterations", "20", "--misbehave", "fail", spares=0) as run:
         run.wait_end(1)
         text = run.output.read_text()
@@ -173,7 +173,7 @@ def test_a_bug_is_called_so_in_all_views(tmp_path: Path) -> None:
         assert "ended with status 1 [bug]" in text
 
 
-def test_a_takeover_is_no_loss_of_copies(tmp_path: Path) -> None:
+def test_a_takeover_is_no_loss_of_copies(tmp_path):
     with Run(tmp_path / "r", "--step-seconds", "0.05", spares=1) as run:
         run.wait_iteration(5)
         deadpool("kill", "--coordinator", str(run.run.path))

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.slow
 _SOON = given(rejoin_seconds=6)
 
 
-def test_agents_alone_make_a_run_and_the_coordinator_is_beside_the_spare(tmp_path: Path) -> None:
+def test_agents_alone_make_a_run_and_the_coordinator_is_beside_the_spare(tmp_path):
     with Agents(tmp_path / "r", "--iterations", "30") as run:
         run.check_result(30)
         assert run.term().node == 2
@@ -30,7 +29,7 @@ def test_agents_alone_make_a_run_and_the_coordinator_is_beside_the_spare(tmp_pat
 
 
 @pytest.mark.full
-def test_the_order_to_end_outlives_the_coordinator_that_took_it(tmp_path: Path) -> None:
+def test_the_order_to_end_outlives_the_coordinator_that_took_it(tmp_path):
     """Whoever gave it may be gone: it is carried out once, by the next one."""
     fault = {"id": "coordinator", "point": "coordinator.request"}
     with Agents(tmp_path / "r", spares=2, faults=[fault]) as run:
@@ -45,7 +44,7 @@ def test_the_order_to_end_outlives_the_coordinator_that_took_it(tmp_path: Path) 
     assert dumped.data["generation"][1] == final["steps"][-1]["iteration"], "nothing is lost"
 
 
-def test_node_of_the_coordinator_and_a_training_node_die_together(tmp_path: Path) -> None:
+def test_node_of_the_coordinator_and_a_training_node_die_together(tmp_path):
     with Agents(tmp_path / "r", nodes=3, spares=2, options=_SOON) as run:
         run.wait_iteration(5)
         first = run.term()
@@ -60,7 +59,7 @@ def test_node_of_the_coordinator_and_a_training_node_die_together(tmp_path: Path
 
 
 @pytest.mark.full
-def test_stopped_agent_comes_back_as_a_new_spare(tmp_path: Path) -> None:
+def test_stopped_agent_comes_back_as_a_new_spare(tmp_path):
     # What members say meanwhile waits in their sockets, which hold some hundred steps.
     with Agents(tmp_path / "r", "--step-seconds", "0.1", spares=2) as run:
         run.wait_iteration(5)
@@ -76,7 +75,7 @@ def test_stopped_agent_comes_back_as_a_new_spare(tmp_path: Path) -> None:
     assert final["recoveries"][0]["seats_changed"]["0"][0][0] == 0
 
 
-def test_spare_attaches_to_a_run_that_has_none_left(tmp_path: Path) -> None:
+def test_spare_attaches_to_a_run_that_has_none_left(tmp_path):
     with Agents(tmp_path / "r", spares=0) as run:
         run.wait_iteration(5)
         run.power_off(0)
@@ -89,7 +88,7 @@ def test_spare_attaches_to_a_run_that_has_none_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path: Path) -> None:
+def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path):
     """As an evicted pod, here with the coordinator in it: the one that takes its place comes while
     it waits, and nothing is lost.
     """
@@ -118,7 +117,7 @@ def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path: Path) -
     assert sum(one["steps_recomputed"] for one in final["recoveries"]) == 0
 
 
-def test_agents_that_disagree_are_told(tmp_path: Path) -> None:
+def test_agents_that_disagree_are_told(tmp_path):
     with Agents(tmp_path / "r", spares=0) as run:
         run.wait_iteration(2)
         other = run.start("other", "--node-id", "5", "--nodes", "7")

@@ -1,9 +1,7 @@
 """The test of a room's transcripts, which its ``test_calls.py`` imports; see ``transcript``."""
 
-from pathlib import Path
-
 from tests.common import lives, statements
 
 
-def test_calls_are_answered_as_before(transcript: Path, tmp_path: Path) -> None:
+def test_calls_are_answered_as_before(transcript, tmp_path):
     lives.compare(transcript, statements.live, tmp_path)

@@ -28,7 +28,7 @@ _GROUPS = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(_GROUPS, st.lists(st.integers(1, 3), min_size=_ROLES, max_size=_ROLES))
-def test_no_circle_of_waits(groups: list[list[int]], at_once: list[int]) -> None:
+def test_no_circle_of_waits(groups, at_once):
     """Each role connects its groups in the common order; a group is up when all have come."""
     gates = [threading.Barrier(len(group)) for group in groups]
     times = [0] * len(groups)
@@ -57,7 +57,7 @@ def test_no_circle_of_waits(groups: list[list[int]], at_once: list[int]) -> None
     assert times == [1] * len(groups), "every group comes up once"
 
 
-def test_an_error_begins_no_further_group_and_leaves_none_hanging_unnoticed() -> None:
+def test_an_error_begins_no_further_group_and_leaves_none_hanging_unnoticed():
     hangs, fails = threading.Event(), threading.Event()
     begun = []
 
@@ -106,7 +106,7 @@ def makes_a_group_late(member: Member) -> float:
     return value.item()
 
 
-def test_a_group_whose_making_is_interrupted_is_none() -> None:
+def test_a_group_whose_making_is_interrupted_is_none():
     """Else the next epoch waits in vain for a rank that had not begun to make it."""
     with Ranks(2) as ranks:
         ranks.start(makes_a_group_late).until_all()
@@ -155,7 +155,7 @@ def seen(group: Any) -> tuple[Any, ...]:
     return group.description, dist.get_process_group_ranks(group), group.rank(), value.item()
 
 
-def test_groups_that_are_split_from_another_are_those_that_torch_makes() -> None:
+def test_groups_that_are_split_from_another_are_those_that_torch_makes():
     for rank, both in run(4, splits).items():
         for found in both:
             assert found == [

@@ -1,7 +1,6 @@
 """Without peers a group behaves as if every peer held the same data."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def mixed_backends(member: Member) -> str:
     return str(refused.value)
 
 
-def test_a_mixed_backend_is_refused_in_a_line_that_says_what_to_do() -> None:
+def test_a_mixed_backend_is_refused_in_a_line_that_says_what_to_do():
     line = run(1, mixed_backends, kind=KIND)[0]
     assert line.startswith("backend 'cpu:gloo,cuda:nccl' is several in one")
     assert "ask for 'nccl'" in line
@@ -92,7 +91,7 @@ def everything_alone(member: Member) -> bool:
     return True
 
 
-def test_a_spare_can_do_everything_alone() -> None:
+def test_a_spare_can_do_everything_alone():
     assert run(1, everything_alone)[0]
 
 
@@ -138,7 +137,7 @@ def swaps(member: Member) -> bool:
 
 
 @pytest.mark.slow
-def test_swaps_change_no_bit() -> None:
+def test_swaps_change_no_bit():
     assert all(run(4, swaps).values())
 
 
@@ -178,12 +177,12 @@ def adopts(member: Member) -> bool:
     return True
 
 
-def test_a_spare_takes_another_role() -> None:
+def test_a_spare_takes_another_role():
     assert all(run(4, adopts).values())
 
 
 @pytest.fixture
-def communicators() -> Iterator[Communicators]:
+def communicators():
     """Detached ones, in the process of the test."""
     found = Communicators()
     found.install()
@@ -194,14 +193,14 @@ def communicators() -> Iterator[Communicators]:
         found.uninstall()
 
 
-def test_renumbering_refuses_another_shape(communicators: Communicators) -> None:
+def test_renumbering_refuses_another_shape(communicators):
     dist.init_process_group("gloo", rank=0, world_size=4)
     dist.new_group([0, 1, 2], group_desc="EMBEDDING")
     with pytest.raises(ValueError, match="other groups"):
         communicators.attach(1, dist.HashStore(), 3, 1.0)
 
 
-def test_groups_are_found_again_by_the_calls_that_made_them(communicators: Communicators) -> None:
+def test_groups_are_found_again_by_the_calls_that_made_them(communicators):
     dist.init_process_group("gloo", rank=0, world_size=4)
     before = row_and_column()
     communicators.renumber(3)
@@ -221,7 +220,7 @@ def test_groups_are_found_again_by_the_calls_that_made_them(communicators: Commu
 
 
 @pytest.mark.usefixtures("communicators")
-def test_what_only_a_peer_has_is_zeros() -> None:
+def test_what_only_a_peer_has_is_zeros():
     dist.init_process_group("gloo", rank=1, world_size=2)
     theirs, own = torch.full((3,), 7.0), torch.full((3,), 7.0)
     dist.broadcast(theirs, src=0)
@@ -231,9 +230,7 @@ def test_what_only_a_peer_has_is_zeros() -> None:
 
 
 @pytest.mark.parametrize("role", [0, 3])
-def test_a_group_that_was_renumbered_answers_by_its_new_rank(
-    communicators: Communicators, role: int
-) -> None:
+def test_a_group_that_was_renumbered_answers_by_its_new_rank(communicators, role):
     """A spare builds and warms up detached: what it keeps are the slices of the role it takes."""
     dist.init_process_group("gloo", rank=0, world_size=4)
     communicators.renumber(role)

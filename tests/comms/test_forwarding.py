@@ -180,11 +180,11 @@ def both(member: Member) -> bool:
 
 
 @pytest.mark.slow
-def test_forwards_equal_plain_gloo() -> None:
+def test_forwards_equal_plain_gloo():
     assert all(run(3, both).values())
 
 
-def test_what_communicates_is_known_by_what_torch_says_it_answers() -> None:
+def test_what_communicates_is_known_by_what_torch_says_it_answers():
     assert {"send", "recv", "barrier", *detached.ACTIONS} & set(dir(ProcessGroup)) <= {
         *COMMUNICATION
     }
@@ -192,7 +192,7 @@ def test_what_communicates_is_known_by_what_torch_says_it_answers() -> None:
     assert {*COMMUNICATION} <= vars(ReconfigurableGroup).keys()
 
 
-def test_what_is_said_of_a_version_of_torch() -> None:
+def test_what_is_said_of_a_version_of_torch():
     assert torch_warning("2.13.0+cpu") == ""
     assert "only some tests" in torch_warning("2.15.0+cu132")
     assert "run on 2.13, 2.14, 2.15" in torch_warning("2.16.0a0+gitabc")
@@ -235,7 +235,7 @@ def uneven(member: Member) -> bool:
     return True
 
 
-def test_uneven_gather_and_reduce_scatter() -> None:
+def test_uneven_gather_and_reduce_scatter():
     assert all(run(3, uneven).values())
 
 
@@ -277,7 +277,7 @@ def scatters_in_modes(member: Member) -> bool:
     return all(bool((tensor == member.size).all()) for tensor in [output, *several, parameter])
 
 
-def test_reduce_scatter_in_inference_mode_and_without_gradients() -> None:
+def test_reduce_scatter_in_inference_mode_and_without_gradients():
     assert all(run(2, scatters_in_modes, close_wait_seconds=0.0).values())
 
 
@@ -293,11 +293,11 @@ def future_of_gathers(member: Member) -> bool:
     return sorted(tensor.numel() for tensor in value) == sorted([2, 3] * member.size)
 
 
-def test_coalesced_gathers_have_a_future() -> None:
+def test_coalesced_gathers_have_a_future():
     assert all(run(2, future_of_gathers).values())
 
 
-def test_coalesced_gathers_have_a_name_that_harms_nobody() -> None:
+def test_coalesced_gathers_have_a_name_that_harms_nobody():
     """See comms/gathers.py: torch's own operation corrupts memory."""
     assert all(run(2, kinds_of_gathers).values())
 
@@ -313,7 +313,7 @@ def errors_of_the_caller(member: Member) -> bool:
     return True
 
 
-def test_errors_of_the_caller_pass_through() -> None:
+def test_errors_of_the_caller_pass_through():
     assert all(run(2, errors_of_the_caller).values())
 
 
@@ -339,7 +339,7 @@ def timeouts(member: Member) -> bool:
     return True
 
 
-def test_timeouts_are_remembered_over_attach() -> None:
+def test_timeouts_are_remembered_over_attach():
     assert all(run(2, timeouts).values())
 
 
@@ -353,7 +353,7 @@ def failpoint(member: Member, plan: Path) -> set[str]:
     return failpoints.fired(plan)
 
 
-def test_failpoints_before_and_after_each_operation(tmp_path: Path) -> None:
+def test_failpoints_before_and_after_each_operation(tmp_path):
     plan = tmp_path / "plan.json"
     match = {"op": "allreduce", "group": "PAIR", "size": 2}
     plan.write_text(

@@ -49,7 +49,7 @@ def gathers() -> dict[str, Any]:
     }
 
 
-def test_stock_gloo_gathers_tensor_by_tensor() -> None:
+def test_stock_gloo_gathers_tensor_by_tensor():
     assert (
         run_ranks(2, gathers)
         == [
@@ -64,7 +64,7 @@ def test_stock_gloo_gathers_tensor_by_tensor() -> None:
     )
 
 
-def test_every_coalesced_gather_of_this_torch_is_known() -> None:
+def test_every_coalesced_gather_of_this_torch_is_known():
     names = {name for name in dir(dist.ProcessGroup) if "gather" in name and "coalesced" in name}
     assert names == set(REPLACEMENTS) & names
     assert names

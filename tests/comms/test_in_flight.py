@@ -25,9 +25,7 @@ def of_epoch(*, closed: bool) -> Any:
     return SimpleNamespace(closed=closed, grace_over=0.01)
 
 
-def test_the_error_of_a_call_that_was_left_is_not_that_of_a_later_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_error_of_a_call_that_was_left_is_not_that_of_a_later_call(monkeypatch):
     """The call ends between the decision to leave it and the note that it was left."""
     pool, left, ended = WaiterPool(), threading.Event(), threading.Event()
     notify = Waiter.notify
@@ -78,7 +76,7 @@ def has_a_thread_that_receives(member: Member) -> bool:
     return not member.faults
 
 
-def test_an_iteration_ends_while_a_thread_waits_for_a_message_of_a_later_one() -> None:
+def test_an_iteration_ends_while_a_thread_waits_for_a_message_of_a_later_one():
     settings = {"operation_timeout_seconds": 3.0, "close_wait_seconds": 0.0}
     assert all(run(2, has_a_thread_that_receives, **settings).values())
 
@@ -100,9 +98,7 @@ class Running:
 
 
 @pytest.mark.parametrize("handed", [False, True])
-def test_memory_is_not_safe_while_another_thread_waits_for_what_it_has_not_left(
-    handed: bool,
-) -> None:
+def test_memory_is_not_safe_while_another_thread_waits_for_what_it_has_not_left(handed):
     """Nobody but that thread knows of an operation that its caller did not make asynchronous."""
     epoch = Epoch(1, Limits(60.0, 0.0, 5.0, LIMIT_SECONDS), WaiterPool(), Progress(), None)
     group: Any = SimpleNamespace(epoch=epoch, description="dp", place="dp", size=2)

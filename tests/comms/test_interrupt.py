@@ -105,7 +105,7 @@ def replace(member: Member) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LOADS)
-def test_killed_rank_is_replaced(kind: str) -> None:
+def test_killed_rank_is_replaced(kind):
     size, victim = 4, 2
     with Ranks(size) as ranks:
         ranks.start(survive, kind).until_all()
@@ -137,7 +137,7 @@ def faulted(member: Member) -> str:
     return str(caught.value)
 
 
-def test_fault_without_interrupt_is_reported_once_and_named() -> None:
+def test_fault_without_interrupt_is_reported_once_and_named():
     with Ranks(2, close_wait_seconds=0.3) as ranks:
         ranks.start(faulted).until_all()
         ranks.kill(1)
@@ -175,7 +175,7 @@ def late(member: Member) -> bool:
     return member.computes_in(1)
 
 
-def test_interrupt_during_attach() -> None:
+def test_interrupt_during_attach():
     with Ranks(3) as ranks:
         ranks.start(interrupted_attach, ranks=[0, 1])
         ranks.until_all("attaching")
@@ -201,7 +201,7 @@ def builds_for_long(member: Member) -> None:
 
 
 @pytest.mark.slow
-def test_a_wait_that_is_long_on_purpose_has_its_own_limit() -> None:
+def test_a_wait_that_is_long_on_purpose_has_its_own_limit():
     limits = {"operation_timeout_seconds": 1.0, "long_operation_seconds": 20.0}
     with Ranks(2, close_wait_seconds=0.5, **limits) as ranks:
         ranks.start(builds_for_long).results()
@@ -220,7 +220,7 @@ def late_peer(member: Member) -> str:
     return str(caught.value)
 
 
-def test_attach_names_what_it_waited_for() -> None:
+def test_attach_names_what_it_waited_for():
     text = run(2, late_peer)[0]
     assert "default_pg" in text
     assert "0.5 s" in text
@@ -241,7 +241,7 @@ def leftovers(member: Member) -> bool:
     return member.computes_in(1)
 
 
-def test_coalescing_leftovers_are_dropped() -> None:
+def test_coalescing_leftovers_are_dropped():
     assert all(run(2, leftovers).values())
 
 
@@ -269,7 +269,7 @@ def dropped_send(member: Member) -> bool:
     return True
 
 
-def test_dropped_sends_are_kept_alive_and_drained() -> None:
+def test_dropped_sends_are_kept_alive_and_drained():
     with Ranks(2) as ranks:
         ranks.start(dropped_send)
         ranks.hear(1, "ready")
@@ -293,7 +293,7 @@ def culprit(member: Member) -> bool:
     return True
 
 
-def test_waiting_for_names_the_culprit() -> None:
+def test_waiting_for_names_the_culprit():
     with Ranks(2) as ranks:
         ranks.start(culprit)
         ranks.hear(1, "ready")
@@ -321,7 +321,7 @@ def other_thread(member: Member) -> dict[str, Any]:
     return {}
 
 
-def test_interrupt_wakes_a_receive_at_once() -> None:
+def test_interrupt_wakes_a_receive_at_once():
     with Ranks(2) as ranks:
         ranks.start(other_thread).until_all()
         ranks.until_held_up(0)

@@ -237,6 +237,6 @@ class Life:
         return {place: vars(position) for place, position in (self.comms.positions() or {}).items()}
 
 
-def test_a_life_is_as_it_was_before(tmp_path: Path) -> None:
+def test_a_life_is_as_it_was_before(tmp_path):
     live: Any = lambda *life: Life(*life).lines  # noqa: E731
     lives.compare(Path(__file__).parent / "lives" / "one_process.txt", live, tmp_path)

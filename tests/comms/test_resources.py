@@ -50,7 +50,7 @@ def many_swaps(member: Member, count: int, interrupts: bool) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupts", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_fifty_swaps(interrupts: bool) -> None:
+def test_fifty_swaps(interrupts):
     results = run(3, many_swaps, 50, interrupts, operation_timeout_seconds=TIMEOUT_SECONDS)
     for first, last in results.values():
         assert last["fds"] <= first["fds"] + 1, results
@@ -71,6 +71,6 @@ def without_store(member: Member) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gloo", KIND])
-def test_nothing_touches_the_store_after_attach(kind: str) -> None:
+def test_nothing_touches_the_store_after_attach(kind):
     with Ranks(2, kind=kind) as ranks:
         assert all(ranks.go_without_store(without_store).values())

@@ -7,8 +7,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +41,7 @@ class Speaker:
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[str]:
+def agent(tmp_path):
     """The path of a socket behind which a node's relay serves every member."""
     path = str(tmp_path / "agent")
     listener = socket.socket(socket.AF_UNIX)
@@ -102,7 +100,7 @@ def several_epochs(member: Member, path: str) -> bool:
     return True
 
 
-def test_groups_meet_in_every_epoch_and_between(agent: str) -> None:
+def test_groups_meet_in_every_epoch_and_between(agent):
     with Ranks(4) as ranks:
         assert all(ranks.start(several_epochs, agent).results().values())
 
@@ -134,7 +132,7 @@ def without_one(member: Member, path: str) -> float:
     return took
 
 
-def test_a_close_ends_the_wait_for_a_peer_that_never_comes(agent: str) -> None:
+def test_a_close_ends_the_wait_for_a_peer_that_never_comes(agent):
     with Ranks(4) as ranks:
         ranks.start(without_one, agent)
         for rank in range(3):
@@ -144,7 +142,7 @@ def test_a_close_ends_the_wait_for_a_peer_that_never_comes(agent: str) -> None:
         assert max(ranks.results().values()) < DEADLINE_SECONDS / 2
 
 
-def test_what_no_communicator_asks_for_raises() -> None:
+def test_what_no_communicator_asks_for_raises():
     store = EpochStore(MemberStore(lambda message: None), 1, 1.0)
     prefixed = dist.PrefixStore("e1", store)
     with pytest.raises(RuntimeError, match="pure virtual function"):

@@ -20,7 +20,7 @@ MOST_MISSING = 5
 
 
 @pytest.mark.full
-def test_torchs_own_suite_passes_on_our_groups(tmp_path: Path) -> None:
+def test_torchs_own_suite_passes_on_our_groups(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-m", "tests.comms.torch_suite"],
         cwd=ROOT,
@@ -51,7 +51,7 @@ def gradients(member: Member) -> bool:
 
 
 @pytest.mark.slow
-def test_ddp_sends_through_the_communicator_of_the_moment() -> None:
+def test_ddp_sends_through_the_communicator_of_the_moment():
     assert all(run(2, gradients).values())
 
 
@@ -69,7 +69,7 @@ def waits_for_a_future(member: Member) -> str:
     return ""
 
 
-def test_a_future_ends_with_its_epoch() -> None:
+def test_a_future_ends_with_its_epoch():
     with Ranks(2) as ranks:
         ranks.start(waits_for_a_future)
         ranks.hear(0, "waits")
@@ -98,5 +98,5 @@ def past_our_methods(member: Member) -> bool:
     return True
 
 
-def test_no_operation_goes_past_our_methods() -> None:
+def test_no_operation_goes_past_our_methods():
     assert all(run(2, past_our_methods).values())

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,8 +44,8 @@ AUDITED = "--deadpool-audit-interval 1"
     ids=["loss", "tied", "untied", "saves-3", "saves-4", "plain", "instances", "experts"],
 )
 def test_a_number_that_is_nan_once_is_rolled_back_and_leaves_no_trace(
-    tmp_path: Path, layout: jobs.Layout, flags: str, saving: str, plan: dict[str, Any]
-) -> None:
+    tmp_path, layout, flags, saving, plan
+):
     settings = "--deadpool-nonfinite rollback"
     options = {"flags": flags, "saving": saving, "settings": settings}
     outcome = jobs.strike(tmp_path / "run", layout, ITERATIONS, [plan], **options)
@@ -57,7 +56,7 @@ def test_a_number_that_is_nan_once_is_rolled_back_and_leaves_no_trace(
     assert (told.iteration, told.data["number"], told.data["policy"]) == (9, number, "rollback")
 
 
-def test_a_chain_of_resumed_runs_computes_what_one_run_does(tmp_path: Path) -> None:
+def test_a_chain_of_resumed_runs_computes_what_one_run_does(tmp_path):
     """Each but the last ends with a NaN, and with the newest state before it that was kept."""
     settings = "--deadpool-cadence 3 --deadpool-max-lag 1"
     resume: tuple[str, ...] = ()
@@ -75,7 +74,7 @@ def test_a_chain_of_resumed_runs_computes_what_one_run_does(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("point", ["forward", "evaluation.microbatch", "save.begin"])
-def test_an_exception_costs_half_a_second_that_is_counted(tmp_path: Path, point: str) -> None:
+def test_an_exception_costs_half_a_second_that_is_counted(tmp_path, point):
     """Its process reports it and ends; its peers keep theirs."""
     plan = [jobs.fault("bug", point, when_iteration=6, when_role=1, action="raise")]
     flags, saving = "--eval-interval 3 --eval-iters 2", f"{SAVES} 3"
@@ -90,9 +89,7 @@ def test_an_exception_costs_half_a_second_that_is_counted(tmp_path: Path, point:
 
 
 @pytest.mark.parametrize("communicator", ["gloo", KIND])
-def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
-    tmp_path: Path, communicator: str
-) -> None:
+def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(tmp_path, communicator):
     """With NCCL no host waits for the others: marks in the streams tell who keeps them waiting."""
     plain = jobs.trainer(layouts.FOUR_SHARDS, 80)
     slow = jobs.Program((SLOW_TRAINER, "2", "0.2", *plain.command[2:]), layouts.FOUR_SHARDS.nodes)
@@ -110,7 +107,7 @@ def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
     assert [bad.kind for bad in read_bad_nodes(tmp_path)] == ["slow-node"]
 
 
-def test_a_device_that_is_gone_costs_its_node_and_not_the_run(tmp_path: Path) -> None:
+def test_a_device_that_is_gone_costs_its_node_and_not_the_run(tmp_path):
     """The process in the place of one that died finds no GPU: the spare takes the role."""
     plain, plan = (
         jobs.trainer(layouts.PP2_DP2, ITERATIONS),
@@ -129,9 +126,7 @@ def test_a_device_that_is_gone_costs_its_node_and_not_the_run(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("communicator", ["gloo", KIND])
-def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(
-    tmp_path: Path, communicator: str
-) -> None:
+def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(tmp_path, communicator):
     """With NCCL no host waits in a communication: what the devices do tells who is missing."""
     plain = jobs.trainer(layouts.PP2_DP2, ITERATIONS)
     hanging = jobs.Program((HANGING_TRAINER, "1", "20", *plain.command[2:]), layouts.PP2_DP2.nodes)
@@ -157,9 +152,7 @@ def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(
 
 
 @pytest.mark.parametrize("way", ["one-by-one", "side-by-side", "split"])
-def test_a_lost_node_leaves_no_trace_in_whatever_way_communicators_are_made(
-    tmp_path: Path, way: str
-) -> None:
+def test_a_lost_node_leaves_no_trace_in_whatever_way_communicators_are_made(tmp_path, way):
     settings = f"--deadpool-communicator {KIND} --deadpool-set rebuild={way}"
     lost = jobs.fault("lost", "backward", when_role=1, when_iteration=5, target="node")
     options = {"spares": 1, "settings": settings}
@@ -174,7 +167,7 @@ def accused(outcome: jobs.Outcome) -> list[tuple[int | None, list[int], bool]]:
     return [(event.iteration, event.data["roles"], event.data["certain"]) for event in found]
 
 
-def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path: Path) -> None:
+def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path):
     """A weight, a shard of the optimizer's state, a gradient, what a forward pass gives: each time
     of a node that has a spare.
 
@@ -198,7 +191,7 @@ def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path: Path) -> Non
     assert {e.iteration for e in outcome.of_kind("audited")} == set(range(1, ITERATIONS + 1))
 
 
-def test_of_two_peers_that_are_both_sure_nobody_knows_who_is_wrong(tmp_path: Path) -> None:
+def test_of_two_peers_that_are_both_sure_nobody_knows_who_is_wrong(tmp_path):
     """The state before is saved, and the run ends rather than train on."""
     where = {"when_role": 1, "when_iteration": 4, "action": "mark"}
     plan = [jobs.fault(name, "audit.pass", **where) for name in ("pass", "pass-once-more")]
@@ -207,7 +200,7 @@ def test_of_two_peers_that_are_both_sure_nobody_knows_who_is_wrong(tmp_path: Pat
     assert "node 0 and node 1" in outcome.final["reason"]
 
 
-def test_of_two_peers_the_one_that_does_not_repeat_itself_is_wrong(tmp_path: Path) -> None:
+def test_of_two_peers_the_one_that_does_not_repeat_itself_is_wrong(tmp_path):
     """A single flip in a pass, and one in an update that is computed again."""
     plan = [
         jobs.fault("pass", "audit.pass", when_role=1, when_iteration=4, action="mark"),
@@ -225,9 +218,7 @@ def test_of_two_peers_the_one_that_does_not_repeat_itself_is_wrong(tmp_path: Pat
     [(layouts.PIPELINE, 1), (layouts.VIRTUAL.flags, 4)],
     ids=["plain", "interleaved"],
 )
-def test_the_stage_that_computed_a_pass_wrong_is_named_not_its_replica(
-    pipeline: str, role: int, tmp_path: Path
-) -> None:
+def test_the_stage_that_computed_a_pass_wrong_is_named_not_its_replica(pipeline, role, tmp_path):
     """Of three replicas of two stages: what one stage of the second gives on is wrong, and with it
     what its later stage makes of it, in an interleaved pipeline even the first stage."""
     layout = jobs.Layout("pp2-dp3", pipeline, nodes=6, members_per_node=1)

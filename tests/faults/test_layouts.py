@@ -70,7 +70,7 @@ PLANS: dict[Layout, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", PLANS, ids=lambda layout: layout.name)
-def test_layout_survives(tmp_path: Path, layout: Layout) -> None:
+def test_layout_survives(tmp_path, layout):
     plan = PLANS[layout]
     spares = 2 - (layout.nodes == 2)
     outcome = jobs.strike(
@@ -89,9 +89,7 @@ SEVERAL = [
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_looked_at_less_or_restored_from_longer_ago_survives(
-    tmp_path: Path, name: str
-) -> None:
+def test_what_is_looked_at_less_or_restored_from_longer_ago_survives(tmp_path, name):
     layout, settings = SETTINGS[name]
     jobs.strike(tmp_path / "run", layout, 15, SEVERAL, spares=2, refill=4, settings=settings)
 
@@ -129,9 +127,7 @@ ABORTED_PLANS: dict[Layout, tuple[list[dict[str, Any]], int, str]] = {
     [layouts.PP2_DP2, layouts.FP16, layouts.OVERLAP, layouts.VIRTUAL],
     ids=lambda layout: layout.name,
 )
-def test_junk_of_a_step_goes_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout
-) -> None:
+def test_junk_of_a_step_goes_nowhere(tmp_path, monkeypatch, layout):
     plan, iterations, flags = ABORTED_PLANS[layout]
     wanted = reference(layout, iterations, flags)
     monkeypatch.setenv(JUNK_LOG, str(tmp_path / "junk"))
@@ -145,7 +141,7 @@ def test_junk_of_a_step_goes_nowhere(
     assert "allreduce" in {entry["operation"] for entry in read}
 
 
-def test_junk_in_a_save_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_junk_in_a_save_ends_nobody(tmp_path, monkeypatch):
     """Object collectives allocate by junk sizes and unpickle junk bytes: any error may come."""
     plan = [
         dies("before-objects", "save.begin", 1, 3),

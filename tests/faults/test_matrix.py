@@ -119,9 +119,7 @@ def chained(layout: Layout, chosen: list[harness.Cell]) -> list[Any]:
         *chained(TP2_PP2_DP2, harness.cells(TP2_PP2_DP2, (*harness.PHASES, harness.TENSOR_PHASE))),
     ],
 )
-def test_every_cell(
-    tmp_path: Path, layout: Layout, part: list[harness.Cell], plan: list[Any], iterations: int
-) -> None:
+def test_every_cell(tmp_path, layout, part, plan, iterations):
     strike(tmp_path, layout, part, plan, iterations)
 
 
@@ -130,7 +128,7 @@ def test_every_cell(
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.exhaustive if n == "buddy" else ()) for n in SCHEMES]
 )
-def test_four_roles_covering_array_of_each_scheme(tmp_path: Path, name: str) -> None:
+def test_four_roles_covering_array_of_each_scheme(tmp_path, name):
     scheme = SCHEMES[name]
     array = [
         replace(cell, target=scheme.target) if cell.target == "node" else cell
@@ -154,13 +152,11 @@ def test_four_roles_covering_array_of_each_scheme(tmp_path: Path, name: str) -> 
     CHAINED,
     chained(TP2_PP2_DP2, harness.pairwise(TP2_PP2_DP2, (*harness.PHASES, harness.TENSOR_PHASE))),
 )
-def test_eight_roles_covering_array(
-    tmp_path: Path, layout: Layout, part: list[harness.Cell], plan: list[Any], iterations: int
-) -> None:
+def test_eight_roles_covering_array(tmp_path, layout, part, plan, iterations):
     strike(tmp_path, layout, part, plan, iterations)
 
 
-def test_one_cell(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_one_cell(tmp_path, request):
     """``--cell LAYOUT:PHASE-TARGET-of-roleR``: one cell alone, as a failed chain names it."""
     wanted = request.config.getoption("--cell")
     layout_name, _, name = wanted.partition(":")

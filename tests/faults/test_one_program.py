@@ -1,7 +1,5 @@
 """What a run began with is what it continues with, whatever is edited while it runs."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.faults.harness import jobs
@@ -10,7 +8,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 ITERATIONS = 40
 
 
-def test_an_argument_file_is_read_once(tmp_path: Path) -> None:
+def test_an_argument_file_is_read_once(tmp_path):
     """A process that follows another one clips by the text that the first one had."""
     file, nested = tmp_path / "model.args", tmp_path / "nested.args"
     nested.write_text("--clip-grad 0.5")

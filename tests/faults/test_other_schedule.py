@@ -28,7 +28,7 @@ def rates(outcome: Outcome, after: int) -> set[float]:
 
 
 @pytest.mark.parametrize("source", ["memory", "dump", "checkpoint"])
-def test_a_lower_rate_counts_only_where_it_is_asked_for(tmp_path: Path, source: str) -> None:
+def test_a_lower_rate_counts_only_where_it_is_asked_for(tmp_path, source):
     first, saving = tmp_path / "run", f"--save {tmp_path / 'saves'} --save-interval {STOPPED}"
     if source == "checkpoint":
         begun = run_job(first, LAYOUT, STOPPED, flags=saving)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.faults.harness import layouts
-from tests.faults.harness.jobs import MODEL, Layout, reference
+from tests.faults.harness.jobs import MODEL, reference
 from tests.trainer.layouts import train
 from tests.trainer.ranks import run_ranks
 
@@ -12,7 +12,7 @@ ITERATIONS = 12
 
 
 @pytest.mark.parametrize("layout", [layouts.PP2_DP2], ids=lambda layout: layout.name)
-def test_protected_run_equals_stock_run(layout: Layout) -> None:
+def test_protected_run_equals_stock_run(layout):
     arguments = f"{MODEL} {layout.flags} --train-iters {ITERATIONS}"
     wanted = run_ranks(layout.roles, train, arguments)[0]  # no seam, no vaults, no hooks
     protected = reference(layout, ITERATIONS).final

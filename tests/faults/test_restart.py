@@ -40,7 +40,7 @@ def take_all_down(directory: Path) -> None:
     assert not posix.wait_gone(left, 60)
 
 
-def test_members_then_everything_then_another_model(tmp_path: Path) -> None:
+def test_members_then_everything_then_another_model(tmp_path):
     """All members; then launcher and coordinator with all; then another model is refused, with the
     slots kept; then the same command goes on."""
     directory = tmp_path / "run"
@@ -96,7 +96,7 @@ def fallen_back(
     return outcome, list(zip(jobs.restart_kinds(outcome), restored, strict=True))
 
 
-def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path: Path) -> None:
+def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path):
     saves = tmp_path / "saves"
 
     def damage() -> None:
@@ -119,9 +119,7 @@ def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path: Path) -> N
     )
 
 
-def test_a_run_that_was_moved_is_continued_and_not_the_one_that_has_its_name(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_was_moved_is_continued_and_not_the_one_that_has_its_name(tmp_path):
     place, moved = tmp_path / "run", tmp_path / "moved"
     constant = "--lr-decay-style constant"  # another length is another schedule else
     for seed in ("1", "2"):
@@ -139,7 +137,7 @@ def test_a_run_that_was_moved_is_continued_and_not_the_one_that_has_its_name(
     assert new.status == 0, new.story()
 
 
-def test_another_checkpoint_has_the_name_of_the_newest(tmp_path: Path) -> None:
+def test_another_checkpoint_has_the_name_of_the_newest(tmp_path):
     """As of another job with the same --save. It is left out, and then set aside."""
     saves = tmp_path / "saves"
 
@@ -156,7 +154,7 @@ def test_another_checkpoint_has_the_name_of_the_newest(tmp_path: Path) -> None:
     assert len(list(saves.glob("iter_0000010.before-*"))) == 1
 
 
-def test_a_plan_changes_and_nodes_die_and_the_coordinator_with_them(tmp_path: Path) -> None:
+def test_a_plan_changes_and_nodes_die_and_the_coordinator_with_them(tmp_path):
     """What was copied every time comes from parity of every third. The next coordinator finds the
     plan in the journal."""
     directory = tmp_path / "run"

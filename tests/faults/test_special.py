@@ -33,7 +33,7 @@ def strike(tmp_path: Path, plan: list[dict[str, Any]], **options: Any) -> jobs.O
 
 @FULL
 @pytest.mark.parametrize("phase", ["restore", "drain", "adopt", "rebuild", "sync", "verify"])
-def test_a_survivor_dies_in_each_phase_of_a_recovery(tmp_path: Path, phase: str) -> None:
+def test_a_survivor_dies_in_each_phase_of_a_recovery(tmp_path, phase):
     """Role 3 holds no copy of role 0, so the state is in memory all the time."""
     epoch = {} if phase == "drain" else {"when_epoch": 2}
     second = jobs.fault("second", f"recovery.{phase}", when_role=3, target="node", **epoch)
@@ -43,14 +43,14 @@ def test_a_survivor_dies_in_each_phase_of_a_recovery(tmp_path: Path, phase: str)
 
 @FULL
 @pytest.mark.parametrize("phase", ["adopt", "rebuild", "restore"])
-def test_the_spare_dies_while_it_takes_over(tmp_path: Path, phase: str) -> None:
+def test_the_spare_dies_while_it_takes_over(tmp_path, phase):
     second = jobs.fault("second", f"recovery.{phase}", when_role=0, when_epoch=2, target="node")
     outcome = strike(tmp_path, [FIRST, second], spares=2)
     assert max(jobs.recomputed(outcome)) <= 1
 
 
 @FULL
-def test_the_coordinator_dies_while_communicators_meet(tmp_path: Path) -> None:
+def test_the_coordinator_dies_while_communicators_meet(tmp_path):
     """In a recovery, with half of the addresses told: the same epoch goes on with the next one."""
     second = jobs.fault("second", "coordinator.store", when_epoch=2, nth=4)
     outcome = strike(tmp_path, [FIRST, second], spares=1)
@@ -58,7 +58,7 @@ def test_the_coordinator_dies_while_communicators_meet(tmp_path: Path) -> None:
 
 
 @FULL
-def test_the_waiting_spare_dies(tmp_path: Path) -> None:
+def test_the_waiting_spare_dies(tmp_path):
     early = jobs.fault(
         "early", "step.begin", when_role=1, when_iteration=2, target="node", nodes=[4]
     )
@@ -75,9 +75,7 @@ def test_the_waiting_spare_dies(tmp_path: Path) -> None:
     ],
     ids=["in-rebuild", "in-replay", "right-after"],
 )
-def test_then_a_node_dies_whose_copy_the_first_one_held(
-    tmp_path: Path, point: str, match: dict[str, Any]
-) -> None:
+def test_then_a_node_dies_whose_copy_the_first_one_held(tmp_path, point, match):
     """With two copies the second loss is in memory too, however soon it comes."""
     second = jobs.fault("second", point, when_role=1, target="node", **match)
     outcome = strike(tmp_path, [FIRST, second], spares=3, settings="--deadpool-replicas 2")
@@ -86,7 +84,7 @@ def test_then_a_node_dies_whose_copy_the_first_one_held(
 
 
 @FULL
-def test_vault_killed_agent_killed_vault_stopped(tmp_path: Path) -> None:
+def test_vault_killed_agent_killed_vault_stopped(tmp_path):
     plan = [
         jobs.fault("vault-killed", "step.begin", when_role=1, when_iteration=3, target="vault"),
         jobs.fault("while-shipping", "vault.ship", when_role=2, when_iteration=5),
@@ -108,7 +106,7 @@ def test_vault_killed_agent_killed_vault_stopped(tmp_path: Path) -> None:
 
 
 @FULL
-def test_corruption_on_the_wire_and_in_the_slot(tmp_path: Path) -> None:
+def test_corruption_on_the_wire_and_in_the_slot(tmp_path):
     plan = [
         jobs.fault("wire", "vault.chunk", when_role=1, when_iteration=3, action="mark"),
         jobs.fault("slot", "vault.sealed", when_role=2, when_iteration=5, action="mark"),
@@ -119,7 +117,7 @@ def test_corruption_on_the_wire_and_in_the_slot(tmp_path: Path) -> None:
 
 
 @FULL
-def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path: Path) -> None:
+def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path):
     """Nodes 0 and 1 hold each other's copies; the last checkpoint is three iterations old. When the
     next failure leads back to it through memory, the evaluation that it has in it stays done."""
     plan = [
@@ -147,7 +145,7 @@ def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path: Path) ->
 
 
 @FULL
-def test_evaluation_on_one_replica_and_a_save_on_some_roles(tmp_path: Path) -> None:
+def test_evaluation_on_one_replica_and_a_save_on_some_roles(tmp_path):
     plan = [
         jobs.fault(
             "last-microbatch-on-one-replica",
@@ -183,9 +181,7 @@ def struck_while_held(
     return outcome
 
 
-def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(tmp_path, monkeypatch):
     """Where the copies of the iteration before had time to leave: they go at once, and not at its
     end."""
     monkeypatch.setenv(DETAIL_VARIABLE, "all")  # each commit of each role is told
@@ -210,7 +206,7 @@ def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
         pytest.param("vault.sock", "--role", marks=pytest.mark.full),
     ],
 )
-def test_a_failure_after_a_clean_up_is_got_over(tmp_path: Path, removed: str, victim: str) -> None:
+def test_a_failure_after_a_clean_up_is_got_over(tmp_path, removed, victim):
     """As by logind with RemoveIPC, or by a cleaner of sockets; the failure comes at once."""
     directory = tmp_path / "run"
 

@@ -27,7 +27,7 @@ SEED = int.from_bytes(hashlib.sha256(commit().encode()).digest()[:3], "big")
 @pytest.mark.timeout(900)
 @needs_megatron_lm
 @pytest.mark.parametrize("seed", [SEED, SEED + 1])
-def test_a_draw_is_bit_identical(tmp_path: Path, seed: int) -> None:
+def test_a_draw_is_bit_identical(tmp_path, seed):
     command = (sys.executable, PROGRAM, str(seed), "--json", "--no-shrink")
     row = json.loads(said(*command, "--directory", tmp_path / "draw", seconds=900))
     assert (row["seed"], row["result"], row["why"]) == (seed, "bit-identical", "")
@@ -44,28 +44,21 @@ def test_a_draw_is_bit_identical(tmp_path: Path, seed: int) -> None:
         (("1", "--pairs", str(Path(__file__))), "is no table of pairs"),
     ],
 )
-def test_bad_arguments_are_named(
-    arguments: tuple[str, ...],
-    named: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_arguments_are_named(arguments, named, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fuzz.py", *arguments])
     with pytest.raises(SystemExit, match="2"):
         program.main()
     assert named in capsys.readouterr().err
 
 
-def test_the_table_of_what_was_drawn_is_read() -> None:
+def test_the_table_of_what_was_drawn_is_read():
     drawn = read_choices(PAIRS)
     assert {one["tag"] for one in drawn} <= {*TAGS}
     assert len({str(one) for one in drawn}) == len(drawn)
 
 
 @needs_megatron_lm
-def test_draws_are_shown_with_their_faults(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_draws_are_shown_with_their_faults(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fuzz.py", "7", "--show", "--count", "2"])
     assert program.main() == 0
     said = capsys.readouterr().out

@@ -4,7 +4,6 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 
@@ -21,13 +20,13 @@ from tests.reach.shrinking import _RULES
 DRAWS = [draw(seed) for seed in range(300)]
 
 
-def test_a_seed_draws_the_same_always() -> None:
+def test_a_seed_draws_the_same_always():
     assert [draw(seed) for seed in range(9)] == DRAWS[:9]
     assert len({str(one) for one in DRAWS}) == len(DRAWS)
     assert draw(5, "core_v0.17.1").choice["tag"] == "core_v0.17.1"
 
 
-def test_every_draw_obeys_the_rules() -> None:
+def test_every_draw_obeys_the_rules():
     gpu_only = " ".join(_RULES["cannot"].values()).split()
     for one in DRAWS:
         assert one.choice.keys() == FEATURES.keys()
@@ -39,7 +38,7 @@ def test_every_draw_obeys_the_rules() -> None:
         assert all(0 <= at <= drawing.ITERATIONS - 3 for at in struck)
 
 
-def test_the_package_takes_every_draw() -> None:
+def test_the_package_takes_every_draw():
     for one in DRAWS:
         found = judge([one.script, *one.flags, "--deadpool"], version=one.choice["tag"][6:])
         assert {each.level for each in found} <= {Level.SET}, (one.seed, found)
@@ -48,7 +47,7 @@ def test_the_package_takes_every_draw() -> None:
         arguments.settings_from(parser.parse_args(one.settings))
 
 
-def test_every_value_is_drawn_and_every_pattern_names_one() -> None:
+def test_every_value_is_drawn_and_every_pattern_names_one():
     drawn = {word for one in DRAWS for word in map("=".join, one.choice.items())}
     known = {f"{name}={value}" for name, rows in FEATURES.items() for value in rows}
     assert drawn == known
@@ -64,7 +63,7 @@ def chosen(number: int, candidates: int) -> Counter[drawing.Pair]:
     return drawn
 
 
-def test_pairs_are_drawn_evenly() -> None:
+def test_pairs_are_drawn_evenly():
     """More of them with as many draws than at random, and no value much more than its share."""
     even, at_random = chosen(40, 8), count(one.choice for one in DRAWS[:40])
     assert len(even) > 1.05 * len(at_random)
@@ -73,13 +72,13 @@ def test_pairs_are_drawn_evenly() -> None:
     assert len(wide) > 0.95 * len(drawing.possible())
 
 
-def test_the_least_covered_draw_is_taken() -> None:
+def test_the_least_covered_draw_is_taken():
     first = DRAWS[0]
     assert least_covered([0, 0], Counter()) == first
     assert least_covered([0, 1], count([first.choice] * 3)) == DRAWS[1]
 
 
-def test_features_become_plain_unless_others_need_them() -> None:
+def test_features_become_plain_unless_others_need_them():
     one = next(one for one in DRAWS if one.choice["router"] != "usual" and one.faults)
     with pytest.raises(ValueError, match="others of this draw need them"):
         without(one, ["experts"])
@@ -89,7 +88,7 @@ def test_features_become_plain_unless_others_need_them() -> None:
     assert without(one, FEATURES).choice == {name: next(iter(FEATURES[name])) for name in FEATURES}
 
 
-def test_what_fails_is_shrunk_to_what_matters() -> None:
+def test_what_fails_is_shrunk_to_what_matters():
     parts, tried = [f"part {number}" for number in range(40)], 0
 
     def fails(left: Sequence[str]) -> bool:
@@ -103,7 +102,7 @@ def test_what_fails_is_shrunk_to_what_matters() -> None:
     assert smallest(parts, lambda left: len(left) == 40) == parts
 
 
-def test_what_was_drawn_is_written_and_read(tmp_path: Path) -> None:
+def test_what_was_drawn_is_written_and_read(tmp_path):
     drawn = [one.choice for one in DRAWS[:5]]
     drawing.write_choices(tmp_path / "pairs.json", drawn)
     assert drawing.read_choices(tmp_path / "pairs.json") == drawn
@@ -111,7 +110,7 @@ def test_what_was_drawn_is_written_and_read(tmp_path: Path) -> None:
 
 @pytest.mark.megatron_lm
 @needs_megatron_lm
-def test_megatron_takes_the_flags_of_every_draw() -> None:
+def test_megatron_takes_the_flags_of_every_draw():
     ones = [draw(one.seed, TAG) for one in DRAWS[:12]]
     answers = ask([Question([*_placed(one), "--deadpool"], 4) for one in ones])
     assert [answer.error + answer.refused for answer in answers] == [""] * len(ones)

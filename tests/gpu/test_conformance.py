@@ -21,7 +21,7 @@ def made_up(torch_like):
 """
 
 
-def test_a_name_that_torch_lacks_is_found() -> None:
+def test_a_name_that_torch_lacks_is_found():
     found = {name: conformance.lacking(name) for name in conformance.used_names(_MODULE)}
     assert {name: gone for name, gone in found.items() if gone} == {
         "torch.cuda.lost": "torch.cuda.lost",
@@ -34,7 +34,7 @@ def test_a_name_that_torch_lacks_is_found() -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build")
-def test_a_build_without_cuda_is_refused_in_one_line() -> None:
+def test_a_build_without_cuda_is_refused_in_one_line():
     command = [sys.executable, GPU / "conformance.py"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")

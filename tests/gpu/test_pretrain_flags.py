@@ -24,9 +24,7 @@ PLAIN = (KIT.parents[1] / "configs" / "megatron-lm" / "gpu-plain.args").read_tex
         (("transformer_engine", "fused_weight_gradient_mlp_cuda"), []),
     ],
 )
-def test_what_is_missing_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], wanted: list[str]
-) -> None:
+def test_what_is_missing_is_left_out(monkeypatch, installed, wanted):
     monkeypatch.syspath_prepend(KIT)
     trainings = importlib.import_module("proof.trainings")
     monkeypatch.setattr(trainings, "find_spec", lambda name: name if name in installed else None)
@@ -38,7 +36,7 @@ def test_what_is_missing_is_left_out(
     assert given[before + 1 : after] == wanted
 
 
-def test_each_flag_that_is_taken_by_name_is_tried() -> None:
+def test_each_flag_that_is_taken_by_name_is_tried():
     rows = tomllib.loads(Path(__file__).with_name("read_rows.toml").read_text())
     assert rows.keys() == {row.name for row in flags.READ}
     for name, row in rows.items():

@@ -65,7 +65,7 @@ class Kit:
 
 
 @pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
+def kit(tmp_path_factory):
     return Kit(tmp_path_factory.mktemp("kit"))
 
 
@@ -80,7 +80,7 @@ def results(out: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.timeout(660)  # one to two minutes on two idle cores
-def test_the_whole_kit_is_rehearsed_within_its_eight_minutes(kit: Kit, tmp_path: Path) -> None:
+def test_the_whole_kit_is_rehearsed_within_its_eight_minutes(kit, tmp_path):
     started = kit.start(tmp_path, 8)
     said, _ = started.communicate()
     found = results(tmp_path)
@@ -100,7 +100,7 @@ def test_the_whole_kit_is_rehearsed_within_its_eight_minutes(kit: Kit, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.full(every_time=True)
-def test_a_part_that_its_limit_ends_is_unfinished_and_not_failed(kit: Kit, tmp_path: Path) -> None:
+def test_a_part_that_its_limit_ends_is_unfinished_and_not_failed(kit, tmp_path):
     started = kit.start(tmp_path, 0.2)
     said, _ = started.communicate()
     summary = results(tmp_path)["summary"]
@@ -113,9 +113,7 @@ def test_a_part_that_its_limit_ends_is_unfinished_and_not_failed(kit: Kit, tmp_p
 @pytest.mark.full
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("name", "seed"), [("TERM", 1), ("KILL", 2), ("TERM", 3), ("KILL", 4)])
-def test_an_end_at_any_moment_leaves_what_was_seen(
-    kit: Kit, tmp_path: Path, name: str, seed: int
-) -> None:
+def test_an_end_at_any_moment_leaves_what_was_seen(kit, tmp_path, name, seed):
     if not kit.alone:
         pytest.skip("no namespaces here, so nothing ends all processes at once")
     started = kit.start(tmp_path, 8)
@@ -133,7 +131,7 @@ def test_an_end_at_any_moment_leaves_what_was_seen(
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_named_before_anything_is_run(kit: Kit, tmp_path: Path) -> None:
+def test_what_is_missing_is_named_before_anything_is_run(kit, tmp_path):
     """Here what is packed is not there, nor what the command names."""
     command = [KIT / "prove.sh", "--device", "cpu", "--megatron-lm", "/nowhere", "--out", tmp_path]
     done = subprocess.run(command, env=kit.environment, capture_output=True, text=True, check=False)

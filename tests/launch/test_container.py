@@ -19,7 +19,7 @@ INSTALL = RECIPE.with_name("install.sh")
 TORCH = {"nvcr.io/nvidia/pytorch:26.06-py3": "2.13.0a0+8145d630e8.nv26.06"}
 
 
-def test_it_is_linted() -> None:
+def test_it_is_linted():
     linter = shutil.which("hadolint")
     if linter is None:
         pytest.skip("hadolint is not there for this machine")
@@ -27,7 +27,7 @@ def test_it_is_linted() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_what_it_names_is_there() -> None:
+def test_what_it_names_is_there():
     text = RECIPE.read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert str(INSTALL.relative_to(ROOT)) in text
@@ -41,7 +41,7 @@ def test_what_it_names_is_there() -> None:
     assert sent == used
 
 
-def test_its_torch_is_one_that_a_run_accepts() -> None:
+def test_its_torch_is_one_that_a_run_accepts():
     """And its build looks at it: another base that somebody names may have another one."""
     text = RECIPE.read_text()
     (base,) = re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)

@@ -19,7 +19,7 @@ import yaml
 from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import preconditions
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from tests.common.programs import stand_in
 from tests.common.waiting import PATIENCE_SECONDS
 from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
@@ -56,7 +56,7 @@ class Task:
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+def task(tmp_path_factory):
     """The first node's, from the batch script as it stands."""
     folder = tmp_path_factory.mktemp("job")
     told = folder / "told"
@@ -89,7 +89,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 
 
 @pytest.fixture
-def info(task: Task, monkeypatch: pytest.MonkeyPatch) -> RunInfo:
+def info(task, monkeypatch):
     """The run that the first agent makes of it; what memory and GPUs are here decides nothing."""
 
     def stop(*_: object) -> None:
@@ -119,7 +119,7 @@ def plan(name: str) -> dict[str, int]:
 
 
 @pytest.fixture
-def questions(task: Task, info: RunInfo) -> dict[str, Question]:
+def questions(task, info):
     """For each size of model: members' command line and environment.
 
     The script is that of the 65B model; of the others the size and the model's flags differ.
@@ -141,7 +141,7 @@ def questions(task: Task, info: RunInfo) -> dict[str, Question]:
     }
 
 
-def test_the_agent_takes_the_command(info: RunInfo) -> None:
+def test_the_agent_takes_the_command(info):
     cluster = plan("65b")
     assert (info.nodes, info.nproc_per_node) == (cluster["nodes"], cluster["gpus_per_node"])
     assert info.spares == cluster["spares"]
@@ -150,8 +150,8 @@ def test_the_agent_takes_the_command(info: RunInfo) -> None:
 
 
 def test_megatron_accepts_each_number_of_nodes_that_the_script_can_go_on_with(
-    task: Task, info: RunInfo, questions: dict[str, Question]
-) -> None:
+    task, info, questions
+):
     """A replica's share of the batch has to be a multiple of the pipeline: it is interleaved."""
     large, nodes = questions["65b"], [64, 56, 48, 32]
     assert list(map(int, task.environment["SMALLER"].split())) == nodes[1:]
@@ -170,7 +170,7 @@ def test_megatron_accepts_each_number_of_nodes_that_the_script_can_go_on_with(
         assert batch % (replicas * micro * 8) == 0
 
 
-def test_megatron_accepts_what_members_run(questions: dict[str, Question]) -> None:
+def test_megatron_accepts_what_members_run(questions):
     """On the GPUs that the scripts are for; without the script's variable it would not."""
     wanted = list(questions.values())
     large = questions["65b"]

@@ -27,7 +27,7 @@ SHELL = [*sorted(SCRIPTS.rglob("*.sh")), *BATCH]
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
-def test_shell_is_sound(script: Path) -> None:
+def test_shell_is_sound(script):
     done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     if shutil.which("shellcheck"):
@@ -38,14 +38,14 @@ def test_shell_is_sound(script: Path) -> None:
 
 
 @pytest.mark.parametrize("script", BATCH, ids=lambda path: path.name)
-def test_one_agent_serves_a_whole_node(script: Path) -> None:
+def test_one_agent_serves_a_whole_node(script):
     options = set(re.findall(r"^#SBATCH (\S+)", script.read_text(), re.MULTILINE))
     assert "--ntasks-per-node=1" in options
     assert "--exclusive" in options
 
 
 @pytest.mark.parametrize("name", ["pretrain_65b", "pretrain_7b", "small_test"])
-def test_a_lost_node_ends_neither_job_nor_step(name: str) -> None:
+def test_a_lost_node_ends_neither_job_nor_step(name):
     batch = (SCRIPTS / "slurm" / f"{name}.sbatch").read_text()
     assert "--no-kill" in re.findall(r"^#SBATCH (\S+)", batch, re.MULTILINE)
     srun = (SCRIPTS / "slurm" / "job.sh").read_text()
@@ -53,7 +53,7 @@ def test_a_lost_node_ends_neither_job_nor_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["65b", "7b"])
-def test_a_batch_script_says_once_what_its_plan_says(model: str, tmp_path: Path) -> None:
+def test_a_batch_script_says_once_what_its_plan_says(model, tmp_path):
     """The commands of the nodes, with stand-ins: the size is that of its own #SBATCH lines."""
     told = with_stand_in(tmp_path, coordinates=False)
     stand_in(tmp_path, srun='while [[ $1 == --* ]]; do shift; done\nexec "$@"', squeue="")
@@ -74,9 +74,7 @@ def test_a_batch_script_says_once_what_its_plan_says(model: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("model", "per_node"), [("65b", 1), ("7b", 4)])
-def test_the_batch_can_be_spread_over_each_number_of_nodes_it_goes_on_with(
-    model: str, per_node: int
-) -> None:
+def test_the_batch_can_be_spread_over_each_number_of_nodes_it_goes_on_with(model, per_node):
     """Of 65B a replica is 8 nodes, and its micro-batches a multiple of 8, the pipeline being
     interleaved; test_pretrain_65b.py asks Megatron."""
     batch = (SCRIPTS / "slurm" / f"pretrain_{model}.sbatch").read_text()
@@ -92,7 +90,7 @@ def documents() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.skipif(VALIDATE is None, reason="no kubernetes-validate on the PATH (docs/slurm.md)")
-def test_kubernetes_knows_every_field_of_the_manifest(tmp_path: Path) -> None:
+def test_kubernetes_knows_every_field_of_the_manifest(tmp_path):
     """By its own schemas; a field of another name, which it would leave out, is refused."""
     manifest = SCRIPTS / "launch" / "kubernetes.yaml"
     wrong = tmp_path / "wrong.yaml"
@@ -103,7 +101,7 @@ def test_kubernetes_knows_every_field_of_the_manifest(tmp_path: Path) -> None:
         assert done.returncode == status, done.stdout + done.stderr
 
 
-def test_kubernetes_has_a_pod_for_each_node_and_replaces_lost_ones() -> None:
+def test_kubernetes_has_a_pod_for_each_node_and_replaces_lost_ones():
     job = documents()["Job"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
@@ -122,7 +120,7 @@ def test_kubernetes_has_a_pod_for_each_node_and_replaces_lost_ones() -> None:
     assert f"--nproc-per-node {gpus} " in shell
 
 
-def test_kubernetes_spreads_pods_and_gives_them_memory_and_a_shared_disk() -> None:
+def test_kubernetes_spreads_pods_and_gives_them_memory_and_a_shared_disk():
     found = documents()
     pod = found["Job"]["spec"]["template"]["spec"]
     labels = found["Job"]["spec"]["template"]["metadata"]["labels"]
@@ -141,7 +139,7 @@ def test_kubernetes_spreads_pods_and_gives_them_memory_and_a_shared_disk() -> No
     assert folder.parent == Path("/runs"), "what it notes of hosts is of names that all runs have"
 
 
-def test_kubernetes_lets_only_its_own_pods_in_and_gives_them_no_more_than_they_need() -> None:
+def test_kubernetes_lets_only_its_own_pods_in_and_gives_them_no_more_than_they_need():
     found = documents()
     pod = found["Job"]["spec"]["template"]
     policy = found["NetworkPolicy"]["spec"]
@@ -163,8 +161,8 @@ def test_kubernetes_lets_only_its_own_pods_in_and_gives_them_no_more_than_they_n
     ],
 )
 def test_kubernetes_pod_of_an_index_that_was_there_before_attaches(
-    tmp_path: Path, seen: bool, coordinates: bool, who: str
-) -> None:
+    tmp_path, seen, coordinates, who
+):
     """Its entry shell, with a stand-in for the command that tells its arguments."""
     (container,) = documents()["Job"]["spec"]["template"]["spec"]["containers"]
     told = with_stand_in(tmp_path, coordinates=coordinates)
@@ -182,9 +180,7 @@ def test_kubernetes_pod_of_an_index_that_was_there_before_attaches(
     ("restarts", "coordinates", "who"),
     [("0", False, "--node-id 2"), ("1", True, "--attach"), ("1", False, "--node-id 2")],
 )
-def test_element_that_slurm_has_started_again_attaches(
-    tmp_path: Path, restarts: str, coordinates: bool, who: str
-) -> None:
+def test_element_that_slurm_has_started_again_attaches(tmp_path, restarts, coordinates, who):
     """The batch script, with stand-ins: one tells the arguments of the agent."""
     told = with_stand_in(tmp_path, coordinates=coordinates)
     stand_in(tmp_path, srun='exec "$@"')
@@ -219,7 +215,7 @@ def ssh(
 
 
 @pytest.mark.slow
-def test_ssh_starts_and_awaits_a_run(tmp_path: Path) -> None:
+def test_ssh_starts_and_awaits_a_run(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("# one line per node\nfirst 127.0.0.1\nsecond 127.0.0.1\n")
     run = RunDirectory(tmp_path / "run")
@@ -243,7 +239,7 @@ def test_ssh_starts_and_awaits_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ssh_stops_a_run(tmp_path: Path) -> None:
+def test_ssh_stops_a_run(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("only 127.0.0.1\nspare 127.0.0.1\n")
     run = RunDirectory(tmp_path / "run")
@@ -256,7 +252,7 @@ def test_ssh_stops_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ssh_does_not_await_a_run_whose_agents_have_all_failed(tmp_path: Path) -> None:
+def test_ssh_does_not_await_a_run_whose_agents_have_all_failed(tmp_path):
     hosts, run = tmp_path / "hosts", tmp_path / "run"
     hosts.write_text("first 127.0.0.1\nsecond 127.0.0.1")  # as some editors end a file
     size = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "")
@@ -269,7 +265,7 @@ def test_ssh_does_not_await_a_run_whose_agents_have_all_failed(tmp_path: Path) -
     assert done.returncode == 2
 
 
-def test_ssh_awaits_the_result_that_an_agent_has_seen(tmp_path: Path) -> None:
+def test_ssh_awaits_the_result_that_an_agent_has_seen(tmp_path):
     """On a shared file system the result may be seen later than how the agents have ended."""
     hosts, run, agents = tmp_path / "hosts", tmp_path / "run", tmp_path / "run.agents"
     hosts.write_text("first\nsecond\n")
@@ -283,7 +279,7 @@ def test_ssh_awaits_the_result_that_an_agent_has_seen(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"status --verdict {run}\n"), done.stderr
 
 
-def test_ssh_says_what_is_wrong(tmp_path: Path) -> None:
+def test_ssh_says_what_is_wrong(tmp_path):
     absent = ssh(tmp_path, "start", str(tmp_path / "none"), "/run", "--nodes", "1")
     assert absent.returncode == 2
     assert "no file of hosts" in absent.stderr

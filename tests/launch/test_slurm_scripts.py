@@ -33,15 +33,13 @@ def first_act(tmp_path: Path, end: int, squeue: str) -> list[str]:
 
 
 @pytest.mark.parametrize("squeue", ["exit 1", "true", "echo N/A"])
-def test_the_state_is_saved_in_time_where_slurm_says_nothing_new(
-    tmp_path: Path, squeue: str
-) -> None:
+def test_the_state_is_saved_in_time_where_slurm_says_nothing_new(tmp_path, squeue):
     found = first_act(tmp_path, 1200, squeue)
     run = str(tmp_path / "run")
     assert found == ["deadpool", "stop", "--dump", "--within", "200", "--wait", "200", run]
 
 
-def test_a_limit_that_was_extended_ends_no_run(tmp_path: Path) -> None:
+def test_a_limit_that_was_extended_ends_no_run(tmp_path):
     """The environment tells the end that the job had when it started."""
     until_notice = 999999 - NOTICE + 5 - 1000
     assert first_act(tmp_path, 1200, "echo far") == ["sleep", str(until_notice)]
@@ -62,9 +60,7 @@ SIZE = {"NODES": "2", "SPARES": "1", "GPUS_PER_NODE": "1", "NOTICE_SECONDS": "60
     ("status", "ends"),
     [(0, True), (1, True), (2, True), (3, True), (4, True), (75, False), (76, True), (130, False)],
 )
-def test_a_chain_ends_where_its_next_job_would_only_come_to_the_same(
-    tmp_path: Path, status: int, ends: bool
-) -> None:
+def test_a_chain_ends_where_its_next_job_would_only_come_to_the_same(tmp_path, status, ends):
     """The loss is as little a number, and the room as small, in a job with the same settings."""
     verdict = f"echo 'over, exit status {status}; 5 iterations'\nexit {status}"
     done = sourced(tmp_path, f"judge {tmp_path}/7", {"deadpool": verdict})
@@ -76,7 +72,7 @@ def test_a_chain_ends_where_its_next_job_would_only_come_to_the_same(
     ("over", "status"),
     [("run 7 ended with status 0", 0), ("run 7 ended with status 76", 76), ("by hand", 0)],
 )
-def test_the_rest_of_a_chain_ends_as_the_run_did(tmp_path: Path, over: str, status: int) -> None:
+def test_the_rest_of_a_chain_ends_as_the_run_did(tmp_path, over, status):
     """What depends on the last job of the chain would take a failed training for a complete one."""
     (tmp_path / "OVER").write_text(f"{over}\n")
     done = sourced(tmp_path, "run_training", RUNS=str(tmp_path), SLURM_JOB_ID="8")
@@ -84,7 +80,7 @@ def test_the_rest_of_a_chain_ends_as_the_run_did(tmp_path: Path, over: str, stat
     assert f"nothing to do: {over} (remove {tmp_path}/OVER" in done.stdout
 
 
-def test_a_name_that_slurm_does_not_know_costs_itself_only(tmp_path: Path) -> None:
+def test_a_name_that_slurm_does_not_know_costs_itself_only(tmp_path):
     """Runs of the host where jobs are submitted may lie beside those of the cluster."""
     asked, runs = tmp_path / "asked", tmp_path / "runs"
     (runs / "7.logs").mkdir(parents=True)
@@ -107,15 +103,13 @@ def test_a_name_that_slurm_does_not_know_costs_itself_only(tmp_path: Path) -> No
     ("squeue", "are_there"),
     [("echo 7.batch; echo 7.0", True), ("echo 7.batch", False), ("true", False), ("exit 1", True)],
 )
-def test_agents_outlive_srun_though_slurm_does_not_answer(
-    tmp_path: Path, squeue: str, are_there: bool
-) -> None:
+def test_agents_outlive_srun_though_slurm_does_not_answer(tmp_path, squeue, are_there):
     """The end of the batch script is theirs, too."""
     done = sourced(tmp_path, "nodes_are_there", {"squeue": squeue}, SLURM_JOB_ID="7")
     assert (done.returncode == 0) == are_there
 
 
-def test_a_node_that_hangs_does_not_keep_the_job_after_the_run(tmp_path: Path) -> None:
+def test_a_node_that_hangs_does_not_keep_the_job_after_the_run(tmp_path):
     """Slurm takes it for well, and srun waits for its task, which nobody can end."""
     programs = {
         "srun": f"mkdir {tmp_path}/7; touch {tmp_path}/7/final.json; exec tail -f /dev/null",
@@ -129,9 +123,7 @@ def test_a_node_that_hangs_does_not_keep_the_job_after_the_run(tmp_path: Path) -
     assert "status of the run: 0 (of srun: 137)" in done.stdout
 
 
-def test_what_others_have_put_beside_the_runs_is_neither_believed_nor_written_to(
-    tmp_path: Path,
-) -> None:
+def test_what_others_have_put_beside_the_runs_is_neither_believed_nor_written_to(tmp_path):
     """Names there follow from the number of the job."""
     (tmp_path / "keys").write_text("mine")
     (tmp_path / "OVER").symlink_to(tmp_path / "keys")
@@ -147,7 +139,7 @@ def test_what_others_have_put_beside_the_runs_is_neither_believed_nor_written_to
 
 
 @pytest.mark.parametrize("left", ["nothing", "a state that is refused"])
-def test_a_chain_that_has_nothing_to_go_on_from_stops(tmp_path: Path, left: str) -> None:
+def test_a_chain_that_has_nothing_to_go_on_from_stops(tmp_path, left):
     runs = tmp_path / "runs"
     (runs / "7").mkdir(parents=True)
     (runs / "7" / "events-2.jsonl").write_text('{"kind": "step", "iteration": 3}\n')

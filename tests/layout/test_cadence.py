@@ -6,7 +6,7 @@ from deadpool_megatron.layout.records import Generation, is_due, next_due, succe
 
 
 @given(st.integers(0, 10_000), st.integers(1, 50))
-def test_the_next_due_iteration_is_the_first_one(iteration: int, every: int) -> None:
+def test_the_next_due_iteration_is_the_first_one(iteration, every):
     found = next_due(iteration, every)
     assert found >= iteration
     assert is_due(found, every)
@@ -16,9 +16,7 @@ def test_the_next_due_iteration_is_the_first_one(iteration: int, every: int) -> 
 @given(
     st.integers(1, 6), st.integers(1, 6), st.integers(0, 40), st.integers(0, 40), st.integers(0, 9)
 )
-def test_successors_never_count_more_than_were_written(
-    before: int, every: int, restored: int, more: int, back: int
-) -> None:
+def test_successors_never_count_more_than_were_written(before, every, restored, more, back):
     """Lineage 1 with one cadence up to what was restored, lineage 2 with another one from there."""
     restored_at = Generation(1, next_due(restored, before))
     line = [Generation(1, k) for k in range(restored_at.iteration + 1) if is_due(k, before)]

@@ -25,7 +25,7 @@ def choose_buddies(
     return placements.CopyPlacement(seats, domains, spares, replicas).buddies(role, tuple(peers))
 
 
-def test_another_domain_is_worth_more_than_a_peer() -> None:
+def test_another_domain_is_worth_more_than_a_peer():
     seats = {0: 0, 1: 1, 2: 2}
     domains = {0: "a", 1: "a", 2: "b"}
     assert choose_buddies(0, (0, 1), seats, domains, (), 1) == (2,)
@@ -34,7 +34,7 @@ def test_another_domain_is_worth_more_than_a_peer() -> None:
     assert set(choose_buddies(0, (0, 1, 2), seats, domains, {3}, 2)) & {1, 2} != {1, 2}
 
 
-def test_a_dead_node_is_never_chosen() -> None:
+def test_a_dead_node_is_never_chosen():
     seats = {0: 0, 1: 1}
     assert choose_buddies(0, (0, 1), seats, {0: "a", 2: "c"}, {2}, 1) == (2,)
     assert choose_buddies(0, (0, 1), seats, {0: "a"}, (), 1) == ()
@@ -42,7 +42,7 @@ def test_a_dead_node_is_never_chosen() -> None:
     assert placements.missing_copies(seats, {0: "a", 1: "b", 2: "c"}, {2}, 2) == frozenset()
 
 
-def test_covered_counts_domains_not_roles() -> None:
+def test_covered_counts_domains_not_roles():
     seats = {0: 0, 1: 0, 2: 1, 3: 2}
     assert not placements.is_covered((0, 1), 0, seats, own_domains(range(3)), 1)
     assert placements.is_covered((0, 1, 2), 0, seats, own_domains(range(3)), 1)
@@ -51,7 +51,7 @@ def test_covered_counts_domains_not_roles() -> None:
     assert not placements.is_covered((0,), 0, seats, own_domains(range(3)), 1)
 
 
-def test_spares_of_a_record_hold_copies() -> None:
+def test_spares_of_a_record_hold_copies():
     """Nodes without a role that are no spares do not: they are about to leave."""
     seats = {0: Seat(0, 0, 0), 1: Seat(0, 1, 0)}
     nodes = {node: NodeAddress(f"host{node}", 1, f"host{node}", node == 2) for node in range(3)}
@@ -86,7 +86,7 @@ def test_never_the_own_node_and_as_many_nodes_and_domains_as_there_are(case) -> 
 
 
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_copies_spread_evenly(nodes: int, per_node: int, replicas: int, inner: bool) -> None:
+def test_copies_spread_evenly(nodes, per_node, replicas, inner):
     """Groups across nodes and groups inside a node both load every node with the same."""
     replicas = min(replicas, nodes - 1)
     seats = {role: role // per_node for role in range(nodes * per_node)}
@@ -115,7 +115,7 @@ def test_a_spare_takes_the_place_of_the_node_it_replaces(case) -> None:  # type:
         assert after == tuple(spare if n == dead else n for n in before)
 
 
-def test_domains_file() -> None:
+def test_domains_file():
     table = placements.parse_domains("# racks\n0 rack-a\n1 rack-a # same\n\nhost7 rack-b\n")
     assert placements.domain_of(table, 1) == "rack-a"
     assert placements.domain_of(table, 2, "host7") == "rack-b"
@@ -124,6 +124,6 @@ def test_domains_file() -> None:
 
 
 @pytest.mark.parametrize("text", ["0\n", "0 a b\n", "0 a\n0 b\n"])
-def test_malformed_domains_file_names_the_line(text: str) -> None:
+def test_malformed_domains_file_names_the_line(text):
     with pytest.raises(placements.DomainsError, match=r"line [12]"):
         placements.parse_domains(text)

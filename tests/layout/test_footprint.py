@@ -26,7 +26,7 @@ def layouts(draw: st.DrawFn) -> RoleLayout:
 
 @settings(max_examples=15)
 @given(layouts())
-def test_own_slots_and_copies(layout: RoleLayout) -> None:
+def test_own_slots_and_copies(layout):
     assert sizing.own_bytes(layout) >= segment_bytes(layout)
     assert sizing.copy_bytes(layout, ()) == 0
     names = [part.name for part in layout.parts[1:]]
@@ -39,7 +39,7 @@ def test_own_slots_and_copies(layout: RoleLayout) -> None:
 
 @settings(max_examples=15)
 @given(layouts(), st.integers(2, 9))
-def test_chains(layout: RoleLayout, full_every: int) -> None:
+def test_chains(layout, full_every):
     """Two files on the buddy: whole copies, and what leads on from them."""
     shards = {part.name: part for part in layout.parts[:-1]}
     steps = gradient_chain.step_parts(shards, 4096, 0)
@@ -54,7 +54,7 @@ def test_chains(layout: RoleLayout, full_every: int) -> None:
 
 @settings(max_examples=15)
 @given(layouts(), st.integers(1, 6))
-def test_blocks(layout: RoleLayout, roles: int) -> None:
+def test_blocks(layout, roles):
     of = {role: replace(layout, role=role) for role in range(roles)}
     group = parity_groups.ParityGroup(tuple(of), (1 << 33,), (9,))
     made = parity_groups.parity_layout(of, group, 0, 1)

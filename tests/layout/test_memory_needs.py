@@ -44,9 +44,7 @@ SCENES = st.builds(
 
 @settings(max_examples=40)
 @given(SCENES, st.lists(st.integers(10, 140), min_size=4, max_size=4), st.integers(0, 3))
-def test_a_plan_lacks_memory_where_a_node_has_less_than_it_needs(
-    of: Topology, gigabytes: list[int], group: int
-) -> None:
+def test_a_plan_lacks_memory_where_a_node_has_less_than_it_needs(of, gigabytes, group):
     """The node that lacks most is named; a node that has not said how much it has lacks none."""
     plan = plan_of_kind("parity", Settings(), 1, 2) if group else ProtectionPlan()
     limits = {node: size * GIGA for node, size in zip(of.domains, gigabytes, strict=False)}
@@ -60,7 +58,7 @@ def test_a_plan_lacks_memory_where_a_node_has_less_than_it_needs(
         assert (lack.needed_bytes, lack.has_bytes) == (needs[lack.node], limits[lack.node])
 
 
-def test_what_peers_hold_anyway_is_owed_to_nobody() -> None:
+def test_what_peers_hold_anyway_is_owed_to_nobody():
     of = scene(nodes=4, per_node=1)
     everybody = tuple(range(4))
     same = {
@@ -72,7 +70,7 @@ def test_what_peers_hold_anyway_is_owed_to_nobody() -> None:
         assert max(needs.values()) < SLOTS * (10 * GIGA + 5000) + 200_000
 
 
-def test_the_node_that_lacks_most_is_named() -> None:
+def test_the_node_that_lacks_most_is_named():
     """And of two that lack as much the first; not one that has most, or needs most."""
     of = scene(nodes=3, per_node=1)
     plan = ProtectionPlan()

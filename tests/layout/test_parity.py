@@ -59,7 +59,7 @@ def clusters(draw: st.DrawFn) -> tuple[records.EpochRecord, int]:
 
 @settings(max_examples=150)
 @given(clusters())
-def test_groups_of_any_cluster(drawn: tuple[records.EpochRecord, int]) -> None:
+def test_groups_of_any_cluster(drawn):
     """Each role once, distinct nodes, holders outside; m lost nodes leave k of k+m blocks."""
     record, size = drawn
     groups, m = parity.ParityPlacement.of_record(record).groups, record.replicas
@@ -91,7 +91,7 @@ def test_groups_of_any_cluster(drawn: tuple[records.EpochRecord, int]) -> None:
 
 @settings(max_examples=150)
 @given(clusters())
-def test_no_domain_twice_where_that_can_be(drawn: tuple[records.EpochRecord, int]) -> None:
+def test_no_domain_twice_where_that_can_be(drawn):
     record, _ = drawn
     groups = parity.ParityPlacement.of_record(record).groups
     domain = {node: address.domain for node, address in record.nodes.items()}
@@ -110,7 +110,7 @@ def test_no_domain_twice_where_that_can_be(drawn: tuple[records.EpochRecord, int
             used.add(domain[holder])
 
 
-def test_what_one_exchange_mends_leaves_all_others_in_their_place() -> None:
+def test_what_one_exchange_mends_leaves_all_others_in_their_place():
     """Node i is in group i modulo their number. So few blocks are computed anew when a node that
     takes over is in a rack of the group."""
     domains = [f"rack{node}" for node in range(12)]
@@ -124,7 +124,7 @@ def test_what_one_exchange_mends_leaves_all_others_in_their_place() -> None:
 
 @pytest.mark.parametrize(("size", "parities"), [(4, 1), (4, 2), (8, 1), (3, 3)])
 @pytest.mark.parametrize("rack", [1, 4])
-def test_memory_is_even(size: int, parities: int, rack: int) -> None:
+def test_memory_is_even(size, parities, rack):
     """No node keeps more than one block above a quarter more than its share."""
     found = record([f"rack{node // rack}" for node in range(70)], 6, 4, size, parities)
     groups = parity.ParityPlacement.of_record(found).groups
@@ -134,7 +134,7 @@ def test_memory_is_even(size: int, parities: int, rack: int) -> None:
     assert len(load) > 0.8 * min(70, load.total())
 
 
-def test_one_node_in_a_rack_of_its_own_does_not_hold_everything() -> None:
+def test_one_node_in_a_rack_of_its_own_does_not_hold_everything():
     found = record(["all"] * 63 + ["own"], 0, 4, 4, 1)
     groups = parity.ParityPlacement.of_record(found).groups
     load = Counter(holder for group in groups for holder in group.holders)
@@ -143,7 +143,7 @@ def test_one_node_in_a_rack_of_its_own_does_not_hold_everything() -> None:
 
 
 @pytest.mark.parametrize("parities", [1, 2])
-def test_a_spare_that_takes_over_takes_the_place(parities: int) -> None:
+def test_a_spare_that_takes_over_takes_the_place(parities):
     """Other groups stay as they are, and nearly all of their blocks stay where they are."""
     domains = [f"rack{node}" for node in range(40)]
     before = parity.ParityPlacement.of_record(record(domains, 4, 2, 4, parities)).groups
@@ -161,7 +161,7 @@ def test_a_spare_that_takes_over_takes_the_place(parities: int) -> None:
     assert len(moved) - held <= 4 * parities
 
 
-def test_numbers_of_parity_roles() -> None:
+def test_numbers_of_parity_roles():
     number = parity.parity_role((1, 5, 9), 2, 0)
     assert records.PARITY_BASE <= number < 1 << 52
     assert records.is_parity_role(number)
@@ -182,7 +182,7 @@ def a_layout(role: int, sizes: dict[str, int], slots: int = 2) -> records.RoleLa
     return records.RoleLayout(role, (*parts, extras), (role,), slots, f"hash-{role}-{sizes}")
 
 
-def test_layout_of_a_parity_role() -> None:
+def test_layout_of_a_parity_role():
     layouts = {
         3: a_layout(3, {"shard0": 100, "shard1": 50}),
         7: a_layout(7, {"shard0": 300}, slots=3),
@@ -209,7 +209,7 @@ def test_layout_of_a_parity_role() -> None:
     assert parity.BlockMembers.decode(members.encode()) == members
 
 
-def test_a_large_cluster_is_decided_at_once() -> None:
+def test_a_large_cluster_is_decided_at_once():
     """32,768 roles on 4,096 nodes in racks: every vault does this at each epoch."""
     found = record([f"rack{node // 16}" for node in range(4160)], 64, 8, 4, 2)
     groups = parity.ParityPlacement.of_record(found).groups

@@ -145,7 +145,7 @@ def decoding(answer: records.Restore, role: int, part: str = "main") -> records.
     return answer.recipes[role].decodings[part]
 
 
-def test_of_several_groups_the_one_with_the_most_blocks_is_taken() -> None:
+def test_of_several_groups_the_one_with_the_most_blocks_is_taken():
     world = World({role: role for role in range(4)}, 8, group=2, parities=2)
     other = world.place(4)
     world.protect(other, (NEW,))
@@ -159,9 +159,7 @@ def test_of_several_groups_the_one_with_the_most_blocks_is_taken() -> None:
 
 
 @given(st.permutations([1, 2, 3]), st.integers(2, 4), st.integers(0, 3))
-def test_blocks_of_codes_of_other_sizes_are_not_mixed(
-    parities: list[int], size: int, lost: int
-) -> None:
+def test_blocks_of_codes_of_other_sizes_are_not_mixed(parities, size, lost):
     """The same roles in the same order, with more blocks or fewer, as plans before had them."""
     world = World({role: role for role in range(size)}, 8, group=size, parities=parities[0])
     for other in parities[1:]:
@@ -196,7 +194,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 @given(worlds())
-def test_what_is_chosen_is_producible_and_nothing_newer_is(world: World) -> None:
+def test_what_is_chosen_is_producible_and_nothing_newer_is(world):
     answer = choose_restore(world.ask())
     found = [generation for generation in (NEW, OLD) if world.producible(generation)]
     if not found:
@@ -218,7 +216,7 @@ def test_what_is_chosen_is_producible_and_nothing_newer_is(world: World) -> None
 
 
 @pytest.mark.parametrize("parities", [1, 2])
-def test_layouts_of_other_bytes_do_not_mix(parities: int) -> None:
+def test_layouts_of_other_bytes_do_not_mix(parities):
     """The same parity role under another layout on another node: its bytes are not counted."""
     world = World({role: role for role in range(2)}, 5, group=2, parities=parities)
     world.lost = {0}
@@ -266,7 +264,7 @@ def ask(content: Content, *, roles: int = 1, **more: object) -> RestoreQuery:
     return replace(query, **more)  # type: ignore[arg-type]
 
 
-def test_what_failed_is_not_tried_again() -> None:
+def test_what_failed_is_not_tried_again():
     content: Content = {1: [(0, g(5), WHOLE), (0, g(6), STEP), (0, g(7), STEP)]}
     recipe = chosen(ask(content)).recipes[0]
     different = set(suspects(recipe, g(7), REPLAY))
@@ -294,7 +292,7 @@ def contents(draw: st.DrawFn) -> tuple[int, Content]:
 
 
 @given(contents())
-def test_newest_that_all_roles_can_copy_or_recompute(case: tuple[int, Content]) -> None:
+def test_newest_that_all_roles_can_copy_or_recompute(case):
     roles, content = case
     answer = choose_restore(ask(content, roles=roles))
 

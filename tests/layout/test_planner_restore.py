@@ -45,7 +45,7 @@ def ask(
     )  # type: ignore[arg-type]
 
 
-def test_replica_gives_the_shard_but_never_the_extras() -> None:
+def test_replica_gives_the_shard_but_never_the_extras():
     content = {1: [(1, g(7), STEP), (0, g(7), frozenset({"extras@step"}))]}
     layouts = {0: layout(0, (0, 1))}
     answer = chosen(ask(content, replicas=(0, 1), layouts=layouts))
@@ -59,7 +59,7 @@ def test_replica_gives_the_shard_but_never_the_extras() -> None:
     )
 
 
-def test_abandoned_lineages_are_never_chosen() -> None:
+def test_abandoned_lineages_are_never_chosen():
     content = {
         0: [(0, g(7), STEP), (0, g(8), STEP), (0, g(9, 2), STEP)],
         1: [(1, g(7), STEP), (1, g(8), STEP), (1, g(9, 2), STEP)],
@@ -68,7 +68,7 @@ def test_abandoned_lineages_are_never_chosen() -> None:
     assert chosen(ask(content, kept={1: 8, 2: NO_LIMIT})).generation == g(9, 2)
 
 
-def test_bytes_of_another_layout_are_not_used() -> None:
+def test_bytes_of_another_layout_are_not_used():
     content = {0: [(0, g(7), STEP)], 1: [(1, g(7), STEP)]}
     other = {1: layout(1, layout_hash="other")}
     assert isinstance(planner.choose_restore(ask(content, layouts=other)), planner.NoRestore)
@@ -80,9 +80,7 @@ def test_bytes_of_another_layout_are_not_used() -> None:
     hashes=st.permutations(["a", "b"]),
     newer=st.booleans(),
 )
-def test_slots_of_another_model_do_not_outvote_those_of_most_nodes(
-    own: int, others: int, hashes: list[str], newer: bool
-) -> None:
+def test_slots_of_another_model_do_not_outvote_those_of_most_nodes(own, others, hashes, newer):
     """Left by a run before: whatever they hold, and by whatever name their layout goes."""
     others = min(others, own - 1)
     mine, strange = ({role: layout(role, layout_hash=one) for role in range(2)} for one in hashes)
@@ -103,7 +101,7 @@ def test_slots_of_another_model_do_not_outvote_those_of_most_nodes(
     assert answer.sources == chosen(replace(query, inventories=alone)).sources
 
 
-def test_after_memory_comes_the_checkpoint_then_the_start_then_nothing() -> None:
+def test_after_memory_comes_the_checkpoint_then_the_start_then_nothing():
     content = {0: [(0, g(7), STEP)]}
     durable = Restore("durable", g(5), "save", path="/ck/5")
     start = Restore("initial", g(0))
@@ -125,9 +123,7 @@ def test_after_memory_comes_the_checkpoint_then_the_start_then_nothing() -> None
         (2, 6, {5: 1}, False),  # saved by the one before, and gone on from when that was lost
     ],
 )
-def test_a_checkpoint_is_thrown_away_by_what_it_includes(
-    lineage: int, iteration: int, nonfinite: dict[int, int], is_away: bool
-) -> None:
+def test_a_checkpoint_is_thrown_away_by_what_it_includes(lineage, iteration, nonfinite, is_away):
     assert planner.is_rolled_back(g(iteration, lineage), nonfinite) is is_away
 
 
@@ -183,7 +179,7 @@ def members_of(*nodes: int, per_node: int = 2) -> dict[tuple[int, int], int]:
     return {(node, slot): 0 for node in nodes for slot in range(per_node)}
 
 
-def test_spare_that_lacks_a_slot_does_not_fit() -> None:
+def test_spare_that_lacks_a_slot_does_not_fit():
     members = {**members_of(0), (2, 0): 0, **members_of(3)}
     assert planner.assign_seats(seats_of(0, 1), members).seats[2].node == 3
 
@@ -195,9 +191,7 @@ def test_spare_that_lacks_a_slot_does_not_fit() -> None:
     dead=st.sets(st.integers(0, 7)),
     leaving=st.frozensets(st.integers(0, 7)),
 )
-def test_survivors_stay_and_no_member_has_two_roles(
-    training: int, spares: int, per_node: int, dead: set[int], leaving: frozenset[int]
-) -> None:
+def test_survivors_stay_and_no_member_has_two_roles(training, spares, per_node, dead, leaving):
     old = seats_of(*range(training), per_node=per_node)
     live = [node for node in range(training + spares) if node not in dead]
     answer = planner.assign_seats(old, members_of(*live, per_node=per_node), leaving=leaving)

@@ -65,19 +65,19 @@ inventories = st.builds(
 )
 
 
-def test_nothing_of_a_record_is_lost_on_its_way() -> None:
+def test_nothing_of_a_record_is_lost_on_its_way():
     read = rec.EpochRecord.from_dict(json.loads(json.dumps(RECORD.to_dict())))
     for field in fields(rec.EpochRecord):
         assert getattr(read, field.name) == getattr(RECORD, field.name), field.name
     assert rec.RoleLayout.from_dict(json.loads(json.dumps(LAYOUT.to_dict()))) == LAYOUT
 
 
-def test_slots_are_as_large_as_copies_and_replicas_make_them() -> None:
+def test_slots_are_as_large_as_copies_and_replicas_make_them():
     shared = (replace(LAYOUT.parts[0], replicas=(3, 4)),)
     assert replace(LAYOUT, parts=shared).shape != LAYOUT.shape
 
 
-def test_a_seat_is_found_by_its_very_process_only() -> None:
+def test_a_seat_is_found_by_its_very_process_only():
     table = records.SeatTable(
         {0: records.Seat(4, 0, 2), 1: records.Seat(4, 1, 0), 2: records.Seat(5, 0, 0)}
     )
@@ -91,10 +91,10 @@ def test_a_seat_is_found_by_its_very_process_only() -> None:
 
 @settings(max_examples=50)
 @given(inventory=inventories)
-def test_round_trip(inventory: records.Inventory) -> None:
+def test_round_trip(inventory):
     assert records.Inventory.from_dict(json.loads(json.dumps(inventory.to_dict()))) == inventory
 
 
 @given(st.lists(st.integers(0, 40), unique=True, min_size=1))
-def test_a_name_tells_the_roles(roles: list[int]) -> None:
+def test_a_name_tells_the_roles(roles):
     assert words.roles_in(words.group_name("TP (of experts)", roles), range(41)) == tuple(roles)

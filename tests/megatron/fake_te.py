@@ -231,7 +231,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.fixture
-def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> type[Manager]:
+def transformer_engine(monkeypatch):
     """Imported, in a fresh process; Megatron's FP8 region for the model's config."""
     for name in ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer"):
         monkeypatch.setattr(Manager, name, {}, raising=False)

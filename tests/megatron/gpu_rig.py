@@ -15,7 +15,7 @@ from tests.state.loading import load
 
 
 @pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_rank(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0])
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: None)

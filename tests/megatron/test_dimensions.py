@@ -4,13 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import pytest
 import torch
 
 from deadpool_megatron.megatron import dimensions
 
 
-def test_offsets_of_heads_are_not_replicated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offsets_of_heads_are_not_replicated(monkeypatch):
     chunk, compare = torch.nn.Module(), Mock()
     for name, size in (("norm", 3), ("softmax_offset", 2)):
         chunk.register_parameter(name, torch.nn.Parameter(torch.ones(size)))

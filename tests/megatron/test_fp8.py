@@ -69,9 +69,7 @@ def train(loop: Any, count: int, seed: int, interrupt: bool = False) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "chunks"), [("delayed", 1), ("delayed", 2), ("tensorwise", 2)])
-def test_histories_and_scales_come_back_in_place(
-    transformer_engine: type[Manager], recipe: str, chunks: int
-) -> None:
+def test_histories_and_scales_come_back_in_place(transformer_engine, recipe, chunks):
     """Traps, A4. Attention is delayed in its softmax under tensorwise scaling as well."""
     loop = recipe_loop(recipe, chunks)
     shard = ShardState(loop.optimizer)
@@ -99,9 +97,7 @@ def test_histories_and_scales_come_back_in_place(
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_a_newcomer_reduces_what_survivors_reduce(
-    transformer_engine: type[Manager], recipe: str
-) -> None:
+def test_a_newcomer_reduces_what_survivors_reduce(transformer_engine, recipe):
     """It has run no forward pass; in two chunks it would register the second one too late."""
     loop = recipe_loop(recipe, chunks=2)
     shard = ShardState(loop.optimizer)
@@ -125,7 +121,7 @@ def test_a_newcomer_reduces_what_survivors_reduce(
     assert transformer_engine.reduced == reduced
 
 
-def test_before_the_first_step_nothing_is_registered(transformer_engine: type[Manager]) -> None:
+def test_before_the_first_step_nothing_is_registered(transformer_engine):
     """A survivor of an interrupted first iteration, a warmed-up spare, and a newcomer agree."""
     loop = recipe_loop(chunks=2)
     shard = ShardState(loop.optimizer)
@@ -140,7 +136,7 @@ def test_before_the_first_step_nothing_is_registered(transformer_engine: type[Ma
     assert transformer_engine.reduced == reduced
 
 
-def test_what_an_interrupt_leaves_behind_is_forgotten(transformer_engine: type[Manager]) -> None:
+def test_what_an_interrupt_leaves_behind_is_forgotten(transformer_engine):
     loop = recipe_loop()
     fp8.capture(loop)
     train(loop, 1, seed=1)
@@ -168,7 +164,7 @@ def test_what_an_interrupt_leaves_behind_is_forgotten(transformer_engine: type[M
 
 
 @pytest.mark.usefixtures("transformer_engine")
-def test_other_modules_than_those_captured_are_an_error() -> None:
+def test_other_modules_than_those_captured_are_an_error():
     values = fp8.capture(recipe_loop())
     with pytest.raises(ExtrasError, match="differ"):
         fp8.restore(recipe_loop(chunks=2), values)
@@ -182,7 +178,7 @@ def test_other_modules_than_those_captured_are_an_error() -> None:
 
 
 @pytest.mark.usefixtures("transformer_engine")
-def test_state_that_is_kept_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_is_kept_elsewhere_is_refused(monkeypatch):
     class Unheard(fake_te.TransformerEngineBaseModule):
         """Of a kind that nobody has looked at."""
 
@@ -205,8 +201,8 @@ def test_state_that_is_kept_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_weights_in_fp8_are_cast_with_restored_scales_then_gathered_then_finished(
-    transformer_engine: type[Manager], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    transformer_engine, monkeypatch
+):
     """Through Megatron's own copy of masters into the model."""
     loop = recipe_loop()
     inner = distributed_inner(
@@ -246,7 +242,7 @@ def test_weights_in_fp8_are_cast_with_restored_scales_then_gathered_then_finishe
 
 
 @pytest.mark.usefixtures("transformer_engine")
-def test_frozen_weights_in_fp8_are_refused() -> None:
+def test_frozen_weights_in_fp8_are_refused():
     model = Model([fake_te.Linear(2)], "tensorwise")
     weight = Float8Tensor(torch.ones(4))
     model.layers[0].weight = torch.nn.Parameter(weight, requires_grad=False)

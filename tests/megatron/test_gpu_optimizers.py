@@ -93,7 +93,7 @@ NARROW = {
 
 
 @pytest.mark.parametrize("kinds", NARROW.values(), ids=NARROW)
-def test_the_precision_aware_optimizer_goes_on_exactly(kinds: dict[str, Any]) -> None:
+def test_the_precision_aware_optimizer_goes_on_exactly(kinds):
     """Traps, A8: the model's shard is state, and is in its place before the forced gather."""
     chunk = Sharded([5, 64, 7])
     inner = precision_aware(chunk, **kinds)
@@ -117,7 +117,7 @@ def test_the_precision_aware_optimizer_goes_on_exactly(kinds: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("kinds", NARROW.values(), ids=NARROW)
-def test_state_made_at_the_start_is_what_a_first_step_makes(kinds: dict[str, Any]) -> None:
+def test_state_made_at_the_start_is_what_a_first_step_makes(kinds):
     results = []
     for eager in (True, False):
         torch.manual_seed(3)
@@ -133,7 +133,7 @@ def test_state_made_at_the_start_is_what_a_first_step_makes(kinds: dict[str, Any
     assert differences(results[0][0], results[1][0]) == []
 
 
-def test_a_load_puts_new_tensors_everywhere_and_the_parts_follow() -> None:
+def test_a_load_puts_new_tensors_everywhere_and_the_parts_follow():
     chunk = Sharded([5, 7])
     kinds = NARROW["all-narrow"]
     loop = plain_loop([chunk], inner := precision_aware(chunk, **kinds))
@@ -158,7 +158,7 @@ def test_a_load_puts_new_tensors_everywhere_and_the_parts_follow() -> None:
     assert differences(state_digests(loop), loaded) == []
 
 
-def test_a_load_that_leaves_state_out_is_noticed() -> None:
+def test_a_load_that_leaves_state_out_is_noticed():
     chunk = Sharded([5])
     loop = plain_loop([chunk], inner := precision_aware(chunk))
     complete_state(loop.optimizer)
@@ -169,7 +169,7 @@ def test_a_load_that_leaves_state_out_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_the_count_of_steps_in_the_groups_is_exact(capturable: bool) -> None:
+def test_the_count_of_steps_in_the_groups_is_exact(capturable):
     """It begins with the first step: a generation from before it has none."""
     weight = torch.nn.Parameter(torch.ones(3))
     inner = plain_inner(FusedAdam([weight], 0.5, capturable=capturable))
@@ -211,7 +211,7 @@ def test_the_count_of_steps_in_the_groups_is_exact(capturable: bool) -> None:
 # Random states.
 
 
-def test_a_tracker_of_generators_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_of_generators_keeps_them(monkeypatch):
     """Transformer Engine's, and Megatron's own for CUDA graphs: forks refer to the objects."""
 
     class Tracker:
@@ -245,7 +245,7 @@ def test_a_tracker_of_generators_keeps_them(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("recipe", [*Fp8Recipe, "delayed"])
-def test_fp8_recipes_are_taken_but_the_custom_one(recipe: Any) -> None:
+def test_fp8_recipes_are_taken_but_the_custom_one(recipe):
     inner = plain_inner(FusedAdam([torch.ones(1)], 0.1))
     optimizer = SimpleNamespace(chained_optimizers=[inner])
     config = SimpleNamespace(fp8="e4m3", fp8_recipe=recipe, fp8_param=False)
@@ -256,7 +256,7 @@ def test_fp8_recipes_are_taken_but_the_custom_one(recipe: Any) -> None:
         refuse_unknown_state(optimizer, config)
 
 
-def test_an_optimizer_that_megatron_does_not_wrap_is_refused() -> None:
+def test_an_optimizer_that_megatron_does_not_wrap_is_refused():
     """As its layer-wise one has them in fp32."""
     optimizer = SimpleNamespace(chained_optimizers=[torch.optim.SGD([torch.ones(1)], 0.1)])
     with pytest.raises(UnsupportedState, match="--bf16"):
@@ -264,7 +264,7 @@ def test_an_optimizer_that_megatron_does_not_wrap_is_refused() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_weights_in_fp8_with_masters_of_megatron_are_taken(recipe: str) -> None:
+def test_weights_in_fp8_with_masters_of_megatron_are_taken(recipe):
     inner = distributed_inner(FusedAdam([torch.ones(1)], 0.1))
     optimizer = SimpleNamespace(chained_optimizers=[inner])
     refuse_unknown_state(optimizer, SimpleNamespace(fp8="e4m3", fp8_recipe=recipe, fp8_param=True))
@@ -282,7 +282,7 @@ def meeting(condition: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("row", [*flags.ACCEPTED, *flags.READ], ids=lambda row: row.name)
-def test_what_the_table_accepts_is_built(row: flags.FlagRow) -> None:
+def test_what_the_table_accepts_is_built(row):
     """A model with a flag that support lets pass is refused nowhere later."""
     inner = distributed_inner(FusedAdam([torch.ones(1)], 0.1))
     optimizer = SimpleNamespace(chained_optimizers=[inner])
@@ -311,9 +311,7 @@ AWARE = {
         ({"enable_cuda_graph": True}, {}, "--enable-cuda-graph"),
     ],
 )
-def test_what_cannot_be_done_right_is_refused(
-    config: dict[str, Any], more: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_done_right_is_refused(config, more, words):
     adam = FusedAdam([torch.ones(1)], 0.1)
     inner = plain_inner(adam) if more.get("plain") else distributed_inner(adam)
     inner.config = SimpleNamespace(**more.get("config", {}))
@@ -327,14 +325,14 @@ def test_what_cannot_be_done_right_is_refused(
     )
 
 
-def test_a_precision_aware_use_of_others_is_refused() -> None:
+def test_a_precision_aware_use_of_others_is_refused():
     inner = plain_inner(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
     inner.config = SimpleNamespace(use_precision_aware_optimizer=True)
     with pytest.raises(UnsupportedState, match="precision-aware use of SGD"):
         refuse_unknown_state(SimpleNamespace(chained_optimizers=[inner]), SimpleNamespace())
 
 
-def test_quantised_tensors_of_an_unknown_make_are_refused() -> None:
+def test_quantised_tensors_of_an_unknown_make_are_refused():
     tensor: Any = torch.ones(2)
     tensor._quantizer = None
     with pytest.raises(UnsupportedState, match="unknown place"):

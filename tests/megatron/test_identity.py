@@ -82,7 +82,7 @@ def described(role: int, arguments: str) -> Iterator[tuple[str, RoleLayout]]:
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, Layouts]:
+def models():
     data = f"--data {__file__}"
     first, second = (dict(described(role, f"{MODEL} {data}")) for role in (0, 1))
     torch.use_deterministic_algorithms(False)  # as it was
@@ -188,9 +188,7 @@ WAYS: dict[str, Callable[[Path, Layouts, Layouts], bool]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_bytes_of_the_same_model_only_are_taken(
-    models: dict[str, Layouts], way: str, tmp_path: Path
-) -> None:
+def test_bytes_of_the_same_model_only_are_taken(models, way, tmp_path):
     taken = []
     for name in ("equal", *OTHERS):
         (folder := tmp_path / name).mkdir()
@@ -198,7 +196,7 @@ def test_bytes_of_the_same_model_only_are_taken(
     assert taken == ["equal"]
 
 
-def test_the_difference_is_named(models: dict[str, Layouts]) -> None:
+def test_the_difference_is_named(models):
     base = models["base"][0]
     assert {name: difference(base, models[name][0]) for name in OTHERS} == OTHERS
     assert "frozen is 0 there" in difference(base, models["frozen"][0])
@@ -206,7 +204,7 @@ def test_the_difference_is_named(models: dict[str, Layouts]) -> None:
     assert "part shard0 is of other parameters" in difference(other, base)
 
 
-def test_peers_hold_the_same_bytes_if_they_mean_the_same(models: dict[str, Layouts]) -> None:
+def test_peers_hold_the_same_bytes_if_they_mean_the_same(models):
     """All of them without the distributed optimizer; of the experts of one rank no other does."""
     one, other = models["plain"].values()
     assert other.has(one.parts[0])

@@ -31,12 +31,12 @@ class Loop:
 
 
 @pytest.fixture
-def loop() -> Loop:
+def loop():
     return Loop()
 
 
 @pytest.fixture(autouse=True)
-def config(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def config(monkeypatch):
     found = SimpleNamespace(
         no_sync_func="no_sync", grad_sync_func="grad", param_sync_func="param", timers=None
     )
@@ -51,7 +51,7 @@ def made(loop: Loop) -> InterruptCleanup:
     return InterruptCleanup(loop)  # type: ignore[arg-type]
 
 
-def test_the_schedules_functions_are_put_back(config: SimpleNamespace, loop: Loop) -> None:
+def test_the_schedules_functions_are_put_back(config, loop):
     left = made(loop)
     config.no_sync_func = None
     interrupt_cleanup.schedule(left)
@@ -59,9 +59,7 @@ def test_the_schedules_functions_are_put_back(config: SimpleNamespace, loop: Loo
 
 
 @pytest.mark.parametrize("in_evaluation", [False, True])
-def test_timers_can_be_started_again(
-    config: SimpleNamespace, loop: Loop, in_evaluation: bool
-) -> None:
+def test_timers_can_be_started_again(config, loop, in_evaluation):
     """An evaluation of Megatron-LM takes them out of the config of the model."""
     found = config.timers = loop.inner.config.timers = timers.Timers(2, "max")
     left = made(loop)
@@ -75,9 +73,7 @@ def test_timers_can_be_started_again(
 
 
 @pytest.mark.parametrize("mode", rerun_state_machine.RerunMode)
-def test_the_rerun_machine_runs_the_interrupted_step_again(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch, mode: rerun_state_machine.RerunMode
-) -> None:
+def test_the_rerun_machine_runs_the_interrupted_step_again(loop, monkeypatch, mode):
     """Otherwise it takes the first question for the end of a run: an update without gradients."""
     monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
     rerun_state_machine.initialize_rerun_state_machine(mode=mode)
@@ -104,7 +100,7 @@ FRESH = {
 }
 
 
-def test_no_bucket_group_remembers_the_step(loop: Loop) -> None:
+def test_no_bucket_group_remembers_the_step(loop):
     """A partial count would be taken for the golden one, a handle waited for, a gather left out."""
     groups = [SimpleNamespace(**dict.fromkeys(FRESH, "of the step")) for _ in range(3)]
     chunk = SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:2])
@@ -115,7 +111,7 @@ def test_no_bucket_group_remembers_the_step(loop: Loop) -> None:
     assert [vars(group) for group in groups] == [FRESH] * 3
 
 
-def test_no_gradient_stays_and_the_next_one_is_reduced_once(loop: Loop) -> None:
+def test_no_gradient_stays_and_the_next_one_is_reduced_once(loop):
     told: list[str] = []
     left = made(loop)
     chunk = SimpleNamespace(force_all_reduce=True, zero_grad_buffer=lambda: told.append("buffer"))
@@ -125,9 +121,7 @@ def test_no_gradient_stays_and_the_next_one_is_reduced_once(loop: Loop) -> None:
     assert (chunk.force_all_reduce, told) == (False, ["buffer", "parameters"])
 
 
-def test_the_next_step_begins_at_the_first_stage_with_no_gathered_activations(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_step_begins_at_the_first_stage_with_no_gathered_activations(loop, monkeypatch):
     ranks, gathered = list[int](), {("mpu", torch.float32): torch.zeros(2)}
     monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
     monkeypatch.setattr(
@@ -141,7 +135,7 @@ def test_the_next_step_begins_at_the_first_stage_with_no_gathered_activations(
     assert (ranks, gathered) == ([0], {})
 
 
-def test_the_frames_of_all_that_led_to_an_error_are_dropped() -> None:
+def test_the_frames_of_all_that_led_to_an_error_are_dropped():
     """Of its cause and of its context, which need not be the same."""
 
     def raised(text: str) -> Exception:
@@ -157,7 +151,7 @@ def test_the_frames_of_all_that_led_to_an_error_are_dropped() -> None:
     assert not [one for one in (error, cause, context, part) if one.__traceback__ is not None]
 
 
-def test_all_ask_again_which_groups_of_norms_there_are(loop: Loop) -> None:
+def test_all_ask_again_which_groups_of_norms_there_are(loop):
     """Megatron-core 0.19 asks all ranks in the first step: a newcomer, but no survivor."""
     optimizers = (loop.optimizer, loop.inner)
     left = made(loop)
@@ -170,7 +164,7 @@ def test_all_ask_again_which_groups_of_norms_there_are(loop: Loop) -> None:
     assert [getattr(optimizer, name) for optimizer in optimizers] == [None, None]
 
 
-def test_forward_hooks_that_a_segment_took_off_are_put_on_again() -> None:
+def test_forward_hooks_that_a_segment_took_off_are_put_on_again():
     class Chunk:
         """Plays DistributedDataParallel with overlapped gathers."""
 
@@ -194,7 +188,7 @@ def test_forward_hooks_that_a_segment_took_off_are_put_on_again() -> None:
     assert chunks[1].remove_forward_pre_hook_handles == {}
 
 
-def test_an_evaluation_leaves_no_module_in_its_mode() -> None:
+def test_an_evaluation_leaves_no_module_in_its_mode():
     chunk = torch.nn.Sequential(torch.nn.Dropout())
     left = made(Loop(chunk))
     chunk.eval()
@@ -202,7 +196,7 @@ def test_an_evaluation_leaves_no_module_in_its_mode() -> None:
     assert chunk[0].training
 
 
-def test_a_teacher_that_was_built_in_evaluation_mode_stays_in_it() -> None:
+def test_a_teacher_that_was_built_in_evaluation_mode_stays_in_it():
     """With dropout, it would teach something else than in a run without protection."""
     teacher = torch.nn.Sequential(torch.nn.Dropout())
     chunk = torch.nn.Sequential(torch.nn.Dropout(), teacher.eval())
@@ -221,7 +215,7 @@ class Module(torch.nn.Module):
             setattr(self, name, value)
 
 
-def test_an_overlapped_pass_of_shared_experts_begins_at_its_beginning(loop: Loop) -> None:
+def test_an_overlapped_pass_of_shared_experts_begins_at_its_beginning(loop):
     """On the real class, whose parts may only be called in their order."""
     experts = shared_experts.SharedExpertMLP.__new__(shared_experts.SharedExpertMLP)
     torch.nn.Module.__init__(experts)
@@ -247,7 +241,7 @@ def test_an_overlapped_pass_of_shared_experts_begins_at_its_beginning(loop: Loop
         assert cached == [None] * 4
 
 
-def test_no_gradient_waits_for_a_weight(loop: Loop) -> None:
+def test_no_gradient_waits_for_a_weight(loop):
     """Of the output layer, and of modules of Transformer Engine, which keep a queue or none."""
     waiting: queue.Queue[str] = queue.Queue()
     waiting.put("activation and gradient")
@@ -263,9 +257,7 @@ def test_no_gradient_waits_for_a_weight(loop: Loop) -> None:
     assert (activations, gradients, waiting.qsize()) == ([], [], 0)
 
 
-def test_offloaded_activations_are_managed_anew(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloaded_activations_are_managed_anew(loop, monkeypatch):
     """The real manager, in a step that stood in a micro-batch."""
     monkeypatch.setattr(offload.PipelineOffloadManager, "OFFLOAD_MGR", None)
 
@@ -278,9 +270,7 @@ def test_offloaded_activations_are_managed_anew(
 
 
 @pytest.mark.parametrize("options", [6, 7])
-def test_offloaded_layers_are_counted_anew(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch, options: int
-) -> None:
+def test_offloaded_layers_are_counted_anew(loop, monkeypatch, options):
     """With as many options as the function of a version takes."""
     given = dict(zip(interrupt_cleanup.OFFLOADING, (True, 2, 8, True, False, 4, 5), strict=True))
 
@@ -309,9 +299,7 @@ def test_offloaded_layers_are_counted_anew(
     assert other.offload_context == "of the step"
 
 
-def test_buffers_that_peers_write_into_are_made_anew(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_that_peers_write_into_are_made_anew(loop, monkeypatch):
     names = ("_buffer", "_hybrid_ep_buffer")
     for name in names:
         monkeypatch.setattr(fused_a2a, name, "of peers that are gone")
@@ -319,7 +307,7 @@ def test_buffers_that_peers_write_into_are_made_anew(
     assert [getattr(fused_a2a, name) for name in names] == [None, None]
 
 
-def test_captured_graphs_are_dropped(loop: Loop) -> None:
+def test_captured_graphs_are_dropped(loop):
     """Those of Transformer Engine 2.10 on give their memory back when they are told."""
     told: list[str] = []
     new, old = SimpleNamespace(reset=lambda: told.append("reset")), SimpleNamespace()
@@ -330,7 +318,7 @@ def test_captured_graphs_are_dropped(loop: Loop) -> None:
     assert (layer.cuda_graphs, layer.cuda_graph_manual_hooks, told) == ([], [], ["reset"])
 
 
-def test_each_row_is_in_the_table() -> None:
+def test_each_row_is_in_the_table():
     """What is left out stays from the interrupted step."""
     rows = [
         function

@@ -59,7 +59,7 @@ def only_when_told(begin: Callable[..., Writer]) -> Callable[..., Writer]:
     return begin_when_told
 
 
-def test_no_slot_is_overwritten_before_the_norm_of_all_roles() -> None:
+def test_no_slot_is_overwritten_before_the_norm_of_all_roles():
     with Ranks(2, kind=KIND) as ranks:
         ranks.start(norm_stays_there)
         ranks.hear(0, "waits")

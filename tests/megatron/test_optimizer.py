@@ -25,9 +25,7 @@ from deadpool_megatron.state.parts import Part, largest_value
         (None, {}, []),  # of a loop of one's own
     ],
 )
-def test_every_norm_of_an_applied_update_is_judged(
-    answer: Any, groups: dict[str, float], judged: list[float]
-) -> None:
+def test_every_norm_of_an_applied_update_is_judged(answer, groups, judged):
     optimizer: Any = SimpleNamespace(
         step=lambda: answer, grad_norms_by_group=groups, chained_optimizers=[]
     )
@@ -38,7 +36,7 @@ def test_every_norm_of_an_applied_update_is_judged(
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_one_number_of_a_state_that_is_not_finite_is_found(value: float) -> None:
+def test_one_number_of_a_state_that_is_not_finite_is_found(value):
     last = torch.zeros(3, 2, dtype=torch.bfloat16)
     others = [torch.empty(0), torch.tensor([2**30]), torch.tensor([-7.0])]
     parts = [Part("shard0", others, [0]), Part("shard1", [last], [0])]

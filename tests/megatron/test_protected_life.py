@@ -211,9 +211,7 @@ class Life(Rig):
 
 
 @pytest.mark.parametrize("name", _RUNS)
-def test_a_life_is_as_it_was_before(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, name: str
-) -> None:
+def test_a_life_is_as_it_was_before(monkeypatch, capfd, tmp_path, name):
     life = Life(monkeypatch, tmp_path, *_RUNS[name])
     try:
         life.open(1)

@@ -112,7 +112,7 @@ class Rig:
         assert value
 
 
-def test_a_step_holds_the_gradients_that_the_update_used() -> None:
+def test_a_step_holds_the_gradients_that_the_update_used():
     rig = Rig()
     rig.seal(g(0))
     sizes = rig.step(1)
@@ -127,7 +127,7 @@ def test_a_step_holds_the_gradients_that_the_update_used() -> None:
     assert rig.vault.told == [True], "rehearsed once"
 
 
-def test_a_skipped_update_is_a_step_without_gradients() -> None:
+def test_a_skipped_update_is_a_step_without_gradients():
     rig = Rig()
     rig.seal(g(0))
     sizes = rig.step(1, skipped=True)
@@ -136,7 +136,7 @@ def test_a_skipped_update_is_a_step_without_gradients() -> None:
     assert rig.vault.told == [], "it shows nothing"
 
 
-def test_the_rehearsal_waits_for_a_state_before_in_own_slots() -> None:
+def test_the_rehearsal_waits_for_a_state_before_in_own_slots():
     rig = Rig()
     rig.step(1)
     assert rig.vault.told == []
@@ -144,7 +144,7 @@ def test_the_rehearsal_waits_for_a_state_before_in_own_slots() -> None:
     assert rig.vault.told == [True]
 
 
-def test_an_update_that_a_replay_does_not_give_ends_it() -> None:
+def test_an_update_that_a_replay_does_not_give_ends_it():
     rig = Rig()
     rig.seal(g(0))
     rig.wrong = True
@@ -158,7 +158,7 @@ def test_an_update_that_a_replay_does_not_give_ends_it() -> None:
     assert not rig.keeper.keeps(), "for the rest of the run"
 
 
-def test_no_step_without_a_plan_that_wants_it_or_across_a_gap() -> None:
+def test_no_step_without_a_plan_that_wants_it_or_across_a_gap():
     rig = Rig()
     rig.seal(g(0))
     assert set(rig.step(2).values()) != {0}
@@ -172,7 +172,7 @@ def test_no_step_without_a_plan_that_wants_it_or_across_a_gap() -> None:
     assert set(sizes.values()) == {0}
 
 
-def test_two_updates_in_an_iteration_are_no_step() -> None:
+def test_two_updates_in_an_iteration_are_no_step():
     """It has room for the gradients of one: a replay would not come to what the two have made."""
     rig = Rig()
     rig.seal(g(0))
@@ -184,7 +184,7 @@ def test_two_updates_in_an_iteration_are_no_step() -> None:
     assert rig.step(3)[UPDATE_PART] > 0
 
 
-def test_copies_of_an_interrupted_step_are_handed_out_to_be_waited_for() -> None:
+def test_copies_of_an_interrupted_step_are_handed_out_to_be_waited_for():
     rig = Rig()
     rig.parameter.grad = torch.ones(5)
     rig.keeper.capture(0, rig.writer(g(1)))
@@ -193,7 +193,7 @@ def test_copies_of_an_interrupted_step_are_handed_out_to_be_waited_for() -> None
     assert rig.keeper.running() == []
 
 
-def test_the_layout_has_room_for_steps_only_where_they_are_kept() -> None:
+def test_the_layout_has_room_for_steps_only_where_they_are_kept():
     rig = Rig()
     plain = role_layout(0, [rig.part], 128 << 10, [0], 2, "pp0")
     kept = role_layout(0, [rig.part], 128 << 10, [0], 2, "pp0", rig.keeper.layout_parts(0))
@@ -202,7 +202,7 @@ def test_the_layout_has_room_for_steps_only_where_they_are_kept() -> None:
     assert GRADIENTS in [part.name for part in kept.parts]
 
 
-def test_a_parameter_without_a_gradient_is_named() -> None:
+def test_a_parameter_without_a_gradient_is_named():
     rig = Rig()
     rig.seal(g(0))
     rig.keeper.capture(0, rig.writer(g(1)))  # no gradient at all
@@ -215,7 +215,7 @@ def test_a_parameter_without_a_gradient_is_named() -> None:
     assert rig.vault.told == [True]
 
 
-def test_no_other_scheme_loads_it() -> None:
+def test_no_other_scheme_loads_it():
     """Neither a member nor one of Megatron-LM's own scripts, as far as imports go."""
     program = (
         "import sys\n"
@@ -229,7 +229,7 @@ def test_no_other_scheme_loads_it() -> None:
     assert recompute.__name__ not in names
 
 
-def test_steps_are_replayed_in_their_order_however_they_are_listed() -> None:
+def test_steps_are_replayed_in_their_order_however_they_are_listed():
     """Adam does not commute."""
     rig, count = Rig(), 9
     rig.seal(g(0))

@@ -17,7 +17,7 @@ def _run(program: str) -> str:
 
 
 @pytest.mark.slow
-def test_nothing_is_replaced_on_a_gpu_machine_nor_too_late() -> None:
+def test_nothing_is_replaced_on_a_gpu_machine_nor_too_late():
     changed, refused = json.loads(
         _run(
             """
@@ -46,7 +46,7 @@ except RuntimeError as error:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_what_they_answer() -> None:
+def test_what_they_answer():
     answers = json.loads(_run(_PROGRAM))
     assert answers == {
         "type outside Megatron": "torch.FloatTensor",

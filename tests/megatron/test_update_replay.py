@@ -83,7 +83,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_updates_again_give_the_same_bytes(name: str) -> None:
+def test_updates_again_give_the_same_bytes(name):
     rig = Rig(*FLAGS[name])
     start = rig.bytes_now()
     updates = [rig.update(lr) for lr in (1e-2, 5e-3, 1e-3)]
@@ -103,9 +103,7 @@ def test_updates_again_give_the_same_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_the_rehearsal_works_on_copies_and_sees_one_wrong_bit(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rehearsal_works_on_copies_and_sees_one_wrong_bit(name, monkeypatch):
     monkeypatch.setattr("deadpool_megatron.megatron.update_replay._CHUNK_BYTES", 500)
     rig = Rig(*FLAGS[name])
     rig.update(1e-2)
@@ -141,7 +139,7 @@ def test_the_rehearsal_works_on_copies_and_sees_one_wrong_bit(
     assert "of parameter 0" in compare(after=before)
 
 
-def test_values_that_were_not_there_are_taken_away() -> None:
+def test_values_that_were_not_there_are_taken_away():
     """FusedAdam counts its steps in the groups, from its first update on."""
     rig = Rig(*FLAGS["adamw-foreach"])
     start = rig.bytes_now()
@@ -153,7 +151,7 @@ def test_values_that_were_not_there_are_taken_away() -> None:
     assert len(optimizers.parameters_of(rig.inner)) == 5
 
 
-def test_what_cannot_be_replayed_is_refused_at_start() -> None:
+def test_what_cannot_be_replayed_is_refused_at_start():
     rig = Rig(*FLAGS["adamw-foreach"])
     chained = SimpleNamespace(chained_optimizers=[rig.inner])
     update_replay.refuse_unreplayable(chained)
@@ -271,7 +269,7 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_megatron_iterations_again_from_their_steps(name: str) -> None:
+def test_megatron_iterations_again_from_their_steps(name):
     for result in run_ranks(2, train_and_replay, f"{TINY} --weight-decay 0.1 {LAYOUTS[name]}"):
         assert result["matched"] == [True]
         assert result["copied"]

@@ -1,7 +1,5 @@
 """Trees of Megatron-LM that several tests share."""
 
-from pathlib import Path
-
 import pytest
 
 from deadpool_megatron import cli
@@ -13,7 +11,7 @@ stand_ins.install()
 
 
 @pytest.fixture(scope="session")
-def patched_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def patched_tree(tmp_path_factory):
     """A copy of what training needs of the checkout, patched."""
     copy = tmp_path_factory.mktemp("patched") / "Megatron-LM"
     copy_tree(copy)
@@ -22,7 +20,7 @@ def patched_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def patched(patched_tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def patched(patched_tree, monkeypatch):
     """The patched copy; what is compiled of it goes when it goes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(patched_tree.parent))
     return patched_tree

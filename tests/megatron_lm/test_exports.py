@@ -60,16 +60,12 @@ def saved_and_exported(
 
 
 @pytest.mark.parametrize("layout", [PP2_DP2, BIASED], ids=["dense", "biased"])
-def test_an_export_is_what_megatron_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, object]
-) -> None:
+def test_an_export_is_what_megatron_saves(tmp_path, monkeypatch, layout):
     saved_and_exported(tmp_path, monkeypatch, layout)
 
 
 @LOADS
-def test_stock_megatron_goes_on_from_an_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stock_megatron_goes_on_from_an_export(tmp_path, monkeypatch):
     """The unpatched checkout, without --deadpool: of this package there are the stand-ins for a GPU
     and nothing else. With a distributed optimizer and PyTorch's own Adam Megatron cannot load what
     it has saved itself (megatron/exact_load.py); so there is none.
@@ -140,7 +136,7 @@ def last_iteration(outcome: Outcome) -> int:
 
 
 @pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
-def test_each_costs_a_checkpoint_and_nothing_else(tmp_path: Path, ckpt_format: str) -> None:
+def test_each_costs_a_checkpoint_and_nothing_else(tmp_path, ckpt_format):
     obstacles = OLDER if ckpt_format == "torch" else OBSTACLES
     outcome = trained(tmp_path, obstacles, ckpt_format=ckpt_format)
     assert lost(outcome) == [folder(tmp_path, iteration).name for iteration in obstacles]
@@ -150,7 +146,7 @@ def test_each_costs_a_checkpoint_and_nothing_else(tmp_path: Path, ckpt_format: s
     assert {one.verdict for one in verify_checkpoint(last, lambda _: None)} == {Verdict.GOOD}
 
 
-def test_a_fault_beside_training_costs_those_that_were_under_way(tmp_path: Path) -> None:
+def test_a_fault_beside_training_costs_those_that_were_under_way(tmp_path):
     """How many are under way at once is a matter of speed."""
     flags = {"async_save": True, "use_persistent_ckpt_worker": True, "train_iters": 16}
     outcome = trained(tmp_path, OBSTACLES, **flags)
@@ -160,9 +156,7 @@ def test_a_fault_beside_training_costs_those_that_were_under_way(tmp_path: Path)
     assert durable(outcome)[-1] == folder(tmp_path, 16).name
 
 
-def test_a_chain_goes_on_where_a_run_ended_early_and_where_its_last_save_failed(
-    tmp_path: Path,
-) -> None:
+def test_a_chain_goes_on_where_a_run_ended_early_and_where_its_last_save_failed(tmp_path):
     saves, before = tmp_path / "saves", list[str]()
     flags = {"save": str(saves), "save_interval": 4, "exit_interval": 4}
     program = gpt(**{**FLAGS, **flags})

@@ -1,10 +1,8 @@
 """Kills in protected runs of pretrain_gpt.py, at every place of its training, patched or not."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.faults.harness.jobs import Outcome, recomputed, restart_kinds, undisturbed
+from tests.faults.harness.jobs import recomputed, restart_kinds, undisturbed
 from tests.megatron_lm.harness.checkout import needs_megatron_lm
 from tests.megatron_lm.harness.runs import BASE, dies, gpt, scalars, strike
 
@@ -12,7 +10,7 @@ pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
 
 
 @pytest.fixture(scope="module")
-def struck(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def struck(tmp_path_factory):
     """Twelve kills, in twelve iterations."""
     plan = [
         # Node 2 dies when the role that writes has written half of its line.
@@ -33,13 +31,13 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 @pytest.mark.full
-def test_in_the_iterations(struck: Outcome) -> None:
+def test_in_the_iterations(struck):
     assert set(restart_kinds(struck)[1:]) == {"memory"}
     assert max(recomputed(struck)) <= 1
 
 
 @pytest.mark.full
-def test_tensorboard_has_each_point_once(struck: Outcome) -> None:
+def test_tensorboard_has_each_point_once(struck):
     """The process that writes died before and after its line, and around two evaluations."""
     wanted = scalars(undisturbed(gpt(**BASE)))
     assert {"lm loss", "lm loss vs samples", "lm loss validation", "grad-norm"} <= set(wanted)
@@ -48,7 +46,7 @@ def test_tensorboard_has_each_point_once(struck: Outcome) -> None:
 
 
 @pytest.mark.full(every_time=True)
-def test_at_both_ends_in_a_patched_tree(tmp_path: Path, patched: Path) -> None:
+def test_at_both_ends_in_a_patched_tree(tmp_path, patched):
     """The unpatched tree is the reference."""
     plan = [
         dies("while-groups-connect", "recovery.rebuild", 3, when_epoch=1),

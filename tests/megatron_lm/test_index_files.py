@@ -22,7 +22,7 @@ def on_text(folder: Path) -> Program:
 
 
 @pytest.mark.parametrize("spares", [0, 1], ids=["role", "node"])
-def test_removed_under_way(tmp_path: Path, spares: int) -> None:
+def test_removed_under_way(tmp_path, spares):
     """The process that follows, or a spare that is built for the other stage, makes them."""
     program, run = on_text(tmp_path), RunDirectory(tmp_path / "run")
     wanted = undisturbed(program)
@@ -39,7 +39,7 @@ def test_removed_under_way(tmp_path: Path, spares: int) -> None:
         assert f"is not in {run.path / 'index'}: {MAKES}" in output_of_members(outcome)
 
 
-def test_not_yet_made_in_the_directory_of_a_run_that_continues_another_one(tmp_path: Path) -> None:
+def test_not_yet_made_in_the_directory_of_a_run_that_continues_another_one(tmp_path):
     """Role 0 is late with them."""
     program = on_text(tmp_path)
     wanted = undisturbed(program)

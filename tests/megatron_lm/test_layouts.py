@@ -191,7 +191,7 @@ def import_path(before: str) -> str:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_survives(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layout_survives(tmp_path, name, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", import_path(os.environ["PYTHONPATH"]))
     flags, plan = LAYOUTS[name]
     program = runs.gpt(**{"train_iters": ITERATIONS, **flags})

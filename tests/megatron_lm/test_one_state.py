@@ -84,7 +84,7 @@ def other(found: Mapping[str, object], wanted: Mapping[str, object]) -> set[str]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_fall_back_gives_what_the_state_was(tmp_path: Path, layout: str) -> None:
+def test_a_fall_back_gives_what_the_state_was(tmp_path, layout):
     program = gpt(**flags_of(layout))
     wanted = jobs.undisturbed(program)
     outcome = fallen(tmp_path, program, LAYOUTS[layout][1], wanted)
@@ -94,9 +94,7 @@ def test_a_fall_back_gives_what_the_state_was(tmp_path: Path, layout: str) -> No
     assert other(saved, entries(wanted, wanted.directory / "saves")) == set()
 
 
-def test_a_fall_back_to_an_export_gives_what_the_state_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fall_back_to_an_export_gives_what_the_state_was(tmp_path, monkeypatch):
     """Between two lines of the log. It is whole once the next iteration is sealed."""
     flags = flags_of("experts")
     wanted = jobs.undisturbed(gpt(**flags))
@@ -110,7 +108,7 @@ def test_a_fall_back_to_an_export_gives_what_the_state_was(
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *STARTED])
-def test_a_start_from_a_checkpoint_gives_what_the_state_was(tmp_path: Path, layout: str) -> None:
+def test_a_start_from_a_checkpoint_gives_what_the_state_was(tmp_path, layout):
     flags = flags_of(layout)
     wanted = jobs.undisturbed(gpt(**flags))
     states = entries(wanted, wanted.directory / "saves")
@@ -133,7 +131,7 @@ def test_a_start_from_a_checkpoint_gives_what_the_state_was(tmp_path: Path, layo
     assert {name for name in found if not any(one in name for one in own)} == set()
 
 
-def test_another_learning_rate_counts_only_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_another_learning_rate_counts_only_where_it_is_asked_for(tmp_path):
     """Megatron by itself would take that of the checkpoint, or find no parameter groups."""
     flags: dict[str, object] = {**PP2_DP2, "save": tmp_path / "saves", "save_interval": 3}
     first = jobs.run_program(tmp_path / "first", gpt(**flags, exit_interval=3))

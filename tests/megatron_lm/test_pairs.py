@@ -1,7 +1,6 @@
 """Pairs of flags that change what is computed, updated, saved and recorded, in whole runs."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -36,7 +35,7 @@ KINDS = ("script", "num_layers", "hybrid_layer_pattern", "spec", "deadpool_allow
 @pytest.mark.skipif(TAGS[-1] != TAG, reason="older parsers lack some of the flags")
 @pytest.mark.parametrize("second", range(3))
 @pytest.mark.parametrize("first", range(3))
-def test_pairs(tmp_path: Path, first: int, second: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs(tmp_path, first, second, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", import_path(os.environ["PYTHONPATH"]))
     row = (first, second, (first + second) % 3, (first + 2 * second) % 3)
     words = " ".join(VALUES[3 * factor + value] for factor, value in enumerate(row)).split()

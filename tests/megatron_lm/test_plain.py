@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
 
 
 @pytest.mark.full(every_time=True)
-def test_protected_equals_stock_and_patches_are_inert(tmp_path: Path, patched: Path) -> None:
+def test_protected_equals_stock_and_patches_are_inert(tmp_path, patched):
     wanted = stock(tmp_path / "stock", tree())
     steps = undisturbed(gpt(**BASE)).final["steps"]
     assert wanted[-1].losses == {str(step["iteration"]): step["loss"] for step in steps}
@@ -41,20 +41,18 @@ def refused(folder: Path, program: Program) -> str:
     return line
 
 
-def test_a_flag_that_cannot_be_protected(tmp_path: Path) -> None:
+def test_a_flag_that_cannot_be_protected(tmp_path):
     assert "--optimizer other than adam" in refused(tmp_path, gpt(optimizer="soap"))
 
 
 @pytest.mark.full
-def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkout(tmp_path):
     (tmp_path / "pretrain_gpt.py").touch()
     assert "not a Megatron-LM checkout" in refused(tmp_path, gpt(within=tmp_path))
 
 
 @pytest.mark.full
-def test_a_tree_that_is_patched_by_half(
-    tmp_path: Path, patched: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tree_that_is_patched_by_half(tmp_path, patched, monkeypatch):
     half = tmp_path / "half"
     copy_tree(half)
     file = Path("megatron/training/checkpointing.py")

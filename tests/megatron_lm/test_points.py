@@ -31,7 +31,7 @@ _ANSWER = (
 
 
 @pytest.fixture(params=TREES)
-def tree(request: pytest.FixtureRequest) -> Path:
+def tree(request):
     """Of each tag whose source is there."""
     found = checkout(request.param)
     if found is None:
@@ -43,11 +43,11 @@ def version_of(tree: Path) -> str:
     return str(runpy.run_path(str(tree / "megatron/core/package_info.py"))["__version__"])
 
 
-def test_every_name_is_there(tree: Path) -> None:
+def test_every_name_is_there(tree):
     assert versions.missing_names(tree, version_of(tree)) == ()
 
 
-def test_places_of_families_are_among_the_names() -> None:
+def test_places_of_families_are_among_the_names():
     assert tuple(FAMILIES) == versions.VERSIONS
     for version, row in FAMILIES.items():
         expected = {(name.file, name.name) for name in versions.expected_in(f"{version}.0")}
@@ -58,7 +58,7 @@ def test_places_of_families_are_among_the_names() -> None:
             assert name == "open" or (module.replace(".", "/") + ".py", name) in expected
 
 
-def test_a_step_answers_in_the_known_order(tree: Path) -> None:
+def test_a_step_answers_in_the_known_order(tree):
     step = versions.find(ast.parse((tree / _TRAINING).read_text()), "train_step")
     assert step is not None
     answers = [

@@ -53,7 +53,7 @@ def the_block() -> list[str]:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def here(tmp_path):
     """A checkout, with its environment, and Megatron-LM beside it, as a clone would be."""
     tree = checkout(TAGS[-1])
     if tree is None:
@@ -102,7 +102,7 @@ def run(here: Path, commands: list[str]) -> str:
 
 
 @pytest.mark.full(every_time=True)
-def test_a_node_is_killed_as_readme_says(here: Path) -> None:
+def test_a_node_is_killed_as_readme_says(here):
     clone, *commands = the_block()
     assert clone.startswith(f"git clone --depth 1 --branch {TAGS[-1]} https://")
     assert clone.endswith("/Megatron-LM")

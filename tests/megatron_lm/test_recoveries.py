@@ -1,8 +1,5 @@
 """Recoveries of pretrain_gpt.py: where its state comes from, and numbers that are not finite."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.faults.harness import jobs
@@ -14,9 +11,7 @@ from tests.megatron_lm.harness.checkout import LOADS, needs_megatron_lm
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs_megatron_lm]
 
 
-def test_numbers_of_layers_shift_on_real_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_of_layers_shift_on_real_text(tmp_path, monkeypatch):
     """Four stages of one layer; the class of the two in the middle is the commonest.
 
     Spares wait until role 0 has made the index of the data. One is needed before that. Training
@@ -50,7 +45,7 @@ def test_numbers_of_layers_shift_on_real_text(
 
 
 @LOADS
-def test_saved_beside_training_and_loaded_by_another_run(tmp_path: Path) -> None:
+def test_saved_beside_training_and_loaded_by_another_run(tmp_path):
     """Kills between the beginning of a save and its end; what is loaded is such a checkpoint."""
     # From 0.17 on Megatron's default is a package that is not installed.
     own = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": None}
@@ -78,7 +73,7 @@ def test_saved_beside_training_and_loaded_by_another_run(tmp_path: Path) -> None
     assert [step["iteration"] for step in loaded.final["steps"]] == list(range(7, 13))
 
 
-def test_a_run_falls_back_to_what_its_program_has_loaded(tmp_path: Path) -> None:
+def test_a_run_falls_back_to_what_its_program_has_loaded(tmp_path):
     """Before its first save no copy is left of what a lost node had."""
     saves = tmp_path / "run" / "saves"
     first = run_program(tmp_path / "run", runs.gpt(**{**runs.BASE, "exit_interval": 3}))
@@ -91,7 +86,7 @@ def test_a_run_falls_back_to_what_its_program_has_loaded(tmp_path: Path) -> None
     assert restart_kinds(loaded) == ["initial", "durable"]
 
 
-def test_a_start_from_a_checkpoint_is_no_failure(tmp_path: Path) -> None:
+def test_a_start_from_a_checkpoint_is_no_failure(tmp_path):
     """Nothing fails: the epoch that has loaded is the only one, however long its first seal takes,
     as that of a large model does."""
     saves = tmp_path / "run" / "saves"
@@ -106,7 +101,7 @@ def test_a_start_from_a_checkpoint_is_no_failure(tmp_path: Path) -> None:
     assert not loaded.of_kind("epoch-closed"), loaded.story()
 
 
-def test_no_spare_left_dumps_and_resumes(tmp_path: Path) -> None:
+def test_no_spare_left_dumps_and_resumes(tmp_path):
     program = runs.gpt(**runs.BASE)
     plan = [runs.dies("only", "evaluation.end", 0, 4)]
     dumped = run_program(tmp_path / "run", program, plan, settings="--deadpool-spare-timeout 1")
@@ -123,7 +118,7 @@ def test_no_spare_left_dumps_and_resumes(tmp_path: Path) -> None:
     assert resumed.final["steps"][0]["iteration"] > 1, "it did not start anew"
 
 
-def test_every_sample_is_read_when_a_node_dies_at_the_end(tmp_path: Path) -> None:
+def test_every_sample_is_read_when_a_node_dies_at_the_end(tmp_path):
     """Of a blend there are just as many as training and evaluations take."""
     text = real_text(tmp_path)
     (tmp_path / "blend").write_text(f"{text['data_path']} {text['data_path']}")
@@ -152,9 +147,7 @@ def test_every_sample_is_read_when_a_node_dies_at_the_end(tmp_path: Path) -> Non
     ],
     ids=["checked", "checked-once", "unchecked"],
 )
-def test_gradients_that_are_nan_once_leave_no_trace(
-    tmp_path: Path, flags: dict[str, Any], kind: str
-) -> None:
+def test_gradients_that_are_nan_once_leave_no_trace(tmp_path, flags, kind):
     program = runs.gpt(**{**runs.PP2_DP2, "train_iters": 8, **flags})
     plan = [jobs.fault("nan", "forward", when_iteration=5, when_role=3, action="mark")]
     outcome = run_program(tmp_path / "run", program, plan, settings="--deadpool-nonfinite rollback")
@@ -163,7 +156,7 @@ def test_gradients_that_are_nan_once_leave_no_trace(
     assert (recovery["kind"], recovery["generation"]) == (kind, [1, 4])
 
 
-def test_nan_that_megatron_finds_ends_the_run_with_its_message(tmp_path: Path) -> None:
+def test_nan_that_megatron_finds_ends_the_run_with_its_message(tmp_path):
     # One update of this size leaves no finite parameter.
     program = runs.gpt(nodes=2, lr=1e30, train_iters=6, rerun_mode="disabled")
     outcome = run_program(tmp_path / "run", program)

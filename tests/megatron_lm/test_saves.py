@@ -47,7 +47,7 @@ def fallen_back_to(outcome: jobs.Outcome) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_older_format_is_fallen_back_to_and_started_from(tmp_path: Path, layout: str) -> None:
+def test_the_older_format_is_fallen_back_to_and_started_from(tmp_path, layout):
     flags, nodes = LAYOUTS[layout]
     flags = {**SAVES, **flags, "ckpt_format": "torch"}
     outcome = fallen(tmp_path, gpt(**flags), nodes)
@@ -64,9 +64,7 @@ def test_the_older_format_is_fallen_back_to_and_started_from(tmp_path: Path, lay
 @pytest.mark.parametrize(
     "less", [{"no_save_optim": True}, {"no_save_rng": True, "ckpt_format": "torch"}], ids=str
 )
-def test_without_some_of_the_state_exports_are_fallen_back_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, less: dict[str, object]
-) -> None:
+def test_without_some_of_the_state_exports_are_fallen_back_to(tmp_path, monkeypatch, less):
     flags: dict[str, object] = {**SAVES, **PP2_DP2, **less}
     wanted = jobs.undisturbed(gpt(**flags))
     exports = tmp_path / "run" / "exports"

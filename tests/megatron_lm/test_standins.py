@@ -45,7 +45,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @LOADS
-def test_trains_and_resumes_exactly(layout: str, tmp_path: Path) -> None:
+def test_trains_and_resumes_exactly(layout, tmp_path):
     there = set(_tree().rglob("*"))
     flags = {"train_iters": ITERATIONS, "ckpt_format": "torch_dist", **LAYOUTS[layout]}
     saves = tmp_path / "saves"
@@ -74,7 +74,7 @@ def test_trains_and_resumes_exactly(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_nothing_is_replaced_on_a_gpu_machine_and_what_is_refused(tmp_path: Path) -> None:
+def test_nothing_is_replaced_on_a_gpu_machine_and_what_is_refused(tmp_path):
     answers = _run(f"""
 absent = torch.cuda.is_available
 torch.cuda.is_available = lambda: True

@@ -17,9 +17,7 @@ pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full]
 @pytest.mark.parametrize(
     ("tag", "more"), [*((tag, {}) for tag in TREES if tag != TAG), (UNTAGGED, MOE)]
 )
-def test_nodes_die_and_stock_megatron_computes_the_same(
-    tag: str, more: dict[str, object], tmp_path: Path
-) -> None:
+def test_nodes_die_and_stock_megatron_computes_the_same(tag, more, tmp_path):
     tree = checkout(tag)
     if tree is None:
         pytest.skip(f"no checkout of {tag}")

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -229,7 +229,7 @@ def generation(iteration: int) -> Generation:
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def make():
     rigs: list[Rig] = []
 
     def build(platform: devices.Platform | None = None, **settings: Any) -> Rig:

@@ -339,7 +339,7 @@ def session(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rig]:
+def rig(monkeypatch, tmp_path):
     with session(monkeypatch, tmp_path) as made:
         yield made
 

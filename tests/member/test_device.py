@@ -1,7 +1,6 @@
 """Which device a member takes, when, and what keeps it from using NCCL."""
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ Machine = Callable[..., list[int]]
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch):
     """Plays the calls of torch that tell of GPUs; answers the list of devices that were set."""
     environment: dict[str, str] = {}
     nccl_environment.complete(environment)
@@ -66,17 +65,13 @@ def refusal(
         (0, "gloo", 3, "gloo", []),
     ],
 )
-def test_a_member_takes_the_gpu_that_it_is_shown(
-    machine: Machine, gpus: int, communicator: str, slot: int, kind: str, taken: list[int]
-) -> None:
+def test_a_member_takes_the_gpu_that_it_is_shown(machine, gpus, communicator, slot, kind, taken):
     found = machine(gpus)
     assert select_device(communicator, slot) == kind
     assert found == taken
 
 
-def test_nvlink_sharp_is_warned_of(
-    machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvlink_sharp_is_warned_of(machine, capfd, monkeypatch):
     machine(1)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     select_device("nccl", 0)
@@ -85,9 +80,7 @@ def test_nvlink_sharp_is_warned_of(
     assert "NCCL_NVLS_ENABLE=1" in facts
 
 
-def test_a_contrary_variable_is_refused_before_a_device_is_touched(
-    machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_contrary_variable_is_refused_before_a_device_is_touched(machine, capfd, monkeypatch):
     taken = machine(2)
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL cannot be protected" in refusal(capfd)
@@ -95,9 +88,7 @@ def test_a_contrary_variable_is_refused_before_a_device_is_touched(
     assert select_device("gloo", 0) == "gloo"
 
 
-def test_what_plays_nccl_is_taken_under_a_fault_plan_only(
-    machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_plays_nccl_is_taken_under_a_fault_plan_only(machine, capfd, monkeypatch):
     machine(0)
     assert "fault plan only (DEADPOOL_FAULTS)" in refusal(capfd, communicator="a.module:factory")
     monkeypatch.setenv("DEADPOOL_FAULTS", "plan.json")
@@ -105,12 +96,7 @@ def test_what_plays_nccl_is_taken_under_a_fault_plan_only(
 
 
 @pytest.mark.parametrize("loaded", [None, (2, 28, 3)])
-def test_a_version_of_nccl_is_refused(
-    machine: Machine,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    loaded: tuple[int, int, int] | None,
-) -> None:
+def test_a_version_of_nccl_is_refused(machine, capfd, monkeypatch, loaded):
     """By the library that is loaded, whatever torch was built with."""
     machine(2, (2, 28, 9) if loaded else (2, 28, 3))
     if loaded:
@@ -120,8 +106,8 @@ def test_a_version_of_nccl_is_refused(
 
 
 def test_a_member_that_cannot_have_its_gpu_ends_as_one_of_a_broken_host(
-    machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    machine, capfd, monkeypatch
+):
     """Not on its CPU, where its peers would wait for it in NCCL; in torch's own words."""
     machine(0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f")
@@ -132,9 +118,7 @@ def test_a_member_that_cannot_have_its_gpu_ends_as_one_of_a_broken_host(
     assert "AssertionError: Torch not compiled with CUDA" in refusal(capfd, ExitStatus.NO_DEVICE)
 
 
-def test_the_device_is_set_before_anything_asks_for_the_current_one(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_device_is_set_before_anything_asks_for_the_current_one(machine, monkeypatch, tmp_path):
     """An entry asks for the memory beside it as it is made, groups are made later."""
     taken, seen = machine(1), list[list[int]]()
     made = session_rig.Rig._make_entry

@@ -1,7 +1,6 @@
 """A restore that does not succeed, and a device that an interrupted step has left in error."""
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from tests.member.session_rig import BareEntry
 from tests.vault.harness import cluster, make_layout
 
 
-def test_a_place_that_cannot_be_reached_is_named_by_the_part_it_has(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_reached_is_named_by_the_part_it_has(tmp_path):
     """The next restore does without it. Unnamed it is planned again, until the run is given up."""
     with cluster(tmp_path, 2, roles=1, restore_seconds=0.5) as running:
         here, gone = running.nodes
@@ -70,5 +69,5 @@ def device_asserts(member: Member) -> bool:
 
 
 @pytest.mark.slow
-def test_a_device_in_error_is_found_before_anything_is_restored() -> None:
+def test_a_device_in_error_is_found_before_anything_is_restored():
     assert run(1, device_asserts, kind=KIND)[0]

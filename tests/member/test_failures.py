@@ -14,14 +14,12 @@ from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.member.session import drain_seconds, forget_frames
 from deadpool_megatron.vault.errors import VaultError
 from fake_nccl import fake as fake_nccl
-from tests.member.session_rig import QUICK, Rig, drained
+from tests.member.session_rig import QUICK, drained
 
 # Exceptions that are no EpochClosed (rule 11).
 
 
-def test_any_exception_after_a_close_counts_as_the_interrupt(
-    rig: Rig, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_any_exception_after_a_close_counts_as_the_interrupt(rig, capfd):
     def step() -> None:
         try:
             rig.close(1)
@@ -36,7 +34,7 @@ def test_any_exception_after_a_close_counts_as_the_interrupt(
     assert "epoch 1 ends here with AssertionError: bucket group" in capfd.readouterr().err
 
 
-def test_an_exception_without_a_close_is_the_programs_own(rig: Rig) -> None:
+def test_an_exception_without_a_close_is_the_programs_own(rig):
     rig.entry.loop.acts[1] = Mock(side_effect=ZeroDivisionError("a bug in the program"))
     rig.record(1)
     said = rig.expect("raised")
@@ -67,9 +65,7 @@ CAUSED.__cause__ = CommunicatorFault("WORLD", "allreduce", "closed")
     ],
     ids=["raised", "gloo", "cause", "vault"],
 )
-def test_an_exception_is_the_close_that_follows_its_report(
-    rig: Rig, error: Exception, kind: str, group: str | None
-) -> None:
+def test_an_exception_is_the_close_that_follows_its_report(rig, error, kind, group):
     """Of communication, as a library wraps it, or of the vault it is no fault of the process.
     However late the death of the peer is known, this process stays, and plays its role to the end
     in epoch 2."""
@@ -85,7 +81,7 @@ def test_an_exception_is_the_close_that_follows_its_report(
     assert len(rig.said("raised")) == (kind == "raised")
 
 
-def test_an_interrupt_without_a_close_is_reported_and_waited_out(rig: Rig) -> None:
+def test_an_interrupt_without_a_close_is_reported_and_waited_out(rig):
     rig.entry.loop.acts[1] = Mock(side_effect=EpochClosed(1, "allreduce"))
     rig.record(1)
     assert rig.expect("fault")["text"] == "interrupted without a close"
@@ -103,7 +99,7 @@ class Activation:
     """Stands for a tensor of the dead step."""
 
 
-def test_frames_of_the_interrupted_step_are_forgotten() -> None:
+def test_frames_of_the_interrupted_step_are_forgotten():
     alive: list[weakref.ref[Activation]] = []
 
     def keep() -> Activation:
@@ -142,7 +138,7 @@ def test_frames_of_the_interrupted_step_are_forgotten() -> None:
         gc.enable()
 
 
-def test_a_survivor_is_not_given_up_while_its_communicators_are_aborted() -> None:
+def test_a_survivor_is_not_given_up_while_its_communicators_are_aborted():
     """A thousand operations of NCCL are pending in a deep queue of launches."""
     parser = argparse.ArgumentParser()
     arguments.add_arguments(parser)

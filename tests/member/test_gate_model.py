@@ -99,9 +99,7 @@ def play(job: Job, seed: int, moves: int = 600) -> int | None:
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("spans", [True, False])
-def test_a_generation_that_all_can_produce_is_always_there(
-    every: int, lag: int, spans: bool
-) -> None:
+def test_a_generation_that_all_can_produce_is_always_there(every, lag, spans):
     found = [
         play(Job((2 if spans else 3) + lag, lag, every, spans), seed, 300) for seed in range(60)
     ]
@@ -112,6 +110,6 @@ def test_a_generation_that_all_can_produce_is_always_there(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 3])
-def test_with_two_slots_and_no_collective_state_would_be_lost(every: int) -> None:
+def test_with_two_slots_and_no_collective_state_would_be_lost(every):
     """What the third slot is for, so that the model is one that can fail."""
     assert None in [play(Job(2, 0, every, False), seed) for seed in range(300)]

@@ -6,7 +6,7 @@ from tests.common.programs import said
 
 
 @pytest.mark.slow
-def test_member_imports_no_framework() -> None:
+def test_member_imports_no_framework():
     names = said("-c", "import sys, deadpool_megatron.member; print(*sys.modules)").split()
     assert "deadpool_megatron.member.entry" in names
     assert not [name for name in names if name.split(".")[0] in ("megatron", "transformer_engine")]
@@ -15,7 +15,7 @@ def test_member_imports_no_framework() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", ["member", "megatron", "comms", "megatron.stand_ins"])
-def test_import_replaces_nothing_of_torch(room: str) -> None:
+def test_import_replaces_nothing_of_torch(room):
     program = (
         "import torch, torch.distributed\n"
         "places = torch, torch.cuda, torch.Tensor, torch.distributed.ProcessGroup\n"

@@ -12,7 +12,7 @@ from deadpool_megatron.member.protection import ProtectionError
 from deadpool_megatron.vault.errors import Frozen, VaultError
 from tests.common.waiting import wait_for
 from tests.member import protection_rig
-from tests.member.protection_rig import EPOCH, SECONDS, Make, Rig, SlowPlatform, generation
+from tests.member.protection_rig import EPOCH, SECONDS, Rig, SlowPlatform, generation
 
 make = protection_rig.make
 
@@ -20,7 +20,7 @@ make = protection_rig.make
 # Interrupts, at each wait (rule 11).
 
 
-def test_interrupt_while_the_vault_makes_the_slots(make: Make) -> None:
+def test_interrupt_while_the_vault_makes_the_slots(make):
     rig = make()
     rig.close()
     with pytest.raises(EpochClosed, match="slots of the role"):
@@ -28,7 +28,7 @@ def test_interrupt_while_the_vault_makes_the_slots(make: Make) -> None:
 
 
 @pytest.mark.parametrize("wait", ["gate", "await_committed"])  # the latter: at the end of the run
-def test_interrupt_while_waiting_for_a_commit(make: Make, wait: str) -> None:
+def test_interrupt_while_waiting_for_a_commit(make, wait):
     rig = make().start()
     rig.vault.holds_back = True
     thread = rig.close_when(rig.vault.waiting)
@@ -37,14 +37,14 @@ def test_interrupt_while_waiting_for_a_commit(make: Make, wait: str) -> None:
     thread.join(SECONDS)
 
 
-def test_a_commit_that_comes_with_the_close_does_not_open_the_gate(make: Make) -> None:
+def test_a_commit_that_comes_with_the_close_does_not_open_the_gate(make):
     rig = make().start()
     rig.closed = EPOCH
     with pytest.raises(EpochClosed):
         rig.protection.gate()
 
 
-def test_interrupt_before_an_inner_update(make: Make) -> None:
+def test_interrupt_before_an_inner_update(make):
     rig = make().start()
     rig.protection.gate()
     rig.close()
@@ -52,7 +52,7 @@ def test_interrupt_before_an_inner_update(make: Make) -> None:
         rig.protection.fence()
 
 
-def test_interrupt_while_a_copy_still_reads(make: Make) -> None:
+def test_interrupt_while_a_copy_still_reads(make):
     platform = SlowPlatform()
     rig = make(platform).start()
     thread = threading.Timer(0.05, rig.close)
@@ -68,7 +68,7 @@ def test_interrupt_while_a_copy_still_reads(make: Make) -> None:
 
 
 @pytest.mark.parametrize("write", ["begin", "append"])
-def test_the_vault_freezes_before_the_member_hears_of_the_close(make: Make, write: str) -> None:
+def test_the_vault_freezes_before_the_member_hears_of_the_close(make, write):
     rig = make().start()
     rig.protection.gate()
     rig.vault.frozen = True
@@ -99,7 +99,7 @@ def steps_until_thawed(rig: Rig, wait: Callable[[], object]) -> None:
     assert rig.settled() == [generation(0), generation(1)]
 
 
-def test_a_vault_that_was_restarted_freezes_for_a_moment_only(make: Make) -> None:
+def test_a_vault_that_was_restarted_freezes_for_a_moment_only(make):
     """It is told of the last closed epoch before it is told of the open one."""
     rig = make().start()
     rig.protection.gate()
@@ -109,7 +109,7 @@ def test_a_vault_that_was_restarted_freezes_for_a_moment_only(make: Make) -> Non
     steps_until_thawed(rig, lambda: rig.vault.waiting.wait(SECONDS))
 
 
-def test_a_vault_that_freezes_for_longer_than_a_close_is_waited_for(make: Make) -> None:
+def test_a_vault_that_freezes_for_longer_than_a_close_is_waited_for(make):
     """Told of in time: the role does not wait by its own fault, so that this is no hang of it."""
     rig = make(close_seconds=0.05, gate_report_seconds=0.2).start()
     rig.protection.gate()
@@ -122,7 +122,7 @@ def test_a_vault_that_freezes_for_longer_than_a_close_is_waited_for(make: Make) 
     assert rig.protection.stall_seconds > 0.2
 
 
-def test_a_vault_that_stays_frozen_in_an_open_epoch_ends_the_epoch(make: Make) -> None:
+def test_a_vault_that_stays_frozen_in_an_open_epoch_ends_the_epoch(make):
     """And not the process, which has no part in it."""
     rig = make(close_seconds=0.05, operation_timeout_seconds=0.2).start()
     rig.protection.gate()
@@ -133,7 +133,7 @@ def test_a_vault_that_stays_frozen_in_an_open_epoch_ends_the_epoch(make: Make) -
 
 
 @pytest.mark.parametrize("when", ["before the copy ends", "before extras are complete"])
-def test_nothing_is_handed_over_after_a_close(make: Make, when: str) -> None:
+def test_nothing_is_handed_over_after_a_close(make, when):
     platform = SlowPlatform()
     rig = make(platform).start()
     platform.end()
@@ -154,7 +154,7 @@ def test_nothing_is_handed_over_after_a_close(make: Make, when: str) -> None:
 # After an interrupt.
 
 
-def test_quiesce_gives_back_a_slot_that_was_begun(make: Make) -> None:
+def test_quiesce_gives_back_a_slot_that_was_begun(make):
     rig = make().start()
     rig.protection.gate()
     rig.protection.announce(generation(1))
@@ -172,7 +172,7 @@ def test_quiesce_gives_back_a_slot_that_was_begun(make: Make) -> None:
     assert rig.settled()[-1] == Generation(EPOCH + 1, 1)
 
 
-def test_a_copy_that_failed_cannot_be_left_cleanly(make: Make) -> None:
+def test_a_copy_that_failed_cannot_be_left_cleanly(make):
     platform = SlowPlatform()
     rig = make(platform)
     rig.protection.enter(EPOCH)
@@ -183,7 +183,7 @@ def test_a_copy_that_failed_cannot_be_left_cleanly(make: Make) -> None:
     assert not rig.protection.quiesce(0.1)
 
 
-def test_quiesce_has_one_deadline_for_all_copies(make: Make) -> None:
+def test_quiesce_has_one_deadline_for_all_copies(make):
     rig = make(SlowPlatform())
     rig.protection.enter(EPOCH)
     rig.protection.announce(generation(1))
@@ -197,7 +197,7 @@ def test_quiesce_has_one_deadline_for_all_copies(make: Make) -> None:
 # Failures of the helper thread.
 
 
-def test_a_slot_that_could_not_be_handed_over_shows_at_the_next_gate(make: Make) -> None:
+def test_a_slot_that_could_not_be_handed_over_shows_at_the_next_gate(make):
     rig = make()
     rig.vault.refuses_to_fill = True
     rig.start()
@@ -212,7 +212,7 @@ def test_a_slot_that_could_not_be_handed_over_shows_at_the_next_gate(make: Make)
     rig.protection.gate()
 
 
-def test_helper_threads_end_with_their_role(make: Make) -> None:
+def test_helper_threads_end_with_their_role(make):
     for _ in range(5):
         rig = make().start()
         rig.step(1)
@@ -232,7 +232,7 @@ class Entering(SlowPlatform):
         return lambda: self.entered.append(threading.current_thread().name)
 
 
-def test_the_thread_that_waits_for_copies_has_the_device_of_its_member(make: Make) -> None:
+def test_the_thread_that_waits_for_copies_has_the_device_of_its_member(make):
     """It asks for events of CUDA: on the first device of the node that would make a context."""
     platform = Entering()
     rig = make(platform).start()

@@ -19,7 +19,7 @@ def pausing(rig: Rig, iteration: int) -> Callable[[], object]:
     return lambda: rig.session._on_pause(iteration)
 
 
-def test_stands_still_protected_and_leaves_at_the_close(rig: Rig) -> None:
+def test_stands_still_protected_and_leaves_at_the_close(rig):
     rig.entry.loop.acts[2] = pausing(rig, 2)
     rig.record(1)
     assert rig.expect("paused") == {"t": "paused", "epoch": 1, "iteration": 2}
@@ -30,7 +30,7 @@ def test_stands_still_protected_and_leaves_at_the_close(rig: Rig) -> None:
     assert rig.said("pause-refused") == []
 
 
-def test_goes_on_when_another_role_was_past_the_boundary(rig: Rig) -> None:
+def test_goes_on_when_another_role_was_past_the_boundary(rig):
     rig.entry.loop.acts[1] = pausing(rig, 1)
     rig.record(1)
     assert rig.expect("paused")["iteration"] == 1
@@ -41,7 +41,7 @@ def test_goes_on_when_another_role_was_past_the_boundary(rig: Rig) -> None:
     assert rig.end() is None
 
 
-def test_refuses_at_once_when_the_next_iteration_has_begun(rig: Rig) -> None:
+def test_refuses_at_once_when_the_next_iteration_has_begun(rig):
     """It cannot end that iteration: the others stand still before it."""
 
     def step() -> None:
@@ -59,7 +59,7 @@ def test_refuses_at_once_when_the_next_iteration_has_begun(rig: Rig) -> None:
     assert rig.said("paused") == []
 
 
-def test_an_order_of_another_epoch_stops_nobody(rig: Rig) -> None:
+def test_an_order_of_another_epoch_stops_nobody(rig):
     """A spare hears of the pause that ends in its taking the seat of the drained node."""
     rig.record(1, ELSEWHERE)
     rig.expect("warm")
@@ -78,7 +78,7 @@ def test_an_order_of_another_epoch_stops_nobody(rig: Rig) -> None:
     assert rig.said("paused") == rig.said("pause-refused") == []
 
 
-def test_an_order_to_pause_is_obeyed_or_refused_never_lost() -> None:
+def test_an_order_to_pause_is_obeyed_or_refused_never_lost():
     for _ in range(300):
         point = PausePoint()
         point.may_start(1)
@@ -97,9 +97,7 @@ def test_an_order_to_pause_is_obeyed_or_refused_never_lost() -> None:
 # RoleReports.
 
 
-def test_nothing_is_reported_after_a_close_nor_twice_for_people(
-    rig: Rig, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_reported_after_a_close_nor_twice_for_people(rig, capfd):
     outcome: list[BaseException] = []
 
     def log() -> None:

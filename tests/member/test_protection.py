@@ -18,7 +18,7 @@ make = protection_rig.make
 # The gate (design, section 4).
 
 
-def test_the_gate_does_not_open_by_itself(make: Make) -> None:
+def test_the_gate_does_not_open_by_itself(make):
     rig = make().start()
     rig.vault.holds_back = True
     passed = threading.Event()
@@ -59,7 +59,7 @@ def takes_no_slot(rig: Rig) -> None:
     assert len(rig.vault.writers) == taken
 
 
-def test_a_device_that_hears_nothing_is_left_at_a_close(make: Make) -> None:
+def test_a_device_that_hears_nothing_is_left_at_a_close(make):
     platform = DeviceBehind(looks=0)
     rig = make(platform).come_to_update()
     platform.looks = 1e9
@@ -73,7 +73,7 @@ def test_a_device_that_hears_nothing_is_left_at_a_close(make: Make) -> None:
 
 
 @pytest.mark.parametrize("skipped", [False, True])
-def test_a_generation_holds_what_each_update_left(make: Make, skipped: bool) -> None:
+def test_a_generation_holds_what_each_update_left(make, skipped):
     """Traps, A5: no hook of an inner optimizer fires for a skipped one."""
     rig = make().start()
     rig.step(1, skipped=skipped)
@@ -97,9 +97,7 @@ def thin(make: Make, every: int, **settings: Any) -> Rig:
 
 
 @pytest.mark.parametrize(("lag", "wanted"), [(0, [0, 0, 3, 6]), (1, [0, 0, 0, 3])])
-def test_only_due_iterations_take_slots_and_wait_for_commits(
-    make: Make, lag: int, wanted: list[int]
-) -> None:
+def test_only_due_iterations_take_slots_and_wait_for_commits(make, lag, wanted):
     """And the first one, whose state may be in memory once only."""
     rig = thin(make, 3, max_lag=lag)
     rig.vault.asked.clear()
@@ -117,7 +115,7 @@ def test_only_due_iterations_take_slots_and_wait_for_commits(
 # Page-locked slots on a device.
 
 
-def test_a_driver_that_does_not_lock_memory_costs_speed_only(make: Make) -> None:
+def test_a_driver_that_does_not_lock_memory_costs_speed_only(make):
     class Refusing(SlowPlatform):
         def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
             if self.pinned:

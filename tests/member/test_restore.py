@@ -55,7 +55,7 @@ def go_back(arguments: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_replay_from_captured_state_is_bit_identical(name: str) -> None:
+def test_replay_from_captured_state_is_bit_identical(name):
     results = run_ranks(2, go_back, f"{TINY} {LAYOUTS[name]}")
     for result in results:
         assert result["wrong after restore"] == []
@@ -77,7 +77,7 @@ def same_bytes(arguments: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["--bf16", ""], ids=["bf16", "fp32"])
-def test_experts_of_peers_are_not_the_same_experts(precision: str) -> None:
+def test_experts_of_peers_are_not_the_same_experts(precision):
     """Without the distributed optimizer, two of four on each rank: of a lost role nobody else has
     the bytes, though there are as many of them."""
     found = run_ranks(2, same_bytes, f"{TINY} {precision}{MOE}")
@@ -100,7 +100,7 @@ def packed_again(arguments: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", "--bf16", "--use-distributed-optimizer"])
-def test_a_model_that_gets_another_optimizer_is_laid_out_as_before(flags: str) -> None:
+def test_a_model_that_gets_another_optimizer_is_laid_out_as_before(flags):
     """Else what others hold of the role would not fit, and a restore would be refused."""
     assert run_ranks(2, packed_again, f"{TINY} {flags}") == [True, True]
 
@@ -119,7 +119,7 @@ def forget_the_sync(arguments: str) -> str:
     return ""
 
 
-def test_a_missed_parameter_sync_is_found_by_comparison() -> None:
+def test_a_missed_parameter_sync_is_found_by_comparison():
     flags = "--bf16 --use-distributed-optimizer"
     found = run_ranks(2, forget_the_sync, f"{TINY} {flags}")
     assert all("parameters of roles" in text for text in found)
@@ -143,7 +143,7 @@ def clip(arguments: str) -> list[str]:
     return [name for name in clipped if found[name] != clipped[name]]
 
 
-def test_weights_that_qk_clip_has_changed_are_not_what_their_masters_give() -> None:
+def test_weights_that_qk_clip_has_changed_are_not_what_their_masters_give():
     """Why --qk-clip is refused."""
     (differing,) = run_ranks(1, clip, f"{TINY} --bf16")
     assert len(differing) == 2

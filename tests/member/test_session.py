@@ -8,14 +8,12 @@ import torch
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.wire.framing import readable
-from tests.member.session_rig import ELSEWHERE, SEAT, SECONDS, Rig, drained
+from tests.member.session_rig import ELSEWHERE, SEAT, SECONDS, drained
 
 # The ordinary way.
 
 
-def test_an_iteration_without_an_update_passes_the_gate_with_all_roles(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_iteration_without_an_update_passes_the_gate_with_all_roles(rig, monkeypatch):
     """Else its slot would be one that another role may still need; no optimizer step has asked."""
     calls = rig.entry.calls
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: calls.append("all roles"))
@@ -31,7 +29,7 @@ def test_an_iteration_without_an_update_passes_the_gate_with_all_roles(
 
 
 @pytest.mark.parametrize("stage", ["build", "adopt"])
-def test_a_close_does_not_wait_for_a_member_that_builds(rig: Rig, stage: str) -> None:
+def test_a_close_does_not_wait_for_a_member_that_builds(rig, stage):
     building, go_on = threading.Event(), threading.Event()
 
     def build() -> None:
@@ -51,7 +49,7 @@ def test_a_close_does_not_wait_for_a_member_that_builds(rig: Rig, stage: str) ->
     assert rig.said("drained") == [drained(1)]
 
 
-def test_a_loop_that_reports_while_it_is_built_survives_a_close(rig: Rig) -> None:
+def test_a_loop_that_reports_while_it_is_built_survives_a_close(rig):
     def build() -> None:
         rig.emit("training", {"iterations": 4})
         rig.close(1)
@@ -72,7 +70,7 @@ def test_a_loop_that_reports_while_it_is_built_survives_a_close(rig: Rig) -> Non
 
 
 @pytest.mark.parametrize("stage", ["rebuild", "restore", "sync", "verify"])
-def test_a_close_in_each_stage(rig: Rig, stage: str) -> None:
+def test_a_close_in_each_stage(rig, stage):
     rig.entry.acts[stage] = rig.communicators.collective
     rig.record(1)
     while stage not in rig.entry.calls:
@@ -85,7 +83,7 @@ def test_a_close_in_each_stage(rig: Rig, stage: str) -> None:
     assert rig.said("fault") == []
 
 
-def test_a_step_that_ends_after_the_close_is_not_sealed(rig: Rig) -> None:
+def test_a_step_that_ends_after_the_close_is_not_sealed(rig):
     """An aborted NCCL returns junk and raises nothing (traps, A3)."""
 
     def step() -> None:
@@ -100,7 +98,7 @@ def test_a_step_that_ends_after_the_close_is_not_sealed(rig: Rig) -> None:
     assert [m for m in rig.heard if m.get("event", {}).get("kind") == "state-hash"] == []
 
 
-def test_closes_that_race_with_everything(rig: Rig) -> None:
+def test_closes_that_race_with_everything(rig):
     """Whatever the moment: each epoch is answered, in order, and the last one is played."""
     for epoch in range(1, 60):
         rig.record(epoch)
@@ -116,7 +114,7 @@ def test_closes_that_race_with_everything(rig: Rig) -> None:
     assert all(m["clean"] for m in rig.said("drained"))
 
 
-def test_the_close_of_a_newer_epoch_ends_the_one_that_is_played(rig: Rig) -> None:
+def test_the_close_of_a_newer_epoch_ends_the_one_that_is_played(rig):
     """This node has not heard of epoch 2, only that it is over."""
     rig.entry.loop.acts[1] = rig.communicators.collective
     rig.record(1)

@@ -12,14 +12,14 @@ from pathlib import Path
 from deadpool_megatron.comms import CommunicatorFault
 from deadpool_megatron.layout.records import Generation
 from tests.common import lives
-from tests.member.session_rig import ELSEWHERE, SECONDS, Rig
+from tests.member.session_rig import ELSEWHERE, SECONDS
 
 EXPECTED = Path(__file__).parent / "lives" / "session.txt"
 # What differs from one time to the next.
 _VOLATILE = re.compile(r"seconds|^(pid|t|n|host|started)$")
 
 
-def test_a_life_is_as_it_was_before(rig: Rig, tmp_path: Path) -> None:
+def test_a_life_is_as_it_was_before(rig, tmp_path):
     """A spare; then it takes a role, is interrupted in a step, has three more epochs, and ends."""
     lines: list[str] = []
 

@@ -1,7 +1,6 @@
 """Slots made before there is a role, page-locked, and seen as tensors without a loop over them."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,9 +34,7 @@ class Device(CpuPlatform):
 
 
 @pytest.mark.parametrize(("share", "fits"), [(1.5, False), (2.5, True)])
-def test_copies_come_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float, fits: bool
-) -> None:
+def test_copies_come_first(tmp_path, capsys, share, fits):
     limit = int(share * segment_bytes(LAYOUT))
     settings = replace(Settings(), memory_gb=limit / 1e9)
     client = VaultClient(
@@ -64,7 +61,7 @@ class Slot:
         return self._memory[:]
 
 
-def test_tensors_over_a_slot_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_over_a_slot_are_made_once(monkeypatch):
     part = Part("shard0", [torch.arange(4.0) + k for k in range(3)], (0,))
     slots = [Slot(part.nbytes) for _ in range(2)]
     made: list[int] = []
@@ -80,7 +77,7 @@ def test_tensors_over_a_slot_are_made_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(made) == 6
 
 
-def test_a_part_without_bytes_has_its_tensors() -> None:
+def test_a_part_without_bytes_has_its_tensors():
     """A role whose shard of a small distributed optimizer is empty: no tensors, or empty ones."""
     views = SlotViews()
     for tensors in ([], [torch.empty(0, 3)]):

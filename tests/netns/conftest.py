@@ -1,7 +1,6 @@
 """Which machines can run these tests, who asked for them, and what they measured."""
 
 import os
-from collections.abc import Callable
 
 import pytest
 
@@ -27,6 +26,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
-def measured() -> Callable[[str, str], None]:
+def measured():
     """Note a row ``fault | what happened`` for the end of the session."""
     return lambda fault, happened: _MEASURED.append(f"{fault} | {happened}")

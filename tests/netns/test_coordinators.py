@@ -4,14 +4,13 @@ shared file system goes away, for one node or for all, with or without the netwo
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
-from tests.netns.lab.cluster import Cluster, Measured, counting
+from tests.netns.lab.cluster import counting
 
 pytestmark = pytest.mark.netns
 needs_fuse = pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="needs /dev/fuse")
@@ -24,12 +23,12 @@ _SETTINGS = ("--deadpool-set", "rejoin-seconds=10")
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path):
     with counting(tmp_path, _SETTINGS) as running:
         yield running
 
 
-def test_one_host_of_a_coordinator_after_the_other(cluster: Cluster, measured: Measured) -> None:
+def test_one_host_of_a_coordinator_after_the_other(cluster, measured):
     members = cluster.members_of_all()
     for term in (2, 3):
         node = cluster.term().node
@@ -52,9 +51,7 @@ def test_one_host_of_a_coordinator_after_the_other(cluster: Cluster, measured: M
 
 
 @pytest.mark.parametrize("fault", ["mute", "deafen"])
-def test_coordinator_is_cut_off_while_all_reach_the_journal(
-    cluster: Cluster, measured: Measured, fault: str
-) -> None:
+def test_coordinator_is_cut_off_while_all_reach_the_journal(cluster, measured, fault):
     """Storage has a network of its own, so its sign of life could go on: it must not."""
     members = cluster.members_of_all()
     host = cluster.coordinator_host()
@@ -78,7 +75,7 @@ def test_coordinator_is_cut_off_while_all_reach_the_journal(
 
 
 @needs_fuse
-def test_nobody_reaches_the_journal(cluster: Cluster, measured: Measured) -> None:
+def test_nobody_reaches_the_journal(cluster, measured):
     """Training needs no journal until something has to be decided; then it waits for it."""
     how = "fail"  # that it hangs for everybody, with all else, is in test_training
     for host in cluster.hosts:
@@ -106,7 +103,7 @@ def test_nobody_reaches_the_journal(cluster: Cluster, measured: Measured) -> Non
 
 
 @needs_fuse
-def test_coordinator_alone_loses_the_run_directory(cluster: Cluster, measured: Measured) -> None:
+def test_coordinator_alone_loses_the_run_directory(cluster, measured):
     how = "hang"
     members = cluster.members_of_all()
     old = cluster.coordinator_pid()
@@ -128,9 +125,7 @@ def test_coordinator_alone_loses_the_run_directory(cluster: Cluster, measured: M
 
 
 @needs_fuse
-def test_node_without_network_and_journal_stops_in_time(
-    cluster: Cluster, measured: Measured
-) -> None:
+def test_node_without_network_and_journal_stops_in_time(cluster, measured):
     host = cluster.hosts[_VICTIM]
 
     def cut_off() -> None:

@@ -2,8 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +9,7 @@ from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.run_result import read_result
 from deadpool_megatron.events import Kind
 from tests.faults.harness import jobs, layouts
-from tests.netns.lab.cluster import Cluster, Job, Measured, counting
+from tests.netns.lab.cluster import Cluster, Job, counting
 from tests.netns.lab.hosts import Host, Hosts
 
 pytestmark = pytest.mark.netns
@@ -40,12 +38,12 @@ _RULES = {
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path):
     with counting(tmp_path, spares=1) as running:
         yield running
 
 
-def test_a_cut_as_long_as_the_fence_allows(cluster: Cluster, measured: Measured) -> None:
+def test_a_cut_as_long_as_the_fence_allows(cluster, measured):
     cluster.hosts[_VICTIM].cut()
     time.sleep(2.7)  # so near to the limit of the fence that it may be reached on a busy machine
     cluster.hosts[_VICTIM].mend()
@@ -56,9 +54,7 @@ def test_a_cut_as_long_as_the_fence_allows(cluster: Cluster, measured: Measured)
 
 
 @pytest.mark.parametrize("fault", ["mute", "deafen"])
-def test_node_that_is_cut_off_stops_before_its_role_is_given_away(
-    cluster: Cluster, measured: Measured, fault: str
-) -> None:
+def test_node_that_is_cut_off_stops_before_its_role_is_given_away(cluster, measured, fault):
     switch = cluster.hosts.switch
     _, stopped = cluster.lost_in_time(_VICTIM, lambda: getattr(switch, fault)("host1"))
     assert [event.node for event in cluster.events(Kind.NODE_LOST)] == [_VICTIM]
@@ -95,7 +91,7 @@ def seen(host: Host) -> dict[str, int]:
     }
 
 
-def test_copies_are_marked_and_nothing_else(tmp_path: Path, measured: Measured) -> None:
+def test_copies_are_marked_and_nothing_else(tmp_path, measured):
     """Two copies each, under a limit: and the bits are those of a quiet run."""
     program = jobs.trainer(_LAYOUT, _ITERATIONS)
     wanted = jobs.undisturbed(program)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ while piece := connection.recv(100):
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Iterator[Hosts]:
+def three(tmp_path):
     with Hosts(3, tmp_path) as built:
         yield built
 
@@ -85,7 +84,7 @@ def socket_on(host: Host, kind: int = socket.SOCK_STREAM) -> socket.socket:
             libc.setns(here.fileno(), 0)
 
 
-def test_power_off_is_silence_and_kill_is_not(three: Hosts, tmp_path: Path) -> None:
+def test_power_off_is_silence_and_kill_is_not(three, tmp_path):
     killed = Conversation(three[0], three[1], tmp_path)
     off = Conversation(three[0], three[2], tmp_path)
     pid = next(iter(three[2].processes().values()))
@@ -97,7 +96,7 @@ def test_power_off_is_silence_and_kill_is_not(three: Hosts, tmp_path: Path) -> N
     assert not three[2].is_on
 
 
-def test_cut_cable_delays_and_loses_nothing(three: Hosts, tmp_path: Path) -> None:
+def test_cut_cable_delays_and_loses_nothing(three, tmp_path):
     talk = Conversation(three[0], three[1], tmp_path)
     three[1].cut()
     assert talk.is_silent()
@@ -105,7 +104,7 @@ def test_cut_cable_delays_and_loses_nothing(three: Hosts, tmp_path: Path) -> Non
     assert talk.socket.recv(1) == b"x"
 
 
-def test_mute_host_hears_and_deaf_host_speaks(three: Hosts) -> None:
+def test_mute_host_hears_and_deaf_host_speaks(three):
     ends = [socket_on(three[index], socket.SOCK_DGRAM) for index in (0, 1)]
     for end in ends:
         end.bind(("", _PORT))
@@ -131,13 +130,13 @@ def test_mute_host_hears_and_deaf_host_speaks(three: Hosts) -> None:
         end.close()
 
 
-def test_slow_cable(three: Hosts, tmp_path: Path) -> None:
+def test_slow_cable(three, tmp_path):
     three.switch.slow("host1", 0.1)
     talk = Conversation(three[0], three[1], tmp_path)
     assert talk.trip_seconds() >= 0.2
 
 
-def test_killed_session_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_session_leaves_nothing(tmp_path):
     program = textwrap.dedent("""
         import sys, time
         from pathlib import Path

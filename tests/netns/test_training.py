@@ -13,7 +13,7 @@ from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
 from tests.faults.harness import jobs, layouts
 from tests.netns.lab import disk, paced
-from tests.netns.lab.cluster import Cluster, Job, Measured
+from tests.netns.lab.cluster import Cluster, Job
 from tests.netns.lab.hosts import Hosts
 
 pytestmark = pytest.mark.netns
@@ -47,7 +47,7 @@ def training(tmp_path: Path, pause_seconds: float = 0.1) -> Iterator[Cluster]:
         assert comparison.compared["hashes"] >= _NODES
 
 
-def test_no_fault_then_faults_that_nobody_may_notice(tmp_path: Path, measured: Measured) -> None:
+def test_no_fault_then_faults_that_nobody_may_notice(tmp_path, measured):
     with training(tmp_path) as cluster:
         hosts = cluster.hosts
         cluster.wait_progress(5)
@@ -82,8 +82,8 @@ def test_no_fault_then_faults_that_nobody_may_notice(tmp_path: Path, measured: M
     [(20.0, 0.6), pytest.param(60.0, 1.6, marks=pytest.mark.exhaustive)],
 )
 def test_the_whole_run_directory_hangs_for_everybody(
-    gone_seconds: float, step_seconds: float, tmp_path: Path, measured: Measured
-) -> None:
+    gone_seconds, step_seconds, tmp_path, measured
+):
     """Files that are open, too. Nobody is fenced, nobody takes over, training goes on."""
     with disk.mounted(tmp_path) as shared, training(shared.path, step_seconds) as cluster:
         members = cluster.members_of_all()
@@ -107,7 +107,7 @@ def test_the_whole_run_directory_hangs_for_everybody(
         )
 
 
-def test_coordinator_is_lost_then_a_node_is_cut_off(tmp_path: Path, measured: Measured) -> None:
+def test_coordinator_is_lost_then_a_node_is_cut_off(tmp_path, measured):
     with training(tmp_path, 0.4) as cluster:
         cluster.coordinator_host().power_off()
         began = time.time()

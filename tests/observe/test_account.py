@@ -19,7 +19,7 @@ DATA = {"kind": "node-lost", "phases": PHASES, "boundary": "save"}
 
 
 @given(st.lists(st.tuples(KINDS, st.floats(0.0, 50.0)), max_size=40))
-def test_nothing_is_counted_twice_or_forgotten(story: list[tuple[Kind, float]]) -> None:
+def test_nothing_is_counted_twice_or_forgotten(story):
     """Whatever the order of events: the sum is the time, and what is settled only grows."""
     found, now, there, left = Account(), 10.0, {0, 1, 2, 3}, 0.0
     for node in there:

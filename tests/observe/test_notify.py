@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,9 +71,7 @@ def flush(tellers: notify.Notices) -> None:
     tellers.flush(time.monotonic() + 30.0)
 
 
-def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(tmp_path, monkeypatch):
     """The URL may stand in a file; the command gets no secret, and no terminal a control code."""
     warned: list[str] = []
     file, address = tmp_path / "output", tmp_path / "address"
@@ -102,9 +99,7 @@ def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(
     assert warned == []
 
 
-def test_a_server_that_hangs_or_fails_leaves_one_line_and_no_secret(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_that_hangs_or_fails_leaves_one_line_and_no_secret(monkeypatch):
     monkeypatch.setattr(notify, "_POST_SECONDS", 0.2)
     warned: list[str] = []
     with serving() as (server, url):
@@ -133,9 +128,7 @@ def test_a_server_that_hangs_or_fails_leaves_one_line_and_no_secret(
         ("echo no network; exit 3", "status 3: no network"),
     ],
 )
-def test_nobody_there_and_commands_that_hang_or_are_not_there(
-    monkeypatch: pytest.MonkeyPatch, command: str, why: str
-) -> None:
+def test_nobody_there_and_commands_that_hang_or_are_not_there(monkeypatch, command, why):
     monkeypatch.setattr(notify, "_COMMAND_SECONDS", 0.2)
     warned: list[str] = []
     tellers = notify.Notices("r1", "http://127.0.0.1:1/", command, warned.append)

@@ -262,7 +262,7 @@ def hold(run: Synthetic, skew: float = 0.0) -> View:
     st.sampled_from([None, *ENDS]),
     st.sampled_from([0.0, 400.0, -400.0]),
 )
-def test_all_views_agree(acts: list[str], end: str | None, skew: float) -> None:
+def test_all_views_agree(acts, end, skew):
     run = Synthetic()
     hold(run)
     run.open()
@@ -299,9 +299,7 @@ def test_all_views_agree(acts: list[str], end: str | None, skew: float) -> None:
         (("end_by_bug",), State.OVER, "bad", "fix the program"),
     ],
 )
-def test_each_state_has_its_row(
-    acts: tuple[str, ...], state: State, look: str, advice: str
-) -> None:
+def test_each_state_has_its_row(acts, state, look, advice):
     run = Synthetic()
     starting = hold(run)
     assert (starting.state, starting.look) == (State.STARTING, "")
@@ -316,7 +314,7 @@ def test_each_state_has_its_row(
     assert seen.title.startswith(TABLE[state]["title"].partition("{")[0])
 
 
-def test_a_full_run_directory_is_said_first_with_what_to_do() -> None:
+def test_a_full_run_directory_is_said_first_with_what_to_do():
     run = Synthetic()
     run.open()
     for act in ("step", "crash", "recover", "fill_disk", "step", "crash", "recover"):
@@ -328,7 +326,7 @@ def test_a_full_run_directory_is_said_first_with_what_to_do() -> None:
     assert (seen.iteration, seen.story.survived, seen.events_waiting) == (4, 2, 7)
 
 
-def test_a_bug_is_called_so_and_nothing_is_attached_to_a_run_that_is_over() -> None:
+def test_a_bug_is_called_so_and_nothing_is_attached_to_a_run_that_is_over():
     run = Synthetic()
     run.open()
     for act in ("crash", "recover", "lose_node", "recover", "end_by_bug"):
@@ -350,14 +348,14 @@ def test_a_bug_is_called_so_and_nothing_is_attached_to_a_run_that_is_over() -> N
     assert lines[-1].text.startswith("to do: fix the program or the data first")
 
 
-def test_the_answer_of_another_version_is_none(tmp_path: Path) -> None:
+def test_the_answer_of_another_version_is_none(tmp_path):
     poller = StatusPoller(RunDirectory(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StatusPoller, "status", lambda _: {**status_of(2, 4), "coordinator": None})
         assert poller.view(Story()).status is None
 
 
-def test_advice_grows_with_the_number_of_failures() -> None:
+def test_advice_grows_with_the_number_of_failures():
     run, found = Synthetic(), list[str]()
     run.open()
     for number in range(1, 4):
@@ -374,7 +372,7 @@ def test_advice_grows_with_the_number_of_failures() -> None:
     assert found[2].startswith("failure 3 of this kind on node 1, which is quarantined")
 
 
-def test_pages_have_the_table() -> None:
+def test_pages_have_the_table():
     """docs/operations.md has each state and each trouble."""
     text = (PAGES / "operations.md").read_text()
     for title in (row["title"] for row in (*TABLE.values(), *TROUBLES.values())):
@@ -382,7 +380,7 @@ def test_pages_have_the_table() -> None:
         assert words.strip(" (:") in text, title
 
 
-def test_dates_of_who_looks_do_not_count() -> None:
+def test_dates_of_who_looks_do_not_count():
     run = Synthetic()
     run.open()
     run.step()

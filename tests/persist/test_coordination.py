@@ -14,9 +14,7 @@ from deadpool_megatron.layout.records import Generation, Restore
 from tests.persist.harness.world import World
 
 
-def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(tmp_path, monkeypatch):
     """An export that it costs is to be removed there, and the journal needs threads as well."""
     answers = threading.Event()
     monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *_, **__: answers.wait(20.0))
@@ -38,9 +36,7 @@ def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(
     asyncio.run(story())
 
 
-def test_what_is_removed_cannot_be_published_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_removed_cannot_be_published_meanwhile(tmp_path, monkeypatch):
     """By a coordinator that was thought dead while its files were synced."""
     run, final = directory.RunDirectory(tmp_path), tmp_path / "exports" / "iter_0000004"
     left = directory.unfinished_export(final.parent, "id", "1.3")

@@ -1,8 +1,6 @@
 """Small files of a run that a crash or a hand has damaged: a line, not the end of a coordinator."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +25,7 @@ INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
         ("sources", {"0": {"shard": 1}}),
     ],
 )
-def test_what_the_newest_checkpoint_is_named_in(tmp_path: Path, name: str, value: Any) -> None:
+def test_what_the_newest_checkpoint_is_named_in(tmp_path, name, value):
     run = RunDirectory(tmp_path)
     values = {**saved_at(4, tmp_path).to_dict(), name: value}
     run.latest.write_text(json.dumps(values))
@@ -38,7 +36,7 @@ def test_what_the_newest_checkpoint_is_named_in(tmp_path: Path, name: str, value
     assert [one.path for one in valid_checkpoints(run)] == [str(final)]
 
 
-def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path: Path) -> None:
+def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path):
     run = RunDirectory(tmp_path)
     run.latest.mkdir()
     with pytest.raises(CommandError, match=r"latest\.json: Is a directory"):
@@ -46,7 +44,7 @@ def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 1, 300, -1])
-def test_a_skeleton_that_was_cut(tmp_path: Path, left: int) -> None:
+def test_a_skeleton_that_was_cut(tmp_path, left):
     """The exporter says so in its last line, of which the coordinator makes the warning."""
     template.write_template(tmp_path, template.StateTemplate(3, "hash"))
     path = template.template_path(tmp_path, 3)

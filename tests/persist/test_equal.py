@@ -83,7 +83,7 @@ GATHERED = {"distrib_optim_sharding_type": "fully_reshardable"}
         *(pytest.param(n, True, marks=pytest.mark.full) for n in ("bf16", "moe-bias-jitter")),
     ],
 )
-def test_an_export_equals_a_save(name: str, gathered: bool, text: str, tmp_path: Path) -> None:
+def test_an_export_equals_a_save(name, gathered, text, tmp_path):
     """``gathered``: as with --dist-ckpt-optim-fully-reshardable, parameters of the optimizer in
     model space."""
     ranks, flags = LAYOUTS[name]

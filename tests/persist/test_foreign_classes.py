@@ -6,7 +6,6 @@ import sys
 from argparse import Namespace
 from io import BytesIO
 
-import pytest
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
@@ -21,7 +20,7 @@ assert not hasattr(sys.modules["megatron.core"], "__file__")
 """
 
 
-def test_what_is_read_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_is_written(monkeypatch):
     """Members of an enumeration by a call of their class, and as its attributes."""
     plain = ProcessGroupCollection()
     args = Namespace(backend=AttnBackend.flash, again=AttnBackend.flash, plain=plain, lr=0.5)

@@ -48,14 +48,14 @@ def program_of(model: torch.nn.Module) -> Any:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
+def model(monkeypatch):
     monkeypatch.setattr(extras, "MAX_FROZEN_BYTES", 64)
     made = torch.nn.Linear(8, 8)
     made.weight.requires_grad_(False)
     return made
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_what_was_written_is_read(tmp_path):
     wanted, found = weights(), weights(2)
     name = name_of(wanted)
     frozen_file.write(tmp_path, name, wanted, never)
@@ -68,7 +68,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "shorter", "longer", "damaged", "a link", "others' names"])
-def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, how: str) -> None:
+def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path, how):
     wanted = weights()
     name = name_of(wanted)
     frozen_file.write(tmp_path, name, wanted, never)
@@ -117,7 +117,7 @@ def writer(folder: Path, name: str, wait: frozen_file.Wait) -> threading.Thread:
     return thread
 
 
-def test_roles_with_equal_weights_write_one_file(tmp_path: Path) -> None:
+def test_roles_with_equal_weights_write_one_file(tmp_path):
     """One writes, the others wait for it, whoever was first."""
     name = name_of(weights())
     first, second = Held(), Held()
@@ -135,9 +135,7 @@ def test_roles_with_equal_weights_write_one_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_writer_that_died_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_died_is_not_waited_for(tmp_path, monkeypatch):
     """Nor is anything of it left, not even a file that was cut."""
     monkeypatch.setattr(frozen_file, "_GRACE_SECONDS", 0.2)
     name = name_of(weights())
@@ -149,9 +147,7 @@ def test_a_writer_that_died_is_not_waited_for(
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_without_room_the_run_ends_with_one_line(
-    tmp_path: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_the_run_ends_with_one_line(tmp_path, model, monkeypatch):
     def is_full(descriptor: int) -> None:
         del descriptor
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -167,9 +163,7 @@ def test_without_room_the_run_ends_with_one_line(
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_new_run_has_the_files_of_the_one_it_goes_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, links: bool
-) -> None:
+def test_a_new_run_has_the_files_of_the_one_it_goes_on_from(tmp_path, monkeypatch, *, links):
     def other_file_system(*_: object, **__: object) -> None:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
@@ -188,7 +182,7 @@ def test_a_new_run_has_the_files_of_the_one_it_goes_on_from(
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_process_that_has_them_reads_nothing(tmp_path: Path, model: torch.nn.Module) -> None:
+def test_a_process_that_has_them_reads_nothing(tmp_path, model):
     frozen = FrozenWeights(extras.large_frozen_weights(program_of(model)), tmp_path)
     assert not frozen.name()
     frozen.write(never)
@@ -207,7 +201,7 @@ def test_a_process_that_has_them_reads_nothing(tmp_path: Path, model: torch.nn.M
         frozen.restore("", never)
 
 
-def test_a_program_that_changes_them_is_refused(tmp_path: Path, model: torch.nn.Module) -> None:
+def test_a_program_that_changes_them_is_refused(tmp_path, model):
     """A teacher that follows its pupil is such a program. Weights that are written anew with what
     they hold have not changed."""
     frozen = FrozenWeights(extras.large_frozen_weights(program_of(model)), tmp_path)
@@ -247,7 +241,7 @@ def frozen_program(flags: str = "", held: str = "", nodes: int = 4) -> Program:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_lost_roles_get_them_back(tmp_path: Path) -> None:
+def test_lost_roles_get_them_back(tmp_path):
     """A node whose peer lives, and later a process that is started again."""
     plan = [
         fault("spare", "backward", when_role=0, when_iteration=4, target="node"),
@@ -261,7 +255,7 @@ def test_lost_roles_get_them_back(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_without_the_file_the_state_is_kept(tmp_path: Path) -> None:
+def test_without_the_file_the_state_is_kept(tmp_path):
     """The generation is as it should be, so nobody throws it away; the run ends and says why."""
     run, go = tmp_path / "run", tmp_path / "go"
 

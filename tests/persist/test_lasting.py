@@ -25,7 +25,7 @@ from tests.vault.slots import SlotStore, scheme_of
 
 
 @pytest.fixture
-def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def synced(monkeypatch):
     """The files and directories that were synced, in order, by the names that they had then."""
     found: list[Path] = []
     fsync = os.fsync
@@ -53,9 +53,7 @@ def synced_before(
     return found
 
 
-def test_all_of_a_save_in_place_is_on_the_disk_before_it_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[Path]
-) -> None:
+def test_all_of_a_save_in_place_is_on_the_disk_before_it_counts(tmp_path, monkeypatch, synced):
     """As Megatron saves: it syncs the tensors, but neither common.pt nor metadata.json."""
     run, saved = RunDirectory(tmp_path), tmp_path / "saves" / "iter_0000004"
     saved.mkdir(parents=True)
@@ -69,8 +67,8 @@ def test_all_of_a_save_in_place_is_on_the_disk_before_it_counts(
 
 
 def test_what_names_an_export_is_on_the_disk_before_older_ones_may_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[Path]
-) -> None:
+    tmp_path, monkeypatch, synced
+):
     run, replaced = RunDirectory(tmp_path / "run"), dict[Path, int]()
     replace = Path.replace
 
@@ -91,7 +89,7 @@ def test_what_names_an_export_is_on_the_disk_before_older_ones_may_go(
         assert path.parent in synced[moment:], path
 
 
-def test_a_checkpoint_that_its_tracker_names_is_not_pruned(tmp_path: Path) -> None:
+def test_a_checkpoint_that_its_tracker_names_is_not_pruned(tmp_path):
     """As after a start with another directory for exports: no newer one comes to the first."""
     run, first, second = RunDirectory(tmp_path), tmp_path / "first", tmp_path / "second"
     gone, kept = exported(run, first, 4, keep=1), exported(run, first, 8, keep=1)
@@ -102,9 +100,7 @@ def test_a_checkpoint_that_its_tracker_names_is_not_pruned(tmp_path: Path) -> No
     assert list(second.glob("iter_*")) == [newest]
 
 
-def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(tmp_path, monkeypatch):
     run, saved = RunDirectory(tmp_path), tmp_path / "saves" / "iter_0000004"
     saved.mkdir(parents=True)
     known_in = directory.still_valid
@@ -123,9 +119,7 @@ def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(
     assert run_files.read_json(run.latest)["generation"] == [1, 8]
 
 
-def test_an_export_that_has_its_name_but_no_pointer_is_pruned_in_its_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_has_its_name_but_no_pointer_is_pruned_in_its_turn(tmp_path, monkeypatch):
     """The disk was full by then, or the coordinator ended: nobody else would ever remove it."""
     run, folder = RunDirectory(tmp_path), tmp_path / "exports"
 
@@ -141,9 +135,7 @@ def test_an_export_that_has_its_name_but_no_pointer_is_pruned_in_its_turn(
     assert list(folder.glob("iter_*")) == [kept]
 
 
-def test_a_dump_and_frozen_weights_have_their_names_on_the_disk(
-    tmp_path: Path, synced: list[Path]
-) -> None:
+def test_a_dump_and_frozen_weights_have_their_names_on_the_disk(tmp_path, synced):
     """After a dump the memory is given back: nothing else has the state then."""
     layout = RoleLayout(0, (PartInfo("shard", 64, (0,)),), (0,), 1, "hash")
     node = tmp_path / "node0"
@@ -166,9 +158,7 @@ def test_a_dump_and_frozen_weights_have_their_names_on_the_disk(
 
 
 @pytest.mark.parametrize("make", ["save", "export"])
-def test_what_could_not_be_loaded_is_replaced_by_what_is_saved_in_its_place(
-    make: str, tmp_path: Path
-) -> None:
+def test_what_could_not_be_loaded_is_replaced_by_what_is_saved_in_its_place(make, tmp_path):
     """The run has gone back behind it, and comes to the same iteration once more."""
     run, folder = RunDirectory(tmp_path), tmp_path / "saves"
     older, final = folder / "iter_0000002", folder / "iter_0000004"

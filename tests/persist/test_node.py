@@ -5,8 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from deadpool_megatron.cluster.agent import exporter as agent_exports
 from deadpool_megatron.cluster.agent.exporter import NodeExports
 from deadpool_megatron.cluster.process.children import ProcessEnd
@@ -61,9 +59,7 @@ async def set_aside(exports: NodeExports, vault: SlowVault, reports: list[dict[s
     await until(lambda: reports)
 
 
-async def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(
-    tmp_path: Path,
-) -> None:
+async def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tmp_path):
     exports, vault, reports = node_of(tmp_path)
     await set_aside(exports, vault, reports)
     assert reports.pop() == {
@@ -97,9 +93,7 @@ def no_processes(*_: Any, **__: Any) -> Any:
     raise OSError("no more processes")
 
 
-async def test_an_exporter_that_cannot_be_started_ends_its_export_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_exporter_that_cannot_be_started_ends_its_export_only(tmp_path, monkeypatch):
     """An error that got out of an order would end the connection, and with it the node."""
     monkeypatch.setattr(agent_exports, "start_child", no_processes)
     (tmp_path / "taken-0.9-0").touch()  # of an agent that was killed
@@ -114,7 +108,7 @@ async def test_an_exporter_that_cannot_be_started_ends_its_export_only(
     assert not list(tmp_path.glob("taken-*"))
 
 
-async def test_an_exporter_that_failed_is_told_with_its_last_words(tmp_path: Path) -> None:
+async def test_an_exporter_that_failed_is_told_with_its_last_words(tmp_path):
     LocalLogs(tmp_path / "logs").log("node0-persist").write_text("ValueError: no room\n")
     exports, _, reports = node_of(tmp_path)
     exports._name = "1.1"

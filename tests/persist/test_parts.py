@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import random
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4)
 
 
 @given(SHAPES, st.data())
-def test_boxes_are_the_run_in_order(shape: list[int], data: st.DataObject) -> None:
+def test_boxes_are_the_run_in_order(shape, data):
     count = math.prod(shape)
     start = data.draw(st.integers(0, count))
     stop = data.draw(st.integers(start, count))
@@ -40,7 +39,7 @@ def test_boxes_are_the_run_in_order(shape: list[int], data: st.DataObject) -> No
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.randoms())
-def test_only_a_whole_cover_passes(shape: list[int], chance: random.Random) -> None:
+def test_only_a_whole_cover_passes(shape, chance):
     count = math.prod(shape)
     cuts = sorted({0, count, *(chance.randrange(count + 1) for _ in range(3))})
     found = [
@@ -58,7 +57,7 @@ def test_only_a_whole_cover_passes(shape: list[int], chance: random.Random) -> N
         check_cover("key", [*shape[:-1], shape[-1] - 1], found)
 
 
-def test_pruning_keeps_the_newest_and_what_is_needed() -> None:
+def test_pruning_keeps_the_newest_and_what_is_needed():
     assert durable.to_prune(["a", "b", "c"], 2, ()) == ["a"]
     assert durable.to_prune(["a", "b", "c"], 0, ()) == []
     assert durable.to_prune(["a", "b", "c"], 1, {"a"}) == ["b"]
@@ -70,7 +69,7 @@ def published(run: RunDirectory, iteration: int) -> Path:
     return exported(run, run.exports, iteration, keep=2)
 
 
-def test_exports_appear_whole_and_go_in_turn(tmp_path: Path) -> None:
+def test_exports_appear_whole_and_go_in_turn(tmp_path):
     run = RunDirectory(tmp_path)
     durable.run_files.unfinished_export(run.exports, "run", "torn").mkdir(parents=True)
     other = durable.run_files.unfinished_export(run.exports, "another", "1.1")
@@ -88,7 +87,7 @@ def test_exports_appear_whole_and_go_in_turn(tmp_path: Path) -> None:
     assert read_valid(run.latest)[0].path == str(third)
 
 
-def test_an_export_takes_nobody_elses_checkpoint_for_its_own(tmp_path: Path) -> None:
+def test_an_export_takes_nobody_elses_checkpoint_for_its_own(tmp_path):
     run = RunDirectory(tmp_path)
     theirs = run.exports / "iter_0000004"
     theirs.mkdir(parents=True)
@@ -99,7 +98,7 @@ def test_an_export_takes_nobody_elses_checkpoint_for_its_own(tmp_path: Path) -> 
     assert not (run.exports / "latest_checkpointed_iteration.txt").exists()
 
 
-def test_what_the_program_saves_is_never_pruned(tmp_path: Path) -> None:
+def test_what_the_program_saves_is_never_pruned(tmp_path):
     run = RunDirectory(tmp_path)
     own = run.exports / "iter_0000004"
     own.mkdir(parents=True)
@@ -113,7 +112,7 @@ def test_what_the_program_saves_is_never_pruned(tmp_path: Path) -> None:
     ]
 
 
-def test_a_save_does_not_fall_back_to_the_checkpoint_of_another_run(tmp_path: Path) -> None:
+def test_a_save_does_not_fall_back_to_the_checkpoint_of_another_run(tmp_path):
     run, folder = RunDirectory(tmp_path / "run"), tmp_path / "saves"
     run.path.mkdir()
     final = folder / "iter_0000004"
@@ -137,9 +136,7 @@ def unfinished_save(folder: Path, iteration: int, epoch: int) -> tuple[Path, Pat
     return temporary, final, Restore("durable", Generation(epoch, iteration), "save", str(final))
 
 
-def test_a_late_worker_of_a_closed_epoch_leaves_the_save_of_the_open_one_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_late_worker_of_a_closed_epoch_leaves_the_save_of_the_open_one_alone(tmp_path):
     run, folder = RunDirectory(tmp_path), tmp_path / "checkpoints"
     interrupted, _, _ = unfinished_save(folder, 4, epoch=1)
     late, under_way = unfinished_save(folder, 8, epoch=2), unfinished_save(folder, 12, epoch=3)
@@ -153,9 +150,7 @@ def test_a_late_worker_of_a_closed_epoch_leaves_the_save_of_the_open_one_alone(
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_save_does_not_count_whose_epoch_was_closed_while_it_was_synced(
-    tmp_path: Path, in_place: bool
-) -> None:
+def test_a_save_does_not_count_whose_epoch_was_closed_while_it_was_synced(tmp_path, in_place):
     run = RunDirectory(tmp_path)
     temporary, final, restore = unfinished_save(tmp_path / "checkpoints", 4, epoch=1)
     place = temporary if in_place else final
@@ -169,8 +164,8 @@ def test_a_save_does_not_count_whose_epoch_was_closed_while_it_was_synced(
 @pytest.mark.parametrize("moment", ["begins", "synced", "waits"])
 @pytest.mark.parametrize("is_foreign", [False, True])
 def test_a_save_that_two_coordinators_make_valid_is_there_once(
-    tmp_path: Path, moment: str, *, is_foreign: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, moment, *, is_foreign, monkeypatch
+):
     """One has taken over while the other one's files were synced, which then goes on."""
     run, folder = RunDirectory(tmp_path), tmp_path / "checkpoints"
     temporary, final, restore = unfinished_save(folder, 4, epoch=1)

@@ -28,7 +28,7 @@ def warnings(outcome: Outcome) -> list[str]:
 
 
 @pytest.mark.full
-def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> None:
+def test_failures_end_exports_and_nothing_else(text, tmp_path):
     """The first export loses a node, the second finds no room; then two come through, the second
     because somebody asks. Training takes no notice of any of them."""
     run, asked, ordered = tmp_path / "run", tmp_path / "asked", tmp_path / "ordered"
@@ -69,7 +69,7 @@ def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-def test_a_run_that_has_to_end_exports_once_more(text: str, tmp_path: Path) -> None:
+def test_a_run_that_has_to_end_exports_once_more(text, tmp_path):
     """Before a time limit beside the training; the run that goes on loses a node and has no spare:
     it makes a checkpoint of its dump. Both are loaded as any is, and lead to the same end."""
     run, exports, ordered = tmp_path / "run", tmp_path / "exports", tmp_path / "ordered"
@@ -106,7 +106,7 @@ def test_a_run_that_has_to_end_exports_once_more(text: str, tmp_path: Path) -> N
     assert ends[0] == ends[1]
 
 
-def test_a_run_that_cannot_export_is_refused_at_its_start(text: str, tmp_path: Path) -> None:
+def test_a_run_that_cannot_export_is_refused_at_its_start(text, tmp_path):
     script = tmp_path / "trainer.py"
     script.write_text(
         "import sys\n"

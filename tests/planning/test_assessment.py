@@ -1,7 +1,6 @@
 """Memory, traffic and time of a node by hand, under each scheme, and plans that cannot hold."""
 
 import re
-from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -38,7 +37,7 @@ def loads_of(plan: Plan) -> dict[int, traffic.NodeLoad]:
 
 
 @pytest.mark.parametrize(("group", "blocks"), [(2, 1), (4, 1), (4, 2)])
-def test_parity(group: int, blocks: int) -> None:
+def test_parity(group, blocks):
     """Blocks in place of copies, on the wire as many bytes."""
     found = worked_out("parity", parity_group=group, replicas=blocks)
     groups = 16 // group
@@ -50,7 +49,7 @@ def test_parity(group: int, blocks: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["buddy", "parity", "local", "local-twice", "recompute"])
-def test_a_node_of_the_run_asks_for_what_was_planned(scheme: str) -> None:
+def test_a_node_of_the_run_asks_for_what_was_planned(scheme):
     found = assess(
         make(protection={"scheme": scheme}, cluster={"host_memory_gb": 5000, "spares": 0})
     )
@@ -61,7 +60,7 @@ def test_a_node_of_the_run_asks_for_what_was_planned(scheme: str) -> None:
     assert 0 <= 8 * needs.kept - total(found, "copies_bytes") <= 16
 
 
-def test_a_node_by_hand() -> None:
+def test_a_node_by_hand():
     plan = make(protection={"extras_bytes_per_role": EXTRAS})
     loads = loads_of(plan)
     for node in range(8):
@@ -78,9 +77,7 @@ def test_a_node_by_hand() -> None:
 
 
 @given(racks=st.sampled_from([None, 2, 4, 8]), lag=st.integers(0, 4), replicas=st.integers(1, 3))
-def test_what_is_sent_arrives_and_memory_grows_with_lag_and_copies(
-    racks: int | None, lag: int, replicas: int
-) -> None:
+def test_what_is_sent_arrives_and_memory_grows_with_lag_and_copies(racks, lag, replicas):
     def loads(lag: int, replicas: int) -> list[traffic.NodeLoad]:
         protection = {"max_lag": lag, "replicas": replicas}
         cluster = {"racks": racks}
@@ -129,9 +126,7 @@ def test_what_is_sent_arrives_and_memory_grows_with_lag_and_copies(
         ({"cluster": {"checksum_gb_s": 0.3}}, "cluster.checksum_gb_s", ""),
     ],
 )
-def test_what_does_not_hold_is_named_with_a_number(
-    sections: dict[str, Any], key: str, value: str
-) -> None:
+def test_what_does_not_hold_is_named_with_a_number(sections, key, value):
     with pytest.raises(PlanError) as caught:
         assess(make(**sections))
     line = str(caught.value)
@@ -144,7 +139,7 @@ def test_what_does_not_hold_is_named_with_a_number(
     ), line
 
 
-def test_memory_is_enough_with_the_number_that_was_named() -> None:
+def test_memory_is_enough_with_the_number_that_was_named():
     with pytest.raises(PlanError) as caught:
         assess(make(cluster={"host_memory_gb": 50, "host_memory_reserved_gb": 20}))
     enough = str(caught.value).rpartition("at least ")[2]

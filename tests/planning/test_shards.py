@@ -17,7 +17,7 @@ SHAPE = {"parameters": None, "layers": 4, "hidden": 64, "ffn": 256, "heads": 4, 
 
 @pytest.mark.parametrize(("tp", "cp", "dp", "pp"), [(2, 1, 4, 2), (2, 2, 2, 3), (1, 1, 8, 2)])
 @pytest.mark.parametrize(("etp", "ep"), [(None, 1), (1, 4), (None, 2)])
-def test_groups_are_megatrons(tp: int, cp: int, dp: int, pp: int, etp: int | None, ep: int) -> None:
+def test_groups_are_megatrons(tp, cp, dp, pp, etp, ep):
     sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "etp": etp}
     parallel = make(
         parallel=sizes, cluster={"nodes": tp * cp * dp * pp, "gpus_per_node": 1}
@@ -41,9 +41,7 @@ def test_groups_are_megatrons(tp: int, cp: int, dp: int, pp: int, etp: int | Non
     spares=st.integers(0, 3),
     tp=st.sampled_from([1, 2, 4]),
 )
-def test_copies_lie_in_other_domains_where_there_are_enough(
-    replicas: int, racks: int | None, spares: int, tp: int
-) -> None:
+def test_copies_lie_in_other_domains_where_there_are_enough(replicas, racks, spares, tp):
     plan = make(
         parallel={"tp": tp, "pp": 2, "dp": 8 // tp},
         protection={"replicas": replicas},
@@ -60,7 +58,7 @@ def test_copies_lie_in_other_domains_where_there_are_enough(
 @given(
     tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4]), experts=st.sampled_from([0, 4])
 )
-def test_the_stages_are_the_whole_model(untied: bool, tp: int, pp: int, experts: int) -> None:
+def test_the_stages_are_the_whole_model(untied, tp, pp, experts):
     """Without vectors that tensor ranks repeat: the rest is shared out, nothing is left."""
     shape = {**SHAPE, "biases": False, "untied": untied, "experts": experts}
     plan = make(model=shape, parallel={"tp": tp, "pp": pp, "dp": 16 // tp // pp})

@@ -15,11 +15,11 @@ from tests.common import gpus
 
 
 @pytest.fixture
-def platform() -> CpuPlatform:
+def platform():
     return CpuPlatform()
 
 
-def test_copies_all_types_and_sizes(platform: CpuPlatform) -> None:
+def test_copies_all_types_and_sizes(platform):
     generator = torch.Generator().manual_seed(1)
     big = torch.randn(CHUNK_BYTES // 2, generator=generator)
     weight = torch.nn.Parameter(torch.randn(3, 5, generator=generator))
@@ -32,7 +32,7 @@ def test_copies_all_types_and_sizes(platform: CpuPlatform) -> None:
         assert torch.equal(into, source)
 
 
-def test_large_copies_are_cut_into_pieces_of_the_same_memory() -> None:
+def test_large_copies_are_cut_into_pieces_of_the_same_memory():
     """What a device's copy engine is given: nothing longer than a piece, all bytes once."""
     src = [torch.arange(25.0).view(5, 5), torch.tensor(7.0), torch.empty(0), torch.ones(6)[::2]]
     dst = [torch.zeros_like(tensor) for tensor in src]
@@ -46,7 +46,7 @@ def test_large_copies_are_cut_into_pieces_of_the_same_memory() -> None:
     assert len(in_pieces([torch.zeros(2)], [torch.ones(2)], 3)[0]) == 2, "one element at least"
 
 
-def test_error_is_reported_and_the_thread_survives(platform: CpuPlatform) -> None:
+def test_error_is_reported_and_the_thread_survives(platform):
     # A view of expanded memory cannot be written to.
     bad = platform.side_copy([torch.zeros(1).expand(4)], [torch.ones(4)])
     with pytest.raises(CopyFailedError):
@@ -56,7 +56,7 @@ def test_error_is_reported_and_the_thread_survives(platform: CpuPlatform) -> Non
     assert good.sum() == 4
 
 
-def test_a_forked_child_copies_too(platform: CpuPlatform) -> None:
+def test_a_forked_child_copies_too(platform):
     assert platform.side_copy([torch.zeros(1)], [torch.ones(1)]).wait(10.0)
     pid = os.fork()
     if pid == 0:
@@ -82,9 +82,7 @@ class Driver:
         return self.code
 
 
-def test_copies_have_a_stream_that_torch_gives_nobody_else(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_have_a_stream_that_torch_gives_nobody_else(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "Stream", lambda priority: ("of the pool", priority))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
@@ -101,9 +99,7 @@ def test_copies_have_a_stream_that_torch_gives_nobody_else(
     assert "error 2" in capsys.readouterr().err
 
 
-def test_a_device_is_waited_for_as_a_whole_and_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_is_waited_for_as_a_whole_and_not_for_ever(monkeypatch):
     waited, over = [], threading.Event()
 
     def synchronize(device: int) -> None:
@@ -126,7 +122,7 @@ def test_a_device_is_waited_for_as_a_whole_and_not_for_ever(
 
 
 @pytest.mark.gpu
-def test_cuda_copies_into_registered_memory() -> None:
+def test_cuda_copies_into_registered_memory():
     child = mp.get_context("spawn").Process(target=_copy_into_registered_memory)
     child.start()
     child.join(60.0)

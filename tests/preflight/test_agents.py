@@ -62,7 +62,7 @@ class Nodes:
 
 
 @pytest.mark.slow
-def test_a_run_without_the_node_that_is_not_fit(tmp_path: Path) -> None:
+def test_a_run_without_the_node_that_is_not_fit(tmp_path):
     add_bad_node(tmp_path, BadNode("host0", "device-error", time.time(), "0a0a0a0a", "Xid 79"))
     with Nodes(tmp_path, "--", MEMBER, "--iterations", "10") as nodes:
         nodes.start(0, OTHER)
@@ -83,7 +83,7 @@ def test_a_run_without_the_node_that_is_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_only_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_check(tmp_path, capsys):
     with Nodes(tmp_path, "--check-only", "--json") as nodes:
         for node, facts in enumerate(({}, {}, OTHER)):
             nodes.start(node, facts)
@@ -107,7 +107,7 @@ def test_only_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
-def test_a_check_that_finds_too_few_good_nodes(tmp_path: Path) -> None:
+def test_a_check_that_finds_too_few_good_nodes(tmp_path):
     with Nodes(tmp_path, "--check-only", nodes=3, spares=0) as nodes:
         nodes.start(0)
         nodes.start(1)

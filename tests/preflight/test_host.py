@@ -21,7 +21,7 @@ from tests.common.waiting import wait_for
 ROOMY = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
 
 
-def test_facts_survive_json() -> None:
+def test_facts_survive_json():
     facts = host.read_facts("127.0.0.1")
     assert HostFacts.from_dict(json.loads(json.dumps(facts.to_dict()))) == facts
     assert facts.interface == "lo"
@@ -30,9 +30,7 @@ def test_facts_survive_json() -> None:
     assert {"python", "torch", "megatron-core", "deadpool-megatron"} <= facts.versions.keys()
 
 
-def test_a_plan_says_how_much_memory_is_needed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_says_how_much_memory_is_needed(monkeypatch, capsys):
     plan = Path(__file__).parents[2] / "configs" / "65b.yaml"
     roomy = dataclasses.replace(host.read_facts(""), **ROOMY)
     monkeypatch.setattr(host, "read_facts", lambda *_: roomy)
@@ -43,7 +41,7 @@ def test_a_plan_says_how_much_memory_is_needed(
     assert "problem: /dev/shm has 40.0 GB free, 49.5 GB are needed" in capsys.readouterr().out
 
 
-def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_host(capsys):
     cli.main(["check", "--json"])
     assert json.loads(capsys.readouterr().out)["facts"]["versions"]["python"].startswith("3.")
     cli.main(["check"])
@@ -64,12 +62,7 @@ def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
         ["agent", "--node-id", "0", "--run-dir", "X"],
     ],
 )
-def test_a_host_without_pidfd_open_is_told(
-    command: list[str],
-    number: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_host_without_pidfd_open_is_told(command, number, monkeypatch, capsys):
     """Old kernels, and containers on new ones: the call is what is missing."""
 
     def refused(*_: object) -> int:
@@ -86,7 +79,7 @@ _PROGRAM = "NVRM: Xid (PCI:0000:65:00): 31, pid=812, name=python, Ch 00000008, i
 _DEVICE = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', GPU has fallen off the bus."
 
 
-def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
+def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(tmp_path):
     pid = tmp_path / "pid"
     answer = check_health(f"sleep 1000 & echo $! > {pid}; wait", 0.5)
     assert answer == HealthResult(Health.UNKNOWN, "no answer within 0.5 s")
@@ -109,9 +102,7 @@ def is_dead(process: Path) -> bool:
         ("gpucm.sh", "health_checks", {0: 0, 1: 1, 2: 2, 3: 3}),
     ],
 )
-def test_wrappers_translate(
-    wrapper: str, program: str, ends: dict[int, int], tmp_path: Path
-) -> None:
+def test_wrappers_translate(wrapper, program, ends, tmp_path):
     """With a stand-in for the program, and without it."""
     path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     assert run_among(tmp_path, WRAPPERS / wrapper, **path).returncode == 0
@@ -124,9 +115,7 @@ def record(seconds: float, text: str) -> bytes:
     return f"4,7,{seconds * 1e6:.0f},-;{text}\n SUBSYSTEM=pci\n".encode()
 
 
-def test_the_command_answers_as_a_health_command_does(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_answers_as_a_health_command_does(capsys, monkeypatch):
     monkeypatch.setattr(health, "boot_seconds", lambda: 10_000.0)
     log = [record(9_000.0, _DEVICE), record(9_990.0, _PROGRAM), record(9_999.0, "Xid 79"), b"none"]
     assert gpu_health(argparse.Namespace(hours=1.0), lambda: log) == 2

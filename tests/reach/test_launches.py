@@ -33,11 +33,11 @@ PACKED = Shrunk("packed", "multi_latent.py", _MASKING)
 
 
 @pytest.mark.parametrize("shrunk", [*SIX, PACKED], ids=lambda one: one.id)
-def test_what_people_run_survives(tmp_path: Path, shrunk: Shrunk) -> None:
+def test_what_people_run_survives(tmp_path, shrunk):
     assert trial(tmp_path, shrunk) == (Result.IDENTICAL, "")
 
 
-def test_the_program_names_what_is_left_out_and_what_is_refused(tmp_path: Path) -> None:
+def test_the_program_names_what_is_left_out_and_what_is_refused(tmp_path):
     given = {"plain": {"--num-layers": "80", "--fp8-format": "hybrid"}, "other": {}}
     given["sharded"] = {"--use-megatron-fsdp": True}
     rows = [{"id": name, "script": "x.py", "flags": flags} for name, flags in given.items()]

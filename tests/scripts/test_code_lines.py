@@ -46,7 +46,7 @@ def one() -> str:
         ("docs/a.md", "a\n\nb\n", 3),
     ],
 )
-def test_lines_of_code_are_counted(tmp_path: Path, name: str, text: str, lines: int) -> None:
+def test_lines_of_code_are_counted(tmp_path, name, text, lines):
     file = tmp_path / name
     file.parent.mkdir(parents=True)
     file.write_text(text)

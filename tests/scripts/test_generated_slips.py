@@ -94,14 +94,14 @@ SLIPS = {
 }
 
 
-def test_slips_are_made_where_they_matter() -> None:
+def test_slips_are_made_where_they_matter():
     """Not in texts, types, decorators, defaults, times, what only tests do, or limits that tune;
     nor of two changes in any order."""
     found = {(c.kind, c.function, MODULE[c.begin : c.end], c.text) for c in changes(MODULE)}
     assert found == SLIPS
 
 
-def test_each_slip_fits_its_module() -> None:
+def test_each_slip_fits_its_module():
     for change in changes(MODULE):
         old, new = change.texts(MODULE)
         assert MODULE.count(old) == 1
@@ -110,13 +110,13 @@ def test_each_slip_fits_its_module() -> None:
         compile(changed, "door.py", "exec")
 
 
-def test_tests_that_are_recorded_again_come_first() -> None:
+def test_tests_that_are_recorded_again_come_first():
     before = {"vault/a.py:f": ["t.py::quick", "u.py::before"], "vault/a.py:g": ["t.py::quick"]}
     found = coverage_map.joined(before, {"vault/a.py:f": ["u.py::newer"]}, ["u.py"])
     assert found == {**before, "vault/a.py:f": ["u.py::newer", "t.py::quick"]}
 
 
-def test_a_draw_repeats_and_takes_each_room_by_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draw_repeats_and_takes_each_room_by_its_lines(monkeypatch):
     monkeypatch.setattr(draw, "changes", functools.cache(changes))
     drawn = draw.draw(12, "a seed", ROOT)
     assert drawn == draw.draw(12, "a seed", ROOT)
@@ -138,21 +138,19 @@ def test_a_draw_repeats_and_takes_each_room_by_its_lines(monkeypatch: pytest.Mon
         (29, 30, 1.0, True),
     ],
 )
-def test_only_what_chance_does_not_explain_falls_short(
-    noticed: int, drawn: int, share: float, falls_short: bool
-) -> None:
+def test_only_what_chance_does_not_explain_falls_short(noticed, drawn, share, falls_short):
     """Of 60 slips at a share of 0.8, fewer than 40 are noticed once in 150 draws."""
     assert draw.falls_short(noticed, drawn, share) is falls_short
 
 
-def test_the_map_is_of_the_tests_that_are_there() -> None:
+def test_the_map_is_of_the_tests_that_are_there():
     """Anew when one in ten is gone: scripts/mutate.py --map."""
     tests = {test for names in coverage_map.read(MAP).values() for test in names}
     slip = mutate.Slip("all", "", "", "", "", tuple(tests))
     assert len(mutate.missing_tests(slip)) < len(tests) / 10
 
 
-def test_the_score_only_rises() -> None:
+def test_the_score_only_rises():
     """Above that of the last release, as ceilings fall."""
 
     def git(*command: str) -> str:
@@ -165,7 +163,7 @@ def test_the_score_only_rises() -> None:
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     """A package of one function, and a test that enters it and looks at one of its results."""
     files = {
         "deadpool_megatron/__init__.py": "",
@@ -191,7 +189,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_what_no_test_notices_is_written_as_a_known_slip(tree: Path) -> None:
+def test_what_no_test_notices_is_written_as_a_known_slip(tree):
     """Equality passes or not: no test says. That a result is gone, inverted or false is noticed."""
     command = [sys.executable, str(ROOT / "scripts" / "mutate.py"), "--root", str(tree)]
     done = subprocess.run(
@@ -207,7 +205,7 @@ def test_what_no_test_notices_is_written_as_a_known_slip(tree: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_slip_that_ends_the_whole_run_is_noticed(tree: Path) -> None:
+def test_a_slip_that_ends_the_whole_run_is_noticed(tree):
     """With the status of failed tests, and not one of them named."""
     (tree / "slips").mkdir()
     (tree / "slips" / "some.toml").write_text(
@@ -221,7 +219,7 @@ def test_a_slip_that_ends_the_whole_run_is_noticed(tree: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.full(every_time=True)
-def test_of_generated_slips_as_many_are_noticed_as_before() -> None:
+def test_of_generated_slips_as_many_are_noticed_as_before():
     """Others at each commit."""
     command = (sys.executable, ROOT / "scripts" / "mutate.py", "--generate", "60")
     said(*command, "--seed", commit(), seconds=1500)

@@ -38,13 +38,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("slip", mutate.load(), ids=lambda slip: slip.id)
-def test_each_slip_fits_its_file_and_has_its_tests(slip: mutate.Slip) -> None:
+def test_each_slip_fits_its_file_and_has_its_tests(slip):
     assert slip.applied() != (ROOT / slip.file).read_text()
     assert mutate.missing_tests(slip) == []
 
 
 @pytest.mark.slow
-def test_what_no_test_notices_is_named(tmp_path: Path) -> None:
+def test_what_no_test_notices_is_named(tmp_path):
     """And what could not be tried; the working tree stays as it is."""
     before = (ROOT / FILE).read_text()
     slips = [
@@ -66,7 +66,7 @@ def test_what_no_test_notices_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full(every_time=True)
-def test_slips_drawn_at_random_are_noticed() -> None:
+def test_slips_drawn_at_random_are_noticed():
     """Others at each commit."""
     done = run("--draw", "30", "--seed", commit())
     assert done.returncode == 0, done.stdout

@@ -36,7 +36,7 @@ def git(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_a_result_is_of_a_commit_of_this_history_and_of_nothing_beside_it() -> None:
+def test_a_result_is_of_a_commit_of_this_history_and_of_nothing_beside_it():
     if git("rev-parse", "--is-shallow-repository").stdout != "false\n":
         pytest.skip("there is no history here")
     known = {path.name: set(trees(json.loads(path.read_text()))) for path in RESULTS.glob("*.json")}
@@ -56,7 +56,7 @@ def test_a_result_is_of_a_commit_of_this_history_and_of_nothing_beside_it() -> N
     ("page", "place", "file"),
     [("README.md", 0, "peers-cpu.json"), ("docs/figures.md", 0, "peers-node-cpu.json")],
 )
-def test_the_tables_say_what_was_measured(page: str, place: int, file: str) -> None:
+def test_the_tables_say_what_was_measured(page, place, file):
     """Row by row: step over unprotected, and kill to next new step."""
     facts = json.loads((RESULTS / file).read_text())["sizes"]["5M"]["sides"]
     measured = [

@@ -53,7 +53,7 @@ class Checkout:
         return printed, builds
 
 
-def test_the_build_that_was_asked_for_is_kept(tmp_path: Path) -> None:
+def test_the_build_that_was_asked_for_is_kept(tmp_path):
     """demo.sh and test.sh call it with no flag, on a login node without a GPU as well."""
     checkout = Checkout(tmp_path)
     told, builds = checkout.set_up("--gpu")
@@ -66,13 +66,13 @@ def test_the_build_that_was_asked_for_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_each_python_that_is_supported_is_taken_and_named(tmp_path: Path, version: str) -> None:
+def test_each_python_that_is_supported_is_taken_and_named(tmp_path, version):
     checkout = Checkout(tmp_path)
     told, _ = checkout.set_up(version=version)
     assert f"Setting up .venv: Python {version} ({checkout.bin}/python)" in told
 
 
-def test_an_interpreter_of_the_user_runs_all_parts(tmp_path: Path) -> None:
+def test_an_interpreter_of_the_user_runs_all_parts(tmp_path):
     """A stand-in for one that has its packages writes down what it is to run."""
     program = tmp_path / "python"
     program.write_text(
@@ -92,7 +92,7 @@ def test_an_interpreter_of_the_user_runs_all_parts(tmp_path: Path) -> None:
     assert " tests/megatron_lm --full --deselect tests/megatron_lm/test_tags.py" in ran[3]
 
 
-def test_what_is_no_interpreter_is_told(tmp_path: Path) -> None:
+def test_what_is_no_interpreter_is_told(tmp_path):
     command = [ROOT / "scripts" / "compat.sh", "--python", tmp_path / "none"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")

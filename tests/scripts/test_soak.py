@@ -23,7 +23,7 @@ def life(part: str, pid: int, grows_mb: float, seconds: int = 3600) -> list[Samp
     return [Sample(t, part, pid, 100 + grows_mb * t / seconds, 20, 4) for t in times]
 
 
-def test_a_leak_is_found_and_a_working_size_is_none() -> None:
+def test_a_leak_is_found_and_a_working_size_is_none():
     steady = judge([*life("vault", 1, 0.5), *life("agent", 2, 3.0)], 120.0)
     assert steady["flat"]
     leaking = judge([*life("vault", 1, 0.5), *life("coordinator", 2, 60.0)], 120.0)
@@ -35,7 +35,7 @@ def test_a_leak_is_found_and_a_working_size_is_none() -> None:
     assert steady["grown"] == []
 
 
-def test_what_changes_at_once_is_a_working_size_and_a_number_may_be_given_again() -> None:
+def test_what_changes_at_once_is_a_working_size_and_a_number_may_be_given_again():
     spare = [Sample(t, "member", 1, 310 if t < 1800 else 345, 9, 2) for t in range(0, 3600, 10)]
     assert judge(spare, 120.0)["flat"]
     # A vault whose role comes, with parity.
@@ -64,7 +64,7 @@ def looks(
 
 
 @pytest.mark.parametrize("grown", ["", "processes", "directory", "memory", "never observed"])
-def test_a_soak_passes_only_if_nothing_grew_and_what_was_struck_was_observed(grown: str) -> None:
+def test_a_soak_passes_only_if_nothing_grew_and_what_was_struck_was_observed(grown):
     files = looks(
         bytes_each=6000.0 if grown == "directory" else 1600.0,
         gains_mb=9.0 if grown == "memory" else 0.0,
@@ -81,7 +81,7 @@ def test_a_soak_passes_only_if_nothing_grew_and_what_was_struck_was_observed(gro
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
+def test_a_short_soak_finds_nothing(tmp_path):
     out, plot = tmp_path / "soak.json", tmp_path / "soak.png"
     command = (sys.executable, ROOT / "scripts" / "soak.py", "--minutes", "0.5", "--seed", "3")
     more = ["--round-iterations", "150", "--keep", str(tmp_path), "--pause", "1", "3"]

@@ -1,8 +1,5 @@
 """What several tests of security need."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from deadpool_megatron.cluster.run_directory import directory
@@ -10,7 +7,7 @@ from tests.security.users import common_directory
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(monkeypatch):
     """Stands for /dev/shm."""
     with common_directory() as path:
         monkeypatch.setattr(directory, "SEGMENT_ROOT", path)

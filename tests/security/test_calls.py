@@ -12,5 +12,5 @@ CALLS = Path(__file__).parent / "calls"
 
 @pytest.mark.timeout(20)  # a pipe would be waited for
 @pytest.mark.parametrize("name", ["ownership", pytest.param("of_other_users", marks=needs_root)])
-def test_calls_are_answered_as_before(name: str, tmp_path: Path) -> None:
+def test_calls_are_answered_as_before(name, tmp_path):
     lives.compare(CALLS / f"{name}.txt", statements.live, tmp_path)

@@ -44,7 +44,7 @@ def of_another_user(unfinished: Path) -> None:
     "tamper",
     [link, open_to_all, open_to_all_further_down, pytest.param(of_another_user, marks=needs_root)],
 )
-def test_what_others_have_written_gets_no_name(tmp_path: Path, tamper: Tamper) -> None:
+def test_what_others_have_written_gets_no_name(tmp_path, tamper):
     run, folder = RunDirectory(tmp_path / "run"), tmp_path / "shared"
     run.path.mkdir()
     for unfinished, give in (
@@ -62,9 +62,7 @@ def test_what_others_have_written_gets_no_name(tmp_path: Path, tamper: Tamper) -
             check_checkpoint(unfinished)
 
 
-def test_a_published_checkpoint_is_as_open_as_the_folder_above_and_links_are_not_followed(
-    tmp_path: Path,
-) -> None:
+def test_a_published_checkpoint_is_as_open_as_the_folder_above_and_links_are_not_followed(tmp_path):
     run, folder, thesis = RunDirectory(tmp_path / "run"), tmp_path / "shared", tmp_path / "thesis"
     run.path.mkdir()
     folder.mkdir()
@@ -82,8 +80,8 @@ def test_a_published_checkpoint_is_as_open_as_the_folder_above_and_links_are_not
 
 
 def test_a_save_into_what_somebody_else_has_made_is_lost_before_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     directory = tmp_path / "iter_0000004"
     directory.mkdir()
@@ -94,9 +92,7 @@ def test_a_save_into_what_somebody_else_has_made_is_lost_before_it_is_written(
 
 
 @pytest.mark.parametrize("tamper", [open_to_all, pytest.param(of_another_user, marks=needs_root)])
-def test_verify_unpickles_no_index_that_others_may_have_written(
-    tmp_path: Path, tamper: Tamper
-) -> None:
+def test_verify_unpickles_no_index_that_others_may_have_written(tmp_path, tamper):
     directory = tmp_path / "iter_0000004"
     make_private(directory)
     marker = tmp_path / "ran"

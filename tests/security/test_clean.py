@@ -44,7 +44,7 @@ def plant(root: Path, run_directory: Path, **changed: object) -> None:
     (root / "owner.json").chmod(0o644)
 
 
-def test_a_decoy_that_names_a_live_run(place: Path) -> None:
+def test_a_decoy_that_names_a_live_run(place):
     environment = {**os.environ, directory.ENVIRONMENT_RUN_ID: RUN}
     alive = subprocess.Popen(["/bin/sleep", "600"], user=VICTIM, group=VICTIM, env=environment)
     try:
@@ -58,7 +58,7 @@ def test_a_decoy_that_names_a_live_run(place: Path) -> None:
         alive.wait()
 
 
-def test_a_decoy_whose_run_id_is_a_path(place: Path) -> None:
+def test_a_decoy_whose_run_id_is_a_path(place):
     thesis = place / "home" / "thesis"
 
     def write() -> None:
@@ -76,12 +76,12 @@ def test_a_decoy_whose_run_id_is_a_path(place: Path) -> None:
 
 
 @pytest.mark.parametrize("run_id", ["0/../home", "..", "", "0123ABCD", "0123abcde", "0123abcd\n"])
-def test_run_ids(run_id: str) -> None:
+def test_run_ids(run_id):
     with pytest.raises(ValueError, match="run id"):
         RunInfo.from_dict({**info_of(RUN).to_dict(), "run_id": run_id})
 
 
-def test_a_neighbour_is_passed_over(place: Path) -> None:
+def test_a_neighbour_is_passed_over(place):
     as_user(ATTACKER, lambda: make_run(place / "theirs", RUN))
     as_user(VICTIM, lambda: make_run(place / "ours", OTHER))
     assert as_user(VICTIM, lambda: cli.main(["clean"])) == "0"
@@ -89,7 +89,7 @@ def test_a_neighbour_is_passed_over(place: Path) -> None:
     assert (place / f"deadpool-{RUN}" / "node0").exists()
 
 
-def test_a_run_directory_that_belongs_to_another_run_by_now(place: Path) -> None:
+def test_a_run_directory_that_belongs_to_another_run_by_now(place):
     """Its listings name processes of that one."""
     as_user(VICTIM, lambda: make_run(place / "run", RUN))
 
@@ -106,7 +106,7 @@ def test_a_run_directory_that_belongs_to_another_run_by_now(place: Path) -> None
     assert (place / "run" / "nodes" / "0.json").exists()
 
 
-def test_a_run_directory_that_another_user_has_made_anew(place: Path) -> None:
+def test_a_run_directory_that_another_user_has_made_anew(place):
     as_user(VICTIM, lambda: make_run(place / "run", RUN))
     (place / "run").rename(place / "moved")
 

@@ -20,19 +20,19 @@ from tests.security.users import ATTACKER, VICTIM, as_user, needs_root
     "place",
     ["/home/thesis", "/home/.export-0123abcd-1.2/..", "x/.export-0123abcd-1.1", "/", "", "/home"],
 )
-def test_an_export_is_written_and_removed_under_its_own_name_only(place: str) -> None:
+def test_an_export_is_written_and_removed_under_its_own_name_only(place):
     with pytest.raises(OutsideError):
         directory.export_directory(place, f".export-{RUN}-1.1")
 
 
 @pytest.mark.parametrize("name", ["../1", "1", "*", "1.1/../..", "", "1.1\n"])
-def test_names_of_exports(name: str) -> None:
+def test_names_of_exports(name):
     with pytest.raises(OutsideError):
         directory.export_name(name)
     directory.export_name("12.345")
 
 
-async def test_an_order_to_remove_a_directory_of_somebody(tmp_path: Path) -> None:
+async def test_an_order_to_remove_a_directory_of_somebody(tmp_path):
     """Export and drop: whoever gives both has a directory removed."""
     thesis = tmp_path / "thesis"
     thesis.mkdir()
@@ -47,7 +47,7 @@ async def test_an_order_to_remove_a_directory_of_somebody(tmp_path: Path) -> Non
     assert "is not where this run writes" in said[0]["text"]
 
 
-def test_dumps_lie_in_the_run_directory(tmp_path: Path) -> None:
+def test_dumps_lie_in_the_run_directory(tmp_path):
     run = RunDirectory(tmp_path / "run")
     run.dump.mkdir(parents=True)
     (tmp_path / "link").symlink_to(run.path)
@@ -68,7 +68,7 @@ def test_dumps_lie_in_the_run_directory(tmp_path: Path) -> None:
         (".iter_0000004.epoch", "iter_0000004"),
     ],
 )
-def test_a_save_that_names_something_else(tmp_path: Path, temporary: str, final: str) -> None:
+def test_a_save_that_names_something_else(tmp_path, temporary, final):
     for name in (temporary, final):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").touch()
@@ -83,7 +83,7 @@ def test_a_save_that_names_something_else(tmp_path: Path, temporary: str, final:
         assert (tmp_path / name / "file").exists()
 
 
-def test_only_checkpoints_are_pruned(tmp_path: Path) -> None:
+def test_only_checkpoints_are_pruned(tmp_path):
     run, thesis = RunDirectory(tmp_path / "run"), tmp_path / "thesis"
     for path in (run.path, thesis, tmp_path / "iter_0000004"):
         path.mkdir()
@@ -105,7 +105,7 @@ def refusal(function: object) -> str:
 
 @needs_root
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o777])
-def test_a_directory_that_another_user_made_first(place: Path, mode: int) -> None:
+def test_a_directory_that_another_user_made_first(place, mode):
     root = directory.segment_root(RUN)
 
     def take_the_name() -> None:
@@ -132,7 +132,7 @@ def test_a_directory_that_another_user_made_first(place: Path, mode: int) -> Non
 
 
 @needs_root
-def test_a_link_to_a_directory_of_ours(place: Path) -> None:
+def test_a_link_to_a_directory_of_ours(place):
     as_user(VICTIM, lambda: make_run(place / "run", RUN))
     held, other = place / f"deadpool-{RUN}", place / "deadpool-89abcdef"
     as_user(ATTACKER, lambda: other.symlink_to(held))
@@ -142,7 +142,7 @@ def test_a_link_to_a_directory_of_ours(place: Path) -> None:
     assert (held / "node0").exists()
 
 
-def test_a_segment_is_made_anew_whatever_has_its_temporary_name(tmp_path: Path) -> None:
+def test_a_segment_is_made_anew_whatever_has_its_temporary_name(tmp_path):
     layout = RoleLayout(0, (PartInfo("shard", 4096, (0,)),), (0,), 2, "hash")
     path = tmp_path / copy_name(0)
     outside = tmp_path / "outside"
@@ -155,7 +155,7 @@ def test_a_segment_is_made_anew_whatever_has_its_temporary_name(tmp_path: Path) 
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_segment_that_is_a_link_is_not_opened(tmp_path: Path) -> None:
+def test_a_segment_that_is_a_link_is_not_opened(tmp_path):
     layout = RoleLayout(0, (PartInfo("shard", 4096, (0,)),), (0,), 2, "hash")
     Segment.create(tmp_path / "away", layout, None, ())
     (tmp_path / copy_name(0)).symlink_to(tmp_path / "away")

@@ -1,7 +1,6 @@
 """Run directories of other users: no command carries out what they say."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -47,7 +46,7 @@ COMMANDS = {
 
 
 @pytest.fixture
-def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def marker(tmp_path, monkeypatch):
     """Is there once anything has been imported for the command that a run directory names."""
     path = tmp_path / "marker"
 
@@ -60,7 +59,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def planted(tmp_path: Path) -> Path:
+def planted(tmp_path):
     """A run directory that names a script in it."""
     path = tmp_path / "planted"
     path.mkdir()
@@ -73,14 +72,7 @@ def planted(tmp_path: Path) -> Path:
 
 @needs_root
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_refuses_it(
-    name: str,
-    planted: Path,
-    marker: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_command_refuses_it(name, planted, marker, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv(auth.ENVIRONMENT_NAME, "0" * 32)
     monkeypatch.setattr(os, "umask", lambda mask: 0o022)
     given_to(ATTACKER, planted)
@@ -93,9 +85,7 @@ def test_every_command_refuses_it(
     assert sorted(path.name for path in planted.iterdir()).count("launcher.lock") == 0
 
 
-def test_the_secret_is_known_before_anything_is_imported(
-    planted: Path, marker: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_secret_is_known_before_anything_is_imported(planted, marker, capfd, monkeypatch):
     """Of a directory of our own: whoever has put a run into it may have been let write there."""
     monkeypatch.setattr(os, "umask", lambda mask: 0o022)
     monkeypatch.delenv(auth.ENVIRONMENT_NAME, raising=False)
@@ -105,9 +95,7 @@ def test_the_secret_is_known_before_anything_is_imported(
 
 
 @pytest.mark.parametrize("mask", [0, 0o002, 0o027])
-def test_whatever_the_umask_nobody_else_may_write_what_is_carried_out(
-    tmp_path: Path, mask: int
-) -> None:
+def test_whatever_the_umask_nobody_else_may_write_what_is_carried_out(tmp_path, mask):
     """And who may read by it may read: in a directory that the user has opened."""
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
@@ -131,9 +119,7 @@ def test_whatever_the_umask_nobody_else_may_write_what_is_carried_out(
 
 
 @pytest.mark.parametrize("name", ["journal", "nodes"])
-def test_a_part_of_it_that_others_may_write_to(
-    planted: Path, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_of_it_that_others_may_write_to(planted, name, capfd):
     (planted / name).chmod(0o775)
     assert cli.main(["status", str(planted)]) == 2
     said = capfd.readouterr().err
@@ -141,9 +127,7 @@ def test_a_part_of_it_that_others_may_write_to(
     assert "chmod go-w" in said
 
 
-def test_who_could_replace_it_is_told_at_the_start(
-    marker: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_could_replace_it_is_told_at_the_start(marker, capfd, monkeypatch):
     """A team's directory is no reason to refuse: it says so in a line, and goes on."""
     monkeypatch.setattr(os, "umask", lambda mask: 0o022)
     monkeypatch.setenv(auth.ENVIRONMENT_NAME, "0" * 32)
@@ -166,9 +150,7 @@ def test_who_could_replace_it_is_told_at_the_start(
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, 0o077), ("027", 0o027), ("0", 0)])
-def test_the_mask_of_what_a_run_writes(
-    given: str | None, found: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mask_of_what_a_run_writes(given, found, monkeypatch):
     if given is None:
         monkeypatch.delenv(cli.UMASK_VARIABLE, raising=False)
     else:

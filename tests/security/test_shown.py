@@ -7,8 +7,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 import deadpool_megatron
 from deadpool_megatron import cli
 from deadpool_megatron.cli.display import Display
@@ -21,9 +19,7 @@ from deadpool_megatron.wire import auth
 PACKAGE = Path(deadpool_megatron.__file__).parent
 
 
-def test_text_of_others_does_nothing_to_a_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_of_others_does_nothing_to_a_terminal(tmp_path, capsys):
     text = "loss\x1b]0;owned\x07 1.5 é\r\u009b2J\n\tnext"
     assert shown(text) == "loss?]0;owned? 1.5 é??2J\n\tnext"
     stream = io.StringIO()
@@ -45,7 +41,7 @@ become_member(MemberSpec.from_dict(json.loads(sys.argv[1])), theirs.fileno())
 """
 
 
-def test_a_member_does_not_have_the_secret(tmp_path: Path) -> None:
+def test_a_member_does_not_have_the_secret(tmp_path):
     """Nor does the block show it that its process was started with."""
     script, secret = tmp_path / "script.py", "0123456789abcdef"
     script.write_text(
@@ -67,13 +63,13 @@ def test_a_member_does_not_have_the_secret(tmp_path: Path) -> None:
     assert f"BEFORE=1\0{auth.ENVIRONMENT_NAME}={'-' * len(secret)}\0BEHIND=2" in seen
 
 
-def test_a_file_in_the_working_directory_takes_no_library_s_place(tmp_path: Path) -> None:
+def test_a_file_in_the_working_directory_takes_no_library_s_place(tmp_path):
     (tmp_path / "queue.py").write_text("raise SystemExit('planted')")
     for arguments in (("-c", "import queue"), ("-m", "deadpool_megatron.vault", "--help")):
         subprocess.run(interpreter(*arguments), cwd=tmp_path, check=True, capture_output=True)
 
 
-def test_every_interpreter_is_started_without_the_working_directory() -> None:
+def test_every_interpreter_is_started_without_the_working_directory():
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             words = [ast.unparse(one) for one in getattr(node, "elts", ())]

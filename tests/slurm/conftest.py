@@ -1,8 +1,5 @@
 """One cluster for all tests of a module; each begins with all nodes idle."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.slurm.cluster import Cluster, why_not
@@ -12,7 +9,7 @@ NODES = 6
 
 
 @pytest.fixture(scope="module", autouse=True)
-def slurm() -> None:
+def slurm():
     """Every test of this folder is skipped, with the reason, where there can be no cluster."""
     reason = why_not()
     if reason:
@@ -20,14 +17,14 @@ def slurm() -> None:
 
 
 @pytest.fixture(scope="module")
-def running_cluster(slurm: None) -> Iterator[Cluster]:
+def running_cluster(slurm):
     del slurm
     with Cluster(NODES) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
+def cluster(running_cluster):
     """All nodes idle; at the end every job is gone and every node is mended."""
     yield running_cluster
     running_cluster.control("scancel", "--user=root")
@@ -35,6 +32,6 @@ def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def jobs(cluster: Cluster, tmp_path: Path) -> Jobs:
+def jobs(cluster, tmp_path):
     """Runs of the counting member on 4 nodes and 1 spare."""
     return Jobs(cluster, tmp_path / "runs")

@@ -3,9 +3,6 @@
 tests/launch/test_pretrain_65b.py hands the same to Megatron's validation.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.common.programs import stand_in
@@ -25,15 +22,13 @@ _NODES = 66
 
 
 @pytest.fixture
-def large() -> Iterator[Cluster]:
+def large():
     """64 nodes and two spares, each a host of namespaces with a slurmd of its own."""
     with Cluster(_NODES) as cluster:
         yield cluster
 
 
-def test_every_node_is_told_the_same_and_has_what_megatron_wants(
-    large: Cluster, tmp_path: Path
-) -> None:
+def test_every_node_is_told_the_same_and_has_what_megatron_wants(large, tmp_path):
     told = tmp_path / "told"
     told.mkdir()
     programs = stand_in(tmp_path / "bin", deadpool=_DEADPOOL.format(told=told))

@@ -1,7 +1,6 @@
 """The batch scripts under a real Slurm: real jobs, real losses of nodes."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +11,12 @@ from tests.common.programs import stand_in
 from tests.faults.harness.jobs import Layout, reference, trainer
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import LOADS, checkout, needs_megatron_lm
-from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import SCRIPTS, Jobs
+from tests.slurm.jobs import SCRIPTS
 
 pytestmark = pytest.mark.slurm
 
 
-def test_every_node_knows_its_place(cluster: Cluster, jobs: Jobs) -> None:
+def test_every_node_knows_its_place(cluster, jobs):
     job = jobs.submit()
     job.wait_iteration(3)
     job.finish()
@@ -31,7 +29,7 @@ def test_every_node_knows_its_place(cluster: Cluster, jobs: Jobs) -> None:
     assert [nodes[n].domain for n in range(5)] == [cluster.rack(host) for host in hosts]
 
 
-def test_node_that_slurm_drains_gives_its_roles_away(cluster: Cluster, jobs: Jobs) -> None:
+def test_node_that_slurm_drains_gives_its_roles_away(cluster, jobs):
     job = jobs.submit()
     job.wait_iteration(3)
     drained = job.host(1)
@@ -50,7 +48,7 @@ def test_node_that_slurm_drains_gives_its_roles_away(cluster: Cluster, jobs: Job
     job.wait_end("COMPLETED")
 
 
-def test_batch_host_lost(cluster: Cluster, jobs: Jobs) -> None:
+def test_batch_host_lost(cluster, jobs):
     """Nobody is left whose end would be the job's: the survivors end it."""
     job = jobs.submit()
     job.wait_iteration(5)
@@ -65,7 +63,7 @@ def test_batch_host_lost(cluster: Cluster, jobs: Jobs) -> None:
     assert "ended with status 0" in (jobs.directory / "OVER").read_text()
 
 
-def test_node_of_the_coordinator_and_one_that_trains_lost(cluster: Cluster, jobs: Jobs) -> None:
+def test_node_of_the_coordinator_and_one_that_trains_lost(cluster, jobs):
     job = dataclasses.replace(jobs, nodes=3, spares=2).submit()
     job.wait_iteration(5)
     first = job.coordinator()
@@ -78,9 +76,7 @@ def test_node_of_the_coordinator_and_one_that_trains_lost(cluster: Cluster, jobs
     job.wait_end("COMPLETED")
 
 
-def test_cut_node_ends_its_members_although_slurm_does_not_know(
-    cluster: Cluster, jobs: Jobs
-) -> None:
+def test_cut_node_ends_its_members_although_slurm_does_not_know(cluster, jobs):
     job = jobs.submit()
     job.wait_iteration(5)
     cut = job.host(2)
@@ -97,7 +93,7 @@ def test_cut_node_ends_its_members_although_slurm_does_not_know(
     job.wait_end("COMPLETED")
 
 
-def test_spare_of_a_second_job_takes_over(cluster: Cluster, jobs: Jobs) -> None:
+def test_spare_of_a_second_job_takes_over(cluster, jobs):
     job = dataclasses.replace(jobs, nodes=3, spares=0).submit()
     job.wait_iteration(3)
     pool = cluster.submit(
@@ -112,7 +108,7 @@ def test_spare_of_a_second_job_takes_over(cluster: Cluster, jobs: Jobs) -> None:
     cluster.wait_job(pool, "COMPLETED")
 
 
-def test_array_of_nodes_gets_a_lost_one_back(cluster: Cluster, jobs: Jobs) -> None:
+def test_array_of_nodes_gets_a_lost_one_back(cluster, jobs):
     wanted = dataclasses.replace(jobs, nodes=2)
     number = cluster.submit(
         SCRIPTS / "array_of_nodes.sbatch", "--array=0-2", **wanted.environment()
@@ -128,7 +124,7 @@ def test_array_of_nodes_gets_a_lost_one_back(cluster: Cluster, jobs: Jobs) -> No
     cluster.wait_for("all elements", lambda: cluster.ended(number))
 
 
-def test_time_limit_saves_the_state_and_the_next_job_goes_on(cluster: Cluster, jobs: Jobs) -> None:
+def test_time_limit_saves_the_state_and_the_next_job_goes_on(cluster, jobs):
     first, second = jobs.chain(2)
     first.wait_iteration(5)
     # What Slurm does when --signal=B:USR1@120 is due.
@@ -144,9 +140,7 @@ def test_time_limit_saves_the_state_and_the_next_job_goes_on(cluster: Cluster, j
     assert "nothing to do" in cluster.output(third.number)
 
 
-def test_the_next_job_leaves_out_a_node_that_was_put_aside(
-    cluster: Cluster, jobs: Jobs, tmp_path: Path
-) -> None:
+def test_the_next_job_leaves_out_a_node_that_was_put_aside(cluster, jobs, tmp_path):
     """Its own list of excluded nodes stays."""
     sick = cluster.nodes[1]
     stand_in(tmp_path, check=f"test $(hostname) != {sick} || {{ echo bad row; exit 2; }}")
@@ -165,7 +159,7 @@ def test_the_next_job_leaves_out_a_node_that_was_put_aside(
     second.wait_end("COMPLETED")
 
 
-def test_nodes_save_in_time_when_nobody_tells_them(cluster: Cluster, jobs: Jobs) -> None:
+def test_nodes_save_in_time_when_nobody_tells_them(cluster, jobs):
     """The notice reaches the batch script only; here it never comes, and the limit is real."""
     variables = {"NOTICE_SECONDS": "50"}
     job = dataclasses.replace(jobs, variables=variables).submit("--time=1", "--signal=B:USR1@1")
@@ -176,7 +170,7 @@ def test_nodes_save_in_time_when_nobody_tells_them(cluster: Cluster, jobs: Jobs)
     assert job.run.latest.exists()
 
 
-def test_chained_jobs_train_to_the_very_bits_of_one_run(cluster: Cluster, jobs: Jobs) -> None:
+def test_chained_jobs_train_to_the_very_bits_of_one_run(cluster, jobs):
     """Real training: a node is lost in the first job, and its time limit comes."""
     layout = Layout("dp2", "--use-distributed-optimizer", nodes=2, members_per_node=1)
     program = trainer(layout, iterations=30)
@@ -202,8 +196,8 @@ def test_chained_jobs_train_to_the_very_bits_of_one_run(cluster: Cluster, jobs: 
 @needs_megatron_lm
 @LOADS
 def test_a_chain_that_has_lost_more_nodes_than_spares_goes_on_with_those_that_are_left(
-    cluster: Cluster, jobs: Jobs
-) -> None:
+    cluster, jobs
+):
     """The next job's data-parallel size is another one: Megatron reshards the checkpoint."""
     flags = small(
         save_interval=100, train_iters=50, global_batch_size=6, use_distributed_optimizer=True

@@ -12,7 +12,7 @@ from hypothesis import example, given, strategies as st
 from deadpool_megatron.state import extras
 
 
-def test_values_come_back() -> None:
+def test_values_come_back():
     values = {
         "counters": {"iteration": 3},
         "blob": b"\x00\x01",
@@ -34,27 +34,27 @@ def test_values_come_back() -> None:
     assert found["odd"].view(torch.int32).tolist() == values["odd"].view(torch.int32).tolist()
 
 
-def test_blobs_come_back_from_anywhere_within() -> None:
+def test_blobs_come_back_from_anywhere_within():
     answer = ({"lm loss": torch.ones(3, dtype=torch.bfloat16) / 3}, None, 0.7, b"x", "\x00")
     losses, *others = extras.decode(extras.encode({"answer": answer}))["answer"]
     assert torch.equal(losses["lm loss"], answer[0]["lm loss"])
     assert others == [None, 0.7, b"x", "\x00"]
 
 
-def test_decoded_tensors_are_fresh() -> None:
+def test_decoded_tensors_are_fresh():
     payload = extras.encode({"scale": torch.ones(2)})
     first, second = extras.decode(payload), extras.decode(payload)
     first["scale"].zero_()
     assert second["scale"].tolist() == [1, 1]
 
 
-def test_what_cannot_be_encoded_is_named() -> None:
+def test_what_cannot_be_encoded_is_named():
     with pytest.raises(extras.ExtrasError, match="counters cannot be encoded"):
         extras.encode({"log_sums": {"loss": "0x0p+0"}, "counters": {"samples": object()}})
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_refused_not_executed(payload: bytes) -> None:
+def test_garbage_is_refused_not_executed(payload):
     try:
         extras.decode(payload)
     except extras.ExtrasError:
@@ -76,7 +76,7 @@ _ENTRY = _JSON | st.fixed_dictionaries(
 @example({"x": "y"})
 @example({"x": {"blob": [0, 4], "dtype": "nothing", "shape": [1]}})
 @example({"x": {"blob": [0, 4], "dtype": "float32", "shape": [3]}})
-def test_odd_headers_are_refused(header: object) -> None:
+def test_odd_headers_are_refused(header):
     text = json.dumps(header).encode()
     try:
         extras.decode(len(text).to_bytes(8, "little") + text + bytes(8))
@@ -85,13 +85,13 @@ def test_odd_headers_are_refused(header: object) -> None:
 
 
 @given(st.integers(1, 40))
-def test_truncated_extras_are_refused(cut: int) -> None:
+def test_truncated_extras_are_refused(cut):
     payload = extras.encode({"blob": bytes(100)})
     with pytest.raises(extras.ExtrasError):
         extras.decode(payload[:-cut])
 
 
-def test_random_states_go_on_where_they_were() -> None:
+def test_random_states_go_on_where_they_were():
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), torch.rand(1).item(), random.gauss(0, 1)]
 

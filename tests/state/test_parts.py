@@ -9,13 +9,13 @@ from deadpool_megatron.state import parts
 from deadpool_megatron.state.parts import Part, move_into_arenas
 
 
-def test_a_buffer_too_small_is_refused() -> None:
+def test_a_buffer_too_small_is_refused():
     part = Part("shard0", [torch.zeros(100)], (0,))
     with pytest.raises(ValueError, match="buffer of 10 bytes"):
         part.views(memoryview(bytearray(10)))
 
 
-def test_arenas_keep_the_objects_and_move_the_storage() -> None:
+def test_arenas_keep_the_objects_and_move_the_storage():
     owner, other = torch.arange(6.0).view(2, 3), torch.ones(4)
     half = torch.arange(5, dtype=torch.bfloat16)
     base = torch.arange(8.0)
@@ -32,7 +32,7 @@ def test_arenas_keep_the_objects_and_move_the_storage() -> None:
     assert base[2].item() == 3
 
 
-def test_no_more_than_one_arena_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_one_arena_is_there_twice(monkeypatch):
     """The state of a large shard does not fit into a device's memory a second time."""
     monkeypatch.setattr(parts, "ARENA_BYTES", 4096)
     tensors = [torch.full((256,), float(number)) for number in range(16)]  # 1024 bytes each
@@ -53,7 +53,7 @@ def test_no_more_than_one_arena_is_there_twice(monkeypatch: pytest.MonkeyPatch) 
     assert [t[0].item() for t in tensors] == list(range(16))
 
 
-def test_optimizer_goes_on_exactly_in_arenas() -> None:
+def test_optimizer_goes_on_exactly_in_arenas():
     def train(packed: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(7, 3)), torch.nn.Parameter(torch.randn(5))]
@@ -80,13 +80,13 @@ def test_optimizer_goes_on_exactly_in_arenas() -> None:
     ],
     ids=["order", "dtype", "shape", "name"],
 )
-def test_signature_tells_layouts_apart(name: str, other: list[torch.Tensor]) -> None:
+def test_signature_tells_layouts_apart(name, other):
     one = Part("shard0", [torch.zeros(4), torch.zeros(2)], (0,))
     same = Part("shard0", [torch.ones(4), torch.ones(2)], (1,))
     assert one.signature() == same.signature() != Part(name, other, (0,)).signature()
 
 
-def test_a_tensor_just_behind_a_part_is_not_in_it() -> None:
+def test_a_tensor_just_behind_a_part_is_not_in_it():
     memory = torch.zeros(8)
     part = Part("shard0", [memory[:4]], (0,))
     assert part.offset_of(memory[2:4]) == 8

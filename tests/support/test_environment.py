@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
-def test_each_row(variable: table.Variable) -> None:
+def test_each_row(variable):
     """Under both of its names: equivalent values pass, a conflicting one is named in one line."""
     conflicting = variable.conflicting[0] if variable.conflicting else "other"
     for name in filter(None, (variable.name, variable.former_name)):
@@ -31,7 +31,7 @@ def test_each_row(variable: table.Variable) -> None:
             assert "\n" not in line
 
 
-def test_the_docs_have_the_tables() -> None:
+def test_the_docs_have_the_tables():
     page = (ROOT / "docs" / "gpu.md").read_text()
     for row in VARIABLES:
         names = "`, `".join(filter(None, (row.name, row.former_name)))

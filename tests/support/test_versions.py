@@ -24,7 +24,7 @@ RELEASES = {
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_a_release_is_tried_whatever_it_calls_itself(tag: str) -> None:
+def test_a_release_is_tried_whatever_it_calls_itself(tag):
     """A core of the package index over the tree of a tag is not refused for its name alone."""
     itself, released = RELEASES[tag]
     assert {itself, *released} <= set(versions.TESTED)
@@ -34,7 +34,7 @@ def test_a_release_is_tried_whatever_it_calls_itself(tag: str) -> None:
         assert versions.released(info["__version__"]) in (itself, *released)
 
 
-def test_the_commit_that_was_tried_is_the_one_of_the_tests() -> None:
+def test_the_commit_that_was_tried_is_the_one_of_the_tests():
     ((version, row),) = versions.COMMITS.items()
     assert f"main-{row['commit']}" == UNTAGGED
     tree = checkout(UNTAGGED)
@@ -46,7 +46,7 @@ def test_the_commit_that_was_tried_is_the_one_of_the_tests() -> None:
 @pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm
-def test_the_real_one() -> None:
+def test_the_real_one():
     (line,) = in_checkout("points")
     facts = json.loads(line)
     assert facts["version"] == facts["beside"]

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.fixture(autouse=True)
-def _without_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_megatron(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_MEGATRON)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
     # That of all tests has imported it.
@@ -63,9 +63,7 @@ def loses(directory: Path, name: str, faults: Sequence[Any], **options: Any) -> 
         ("fsdp2.py", "reduce_scatter_single", "gloo"),
     ],
 )
-def test_node_lost_in_the_backward_pass_changes_no_bit(
-    tmp_path: Path, name: str, operation: str, communicator: str
-) -> None:
+def test_node_lost_in_the_backward_pass_changes_no_bit(tmp_path, name, operation, communicator):
     faults = [
         # The second of the iteration: gradients of some layers are reduced, of others not.
         jobs.dies("death", "comm", 1, 6, when_op=operation, nth=2 if name == "fsdp2.py" else 1)
@@ -75,7 +73,7 @@ def test_node_lost_in_the_backward_pass_changes_no_bit(
     assert max(jobs.recomputed(outcome)) <= 1
 
 
-def test_all_nodes_lost_leave_the_checkpoint(tmp_path: Path) -> None:
+def test_all_nodes_lost_leave_the_checkpoint(tmp_path):
     fault = jobs.dies("all", "optimizer.inside", 0, 9, nodes=[2, 1, 0])
     outcome = loses(tmp_path, "fsdp2.py", [fault], spares=NODES)
     assert jobs.restart_kinds(outcome)[-1] == "durable"

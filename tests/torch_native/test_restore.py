@@ -171,7 +171,7 @@ def life(member: Member, directory: Path, kind: str, optimizer: str) -> dict[str
 @pytest.mark.parametrize(
     ("kind", "optimizer"), [("ddp", "amsgrad"), ("fsdp", "adamw"), ("hsdp", "momentum")]
 )
-def test_interrupted_loop_continues_bit_for_bit(tmp_path: Path, kind: str, optimizer: str) -> None:
+def test_interrupted_loop_continues_bit_for_bit(tmp_path, kind, optimizer):
     found = run(4, life, tmp_path, kind, optimizer)
     assert all(role["equal"] and role["losses"] for role in found.values()), found
     replicas = {
@@ -215,7 +215,7 @@ def refused(member: Member) -> list[str]:
     return found
 
 
-def test_state_that_cannot_be_restored_is_refused() -> None:
+def test_state_that_cannot_be_restored_is_refused():
     buckets, fsdp1, zero, stranger, first = run(1, refused)[0]
     assert "find_unused_parameters=True" in buckets
     assert "fully_shard" in fsdp1

@@ -47,7 +47,7 @@ Facts = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+def text(tmp_path_factory):
     """Flags that name a small text."""
     folder = tmp_path_factory.mktemp("text")
     words = " ".join(f"{number} is {number * number} squared;" for number in range(4000))

@@ -1,7 +1,6 @@
 """The command line and ``trainer.plain``: good ones are understood, bad ones cost one line."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -31,9 +30,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_a_bad_line_costs_one_line_and_status_2(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_line_costs_one_line_and_status_2(line, capsys):
     with pytest.raises(SystemExit) as stopped:
         parse_args(line.split())
     assert stopped.value.code == 2
@@ -66,13 +63,13 @@ def test_a_bad_line_costs_one_line_and_status_2(
         ),
     ],
 )
-def test_a_layout_must_fit_the_ranks(line: str, ranks: int, problem: str) -> None:
+def test_a_layout_must_fit_the_ranks(line, ranks, problem):
     config = parse_args(line.split())
     with pytest.raises(BadArgumentsError, match=problem):
         config.check_world_size(ranks)
 
 
-def test_flags_come_from_files_with_comments(tmp_path: Path) -> None:
+def test_flags_come_from_files_with_comments(tmp_path):
     file = tmp_path / "some.args"
     file.write_text("# a comment\n--num-layers 6 --bf16  # and another\n\n--lr 2e-3\n")
     config = parse_args([f"@{file}", "--lr", "1e-3"])
@@ -80,7 +77,7 @@ def test_flags_come_from_files_with_comments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "small", "20m"])
-def test_shipped_models_parse(name: str) -> None:
+def test_shipped_models_parse(name):
     config = parse_args([f"@{repository() / 'configs' / name}.args"])
     for ranks in (1, 2, 4, 8):
         config.check_world_size(ranks)
@@ -90,7 +87,7 @@ def test_shipped_models_parse(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_run_writes_its_facts(text: str, tmp_path: Path) -> None:
+def test_a_run_writes_its_facts(text, tmp_path):
     out = tmp_path / "final.json"
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     command = ("-m", "deadpool_megatron.trainer.plain", *MODEL.split(), *text.split())

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ def sources(text: str, data_rank: int = 0, size: int = 2) -> tuple[Any, Any]:
     return build_sources(config, data_rank, size)
 
 
-def test_ranks_share_out_every_sample_once(text: str) -> None:
+def test_ranks_share_out_every_sample_once(text):
     dealt = []
     for rank in range(4):
         source = sources(text, rank, 4)[0]
@@ -31,7 +30,7 @@ def test_ranks_share_out_every_sample_once(text: str) -> None:
     assert first == [18, 19], "as Megatron's sampler: consecutive samples to consecutive ranks"
 
 
-def test_too_little_text_is_one_clear_line(tmp_path: Path) -> None:
+def test_too_little_text_is_one_clear_line(tmp_path):
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(DataError, match="a text of 5 bytes"):
         sources(f"--data {tmp_path / 'short.txt'}")
@@ -40,9 +39,7 @@ def test_too_little_text_is_one_clear_line(tmp_path: Path) -> None:
         sources(f"--data {tmp_path / 'empty'}")
 
 
-def test_a_protected_run_without_text_ends_with_that_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_protected_run_without_text_ends_with_that_line(tmp_path, monkeypatch, capsys):
     """And status 2: no other process would find any."""
 
     class Joined:

@@ -19,7 +19,7 @@ def observe(arguments: str) -> dict[str, Any]:
     return {"emitted": emitted, "counters": loop.counters, "sums": loop.log_sums, "done": loop.done}
 
 
-def test_counts_and_events(text: str, tmp_path: Path) -> None:
+def test_counts_and_events(text, tmp_path):
     save = f"--save {tmp_path} --save-interval 4 --eval-interval 3 --eval-iters 1"
     (facts,) = run_ranks(1, observe, f"{MODEL} {text} {BF16} {save} --log-interval 4")
     kinds = [kind for kind, _ in facts["emitted"]]
@@ -56,7 +56,7 @@ def emissions(arguments: str) -> tuple[int, str]:
     return len(emitted), loop.stage_class()
 
 
-def test_one_rank_emits_and_every_role_has_a_class_of_its_own(text: str) -> None:
+def test_one_rank_emits_and_every_role_has_a_class_of_its_own(text):
     ranks, flags = LAYOUTS["sequence-parallel"]
     answers = run_ranks(ranks, emissions, f"{MODEL} {text} {flags}")
     assert [count for count, _ in answers] == [0, 0, 2, 0], "first rank of the last stage"
@@ -67,7 +67,7 @@ def stage_classes(arguments: str) -> str:
     return str(make_loop(arguments)[0].stage_class())
 
 
-def test_data_ranks_without_shards_share_a_class(text: str) -> None:
+def test_data_ranks_without_shards_share_a_class(text):
     one, other = run_ranks(2, stage_classes, f"{MODEL} {text}")
     assert one == other
     one, other = run_ranks(2, stage_classes, f"{MODEL} {text} {BF16}")
@@ -106,9 +106,7 @@ def interrupted(arguments: str, folder: Path, point: str, segment: str) -> tuple
     ("point", "segment"),
     [("grads.final", "step"), ("optimizer.after", "step"), ("evaluation.microbatch", "evaluation")],
 )
-def test_an_interrupt_leaves_nothing_behind(
-    text: str, tmp_path: Path, point: str, segment: str
-) -> None:
+def test_an_interrupt_leaves_nothing_behind(text, tmp_path, point, segment):
     flags = f"{MODEL} {text} --num-experts 2 --disable-bias-linear --moe-input-jitter-eps 0.01"
     ((undisturbed, again),) = run_ranks(
         1, interrupted, flags, tmp_path / "checkpoint", point, segment
@@ -163,7 +161,7 @@ def hash_changes(arguments: str) -> list[str]:
     return unseen
 
 
-def test_the_hash_sees_every_part_of_the_state(text: str) -> None:
+def test_the_hash_sees_every_part_of_the_state(text):
     flags = (
         "--num-experts 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
         " --disable-bias-linear"

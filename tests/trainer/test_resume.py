@@ -59,7 +59,7 @@ def _differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_resume_is_exact(name: str, text: str, tmp_path: Path) -> None:
+def test_resume_is_exact(name, text, tmp_path):
     ranks, flags = LAYOUTS[name]
     arguments = f"{MODEL} {text} {flags} {DUE}"
     folder = tmp_path / "checkpoint"
@@ -75,7 +75,7 @@ def test_resume_is_exact(name: str, text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_checkpoint_before_the_first_update(text: str, tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_first_update(text, tmp_path):
     """Steps of zero, which Megatron does not write for unsharded optimizers."""
     arguments = f"{MODEL} {text} --bf16"
     folder = tmp_path / "checkpoint"
@@ -107,9 +107,7 @@ def rates_after_a_load(arguments: str, folder: Path) -> list[tuple[float, float]
     return found
 
 
-def test_rates_of_the_command_line_count_where_they_are_asked_for(
-    text: str, tmp_path: Path
-) -> None:
+def test_rates_of_the_command_line_count_where_they_are_asked_for(text, tmp_path):
     (found,) = run_ranks(1, rates_after_a_load, f"{MODEL} {text} --lr 1e-2", tmp_path / "saved")
     assert found == [(1e-2, 1e-2), (1e-2, 1e-2), (1e-4, 1e-4)]
 
@@ -129,7 +127,7 @@ def publish_over_a_torn_attempt(arguments: str, folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "iter_0000001").iterdir())
 
 
-def test_a_torn_attempt_is_replaced(text: str, tmp_path: Path) -> None:
+def test_a_torn_attempt_is_replaced(text, tmp_path):
     (names,) = run_ranks(
         1, publish_over_a_torn_attempt, f"{MODEL} {text} --save {tmp_path}", tmp_path
     )
@@ -139,7 +137,7 @@ def test_a_torn_attempt_is_replaced(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_load_flag_goes_on_to_the_same_end(text: str, tmp_path: Path) -> None:
+def test_load_flag_goes_on_to_the_same_end(text, tmp_path):
     ranks, flags = LAYOUTS["bf16"]
     arguments = f"{MODEL} {text} {flags} --save {tmp_path} --save-interval 2"
     whole = run_ranks(ranks, train, arguments)[0]

@@ -38,7 +38,7 @@ def train_on_seam(arguments: str) -> tuple[str, list[str]]:
     return loop.state_hash(), [facts["loss"] for kind, facts in emitted if kind == "step"]
 
 
-def test_overlap_changes_no_bit_of_the_virtual_pipeline(text: str) -> None:
+def test_overlap_changes_no_bit_of_the_virtual_pipeline(text):
     arguments = f"{MODEL} {text} {VIRTUAL}"
     plain = run_ranks(4, train_on_seam, arguments, connect=connect)
     overlapped = run_ranks(4, train_on_seam, f"{arguments} {OVERLAP}", connect=connect)

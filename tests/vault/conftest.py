@@ -21,14 +21,14 @@ def file_system(mount: Path, size: str) -> Iterator[Path]:
 
 
 @pytest.fixture
-def tight_memory(tmp_path: Path) -> Iterator[Path]:
+def tight_memory(tmp_path):
     """3 MB for the segments of one node."""
     with file_system(tmp_path / "tight", "3m") as mount:
         yield mount
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """1 MB."""
     with file_system(tmp_path / "small", "1m") as mount:
         yield mount

@@ -44,7 +44,7 @@ def newest_common(inventories: dict[int, Inventory], roles: int) -> Generation:
 
 
 @pytest.mark.slow
-def test_closing_races_with_a_busy_member(tmp_path: Path) -> None:
+def test_closing_races_with_a_busy_member(tmp_path):
     """Whatever the members are in the middle of: the inventory is stable, and the newest common
     generation of it restores byte for byte. Ten times, at arbitrary moments; no thread and no
     descriptor stays behind."""
@@ -97,7 +97,7 @@ def threads_and_descriptors(node: Node) -> tuple[int, int]:
     return len(list((base / "task").iterdir())), len(list((base / "fd").iterdir()))
 
 
-def test_a_restore_is_interrupted_by_the_next_failure(tmp_path: Path) -> None:
+def test_a_restore_is_interrupted_by_the_next_failure(tmp_path):
     """The only source does not answer; the member hears the interrupt, the vault moves on."""
     with cluster(tmp_path, 3, roles=2) as running:
         begin(running)
@@ -124,8 +124,8 @@ def test_a_restore_is_interrupted_by_the_next_failure(tmp_path: Path) -> None:
 
 
 def test_a_member_stopped_while_it_takes_a_slot_sees_the_epoch_that_came_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """A vault promises the slot, opens the next epoch and lets the member write again, all between
     the member's store and its second look: the slot is not the member's."""
     layouts = {role: make_layout(role) for role in range(2)}

@@ -169,7 +169,7 @@ def deliver(node: Node, what: str, epoch: int) -> None:
         pass
 
 
-def test_each_method_that_is_given_an_epoch_has_its_row() -> None:
+def test_each_method_that_is_given_an_epoch_has_its_row():
     found = {
         name
         for part in (SlotStore, EpochGate, CommitLedger)
@@ -182,7 +182,7 @@ def test_each_method_that_is_given_an_epoch_has_its_row() -> None:
 
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("epoch", [LATE, EARLY])
-def test_what_is_of_another_epoch_changes_nothing(tmp_path: Path, what: str, epoch: int) -> None:
+def test_what_is_of_another_epoch_changes_nothing(tmp_path, what, epoch):
     node, other = opened(tmp_path)
     deliver(node, what, epoch)
     if epoch == EARLY and what in ADVANCE:
@@ -193,7 +193,7 @@ def test_what_is_of_another_epoch_changes_nothing(tmp_path: Path, what: str, epo
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_comes_twice_counts_once(tmp_path: Path, what: str) -> None:
+def test_what_comes_twice_counts_once(tmp_path, what):
     node, other = opened(tmp_path)
     deliver(node, what, OPEN)
     if what in ADDS:
@@ -205,7 +205,7 @@ def test_what_comes_twice_counts_once(tmp_path: Path, what: str) -> None:
     assert node.seen() == once
 
 
-def test_a_record_opens_its_epoch_once_and_never_a_closed_one(tmp_path: Path) -> None:
+def test_a_record_opens_its_epoch_once_and_never_a_closed_one(tmp_path):
     node = Node(tmp_path).open()
     before = node.seen()
     assert not node.state.adopt(node.record(OPEN))
@@ -238,7 +238,7 @@ def converse(node: Node, *messages: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("what", ["acknowledge", "shipped", "ended"])
-def test_nothing_that_was_said_in_an_epoch_counts_in_the_next(tmp_path: Path, what: str) -> None:
+def test_nothing_that_was_said_in_an_epoch_counts_in_the_next(tmp_path, what):
     node, other = two(tmp_path)
     if what == "ended":
         converse(node, {"t": "ended", "epoch": LATE})
@@ -303,7 +303,7 @@ ANSWERS = {"fetch": ("early", "stale"), "put": ("early", "stale"), "restore": (N
 
 @pytest.mark.parametrize("what", MESSAGES)
 @pytest.mark.parametrize("epoch", [EARLY, LATE])
-def test_a_message_of_another_epoch_changes_nothing(tmp_path: Path, what: str, epoch: int) -> None:
+def test_a_message_of_another_epoch_changes_nothing(tmp_path, what, epoch):
     node, other = opened(tmp_path)
     answers = MESSAGES[what](node, epoch)
     wanted = ANSWERS.get(what, (None, None))[epoch == LATE]
@@ -313,7 +313,7 @@ def test_a_message_of_another_epoch_changes_nothing(tmp_path: Path, what: str, e
 
 
 @pytest.mark.parametrize("what", ["ended", "put", "waiting"])
-def test_a_message_that_comes_twice_counts_once(tmp_path: Path, what: str) -> None:
+def test_a_message_that_comes_twice_counts_once(tmp_path, what):
     node, other = opened(tmp_path)
     MESSAGES[what](node, OPEN)
     once = node.seen()
@@ -326,8 +326,8 @@ def test_a_message_that_comes_twice_counts_once(tmp_path: Path, what: str) -> No
     ("offered", "why"), [(RESTORED, "superseded"), (Generation(OPEN, 7), "early")]
 )
 def test_a_copy_without_a_free_slot_counts_as_taken_only_if_newer_ones_are_there(
-    tmp_path: Path, offered: Generation, why: str
-) -> None:
+    tmp_path, offered, why
+):
     node = Node(tmp_path).open()
     node.state.release(node.copy, node.slot)
     for generation in (NEW, NEXT):
@@ -341,7 +341,7 @@ def test_a_copy_without_a_free_slot_counts_as_taken_only_if_newer_ones_are_there
     assert answer["why"] == why
 
 
-def test_who_waits_in_a_vault_learns_of_the_close_at_once(tmp_path: Path) -> None:
+def test_who_waits_in_a_vault_learns_of_the_close_at_once(tmp_path):
     """Nothing but the close ends this wait before a minute is over."""
     state, stands = Node(tmp_path).open().state, threading.Event()
 

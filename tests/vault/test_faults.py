@@ -22,7 +22,7 @@ BIG, PIECES = 12 << 20, {"chunk_bytes": 1 << 20}
 
 
 @pytest.mark.slow
-def test_names_that_are_cleaned_away_lead_to_what_is_held_again(tmp_path: Path) -> None:
+def test_names_that_are_cleaned_away_lead_to_what_is_held_again(tmp_path):
     """As by logind at the end of a login: the folder of a node that goes on with its work."""
     with cluster(tmp_path, 2) as running:
         members = begin(running)
@@ -52,7 +52,7 @@ def test_names_that_are_cleaned_away_lead_to_what_is_held_again(tmp_path: Path) 
 # Kills and stops of vaults.
 
 
-def test_buddy_killed_while_it_receives(tmp_path: Path) -> None:
+def test_buddy_killed_while_it_receives(tmp_path):
     """The owner ships again to the restarted buddy; the member only sees a longer wait."""
     at = {"point": "vault.received", "match": {"role": 0, "node": 1}}
     with cluster(tmp_path, 2, faults=[{"id": "cut", "nth": 3, **at}], **PIECES) as running:
@@ -69,7 +69,7 @@ def test_buddy_killed_while_it_receives(tmp_path: Path) -> None:
         assert member.wait(FIRST) == "committed"
 
 
-def test_owner_vault_killed_before_it_seals(tmp_path: Path) -> None:
+def test_owner_vault_killed_before_it_seals(tmp_path):
     """FILLED by the member, unsealed: the next vault seals it when the epoch is opened again."""
     fault = {"id": "cut", "point": "vault.seal", "match": {"role": 0, "iteration": 1}}
     with cluster(tmp_path, 2, faults=[fault]) as running:
@@ -88,7 +88,7 @@ def test_owner_vault_killed_before_it_seals(tmp_path: Path) -> None:
         assert members[0].wait(Generation(1, 1)) == "committed"
 
 
-def test_own_vault_stopped_does_not_stop_the_member(tmp_path: Path) -> None:
+def test_own_vault_stopped_does_not_stop_the_member(tmp_path):
     with cluster(tmp_path, 2) as running:
         members = begin(running)
         running.nodes[0].send_signal(signal.SIGSTOP)
@@ -103,7 +103,7 @@ def test_own_vault_stopped_does_not_stop_the_member(tmp_path: Path) -> None:
 # Damaged bytes.
 
 
-def test_damage_in_the_own_slot_before_it_is_shipped_is_told(tmp_path: Path) -> None:
+def test_damage_in_the_own_slot_before_it_is_shipped_is_told(tmp_path):
     """It can never be committed: the member must hear of it, or the gate stays shut for ever."""
     fault = {
         "id": "flip",
@@ -124,7 +124,7 @@ def test_damage_in_the_own_slot_before_it_is_shipped_is_told(tmp_path: Path) -> 
         assert held[0, Generation(1, 1)] == {"shard", "tail", "extras@step"}
 
 
-def test_damage_of_an_epoch_that_is_over_condemns_nothing_of_the_next(tmp_path: Path) -> None:
+def test_damage_of_an_epoch_that_is_over_condemns_nothing_of_the_next(tmp_path):
     """The member computes, and reads what its vault has told it when it asks for its state."""
     at = {"point": "vault.sealed", "match": {"role": 0, "iteration": 2}}
     with cluster(tmp_path, 2, faults=[{"id": "damage", "action": "mark", **at}]) as running:
@@ -144,7 +144,7 @@ def test_damage_of_an_epoch_that_is_over_condemns_nothing_of_the_next(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_restored_part_that_rots_is_fetched_again(tmp_path: Path) -> None:
+def test_a_restored_part_that_rots_is_fetched_again(tmp_path):
     """After its check, before it is in a second place: the gate waits for it in this epoch."""
     with cluster(tmp_path, 3, roles=2) as running:
         begin(running)
@@ -168,9 +168,7 @@ def test_a_restored_part_that_rots_is_fetched_again(tmp_path: Path) -> None:
 # Memory.
 
 
-def test_full_memory_of_a_buddy_holds_the_gate_and_says_why(
-    tmp_path: Path, tight_memory: Path
-) -> None:
+def test_full_memory_of_a_buddy_holds_the_gate_and_says_why(tmp_path, tight_memory):
     layouts = {0: make_layout(0, 1 << 20), 1: make_layout(1, 64 << 10)}
     roomy = Path("/dev/shm") / f"deadpool-test-{os.getpid()}-{tmp_path.name}" / "node0"
     with cluster(

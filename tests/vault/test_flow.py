@@ -1,7 +1,6 @@
 """The way of a generation through real vault processes: sealed, shipped, committed, restored."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from tests.vault.protected import begin, swap
 SHARD = {"shard", "tail", "extras@step"}
 
 
-def test_swap_of_a_dead_node_restores_every_byte(tmp_path: Path) -> None:
+def test_swap_of_a_dead_node_restores_every_byte(tmp_path):
     """Three nodes, node 1 dies, spare node 2 takes role 1: the whole recovery."""
     layouts = {role: make_layout(role) for role in range(2)}
     with cluster(tmp_path, 3, roles=2) as running:
@@ -60,7 +59,7 @@ def test_swap_of_a_dead_node_restores_every_byte(tmp_path: Path) -> None:
             assert not node.directory.exists()
 
 
-def test_nothing_of_a_closed_epoch_is_sealed(tmp_path: Path) -> None:
+def test_nothing_of_a_closed_epoch_is_sealed(tmp_path):
     """Rules 5 and 11: late fills, and a member that lost its seat."""
     layouts = {role: make_layout(role) for role in range(2)}
     with cluster(tmp_path, 2) as running:
@@ -98,7 +97,7 @@ def test_nothing_of_a_closed_epoch_is_sealed(tmp_path: Path) -> None:
             running.nodes[0].adopt(running.record(1))
 
 
-def test_the_gate_needs_the_wanted_copies(tmp_path: Path) -> None:
+def test_the_gate_needs_the_wanted_copies(tmp_path):
     """Alone, a role waits and reports; a record that releases it opens the gate."""
     layout = make_layout(0)
     with cluster(tmp_path, 1) as running:
@@ -121,7 +120,7 @@ def test_the_gate_needs_the_wanted_copies(tmp_path: Path) -> None:
             member.client.begin(Generation(1, 3), 2)
 
 
-def test_appended_extras_commit_and_restore_by_boundary(tmp_path: Path) -> None:
+def test_appended_extras_commit_and_restore_by_boundary(tmp_path):
     """Extras of an evaluation; the resume point decides whether they survive."""
     layouts = {role: make_layout(role) for role in range(2)}
     with cluster(tmp_path, 3, roles=2) as running:
@@ -164,7 +163,7 @@ def test_appended_extras_commit_and_restore_by_boundary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_covered_parts_stay_at_home_and_come_from_a_peer(tmp_path: Path, apart: bool) -> None:
+def test_covered_parts_stay_at_home_and_come_from_a_peer(tmp_path, apart):
     """Without a distributed optimizer a data-parallel peer holds the same bytes: nothing shipped,
     and a lost role gets them under the peer's number. Not if the peer has other bytes: what the
     lost role had is known where its extras are (rule 4)."""

@@ -8,7 +8,7 @@ read like that of any other file.
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,7 +233,7 @@ class Life:
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[Callable[[str], Life]]:
+def live(tmp_path):
     lives: list[Life] = []
 
     def begin(kind: str) -> Life:
@@ -246,7 +246,7 @@ def live(tmp_path: Path) -> Iterator[Callable[[str], Life]]:
 
 
 @pytest.mark.parametrize("kind", ["buddy", "parity", "recompute"])
-def test_a_life_is_as_it_was_before(live: Callable[[str], Life], kind: str, tmp_path: Path) -> None:
+def test_a_life_is_as_it_was_before(live, kind, tmp_path):
     """A node is lost, a generation is set aside, a vault ends, a dump is restored, a byte flips."""
     life = live(kind)
     first = life.open(1)

@@ -3,7 +3,7 @@
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from tests.vault.harness import commit, enter, make_layout, record_of
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> VaultClient:
+def client(tmp_path):
     """In epoch 1, of which generation 6 is committed as it was right after its step."""
     client = VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
     commit(client, Generation(1, 6))
@@ -36,8 +36,8 @@ def client(tmp_path: Path) -> VaultClient:
     [(5, "save", True), (6, "step", True), (6, "evaluation", False), (7, "step", False)],
 )
 def test_the_gate_opens_for_what_is_committed_to_its_boundary(
-    client: VaultClient, generation: int, boundary: str, is_open: bool
-) -> None:
+    client, generation, boundary, is_open
+):
     interrupt = os.eventfd(1, os.EFD_CLOEXEC)
     reports = {"on_wait": lambda _: None, "report_every_seconds": 9.0}
     gate = client.wait_committed(
@@ -47,7 +47,7 @@ def test_the_gate_opens_for_what_is_committed_to_its_boundary(
     assert gate is is_open
 
 
-def test_what_an_epoch_began_with_is_written_again_in_that_epoch_only(client: VaultClient) -> None:
+def test_what_an_epoch_began_with_is_written_again_in_that_epoch_only(client):
     client._restored = Generation(0, 4)
     with pytest.raises(VaultError, match="not registered"):
         client.begin(Generation(0, 4), 1)
@@ -79,9 +79,7 @@ NOTHING = (EMPTY, 0, 0)
         ([(SEALED, 1, 6), (SEALED, 1, 5)], None, None),
     ],
 )
-def test_in_epoch_1(
-    slots: list[tuple[SlotState, int, int]], floor: tuple[int, int] | None, chosen: int | None
-) -> None:
+def test_in_epoch_1(slots, floor, chosen):
     segment: Any = SimpleNamespace(
         slots=len(slots),
         layout=SimpleNamespace(role=0),
@@ -97,9 +95,7 @@ def test_in_epoch_1(
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_a_slot_that_is_anothers_is_told_of_unless_the_epoch_was_closed(
-    tmp_path: Path, is_closed: bool
-) -> None:
+def test_a_slot_that_is_anothers_is_told_of_unless_the_epoch_was_closed(tmp_path, is_closed):
     told: list[Any] = []
     segment = Segment.create(tmp_path / "own", make_layout(0), Seat(0, 0, 0), ["shard"])
     segment.mark_writing(0)
@@ -166,13 +162,13 @@ FIRST = Generation(1, 1)
 
 
 @pytest.fixture
-def vault(tmp_path: Path) -> Iterator[Vault]:
+def vault(tmp_path):
     vault = Vault(tmp_path)
     yield vault
     vault.stop()
 
 
-def test_nothing_is_appended_after_the_close(vault: Vault) -> None:
+def test_nothing_is_appended_after_the_close(vault):
     """The slot has been promised as it is."""
     client = vault.client()
     vault.state.close(1)
@@ -184,7 +180,7 @@ def test_nothing_is_appended_after_the_close(vault: Vault) -> None:
     assert [entry.state for entry in entries] == [PartState.ABSENT] * own.slots
 
 
-def test_a_replay_of_one_role_says_nothing_about_another(vault: Vault) -> None:
+def test_a_replay_of_one_role_says_nothing_about_another(vault):
     """It updates other parameters."""
     client = vault.client()
     client.rehearsed(True)
@@ -216,7 +212,7 @@ def wait(client: VaultClient, reports: int = 1) -> None:
         os.close(interrupted)
 
 
-def test_a_vault_learns_that_training_waits_for_a_generation(vault: Vault) -> None:
+def test_a_vault_learns_that_training_waits_for_a_generation(vault):
     """From then on copies do not keep to their pace."""
     client = vault.client()
     with pytest.raises(StillWaiting):
@@ -225,7 +221,7 @@ def test_a_vault_learns_that_training_waits_for_a_generation(vault: Vault) -> No
     wait_for("the message", lambda: wanted in vault.heard, 20.0)
 
 
-def test_a_vault_that_cannot_use_the_slots_ends_the_wait(vault: Vault) -> None:
+def test_a_vault_that_cannot_use_the_slots_ends_the_wait(vault):
     """It was started again, and the file of the slots is gone: nothing will ever be committed."""
     client = vault.client()
     vault.stop()
@@ -238,9 +234,7 @@ def test_a_vault_that_cannot_use_the_slots_ends_the_wait(vault: Vault) -> None:
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["bad", "committed"])
-def test_what_a_vault_says_counts_in_its_epoch(
-    vault: Vault, kind: str, epoch: int, times: int
-) -> None:
+def test_what_a_vault_says_counts_in_its_epoch(vault, kind, epoch, times):
     client = vault.client()
     about = {"generation": FIRST.to_list(), "part": "shard", "boundary": "step"}
     for _ in range(times):

@@ -5,7 +5,6 @@ import errno
 import os
 import socket
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +33,7 @@ def greeted(
     return MemberConnection(state, members, LocalLink(ours), hello), theirs
 
 
-def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched(
-    tmp_path: Path,
-) -> None:
+def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched(tmp_path):
     """A slot that is pinned for ever is missing when the node is to be the role's buddy."""
     state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
     segment = Segment.create(tmp_path / copy_name(3), LAYOUT, None, ["shard"])
@@ -59,7 +56,7 @@ def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched
     dialogue.link.close()
 
 
-def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path: Path) -> None:
+def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path):
     """It would come into the slots of its successor, which has not asked and may be writing."""
     state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
     restored = Generation(1, 4)
@@ -93,9 +90,7 @@ def leaves_the_gate_at_once(client: member.VaultClient, why: str) -> None:
     os.close(interrupted)
 
 
-def test_the_last_words_of_a_vault_reach_a_member_that_had_something_to_tell_it(
-    tmp_path: Path,
-) -> None:
+def test_the_last_words_of_a_vault_reach_a_member_that_had_something_to_tell_it(tmp_path):
     """Damage in the member's own slot is said once; the next vault has nothing to seal there."""
     client = member.VaultClient(
         str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=1.0
@@ -107,7 +102,7 @@ def test_the_last_words_of_a_vault_reach_a_member_that_had_something_to_tell_it(
     leaves_the_gate_at_once(client, "part shard")
 
 
-def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_path: Path) -> None:
+def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_path):
     """With a lag the gate does not ask again, and the slot to overwrite is chosen by this."""
     client = member.VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
 
@@ -123,9 +118,7 @@ def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_
     assert committed(2, 5) == Generation(2, 5), "of another line"
 
 
-def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(
-    tmp_path: Path,
-) -> None:
+def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(tmp_path):
     """A vault that was restarted finds it before the member connects again. Nothing else would ever
     end its wait for a commit of that part."""
     state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
@@ -145,9 +138,7 @@ def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(
     assert [one for one in said if one["t"] == "bad"] == [bad]
 
 
-def test_a_moment_without_descriptors_does_not_end_the_vault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_moment_without_descriptors_does_not_end_the_vault(tmp_path, monkeypatch):
     """A connection takes two of them."""
     lacking, served = list[str](), threading.Event()
     dup = socket.socket.dup

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -46,7 +45,7 @@ def _take_all(directory: str, first: int, limit: int, results: multiprocessing.Q
     results.put(len(made))
 
 
-def test_the_limit_holds_between_processes(tmp_path: Path) -> None:
+def test_the_limit_holds_between_processes(tmp_path):
     each = allocated_of(tmp_path / "one")
     directory, limit = tmp_path / "node", 7 * each + each // 2
     directory.mkdir()
@@ -83,7 +82,7 @@ def _be_killed_while_making(directory: str, limit: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_killed_process_was_making_is_taken_back(tmp_path: Path) -> None:
+def test_what_a_killed_process_was_making_is_taken_back(tmp_path):
     layout = make_layout(3, nbytes=1 << 20)
     limit = segment_bytes(layout) + (64 << 10)
     maker = multiprocessing.get_context("fork").Process(
@@ -112,9 +111,7 @@ def _be_killed_while_taking(directory: str, limit: int) -> None:
     Segment.create(path, layout, None, NAMES, budget=Budget(Path(directory), limit))
 
 
-def test_what_a_killed_process_was_about_to_take_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_process_was_about_to_take_is_free(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_LOCK_SECONDS", 5.0)  # for who is still about to take it
     layout = make_layout(3, nbytes=1 << 20)
     limit = segment_bytes(layout) + (64 << 10)
@@ -129,9 +126,7 @@ def test_what_a_killed_process_was_about_to_take_is_free(
     assert not [*tmp_path.glob(".booked.*")]
 
 
-def test_what_slots_occupy_is_there_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_slots_occupy_is_there_for_them(tmp_path, monkeypatch):
     """Processes that start again find their slots, which need no room beside them."""
     whole = 64 << 20
     monkeypatch.setattr(memory, "free_bytes", lambda path: whole - allocated_bytes(path))
@@ -142,9 +137,7 @@ def test_what_slots_occupy_is_there_for_them(
     assert usable_bytes(tmp_path, 0) == whole
 
 
-def test_memory_is_filled_beside_others_and_counts_from_the_beginning(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_memory_is_filled_beside_others_and_counts_from_the_beginning(tmp_path, monkeypatch):
     """Filling gigabytes takes seconds: others take theirs meanwhile, within what is left."""
     layouts = [make_layout(role, nbytes=64 << 10) for role in range(3)]
     budget = Budget(tmp_path, 2 * allocated_of(tmp_path.with_name("one")) + 8192)
@@ -184,9 +177,7 @@ def test_memory_is_filled_beside_others_and_counts_from_the_beginning(
     scheme=st.sampled_from(["buddy", "parity", "local", "local-twice", "recompute"]),
     limit=st.integers(0, 1 << 32),
 )
-def test_needs_and_objection_agree(
-    nbytes: int, slots: int, roles: int, replicas: int, scheme: str, limit: int
-) -> None:
+def test_needs_and_objection_agree(nbytes, slots, roles, replicas, scheme, limit):
     settings = Settings(protection=scheme, replicas=replicas)
     layout = make_layout(0, nbytes=nbytes, slots=slots)
     needs = node_needs(layout, roles, settings)
@@ -212,7 +203,7 @@ def test_needs_and_objection_agree(
 @pytest.mark.parametrize(
     ("kind", "group"), [("buddy", 0), ("local", 0), ("local-twice", 0), ("parity", 2)]
 )
-def test_a_member_asks_for_what_the_plan_is_reckoned_with(kind: str, group: int) -> None:
+def test_a_member_asks_for_what_the_plan_is_reckoned_with(kind, group):
     """And both for what the files take, but for the bound on the size of their descriptions."""
     roles = range(4)
     layouts = {role: make_layout(role, nbytes=1 << 20, peers=tuple(roles)) for role in roles}

@@ -44,9 +44,7 @@ def shipment(
 @given(
     st.floats(0.01, 100), st.lists(st.floats(0, 1e4), max_size=6), st.randoms(use_true_random=False)
 )
-def test_some_odd_iterations_do_not_move_the_norm(
-    usual: float, odd: list[float], mix: random.Random
-) -> None:
+def test_some_odd_iterations_do_not_move_the_norm(usual, odd, mix):
     """Evaluations, saves and the first iterations after them."""
     pace = Pace()
     gaps = [usual] * (len(odd) + 3) + odd
@@ -59,9 +57,7 @@ def test_some_odd_iterations_do_not_move_the_norm(
 
 
 @given(st.floats(0.001, 1000), st.integers(1, 1 << 40), st.floats(0, 1), st.floats(0, 1e11))
-def test_a_shipment_is_even_over_its_share_or_half_of_the_window(
-    window: float, nbytes: int, part: float, speed: float
-) -> None:
+def test_a_shipment_is_even_over_its_share_or_half_of_the_window(window, nbytes, part, speed):
     link = link_of(link_share=0.5, replicas=2)
     sealed = run(link.pace(0), [window] * 5)
     share = shipment(link, nbytes, speed=speed)
@@ -81,8 +77,8 @@ def test_a_shipment_is_even_over_its_share_or_half_of_the_window(
     st.floats(0.0, 1.0),
 )
 def test_who_gets_the_link_from_when_he_may_go_is_there_in_time(
-    window: float, nbytes: int, speed: float, part_of_link: float, part: float
-) -> None:
+    window, nbytes, speed, part_of_link, part
+):
     """Training sends all the time, however much of a generation has gone."""
     link = link_of(link_gaps="on", link_share=part_of_link)
     link.is_watched = True
@@ -98,9 +94,7 @@ def test_who_gets_the_link_from_when_he_may_go_is_there_in_time(
     st.integers(1, 1 << 22),
     st.lists(st.tuples(st.integers(0, 1 << 22), st.integers(0, 10**10)), max_size=40),
 )
-def test_no_time_sees_more_than_the_limit(
-    rate: int, burst: int, takes: list[tuple[int, int]]
-) -> None:
+def test_no_time_sees_more_than_the_limit(rate, burst, takes):
     """Exactly: for each pair of admissions, bytes between them against burst and rate * time."""
     link, now = link_of(), 12345
     link._bits, link.burst_bytes = rate, burst
@@ -119,7 +113,7 @@ def test_no_time_sees_more_than_the_limit(
 
 
 @pytest.mark.parametrize("limit_gbps", [0.0, 1000.0])
-def test_pieces_are_the_bytes_and_who_waits_is_let_go(limit_gbps: float) -> None:
+def test_pieces_are_the_bytes_and_who_waits_is_let_go(limit_gbps):
     """An hour's window, and a gate that is found shut in the middle of a shipment."""
     link, newest = link_of(rate_limit_gbps=limit_gbps), Generation(1, 6)
     run(link.pace(0), [3600.0] * 5, now=-6 * 3600.0)
@@ -194,7 +188,7 @@ def watchers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "watch-link"]
 
 
-def test_copies_wait_for_a_gap_and_take_all_of_it() -> None:
+def test_copies_wait_for_a_gap_and_take_all_of_it():
     link = MadeLink()
     with held_shipment(link) as (rest, gone):
         wait_until(lambda: link.reads_done > 30, "the counters are read")
@@ -244,15 +238,13 @@ class Made:
 
 
 @given(st.floats(1e7, 5e10), st.floats(0.0, 1.0), st.randoms(use_true_random=False))
-def test_copies_are_not_taken_for_training(speed: float, own: float, queue: random.Random) -> None:
+def test_copies_are_not_taken_for_training(speed, own, queue):
     """At any pace, with headers, and with packets in queues when the counters are read."""
     assert all(Made(speed, queue).ticks(others=0.0, own=own)[_TICKS // 2 + 1 :])
 
 
 @given(st.floats(1e7, 5e10), st.floats(0.2, 1.0), st.randoms(use_true_random=False))
-def test_training_is_seen_beside_copies_that_take_the_rest(
-    speed: float, others: float, queue: random.Random
-) -> None:
+def test_training_is_seen_beside_copies_that_take_the_rest(speed, others, queue):
     """From a fifth of the link on, whatever of the copies is in queues; a tenth without any."""
     made = Made(speed, queue)
     made.ticks(others=0.0, own=1.0)

@@ -3,7 +3,7 @@ it. A part that fails is never sealed."""
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,14 +106,14 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def house(tmp_path):
     house = House(tmp_path)
     yield house
     for server in house.servers:
         server.stop()
 
 
-def test_a_copy_on_the_own_node_is_held_against_its_checksum(house: House) -> None:
+def test_a_copy_on_the_own_node_is_held_against_its_checksum(house):
     copy = house.keep(0, [*EXTRAS, *SHARDS])
     copy.data(0, "shard")[5] ^= 1
     house.refuse("shard")
@@ -121,7 +121,7 @@ def test_a_copy_on_the_own_node_is_held_against_its_checksum(house: House) -> No
 
 @pytest.mark.parametrize("left", [True, False])
 @pytest.mark.parametrize("fault", ["damaged", "away"])
-def test_a_source_that_fails_falls_to_the_next(house: House, fault: str, left: bool) -> None:
+def test_a_source_that_fails_falls_to_the_next(house, fault, left):
     house.states[0].settings = Settings(restore_seconds=0.1, chunk_bytes=4096)
     copy = house.keep(1, [*EXTRAS, *SHARDS])
     if left:
@@ -138,7 +138,7 @@ def test_a_source_that_fails_falls_to_the_next(house: House, fault: str, left: b
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_dump_is_held_against_its_checksums(house: House, tmp_path: Path, damaged: bool) -> None:
+def test_a_dump_is_held_against_its_checksums(house, tmp_path, damaged):
     house.keep(0, [*EXTRAS, *SHARDS])
     path, restore = house.dumped(tmp_path / "dump", 0)
     if damaged:
@@ -148,24 +148,24 @@ def test_a_dump_is_held_against_its_checksums(house: House, tmp_path: Path, dama
         house.obtain(restore)
 
 
-def test_bytes_of_another_model_on_the_own_node_are_nothing(house: House) -> None:
+def test_bytes_of_another_model_on_the_own_node_are_nothing(house):
     house.keep(0, [*EXTRAS, *SHARDS], replace(LAYOUT, layout_hash="other"))
     house.refuse("extras@step")
 
 
-def test_a_part_larger_than_its_place_does_not_reach_into_the_next_one(house: House) -> None:
+def test_a_part_larger_than_its_place_does_not_reach_into_the_next_one(house):
     larger = replace(LAYOUT.parts[0], nbytes=LAYOUT.parts[0].nbytes + 1)
     house.keep(0, [*EXTRAS, "tail"])
     house.keep(1, SHARDS, replace(LAYOUT, parts=(larger, *LAYOUT.parts[1:])))
     house.refuse("5001 bytes does not fit")
 
 
-def test_a_source_that_has_yet_to_hear_of_the_epoch_is_asked_again(house: House) -> None:
+def test_a_source_that_has_yet_to_hear_of_the_epoch_is_asked_again(house):
     house.keep(1, [*EXTRAS, *SHARDS])
     house.obtain(late=True)
 
 
-def test_what_the_own_copy_vouches_for_is_what_peers_have_to_give(house: House) -> None:
+def test_what_the_own_copy_vouches_for_is_what_peers_have_to_give(house):
     """Both are sealed, but this node knows what the role itself had."""
     copy = house.keep(0, [*EXTRAS, "tail"])
     copy.seal_part(0, "shard", 5000, checksum(memoryview(b"other bytes")), 1, PartState.ELSEWHERE)
@@ -173,7 +173,7 @@ def test_what_the_own_copy_vouches_for_is_what_peers_have_to_give(house: House) 
     house.refuse("not the bytes that the role had")
 
 
-def test_what_comes_after_a_refused_part_is_not_read_out_of_its_bytes(house: House) -> None:
+def test_what_comes_after_a_refused_part_is_not_read_out_of_its_bytes(house):
     """The source that offers other bytes sends them at once; the same node has the right ones of a
     peer. A node that cannot be understood gets no second try here."""
     house.states[0].settings = Settings(restore_seconds=1e-9, chunk_bytes=4096)
@@ -188,9 +188,7 @@ def test_what_comes_after_a_refused_part_is_not_read_out_of_its_bytes(house: Hou
     house.obtain()
 
 
-def test_a_moment_without_descriptors_is_sat_out_while_a_dump_is_read(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_moment_without_descriptors_is_sat_out_while_a_dump_is_read(house, tmp_path, monkeypatch):
     """It says nothing of the disk that the dump is on."""
     house.keep(0, [*EXTRAS, *SHARDS])
     _, restore = house.dumped(tmp_path / "dump", 0)
@@ -206,7 +204,7 @@ def test_a_moment_without_descriptors_is_sat_out_while_a_dump_is_read(
     assert not lacking
 
 
-def test_a_base_is_not_held_against_what_it_became(house: House) -> None:
+def test_a_base_is_not_held_against_what_it_became(house):
     """What is vouched for counts for the generation that it was said of. The chain was planned
     because all who held the part itself are gone."""
     plain, step = make_layout(0, nbytes=1000), records.gradients_part("shard")
@@ -228,7 +226,7 @@ def test_a_base_is_not_held_against_what_it_became(house: House) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [5000, 5001])
-def test_a_dump_of_a_peer_gives_what_is_as_large(house: House, tmp_path: Path, nbytes: int) -> None:
+def test_a_dump_of_a_peer_gives_what_is_as_large(house, tmp_path, nbytes):
     """The own one has the extras alone."""
     house.keep(0, EXTRAS)
     shard = replace(LAYOUT.parts[0], nbytes=nbytes)
@@ -241,9 +239,7 @@ def test_a_dump_of_a_peer_gives_what_is_as_large(house: House, tmp_path: Path, n
         house.refuse("other parameters", restore)
 
 
-def test_a_node_that_does_not_answer_is_waited_for_once(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_does_not_answer_is_waited_for_once(house, monkeypatch):
     """Not once for each part: a restore has many of them. Time passes only where it waits."""
     waits = list[float]()
     house.keep(2, [*EXTRAS, *SHARDS])

@@ -7,8 +7,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -24,7 +22,7 @@ _SIOCOUTQNSD = 0x894B
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[RecordSocket, RecordSocket]]:
+def pair(request):
     family = request.param
     try:
         listener = socket.create_server((FAMILIES[family], 0), family=family)
@@ -46,7 +44,7 @@ def class_of(connection: socket.socket) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("dscp", [0, 8, 63])
-def test_each_end_marks_what_it_sends(pair: tuple[RecordSocket, RecordSocket], dscp: int) -> None:
+def test_each_end_marks_what_it_sends(pair, dscp):
     near, far = pair
     assert class_of(near) == class_of(far) == (0, 0)
     Channel(near, 5.0, None, "").give_way(dscp)
@@ -56,9 +54,7 @@ def test_each_end_marks_what_it_sends(pair: tuple[RecordSocket, RecordSocket], d
     assert class_of(far) == (dscp << 2, 2)
 
 
-def test_the_kernel_counts_bytes_and_how_long_they_were_on_their_way(
-    pair: tuple[RecordSocket, RecordSocket],
-) -> None:
+def test_the_kernel_counts_bytes_and_how_long_they_were_on_their_way(pair):
     near, far = (Channel(end, 5.0, None, "") for end in pair)
     before = near.sent().busy_seconds
     sent = bytes(8 << 20)
@@ -78,7 +74,7 @@ def test_the_kernel_counts_bytes_and_how_long_they_were_on_their_way(
     assert near.sent() == Sent()
 
 
-def test_little_of_a_copy_waits_in_a_socket(pair: tuple[RecordSocket, RecordSocket]) -> None:
+def test_little_of_a_copy_waits_in_a_socket(pair):
     """Bytes that it has taken continue to leave when training begins to send."""
     near, _ = pair
     Channel(near, 5.0, None, "").give_way(0)
@@ -103,7 +99,7 @@ ASKED = Source(1, 0), Generation(1, 1)
         {},
     ],
 )
-def test_a_malformed_answer_is_as_good_as_none(answer: dict[str, Any]) -> None:
+def test_a_malformed_answer_is_as_good_as_none(answer):
     """It ends no vault: who asked continues with the next place."""
     network = FakeNetwork()
     here, there = network.transport("a", 1, 5.0), network.transport("b", 1, 5.0)

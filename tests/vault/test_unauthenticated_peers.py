@@ -5,7 +5,6 @@ import os
 import socket
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -55,7 +54,7 @@ class Peer:
         return framing.receive(self.socket)
 
 
-def test_puts_that_are_not_accepted(tmp_path: Path) -> None:
+def test_puts_that_are_not_accepted(tmp_path):
     """Of sizes that no copy has; test_life.py has what else is refused."""
     with cluster(tmp_path, 2) as running:
         begin(running)
@@ -77,7 +76,7 @@ def test_puts_that_are_not_accepted(tmp_path: Path) -> None:
         node.told(Kind.REFUSED)
 
 
-def test_an_epoch_closed_before_the_last_byte(tmp_path: Path) -> None:
+def test_an_epoch_closed_before_the_last_byte(tmp_path):
     """Judged again after the last byte: what arrives then is not sealed."""
     with cluster(tmp_path, 2) as running:
         begin(running)
@@ -98,7 +97,7 @@ def test_an_epoch_closed_before_the_last_byte(tmp_path: Path) -> None:
         assert Peer(running, 1).put(1, payload)["why"] == "stale"
 
 
-def test_a_put_with_a_wrong_checksum_is_not_kept(tmp_path: Path) -> None:
+def test_a_put_with_a_wrong_checksum_is_not_kept(tmp_path):
     with cluster(tmp_path, 2) as running:
         begin(running)
         peer = Peer(running, 1)
@@ -117,7 +116,7 @@ def is_cut(connection: socket.socket) -> bool:
         return True
 
 
-def test_an_infinite_number_ends_no_vault(tmp_path: Path) -> None:
+def test_an_infinite_number_ends_no_vault(tmp_path):
     """Of a process on its node, or of its agent."""
     with cluster(tmp_path, 1) as running:
         (node,) = running.nodes

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +9,7 @@ from deadpool_megatron.wire import auth, framing
 from tests.wire.visitors import SECRET
 
 
-def test_the_secret_is_made_once_and_belongs_to_its_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_secret_is_made_once_and_belongs_to_its_user(tmp_path, monkeypatch):
     monkeypatch.delenv("DEADPOOL_SECRET", raising=False)
     auth.create_secret(tmp_path)
     path = tmp_path / "secret"
@@ -28,9 +25,7 @@ def test_the_secret_is_made_once_and_belongs_to_its_user(
 
 
 @pytest.mark.parametrize("text", ["", "\n", "short", " " * 40])
-def test_a_secret_that_could_be_guessed_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_secret_that_could_be_guessed_is_refused(tmp_path, monkeypatch, text):
     (tmp_path / "secret").write_text(text)
     (tmp_path / "secret").chmod(0o600)
     monkeypatch.delenv("DEADPOOL_SECRET", raising=False)
@@ -39,9 +34,7 @@ def test_a_secret_that_could_be_guessed_is_refused(
     assert "short" not in str(caught.value)
 
 
-def test_the_environment_comes_first_and_a_line_end_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_comes_first_and_a_line_end_does_not_count(tmp_path, monkeypatch):
     auth.create_secret(tmp_path)
     with open(tmp_path / "secret", "ab") as file:
         file.write(b"\n")
@@ -63,13 +56,13 @@ def sides(realm: str = "run") -> tuple[auth.Handshake, auth.Handshake]:
     return auth.Handshake(SECRET, realm, ADDRESS), auth.Handshake(SECRET, realm, ADDRESS)
 
 
-def test_both_sides_prove_themselves() -> None:
+def test_both_sides_prove_themselves():
     connecting, accepting = sides()
     answer = connecting.answer(accepting.challenge(connecting.hello()))
     accepting.verify(answer)
 
 
-def test_a_recorded_conversation_cannot_be_played_again() -> None:
+def test_a_recorded_conversation_cannot_be_played_again():
     connecting, accepting = sides()
     hello = connecting.hello()
     challenge = accepting.challenge(hello)
@@ -84,7 +77,7 @@ def test_a_recorded_conversation_cannot_be_played_again() -> None:
         again.answer(challenge)
 
 
-def test_a_proof_sent_back_to_its_maker_is_worth_nothing() -> None:
+def test_a_proof_sent_back_to_its_maker_is_worth_nothing():
     """A stranger who knows nothing answers with what it was given."""
     _, accepting = sides()
     challenge = accepting.challenge({"t": "hello", "run": "run", "nonce": "0" * 32, "to": ADDRESS})
@@ -104,7 +97,7 @@ def test_a_proof_sent_back_to_its_maker_is_worth_nothing() -> None:
         connecting.answer({"t": "challenge", "nonce": hello["nonce"], "proof": mirrored["proof"]})
 
 
-def test_a_proof_for_one_service_does_not_open_another() -> None:
+def test_a_proof_for_one_service_does_not_open_another():
     connecting, _ = sides("run/vault")
     _, accepting = sides("run")
     with pytest.raises(auth.AuthenticationError, match="another run"):
@@ -122,7 +115,7 @@ def test_a_proof_for_one_service_does_not_open_another() -> None:
 @pytest.mark.parametrize(
     "nonce", [None, "", "0" * 31, "0" * 33, "é" * 32, 5, ["0" * 32], "0|" * 16]
 )
-def test_improper_nonces(nonce: object) -> None:
+def test_improper_nonces(nonce):
     connecting, accepting = sides()
     with pytest.raises(auth.AuthenticationError, match="no proper nonce"):
         accepting.challenge({"t": "hello", "run": "run", "nonce": nonce})
@@ -131,7 +124,7 @@ def test_improper_nonces(nonce: object) -> None:
 
 
 @pytest.mark.parametrize("proof", ["é" * 64, "\ud800", None, 7, [], {"a": 1}, "", "0" * 10**6])
-def test_improper_proofs(proof: object) -> None:
+def test_improper_proofs(proof):
     connecting, accepting = sides()
     accepting.challenge(connecting.hello())
     with pytest.raises(auth.AuthenticationError) as caught:
@@ -141,7 +134,7 @@ def test_improper_proofs(proof: object) -> None:
         connecting.answer({"t": "challenge", "nonce": os.urandom(16).hex(), "proof": proof})
 
 
-def test_a_door_stays_shut_to_whoever_does_not_know_the_secret() -> None:
+def test_a_door_stays_shut_to_whoever_does_not_know_the_secret():
     """The blocking form, which vaults use: the challenge is followed by a look at the answer."""
     near, far = socket.socketpair()
     with near, far:

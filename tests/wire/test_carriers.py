@@ -74,11 +74,11 @@ def kinds_in_tables() -> Iterator[str]:
             yield name
 
 
-def test_each_kind_that_carries_an_epoch_has_its_row() -> None:
+def test_each_kind_that_carries_an_epoch_has_its_row():
     assert {*kinds_in_source(), *kinds_in_tables()} == TESTS.keys() - {"committed"}
 
 
 @pytest.mark.parametrize("test", sorted({test for row in TESTS.values() for test in row}))
-def test_each_row_names_what_there_is(test: str) -> None:
+def test_each_row_names_what_there_is(test):
     file, name = test.split("::")
     assert re.search(rf"(?:def|import) {name}\b", (ROOT / file).read_text())

@@ -9,7 +9,6 @@ import resource
 import select
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -113,14 +112,14 @@ def _write(connection: socket.socket, data: bytes) -> None:
 
 @settings(max_examples=50)
 @given(_messages)
-def test_what_is_sent_is_what_arrives(message: dict[str, Any]) -> None:
+def test_what_is_sent_is_what_arrives(message):
     data = framing.encode(message)
     assert FrameBuffer().feed(data) == [message]
 
 
 @settings(max_examples=150)
 @given(_streams, st.lists(st.integers(0, 5000), max_size=5))
-def test_every_reader_gets_the_same_out_of_any_bytes(data: bytes, cuts: list[int]) -> None:
+def test_every_reader_gets_the_same_out_of_any_bytes(data, cuts):
     by_reader = _by_reader(data)
     assert by_reader == _by_socket(data)
     in_pieces = _by_buffer(data, cuts)
@@ -133,7 +132,7 @@ def test_every_reader_gets_the_same_out_of_any_bytes(data: bytes, cuts: list[int
         assert isinstance(message, dict)
 
 
-def test_a_long_message_goes_compressed_and_no_further_than_the_limit() -> None:
+def test_a_long_message_goes_compressed_and_no_further_than_the_limit():
     message = {"t": "record", "seats": [[role // 8, role % 8, 0] for role in range(4000)]}
     data = framing.encode(message)
     assert len(data) < 10_000
@@ -148,14 +147,14 @@ def test_a_long_message_goes_compressed_and_no_further_than_the_limit() -> None:
     [b"[" * 100_000, b'{"a":' * 100_000, b'{"n": ' + b"9" * 5000 + b"}", b"\xff\xfe{\x00}\x00"],
     ids=["deep list", "deep object", "long number", "utf-16"],
 )
-def test_bodies_that_are_expensive_to_read(body: bytes) -> None:
+def test_bodies_that_are_expensive_to_read(body):
     try:
         assert isinstance(framing.decode_body(body), dict)
     except WireError:
         return
 
 
-def test_an_oversized_frame_is_refused_before_it_is_kept() -> None:
+def test_an_oversized_frame_is_refused_before_it_is_kept():
     header = framing.MAGIC + (framing.MAXIMUM_FRAME_BYTES + 1).to_bytes(4, "big")
     with pytest.raises(WireError, match="is over"):
         FrameBuffer().feed(header)
@@ -166,14 +165,14 @@ def test_an_oversized_frame_is_refused_before_it_is_kept() -> None:
 
 @pytest.mark.slow
 @given(_trees, st.integers(0, 3000))
-def test_the_text_is_that_of_the_standard_library(values: dict[str, Any], many: int) -> None:
+def test_the_text_is_that_of_the_standard_library(values, many):
     whole = {**values, "restore": {"sources": {str(role): values for role in range(many // 50)}}}
     whole["seats"] = {str(role): [role, 0, 1] for role in range(many)}
     assert framing.dumps_in_parts(whole) == json.dumps(whole, separators=(",", ":"))
 
 
 @pytest.fixture
-def many_descriptors() -> Iterator[None]:
+def many_descriptors():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], _HIGH + 50), before[1]))
     yield
@@ -181,7 +180,7 @@ def many_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_descriptors")
-def test_a_high_number_is_a_descriptor_like_any_other() -> None:
+def test_a_high_number_is_a_descriptor_like_any_other():
     reader, writer = os.pipe()
     high_reader, high_writer = (fcntl.fcntl(end, fcntl.F_DUPFD, _HIGH) for end in (reader, writer))
     with pytest.raises(ValueError, match="out of range"):

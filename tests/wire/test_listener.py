@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import resource
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ def descriptors() -> int:
 
 
 @pytest.fixture
-def many_files() -> Iterator[None]:
+def many_files():
     """For the strangers' ends, which are in the same process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 8192)), hard))
@@ -31,7 +30,7 @@ def many_files() -> Iterator[None]:
 
 @pytest.mark.parametrize("strangers", [800, pytest.param(1500, marks=pytest.mark.full)])
 @pytest.mark.usefixtures("many_files")
-async def test_who_says_nothing_stays_in_the_kernel(strangers: int) -> None:
+async def test_who_says_nothing_stays_in_the_kernel(strangers):
     """All agents come back after a takeover, with 256 strangers let in, as of 1024 open files."""
 
     async with open_door(max_pending=256) as (inside, address):
@@ -51,7 +50,7 @@ def crowd(address: Address, count: int, data: bytes) -> list[socket.socket]:
     return connections
 
 
-async def test_a_crowd_of_strangers_keeps_nobody_out() -> None:
+async def test_a_crowd_of_strangers_keeps_nobody_out():
     async with open_door(max_pending=16) as (inside, address):
         before = descriptors()
         strangers = crowd(address, 40, b"D")
@@ -78,7 +77,7 @@ async def come_again(connection: socket.socket, data: bytes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("many_files")
-async def test_strangers_who_come_again_keep_nobody_out() -> None:
+async def test_strangers_who_come_again_keep_nobody_out():
     """Put out one after the other, with a last call for each, they held every place for ever."""
 
     async with open_door(max_pending=100) as (inside, address):
@@ -96,7 +95,7 @@ async def test_strangers_who_come_again_keep_nobody_out() -> None:
     assert len(inside.served) == 16
 
 
-async def test_the_one_who_goes_is_of_the_address_with_most_strangers() -> None:
+async def test_the_one_who_goes_is_of_the_address_with_most_strangers():
     """Who floods from one address takes the places of his own connections."""
 
     async with open_door(max_pending=8) as (inside, address):
@@ -112,7 +111,7 @@ async def test_the_one_who_goes_is_of_the_address_with_most_strangers() -> None:
             connection.close()
 
 
-async def test_a_knock_is_no_refusal_but_half_a_word_is() -> None:
+async def test_a_knock_is_no_refusal_but_half_a_word_is():
     async with open_door(max_pending=4) as (inside, address):
         socket.create_connection(address).close()
         with socket.create_connection(address) as connection:
@@ -125,7 +124,7 @@ async def test_a_knock_is_no_refusal_but_half_a_word_is() -> None:
 OLDER = b"DPM1\x00\x00\x00\x0d" + b'{"t":"hello"}'
 
 
-async def test_who_speaks_another_version_hears_so() -> None:
+async def test_who_speaks_another_version_hears_so():
     """In a form that tells it, whatever its own is: the first bytes say the version."""
 
     async with open_door(max_pending=4) as (inside, address):
@@ -139,7 +138,7 @@ async def test_who_speaks_another_version_hears_so() -> None:
     assert "the other end speaks 'DPM1', this one 'DPM3': install one version" in why
 
 
-async def test_a_crowd_of_agents_gets_in_one_after_the_other() -> None:
+async def test_a_crowd_of_agents_gets_in_one_after_the_other():
     """As many as all agents of a large run that come back at once: none of them is put out."""
 
     async with open_door(max_pending=4) as (inside, address):
@@ -150,7 +149,7 @@ async def test_a_crowd_of_agents_gets_in_one_after_the_other() -> None:
     assert inside.refusals == []
 
 
-def test_strangers_at_a_vault(tmp_path: Path) -> None:
+def test_strangers_at_a_vault(tmp_path):
     """More silent ones than it lets wait: its buddy still gets through, they are all counted."""
     with cluster(tmp_path, 1) as running:
         node = running.nodes[0]
@@ -166,9 +165,7 @@ def test_strangers_at_a_vault(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("realm", ["run", "other/vault0", realm_of(RUN_ID, 1)])
-def test_a_vault_is_no_other_service(
-    tmp_path: Path, realm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vault_is_no_other_service(tmp_path, realm, monkeypatch):
     """Whoever means the coordinator, another run's vault, or that of another node, does not come to
     this one; nor where addresses are translated."""
     monkeypatch.setenv(auth.TRANSLATED, "1")

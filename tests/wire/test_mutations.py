@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,9 +35,7 @@ def play(address: tuple[str, int], frames: list[bytes], random_: random.Random) 
         mutations.tell(address, mutations.damaged(frames, random_))
 
 
-def test_a_coordinator_under_damaged_conversations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_under_damaged_conversations(tmp_path, monkeypatch):
     """Strangers play recorded sessions; then an agent of ours goes mad. The run ends well."""
     # What the mad one tells of itself stands in the events as it says it.
     monkeypatch.setattr("tests.common.told.check_event", lambda values: None)
@@ -113,7 +110,7 @@ def _go_mad(address: tuple[str, int], secret: bytes, run_id: str, random_: rando
         mutations.drain(connection)
 
 
-def test_a_vault_under_damaged_conversations(tmp_path: Path) -> None:
+def test_a_vault_under_damaged_conversations(tmp_path):
     with cluster(tmp_path, 2) as running:
         members = begin(running)
         node = running.nodes[1]

@@ -26,7 +26,7 @@ def sealed(*contents: bytes) -> list[bytes]:
 
 
 @given(st.lists(st.binary(max_size=300), max_size=8), st.integers(1, 50))
-def test_pieces_of_any_size_give_the_same_bytes(contents: list[bytes], size: int) -> None:
+def test_pieces_of_any_size_give_the_same_bytes(contents, size):
     data, opener, found = b"".join(sealed(*contents)), Opener(Direction(KEY)), b""
     for start in range(0, len(data), size):
         found += opener.feed(data[start : start + size])
@@ -35,7 +35,7 @@ def test_pieces_of_any_size_give_the_same_bytes(contents: list[bytes], size: int
 
 
 @given(st.data())
-def test_any_changed_bit_is_noticed(data: st.DataObject) -> None:
+def test_any_changed_bit_is_noticed(data):
     contents = data.draw(st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=3))
     whole = bytearray(b"".join(sealed(*contents)))
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))
@@ -61,13 +61,13 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_somebody_on_the_way_can_do(change: str) -> None:
+def test_what_somebody_on_the_way_can_do(change):
     opener = Opener(Direction(KEY))
     with pytest.raises(AlteredError):
         opener.feed(b"".join(CHANGES[change](sealed(b"one", b"two", b"three"))))
 
 
-def test_no_length_is_believed_beyond_that_of_a_frame() -> None:
+def test_no_length_is_believed_beyond_that_of_a_frame():
     for header in (b"\x7f\xff\xff\xff", b"\x80\x20\x00\x01"):
         with pytest.raises(AlteredError):
             Opener(Direction(KEY)).feed(header)
@@ -90,7 +90,7 @@ def pair() -> tuple[RecordSocket, RecordSocket]:
     return connecting, accepted[0]
 
 
-def test_frames_and_bulk_over_sockets() -> None:
+def test_frames_and_bulk_over_sockets():
     ours, theirs = pair()
     bulk = random.Random(1).randbytes((5 << 20) + 77)
     with ours, theirs:
@@ -153,7 +153,7 @@ class Between:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-async def test_a_relay_without_the_secret_gets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_relay_without_the_secret_gets_nobody_in(monkeypatch):
     """It has the port that a coordinator had, and hands the handshake on to the real one."""
     monkeypatch.delenv(auth.TRANSLATED, raising=False)
     async with open_door() as (inside, address):
@@ -167,9 +167,7 @@ async def test_a_relay_without_the_secret_gets_nobody_in(monkeypatch: pytest.Mon
     assert "it is relayed, or addresses are translated" in inside.refusals[0]
 
 
-async def test_a_relay_that_says_what_the_acceptor_wants_to_hear(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_relay_that_says_what_the_acceptor_wants_to_hear(monkeypatch):
     """The proof is of the address that was dialled, not of the one in the message."""
     monkeypatch.delenv(auth.TRANSLATED, raising=False)
     place: list[Between] = []
@@ -186,14 +184,14 @@ async def test_a_relay_that_says_what_the_acceptor_wants_to_hear(
     assert inside.served == []
 
 
-def test_addresses_are_written_in_one_way() -> None:
+def test_addresses_are_written_in_one_way():
     assert auth.address_of(("10.0.0.1", 5)) == "10.0.0.1:5"
     assert auth.address_of(("::ffff:10.0.0.1", 5, 0, 0)) == "10.0.0.1:5"
     assert auth.address_of(("fe80::1%eth0", 5, 0, 2)) == auth.address_of(("FE80:0::1", 5, 0, 0))
     assert auth.address_of("") == ""
 
 
-async def test_a_listener_on_all_addresses_knows_which_one_was_dialled() -> None:
+async def test_a_listener_on_all_addresses_knows_which_one_was_dialled():
     async with open_door(host="0.0.0.0") as (_, (_, port)):
         for address in ("127.0.0.1", "127.0.0.2", "localhost"):
             (await enter((address, port))).close()

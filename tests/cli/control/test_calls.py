@@ -55,5 +55,5 @@ class Coordinator:
 ASKED, UNDER_WAY = (Stage.ASKED, ""), (Stage.UNDER_WAY, "waits for a spare node")
 
 
-def test_requests_are_answered_as_before(tmp_path: Path) -> None:
+def test_requests_are_answered_as_before(tmp_path):
     lives.compare(Path(__file__).parent / "calls" / "client.txt", statements.live, tmp_path)

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_agent_without_the_run_directory(tmp_path: Path) -> None:
+def test_agent_without_the_run_directory(tmp_path):
     """It has only an address, an id and the secret; the other one coordinates."""
     run = RunDirectory(tmp_path / "r")
     size = ("--nodes", "2", "--nproc-per-node", "1", *FAST)
@@ -48,7 +47,7 @@ def test_agent_without_the_run_directory(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_agent_with_a_node_id_that_is_taken_is_refused(tmp_path: Path) -> None:
+def test_agent_with_a_node_id_that_is_taken_is_refused(tmp_path):
     with Run(tmp_path / "r", spares=0) as run:
         run.wait_iteration(2)
         pids = read_json(run.run.node(0))
@@ -61,7 +60,7 @@ def test_agent_with_a_node_id_that_is_taken_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path: Path) -> None:
+def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path):
     with Run(tmp_path / "r") as run:
         run.wait_iteration(2)
         refused = deadpool("clean", str(run.run.path))
@@ -96,7 +95,7 @@ def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path: Path) ->
         assert "nothing" in cleanup.what_remains(run.run)
 
 
-def test_clean_removes_memory_of_a_run_whose_directory_is_gone(tmp_path: Path) -> None:
+def test_clean_removes_memory_of_a_run_whose_directory_is_gone(tmp_path):
     run = RunDirectory(tmp_path / "gone")
     run.path.mkdir()
     os.close(cleanup.claim_segments(run, "7e57907e"))

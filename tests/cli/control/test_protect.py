@@ -30,7 +30,7 @@ class Desk:
         return self.commands._what(Verb.PROTECT, wish)
 
 
-def test_what_is_not_named_stays() -> None:
+def test_what_is_not_named_stays():
     desk = Desk(4, Settings(cadence="3"))
     found = desk.ask(scheme="parity", group=2)
     assert isinstance(found, dict)
@@ -42,7 +42,7 @@ def test_what_is_not_named_stays() -> None:
     assert found["words"] == "buddy; every 5 iterations"
 
 
-def test_refused_at_once_with_the_reason() -> None:
+def test_refused_at_once_with_the_reason():
     desk = Desk(2, Settings())
     assert "1 more" in str(desk.ask(scheme="parity"))
     assert "start the run with" in str(desk.ask(scheme="recompute"))

@@ -1,7 +1,6 @@
 """``deadpool status`` and a run directory in which something is damaged or cannot be read."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,21 +8,18 @@ import deadpool_megatron
 from deadpool_megatron.cli.control import status as status_command
 from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.settings import Settings
-from tests.cli.told import CarryOut
 
 FINAL = {"exit_status": 75, "reason": "no spare\x1b[31m", "iterations": 7}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> run_files.RunDirectory:
+def run(tmp_path):
     directory = run_files.RunDirectory(tmp_path / "run")
     directory.create(run_files.RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings()))
     return directory
 
 
-def test_the_verdict_is_one_line_in_which_no_character_acts(
-    run: run_files.RunDirectory, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verdict_is_one_line_in_which_no_character_acts(run, carry_out, monkeypatch):
     status, _, err = carry_out("status", "--verdict", str(run.path))
     assert (status, "has no verdict" in err) == (2, True)
     run.final.write_text(json.dumps(FINAL))
@@ -40,9 +36,7 @@ def test_the_verdict_is_one_line_in_which_no_character_acts(
 
 
 @pytest.mark.parametrize("text", ['{"exit', "", "{}", "[]", '{"exit_status": "a"}', "[" * 100_000])
-def test_a_verdict_that_is_damaged_is_none(
-    run: run_files.RunDirectory, carry_out: CarryOut, text: str
-) -> None:
+def test_a_verdict_that_is_damaged_is_none(run, carry_out, text):
     """Not the status 1 of a training that has failed: it would end a chain of jobs."""
     run.final.write_text(text)
     for arguments in (("status", "--verdict"), ("status",), ("stop", "--wait", "5")):
@@ -52,7 +46,7 @@ def test_a_verdict_that_is_damaged_is_none(
         assert str(run.final) in err
 
 
-def test_roles_that_do_the_same_are_one_line_and_those_that_are_behind_come_first() -> None:
+def test_roles_that_do_the_same_are_one_line_and_those_that_are_behind_come_first():
     roles = {
         str(role): {"seat": [role // 8, 0, 0], "iteration": k, "section": "step", "waiting": None}
         for role in range(512)
@@ -64,7 +58,7 @@ def test_roles_that_do_the_same_are_one_line_and_those_that_are_behind_come_firs
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"world_size": 1e999}', "{}"])
-def test_a_run_that_is_damaged(run: run_files.RunDirectory, carry_out: CarryOut, text: str) -> None:
+def test_a_run_that_is_damaged(run, carry_out, text):
     (run.path / "run.json").write_text(text)
     status, out, err = carry_out("status", str(run.path))
     assert (status, out) == (2, "")
@@ -72,9 +66,7 @@ def test_a_run_that_is_damaged(run: run_files.RunDirectory, carry_out: CarryOut,
 
 
 @pytest.mark.parametrize(("version", "told"), [("9.9", ", 9.9"), (None, "")])
-def test_a_run_of_another_version_is_not_called_damaged(
-    run: run_files.RunDirectory, carry_out: CarryOut, version: str | None, told: str
-) -> None:
+def test_a_run_of_another_version_is_not_called_damaged(run, carry_out, version, told):
     values = run_files.read_json(run.path / "run.json")
     assert values.pop("version") == deadpool_megatron.__version__
     values["settings"]["warp_factor"] = 9

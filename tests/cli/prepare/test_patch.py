@@ -16,7 +16,6 @@ import pytest
 
 from deadpool_megatron.cli.prepare import patch as command
 from deadpool_megatron.hookpoints import points_of
-from tests.cli.told import CarryOut, Complain
 from tests.megatron_lm.harness.checkout import TAGS, checkout
 
 REPOSITORY = Path(__file__).parents[3]
@@ -58,7 +57,7 @@ def write_patch_set(directory: Path, before: dict[str, str] = BEFORE) -> Path:
 
 
 @pytest.fixture
-def sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sets(tmp_path, monkeypatch):
     """Where the command finds its patch sets: one, for the release in miniature."""
     root = tmp_path / "sets"
     write_patch_set(root / "v1")
@@ -67,7 +66,7 @@ def sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def tree(sets: Path) -> Path:
+def tree(sets):
     """What the patch set in ``sets`` is for."""
     return write_tree(sets.parent / "tree", {**BEFORE, "main.py": "run()"})
 
@@ -86,7 +85,7 @@ Facts = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def patch(carry_out: CarryOut) -> Patch:
+def patch(carry_out):
     """Have something done; answers what is said."""
 
     def succeed(*arguments: object) -> str:
@@ -98,7 +97,7 @@ def patch(carry_out: CarryOut) -> Patch:
 
 
 @pytest.fixture
-def refused(complain: Complain) -> Patch:
+def refused(complain):
     """The one line of a refusal, after which the tree is as it was."""
 
     def fail(action: str, root: Path) -> str:
@@ -111,7 +110,7 @@ def refused(complain: Complain) -> Patch:
 
 
 @pytest.fixture
-def facts(patch: Patch) -> Facts:
+def facts(patch):
     """:func:`patch`, as JSON."""
 
     def tell(*arguments: object) -> dict[str, Any]:
@@ -137,9 +136,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["no git", "checkout", "worktree", "below", "ignored below"])
-def test_in_and_out_again(
-    where: str, tree: Path, patch: Patch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_and_out_again(where, tree, patch, monkeypatch):
     if where in ("checkout", "worktree"):
         git(tree, "init", "-q")
         git(tree, "add", "-A")
@@ -173,9 +170,7 @@ def test_in_and_out_again(
 
 
 @pytest.mark.parametrize("done", [["pkg/one.py"], ["pkg/two.py", "three.py"]])
-def test_half_patched_is_finished_or_undone(
-    done: list[str], tree: Path, patch: Patch, facts: Facts
-) -> None:
+def test_half_patched_is_finished_or_undone(done, tree, patch, facts):
     before = contents(tree)
     for action, outcome in (("apply", "patched"), ("revert", "released")):
         for name in done:
@@ -189,7 +184,7 @@ def test_half_patched_is_finished_or_undone(
 
 
 @pytest.mark.parametrize("action", ["apply", "check", "revert"])
-def test_changes_of_the_user_are_left_alone(action: str, tree: Path, refused: Patch) -> None:
+def test_changes_of_the_user_are_left_alone(action, tree, refused):
     # One line longer, elsewhere: git apply alone would patch this.
     (tree / "three.py").write_text(BEFORE["three.py"] + "mine = 1\n")
     assert "three.py is changed" in refused(action, tree)
@@ -197,9 +192,7 @@ def test_changes_of_the_user_are_left_alone(action: str, tree: Path, refused: Pa
     assert "three.py is missing" in refused(action, tree)
 
 
-def test_files_that_are_not_patched_matter_to_apply_only(
-    tree: Path, patch: Patch, refused: Patch
-) -> None:
+def test_files_that_are_not_patched_matter_to_apply_only(tree, patch, refused):
     patch("apply", tree)
     (tree / "main.py").write_text("run(1)\n")
     for action in ("apply", "check"):
@@ -207,9 +200,7 @@ def test_files_that_are_not_patched_matter_to_apply_only(
     patch("revert", tree)
 
 
-def test_the_set_is_chosen_by_the_tree(
-    tree: Path, sets: Path, refused: Patch, facts: Facts
-) -> None:
+def test_the_set_is_chosen_by_the_tree(tree, sets, refused, facts):
     other = {name: text + "# 2\n" for name, text in BEFORE.items()}
     write_patch_set(sets / "v2", other)
     assert facts("status", tree)["tag"] == "v1"
@@ -218,9 +209,7 @@ def test_the_set_is_chosen_by_the_tree(
     assert "three.py is changed" in refused("apply", tree)
 
 
-def test_nothing_is_written_through_a_link_out_of_the_tree(
-    tree: Path, tmp_path: Path, refused: Patch
-) -> None:
+def test_nothing_is_written_through_a_link_out_of_the_tree(tree, tmp_path, refused):
     (tree / "pkg").rename(tmp_path / "elsewhere")
     (tree / "pkg").symlink_to(tmp_path / "elsewhere")
     for action in ("apply", "check"):
@@ -231,15 +220,13 @@ def test_nothing_is_written_through_a_link_out_of_the_tree(
     assert "Too many levels of symbolic links" in refused("apply", tree)
 
 
-def test_without_git(
-    tree: Path, refused: Patch, facts: Facts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_git(tree, refused, facts, monkeypatch):
     monkeypatch.setenv("PATH", str(tree))
     assert "git was not found: install it" in refused("apply", tree)
     assert facts("status", tree)["state"] == "released"
 
 
-def test_every_patch_set_is_installed() -> None:
+def test_every_patch_set_is_installed():
     with open(REPOSITORY / "pyproject.toml", "rb") as file:
         declared = tomllib.load(file)["tool"]["setuptools"]["data-files"]
     assert {name: files for name, files in declared.items() if "/patches/" in name} == {
@@ -249,7 +236,7 @@ def test_every_patch_set_is_installed() -> None:
 
 
 @pytest.fixture(params=TAGS)
-def tag(request: pytest.FixtureRequest) -> str:
+def tag(request):
     """Each supported one whose checkout is there: each has patches of its own."""
     name: str = request.param
     if checkout(name) is None:
@@ -258,7 +245,7 @@ def tag(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def megatron(tag: str, tmp_path: Path) -> Path:
+def megatron(tag, tmp_path):
     """The files that the table names, copied from the checkout."""
     source = checkout(tag)
     assert source is not None
@@ -271,9 +258,7 @@ def megatron(tag: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.megatron_lm
-def test_patches_mark_every_point_and_nothing_else(
-    tag: str, megatron: Path, patch: Patch, facts: Facts
-) -> None:
+def test_patches_mark_every_point_and_nothing_else(tag, megatron, patch, facts):
     before = contents(megatron)
     assert facts("apply", megatron)["tag"] == tag
     added = {b"from deadpool_megatron.hookpoints import hookpoint\n", b"@hookpoint\n"}

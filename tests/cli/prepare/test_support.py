@@ -12,7 +12,7 @@ from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
 @pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm
-def test_a_real_parser_gives_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_parser_gives_the_defaults(capsys):
     """Also where the table knows nothing of a name; what it takes not is refused in its words."""
     judge = ["support", "--megatron", str(checkout()), "--json", "--", "pretrain_gpt.py", *small()]
     assert cli.main([*judge, "--async-save", "--use-persistent-ckpt-worker", "--use-nccl-ub"]) == 2

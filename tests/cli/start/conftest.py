@@ -7,7 +7,7 @@ from deadpool_megatron.hookpoints import SCRIPT_VARIABLE
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[launch.Launcher]:
+def started(monkeypatch):
     """The arguments of launchers; none of them starts anything."""
     seen: list[launch.Launcher] = []
     monkeypatch.setattr(launch.Launcher, "run", lambda self: seen.append(self) or 0)

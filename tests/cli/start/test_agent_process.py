@@ -47,15 +47,11 @@ def attach(run: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator)
     ],
     ids=lambda failure: type(failure).__name__,
 )
-def test_what_passes_is_sat_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
-) -> None:
+def test_what_passes_is_sat_out(tmp_path, monkeypatch, failure):
     assert attach(tmp_path, monkeypatch, Coordinator(failure)) == 7
 
 
-def test_a_fenced_node_comes_back_though_the_file_of_domains_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fenced_node_comes_back_though_the_file_of_domains_is_away(tmp_path, monkeypatch):
     """What cuts a host off takes its file systems as well, for a moment longer."""
     table, run = tmp_path / "domains", directory.RunDirectory(tmp_path / "run")
     table.write_text("3 rack-a\n7 rack-b\n")
@@ -75,14 +71,14 @@ def test_a_fenced_node_comes_back_though_the_file_of_domains_is_away(
     assert (status, served) == (0, [(3, "rack-a"), (7, "rack-b")])
 
 
-def test_a_refusal_is_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_the_last_word(tmp_path, monkeypatch):
     coordinator = Coordinator(RequestRefused("not this one"))
     with pytest.raises(RequestRefused, match="not this one"):
         attach(tmp_path, monkeypatch, coordinator)
     assert len(coordinator.failures) == 1
 
 
-def test_a_run_that_is_over_takes_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_over_takes_nobody(tmp_path, monkeypatch):
     directory.write_json(directory.RunDirectory(tmp_path).final, {"exit_status": 0})
     coordinator = Coordinator(CommandError("cannot read journal: Input/output error"))
     with pytest.raises(CommandError, match="cannot attach: cannot read journal"):

@@ -22,7 +22,7 @@ def settings(*given: str, nccl: bool) -> Settings:
     return arguments.settings_from(parser.parse_args(given), communicator=communicator)
 
 
-def test_the_ladder_holds_for_each_device_and_the_page_says_its_numbers() -> None:
+def test_the_ladder_holds_for_each_device_and_the_page_says_its_numbers():
     table = PAGE.read_text().split("### The ladder of time limits")[1]
     rows = {name: (cpu, nccl or cpu) for name, cpu, nccl in _ROW.findall(table)}
     assert {"close", "rebuild", "hang"} <= rows.keys()
@@ -33,7 +33,7 @@ def test_the_ladder_holds_for_each_device_and_the_page_says_its_numbers() -> Non
             assert getattr(found, field) == float(values[at]), name
 
 
-def test_every_setting_stands_on_the_page() -> None:
+def test_every_setting_stands_on_the_page():
     page = PAGE.read_text().split("\n## Settings\n")[1]
     named = {name.removesuffix("-seconds") for name in re.findall(r"`([a-z-]+)`", page)}
     fields = {name.replace("_", "-").removesuffix("-seconds") for name in FIELDS}
@@ -43,7 +43,7 @@ def test_every_setting_stands_on_the_page() -> None:
 
 @pytest.mark.parametrize("nccl", [False, True])
 @pytest.mark.parametrize("times", [0.5, 20])
-def test_limits_follow_what_a_site_sets(nccl: bool, times: float) -> None:
+def test_limits_follow_what_a_site_sets(nccl, times):
     """So that none outgrows another: once, with more patience for silence alone, every node ended
     its members after a takeover."""
     usual = settings(nccl=nccl)
@@ -56,7 +56,7 @@ def test_limits_follow_what_a_site_sets(nccl: bool, times: float) -> None:
     assert settings("--deadpool-hang-seconds", "7200", nccl=nccl).first_step_seconds == 7200
 
 
-def test_a_new_coordinator_is_waited_for_as_long_as_the_old_one() -> None:
+def test_a_new_coordinator_is_waited_for_as_long_as_the_old_one():
     chosen = settings("--deadpool-node-silence-seconds", "60", nccl=False)
     fence = Fence(chosen)
     fence.heard(0.0, 1)
@@ -68,7 +68,7 @@ def test_a_new_coordinator_is_waited_for_as_long_as_the_old_one() -> None:
 
 
 @pytest.mark.parametrize("nccl", [False, True])
-def test_another_value_counts(nccl: bool) -> None:
+def test_another_value_counts(nccl):
     assert settings("--deadpool-set", "close-seconds=12", nccl=nccl).close_seconds == 12.0
     for unknown in ("closed-seconds=90", "hang-seconds=90", "dscp=high"):
         with pytest.raises(SystemExit):
@@ -80,7 +80,7 @@ LIMITS = [name for name in FIELDS if name.endswith("_seconds")]
 
 @pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e9"])
-def test_a_limit_that_no_clock_can_wait_for_is_refused(name: str, value: str) -> None:
+def test_a_limit_that_no_clock_can_wait_for_is_refused(name, value):
     """No coordinator could be started with an infinite one, and the run did not end either."""
     with pytest.raises(SettingsError, match=f"^{flag_name(name)} must be above 0 and at most"):
         Settings(**{name: float(value)})

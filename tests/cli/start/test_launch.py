@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.security.users import common_directory
 
 
 @pytest.fixture
-def slots() -> Iterator[Path]:
+def slots():
     """A slot that is in memory from before."""
     run_id = uuid.uuid4().hex[:8]
     path = run_files.segment_root(run_id) / "node0" / "own-0-0.0.0.seg"
@@ -53,13 +53,7 @@ def launcher_of(slots: Path, directory: Path, **more: Any) -> launch.Launcher:
 
 @pytest.mark.parametrize("ended_epoch", [1, 0])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_what_a_signal_leaves_in_memory(
-    slots: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-    ended_epoch: int,
-) -> None:
+def test_what_a_signal_leaves_in_memory(slots, tmp_path, monkeypatch, number, ended_epoch):
     """A run that has not trained yet, as one that is started again with a slip in its command,
     leaves what was there before it. One that has is stopped with all that it holds where it was
     told to end, not where its user or the terminal went."""
@@ -71,9 +65,7 @@ def test_what_a_signal_leaves_in_memory(
 
 
 @pytest.mark.parametrize("began", [True, False])
-def test_a_start_that_fails_does_not_cost_the_state_in_memory(
-    slots: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: bool
-) -> None:
+def test_a_start_that_fails_does_not_cost_the_state_in_memory(slots, tmp_path, monkeypatch, began):
     """As with a package that is missing in the environment in which a run is started again."""
     launcher = launcher_of(slots, tmp_path)
     if began:
@@ -90,8 +82,8 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
 
 @pytest.mark.slow
 def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capfd
+):
     settings = Settings(connect_seconds=5, spare_timeout_seconds=10)
     launcher = launcher_in(tmp_path, settings=settings)
     # After the checks, as a file system that fails when the run has begun.
@@ -104,9 +96,7 @@ def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason
     assert launcher.failure == f"agent of node 0 ends: no coordinator for 5 s: {why}"
 
 
-def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(tmp_path, monkeypatch):
     """A shell has jobs in its background ignore interrupts, and nohup the end of the session."""
     launcher = launcher_in(tmp_path)
     numbers = (signal.SIGHUP, signal.SIGINT)
@@ -127,9 +117,7 @@ def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(
     assert minded == [False, True]
 
 
-def test_a_run_whose_directory_others_could_replace_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_directory_others_could_replace_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("deadpool_megatron.cli.start.run.keep_single_threaded", lambda: None)
     monkeypatch.setattr(launch.Launcher, "run", lambda _: 0)
     script = tmp_path / "x.py"
@@ -150,7 +138,7 @@ SECONDS = 30.0
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(tmp_path, monkeypatch):
     """Launch agents that are real processes: that of node 1 ends at once, others with their
     launcher. ``look(run)`` says whether the run is over."""
     info = RunInfo(uuid.uuid4().hex[:8], 2, 2, 0, 1, ("x.py",), Settings())
@@ -176,9 +164,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 @pytest.mark.slow
-def test_a_run_directory_that_is_away_for_a_moment_ends_no_run(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_directory_that_is_away_for_a_moment_ends_no_run(start, monkeypatch):
     """As with a file handle that has become stale: nothing of the run itself waits for it."""
     away = OSError(errno.ESTALE, "Stale file handle")
     exists, unlink, refused = Path.exists, Path.unlink, {"final.json": 5, "1.json": 1}

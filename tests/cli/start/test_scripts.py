@@ -1,19 +1,16 @@
 """The module of a user, which is looked for before anything starts."""
 
 import sys
-from pathlib import Path
 
 import pytest
-
-from tests.cli.told import Complain
 
 THREADS = "OPENBLAS_NUM_THREADS"
 
 
 @pytest.mark.parametrize("subcommand", ["run", "agent"])
 def test_looking_for_the_users_module_starts_no_threads(
-    subcommand: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complain: Complain
-) -> None:
+    subcommand, tmp_path, monkeypatch, complain
+):
     """Its package may import numpy, whose OpenBLAS asks this variable, at once and never again."""
     package = tmp_path / "users_package"
     package.mkdir()

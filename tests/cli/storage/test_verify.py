@@ -15,7 +15,6 @@ from deadpool_megatron.vault.shm import slot_check as verifying
 from deadpool_megatron.vault.shm.segment import Segment, copy_name
 from deadpool_megatron.vault.shm.slot_check import Verdict, verify_segment
 from tests.cli.storage.damage import checkpoint, flip
-from tests.cli.told import CarryOut
 from tests.common import lives, statements
 from tests.vault.harness import Member, cluster, make_layout
 from tests.vault.protected import begin
@@ -27,7 +26,7 @@ Findings = Callable[[Path, int], list[dict[str, Any]]]
 
 
 @pytest.fixture
-def findings(carry_out: CarryOut) -> Findings:
+def findings(carry_out):
     """Return what is found in a directory; the command ends with this status."""
 
     def verify(directory: Path, status: int) -> list[dict[str, Any]]:
@@ -39,9 +38,7 @@ def findings(carry_out: CarryOut) -> Findings:
     return verify
 
 
-def test_a_live_node_and_one_damaged_byte(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], findings: Findings
-) -> None:
+def test_a_live_node_and_one_damaged_byte(tmp_path, capsys, findings):
     with cluster(tmp_path, 2) as running:
         begin(running, {role: make_layout(role, peers=(0, 1)) for role in range(2)}, last=2)
         good = findings(running.shm, 0)
@@ -64,7 +61,7 @@ def test_a_live_node_and_one_damaged_byte(
         assert findings(tmp_path / "dump", 1)
 
 
-def test_a_run_that_goes_on_is_not_disturbed(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_not_disturbed(tmp_path):
     with cluster(tmp_path, 2) as running:
         running.open(running.record(1))
         layout = make_layout(0, nbytes=1 << 20, peers=(0, 1))
@@ -89,9 +86,7 @@ def test_a_run_that_goes_on_is_not_disturbed(tmp_path: Path) -> None:
         assert Verdict.BAD not in seen
 
 
-def test_a_slot_that_is_overwritten_while_it_is_hashed_is_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slot_that_is_overwritten_while_it_is_hashed_is_busy(tmp_path, monkeypatch):
     monkeypatch.setattr(verifying, "_PIECE_BYTES", 4096)
     layout = make_layout(3)
     segment = Segment.create(tmp_path / copy_name(3), layout, None, ["shard"])
@@ -114,7 +109,7 @@ def test_a_slot_that_is_overwritten_while_it_is_hashed_is_busy(
 
 
 @pytest.mark.parametrize("moment", ["before", "within"])
-def test_a_checkpoint_that_a_run_prunes_meanwhile_is_not_bad(tmp_path: Path, moment: str) -> None:
+def test_a_checkpoint_that_a_run_prunes_meanwhile_is_not_bad(tmp_path, moment):
     data = checkpoint(tmp_path / "iter_1")
 
     def prune(_: int) -> None:
@@ -128,5 +123,5 @@ def test_a_checkpoint_that_a_run_prunes_meanwhile_is_not_bad(tmp_path: Path, mom
     assert len(found) == (0 if moment == "before" else 2)
 
 
-def test_damage_is_found_and_named_as_before(tmp_path: Path) -> None:
+def test_damage_is_found_and_named_as_before(tmp_path):
     lives.compare(Path(__file__).parent / "calls" / "verify.txt", statements.live, tmp_path)

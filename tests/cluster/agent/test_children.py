@@ -101,7 +101,7 @@ def in_no_time(life: Coroutine[Any, Any, T]) -> T:
 
 
 @pytest.fixture
-def info() -> RunInfo:
+def info():
     return RunInfo(
         run_id=f"keeper-{os.getpid()}",
         world_size=1,
@@ -121,7 +121,7 @@ def options_of(run: RunDirectory, info: RunInfo) -> AgentOptions:
 
 
 @pytest.fixture
-def keeper(tmp_path: Path, info: RunInfo) -> Iterator[VaultSupervisor]:
+def keeper(tmp_path, info):
     run, segments = RunDirectory(tmp_path / "run"), tmp_path / "segments"
     run.create(info)
     segments.mkdir()
@@ -169,7 +169,7 @@ def examiner(
 
 
 @pytest.fixture
-def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def segments(tmp_path, monkeypatch):
     monkeypatch.setattr(AgentOptions, "segments", property(lambda _: tmp_path))
     return tmp_path
 
@@ -178,8 +178,8 @@ def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("seat", "health", "looks"), [(1, "", True), (0, "", False), (0, "check_node", True)]
 )
 async def test_a_spare_looks_again_a_node_that_trains_only_at_its_health(
-    seat: int, health: str, looks: bool, segments: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    seat, health, looks, segments, monkeypatch
+):
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
     made, sent = examiner(segments, seat, settings=Settings(health_command=health))
     looked = 0
@@ -197,7 +197,7 @@ async def test_a_spare_looks_again_a_node_that_trains_only_at_its_health(
     assert sent == []
 
 
-def test_facts_are_read_by_a_process_of_its_own(segments: Path) -> None:
+def test_facts_are_read_by_a_process_of_its_own(segments):
     made, sent = examiner(segments, 1, "deadpool_megatron", "check", "--json")
     asyncio.run(made.look())
     assert sent[0]["t"] == "facts"
@@ -221,7 +221,7 @@ def talking(directory: Path, reports: Any) -> Iterator[tuple[Member, socket.sock
     theirs.close()
 
 
-async def test_who_left_an_older_epoch_is_waited_for(tmp_path: Path) -> None:
+async def test_who_left_an_older_epoch_is_waited_for(tmp_path):
     """What a member has said of that, late or twice, says nothing of the one that is closed now."""
     told: list[Any] = []
     reports = SimpleNamespace(member_reported=lambda member, message: told.append(message))

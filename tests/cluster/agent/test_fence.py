@@ -23,7 +23,7 @@ INTERVALS = st.lists(
 )
 
 
-def test_numbers_of_the_default_settings() -> None:
+def test_numbers_of_the_default_settings():
     rhythm = HeartbeatTiming.of(SETTINGS)
     assert (rhythm.beat, rhythm.gap, rhythm.stall) == (0.5, 1.0, 2.0)
     for chosen in (SETTINGS, DEFAULTS):
@@ -33,7 +33,7 @@ def test_numbers_of_the_default_settings() -> None:
     assert DEFAULTS.node_silence_seconds + TICK < 5.0, "a powered-off host is noticed in 5 s"
 
 
-def test_a_dead_coordinator_ends_nobody() -> None:
+def test_a_dead_coordinator_ends_nobody():
     fence = Fence(SETTINGS)
     fence.heard(0.0, 1)
     for half_second in range(400):
@@ -144,19 +144,15 @@ class World:
 @settings(max_examples=100)
 @given(INTERVALS, INTERVALS, INTERVALS, INTERVALS, st.floats(0, 80))
 def test_a_node_is_stopped_before_its_roles_are_given_away(
-    cut: list[tuple[float, float]],
-    stopped: list[tuple[float, float]],
-    unwritable: list[tuple[float, float]],
-    unreadable: list[tuple[float, float]],
-    taken_over_at: float,
-) -> None:
+    cut, stopped, unwritable, unreadable, taken_over_at
+):
     for chosen in (SETTINGS, DEFAULTS):
         World(cut, stopped, unwritable, unreadable, settings=chosen).run(100.0)
         World(cut, stopped, unwritable, unreadable, taken_over_at, chosen).run(120.0)
 
 
 @given(st.floats(0, 4.9), st.floats(1, 20))
-def test_a_short_cut_costs_nothing(seconds: float, begin: float) -> None:
+def test_a_short_cut_costs_nothing(seconds, begin):
     world = World([(begin, begin + seconds)], [], [], [])
     world.run(60.0)
     assert world.fenced_at is None

@@ -4,7 +4,6 @@ import asyncio
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 
 from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
-from deadpool_megatron.cluster.agent.vault_process import VaultSupervisor
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
@@ -37,9 +35,7 @@ class Stuck(Watch):
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(communicator="nccl")])
-def test_everything_hangs_and_has_to_be_killed(
-    keeper: VaultSupervisor, info: RunInfo, monkeypatch: pytest.MonkeyPatch, settings: Settings
-) -> None:
+def test_everything_hangs_and_has_to_be_killed(keeper, info, monkeypatch, settings):
     """The vault at its close, and each one after it when it is asked what it holds."""
     worst_seconds = settings.close_seconds + 7 * settings.stage_seconds
     assert worst_seconds < settings.gather_seconds
@@ -81,7 +77,7 @@ def test_everything_hangs_and_has_to_be_killed(
     assert 0.9 * worst_seconds < took < settings.gather_seconds
 
 
-async def test_a_run_directory_that_hangs_does_not_hold_the_agent_up(tmp_path: Path) -> None:
+async def test_a_run_directory_that_hangs_does_not_hold_the_agent_up(tmp_path):
     run = RunDirectory(tmp_path)
     os.mkfifo(run.coordinator)
     address = CoordinatorAddress(run, None, seen=lambda: None)
@@ -96,7 +92,7 @@ async def test_a_run_directory_that_hangs_does_not_hold_the_agent_up(tmp_path: P
     await until(lambda: address.newest() == ("here", 7))
 
 
-async def test_the_newest_that_is_known_counts(tmp_path: Path) -> None:
+async def test_the_newest_that_is_known_counts(tmp_path):
     run = RunDirectory(tmp_path)
     seen: list[tuple[str, int]] = []
     fixed = ("fixed", 1)

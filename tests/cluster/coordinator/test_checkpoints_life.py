@@ -137,5 +137,5 @@ def live(script: Sequence[str], options: dict[str, Any], directory: Path) -> lis
         return Life(directory, patch, **given).live(script)
 
 
-def test_a_life_is_as_it_was_before(tmp_path: Path) -> None:
+def test_a_life_is_as_it_was_before(tmp_path):
     lives.compare(PATH, live, tmp_path)

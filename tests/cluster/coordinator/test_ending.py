@@ -92,12 +92,8 @@ def lines(directory: Path) -> str:
     [(True, 10.0, False), (False, 0.3, False), (False, 10.0, True)],
 )
 def test_the_end_waits_for_what_is_being_made_valid(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    becomes_valid: bool,
-    limit_seconds: float,
-    stops: bool,
-) -> None:
+    tmp_path, monkeypatch, becomes_valid, limit_seconds, stops
+):
     """For so long as it says, and as its user wants."""
     saves, removes, left = {(1, 20)}, list[bool](), list[int]()
 
@@ -122,8 +118,8 @@ def test_the_end_waits_for_what_is_being_made_valid(
 
 @pytest.mark.parametrize(("is_loaded", "status"), [(False, 75), (True, 1)])
 def test_what_the_program_has_loaded_is_nothing_that_an_early_end_has_come_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loaded: bool, status: int
-) -> None:
+    tmp_path, monkeypatch, is_loaded, status
+):
     """Else a chain of jobs would begin with it each time, and each would say that all is well."""
     ends, write = list[int](), run_files.RunFiles.write_result
 
@@ -146,8 +142,8 @@ def test_what_the_program_has_loaded_is_nothing_that_an_early_end_has_come_to(
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_result_that_cannot_be_written_ends_the_run_in_one_clear_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], hangs: bool
-) -> None:
+    tmp_path, monkeypatch, capfd, hangs
+):
     release, removes = threading.Event(), list[bool]()
 
     def broken() -> None:

@@ -2,10 +2,7 @@
 
 import asyncio
 import errno
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from deadpool_megatron.cluster.coordinator import files as run_files
 from deadpool_megatron.cluster.coordinator.files import EventWriter, RunFiles
@@ -16,9 +13,7 @@ from deadpool_megatron.settings import Settings
 from tests.common.waiting import wait_for
 
 
-async def test_a_cleaner_that_takes_the_run_file_does_not_hide_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cleaner_that_takes_the_run_file_does_not_hide_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_files, "_PAUSE_SECONDS", 0.01)
     run = RunDirectory(tmp_path / "run")
     whole = RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings())
@@ -55,7 +50,7 @@ class Disk:
         """Nothing is open."""
 
 
-def test_events_that_wait_are_shown_until_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_wait_are_shown_until_they_are_written(monkeypatch):
     """Twice; the second time not with those of the first."""
     monkeypatch.setattr(run_files, "_RETRY_SECONDS", 0.01)
     disk: Any = Disk()

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
@@ -18,13 +17,13 @@ class Circle:
 
 
 @pytest.fixture
-def search() -> Iterator[GarbageSearch]:
+def search():
     yield GarbageSearch(0.0)
     gc.unfreeze()
     gc.enable()
 
 
-def test_what_is_new_and_unused_is_freed_with_the_next_tick(search: GarbageSearch) -> None:
+def test_what_is_new_and_unused_is_freed_with_the_next_tick(search):
     search.tick(1.0)
     circle = weakref.ref(Circle())
     assert circle() is not None
@@ -32,7 +31,7 @@ def test_what_is_new_and_unused_is_freed_with_the_next_tick(search: GarbageSearc
     assert circle() is None
 
 
-def test_what_was_in_use_when_it_was_new_is_freed_within_the_hour(search: GarbageSearch) -> None:
+def test_what_was_in_use_when_it_was_new_is_freed_within_the_hour(search):
     gc.freeze()  # what the tests before this one have left
     circle = Circle()
     seen = weakref.ref(circle)
@@ -44,9 +43,7 @@ def test_what_was_in_use_when_it_was_new_is_freed_within_the_hour(search: Garbag
     assert seen() is None
 
 
-def test_objects_of_all_roles_are_never_looked_through(
-    search: GarbageSearch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_of_all_roles_are_never_looked_through(search, monkeypatch):
     monkeypatch.setattr(garbage, "_MAX_NEW_OBJECTS", 1000)
     search.tick(1.0)
     inventories = [[number] for number in range(2000)]

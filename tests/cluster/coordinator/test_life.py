@@ -10,7 +10,6 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -252,11 +251,7 @@ def done(role: int, epoch: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("life", [live, asked])
-def test_a_life_is_as_it_was_before(
-    life: Callable[[Coordinator, Path], Coroutine[Any, Any, list[str]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_life_is_as_it_was_before(life, tmp_path, monkeypatch):
     monkeypatch.setattr(service, "end_process", lambda error: pytest.fail(repr(error)))
     monkeypatch.setattr(commands, "_KILL_SECONDS", 0.0)
     monkeypatch.setattr(commands, "_STATUS_SECONDS", 60.0)

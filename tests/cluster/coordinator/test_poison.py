@@ -1,7 +1,7 @@
 """Reports that make the coordinator's own code raise: refused and counted, and nothing ends."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,7 @@ def hear(directory: Path, scenario: Callable[[Coordinator, AgentPeer], None]) ->
     ],
     ids=lambda message: str(message)[:60],
 )
-def test_report_that_cannot_be_used_ends_nothing(
-    tmp_path: Path, message: Mapping[str, Any]
-) -> None:
+def test_report_that_cannot_be_used_ends_nothing(tmp_path, message):
     def scenario(one: Coordinator, peer: AgentPeer) -> None:
         deliver(one.peers, peer, {**message, "n": 1})
 
@@ -61,8 +59,8 @@ def test_report_that_cannot_be_used_ends_nothing(
 
 
 def test_report_that_the_machine_fails_at_is_refused_and_ends_this_coordinator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """Its state may be half changed; the successor is not told it again, and reads the journal."""
     ended, handled = list[BaseException](), list[inputs.Input]()
     monkeypatch.setattr(stepping, "_REFUSAL_SECONDS", 0.02)
@@ -84,9 +82,7 @@ def test_report_that_the_machine_fails_at_is_refused_and_ends_this_coordinator(
 
 
 @pytest.mark.parametrize(("loss", "is_told"), [("nan", True), ((1.5).hex(), False)])
-def test_a_loss_that_is_not_finite_is_told_the_machine_however_late(
-    tmp_path: Path, loss: str, is_told: bool
-) -> None:
+def test_a_loss_that_is_not_finite_is_told_the_machine_however_late(tmp_path, loss, is_told):
     """The epoch was closed, and its iteration kept; all that goes on from it is bad."""
     rig = Rig().run(4)
     rig.feed(killed(rig, 0))

@@ -131,5 +131,5 @@ def live(script: Sequence[str], options: dict[str, Any], directory: Path) -> lis
         return World(directory, patch, **options).live(script)
 
 
-def test_a_life_is_as_it_was_before(tmp_path: Path) -> None:
+def test_a_life_is_as_it_was_before(tmp_path):
     lives.compare(PATH, live, tmp_path)

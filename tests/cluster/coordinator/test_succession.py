@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ _RHYTHM = HeartbeatTiming(beat=0.01, gap=0.02, stall=0.04, alone=0.04)
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
+def journal(tmp_path):
     made = Journal(tmp_path / "journal")
     claim_term(made, 1, "127.0.0.1", 1, 0)
     return made
@@ -74,9 +73,7 @@ def moving(journal: Journal) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("told_by", ["entry", "sign"])
-def test_a_look_does_not_grow_with_the_journal(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch, told_by: str
-) -> None:
+def test_a_look_does_not_grow_with_the_journal(journal, monkeypatch, told_by):
     """Nothing is listed; a newer term is found all the same, even if its sign was not written, or
     if this host has noted for a while that there is no such entry.
     """
@@ -97,7 +94,7 @@ def test_a_look_does_not_grow_with_the_journal(
 
 
 @pytest.mark.usefixtures("pipes_hang")
-def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path: Path) -> None:
+def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path):
     run, journal = RunDirectory(tmp_path), Journal(tmp_path / "journal")
     os.mkfifo(run.latest)
     durable = TimedRead(partial(succession.valid_checkpoints, run))

@@ -194,5 +194,5 @@ def live(script: Sequence[str], _: dict[str, Any], directory: Path) -> list[str]
         return Whole(directory, patch).live(script)
 
 
-def test_a_life_is_as_it_was_before(tmp_path: Path) -> None:
+def test_a_life_is_as_it_was_before(tmp_path):
     lives.compare(PATH, live, tmp_path)

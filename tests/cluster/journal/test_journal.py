@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,13 +14,13 @@ Opener = Callable[[], Journal]
 
 
 @pytest.fixture
-def opener(tmp_path: Path) -> Opener:
+def opener(tmp_path):
     """Opens the same journal each time, as other processes do."""
     return lambda: Journal(tmp_path / "journal")
 
 
 @pytest.mark.parametrize("number", [-1, journals.MOST_NUMBER + 1])
-def test_a_number_that_fits_into_no_name_is_not_written(opener: Opener, number: int) -> None:
+def test_a_number_that_fits_into_no_name_is_not_written(opener, number):
     """With an entry of such a name nothing in the journal could be read any more."""
     with pytest.raises(journals.JournalError, match=f"between 0 and 99999999, not {number}"):
         opener().write("gone", number, {"cause": "left"})
@@ -34,7 +33,7 @@ def test_a_number_that_fits_into_no_name_is_not_written(opener: Opener, number: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [10, 8 << 20])
-def test_an_entry_may_be_large(opener: Opener, nbytes: int) -> None:
+def test_an_entry_may_be_large(opener, nbytes):
     entry = {"text": os.urandom(nbytes // 2).hex()}  # hardly to be compressed below half
     opener().write("epoch", 1, entry)
     assert opener().newest("epoch") == (1, entry)
@@ -44,9 +43,7 @@ def test_an_entry_may_be_large(opener: Opener, nbytes: int) -> None:
     assert opener().entries("epoch") == {1: entry}
 
 
-def test_own_success_reported_as_eexist_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_success_reported_as_eexist_counts(tmp_path, monkeypatch):
     real = os.link
 
     def link_and_lose_the_answer(source: Any, target: Any) -> None:
@@ -59,9 +56,7 @@ def test_own_success_reported_as_eexist_counts(
     assert journal.entries("epoch") == {1: {"a": 1}}
 
 
-def test_full_disk_is_an_error_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(journals.JournalError, match="No space left"):
         Journal(tmp_path).write("epoch", 1, {})
@@ -69,13 +64,13 @@ def test_full_disk_is_an_error_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("content", ["", '{"a": 1', "[]", "\x00"])
-def test_damaged_entry_is_named(tmp_path: Path, content: str) -> None:
+def test_damaged_entry_is_named(tmp_path, content):
     (tmp_path / "epoch-00000003.json").write_text(content)
     with pytest.raises(journals.JournalError, match=r"epoch-00000003\.json is damaged"):
         Journal(tmp_path).entries("epoch")
 
 
-def test_foreign_file_is_named_and_temporary_ones_are_skipped(tmp_path: Path) -> None:
+def test_foreign_file_is_named_and_temporary_ones_are_skipped(tmp_path):
     (tmp_path / ".epoch-00000001.json.77.ab").write_text("half")
     assert Journal(tmp_path).entries("epoch") == {}
     (tmp_path / "notes.txt").write_text("")
@@ -83,7 +78,7 @@ def test_foreign_file_is_named_and_temporary_ones_are_skipped(tmp_path: Path) ->
         Journal(tmp_path).entries("epoch")
 
 
-def test_file_system_that_is_gone_is_reported_as_trouble_of_the_journal(tmp_path: Path) -> None:
+def test_file_system_that_is_gone_is_reported_as_trouble_of_the_journal(tmp_path):
     journal = Journal(tmp_path / "journal")
     (tmp_path / "journal").rmdir()
     (tmp_path / "journal").touch()  # every use of the directory fails now, cleaning up too

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def outcomes(what: str, directory: Path) -> dict[str, int]:
     return found
 
 
-def test_a_writer_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_path):
     found = outcomes("journal", tmp_path)
     assert found.keys() == {"absent", "whole"}
     assert found["whole"] > 2, "also after it has its name, and before it is known to be durable"
@@ -40,9 +40,7 @@ def test_a_writer_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_path: Path
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_coordinator_killed_at_any_line_of_a_decision_announces_only_what_is_durable(
-    tmp_path: Path,
-) -> None:
+def test_a_coordinator_killed_at_any_line_of_a_decision_announces_only_what_is_durable(tmp_path):
     """The next one finds the epoch or decides it anew, also when only one agent has heard of it."""
     found = outcomes("coordinator", tmp_path)
     assert found.keys() == {"absent, 0 told", *(f"whole, {told} told" for told in range(3))}
@@ -96,7 +94,7 @@ _CALLS = ("open", "link", "stat")
 
 
 @pytest.fixture
-def paused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Schedule]]:
+def paused(monkeypatch):
     """The schedule in the list is asked before each file-system call."""
     current: list[Schedule] = []
 
@@ -116,7 +114,7 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Schedule]]:
     current.clear()
 
 
-def test_two_writers_in_every_order_of_their_calls(tmp_path: Path, paused: list[Schedule]) -> None:
+def test_two_writers_in_every_order_of_their_calls(tmp_path, paused):
     """Exactly one wins, the other is told so, and a reader at any moment sees all of it or none."""
     waiting: list[list[int]] = [[]]
     tried = 0

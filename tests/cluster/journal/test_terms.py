@@ -15,7 +15,7 @@ from deadpool_megatron.settings import Settings
 RHYTHM = terms.HeartbeatTiming(beat=0.5, gap=1.0, stall=2.0, alone=2.0)
 
 
-def test_a_newer_term_is_seen_by_its_entry_and_by_its_sign(tmp_path: Path) -> None:
+def test_a_newer_term_is_seen_by_its_entry_and_by_its_sign(tmp_path):
     """Whichever comes first: a host may have noted that there is no entry of that name."""
     journal = Journal(tmp_path)
     claim_term(journal, 1, "10.0.0.4", 2000, 4)
@@ -43,7 +43,7 @@ def record(training: int, spares: int) -> EpochRecord:
     return EpochRecord(3, seats, nodes, Restore("initial", Generation(0, 0)))
 
 
-def test_spares_claim_before_nodes_that_train() -> None:
+def test_spares_claim_before_nodes_that_train():
     known = record(training=3, spares=2)
     order = sorted(range(6), key=lambda node: claim_order(known, 3, 2, node))
     assert order == [4, 3, 2, 1, 0, 5]
@@ -55,13 +55,13 @@ def test_spares_claim_before_nodes_that_train() -> None:
     assert claim_order(swapped, 3, 2, 0) == 0
 
 
-def test_before_the_first_record_spares_get_time_to_start() -> None:
+def test_before_the_first_record_spares_get_time_to_start():
     assert [claim_order(None, 2, 2, node) for node in range(4)] == [13, 12, 1, 0]
     assert [claim_order(None, 2, 0, node) for node in range(2)] == [1, 0]
     assert claim_order(None, 2, 1, 9) == 0, "it has come later"
 
 
-def test_silence_is_waited_for_unless_nobody_listens() -> None:
+def test_silence_is_waited_for_unless_nobody_listens():
     succession = terms.Succession(RHYTHM, 3.0, now=0.0)
     succession.look(1, "1 1", 5.0, 5.0)
     succession.look(1, "1 1", 6.0, 6.0)
@@ -75,7 +75,7 @@ def test_silence_is_waited_for_unless_nobody_listens() -> None:
     assert succession.may_claim(1, refused=False, now=10.0)
 
 
-def test_another_claim_or_sign_of_life_starts_the_clock_anew() -> None:
+def test_another_claim_or_sign_of_life_starts_the_clock_anew():
     succession = terms.Succession(RHYTHM, 3.0, now=0.0)
     succession.look(1, "1 1", 0.0, 0.0)
     succession.look(2, "1 1", 2.9, 2.9)
@@ -84,7 +84,7 @@ def test_another_claim_or_sign_of_life_starts_the_clock_anew() -> None:
     assert not succession.may_claim(0, refused=False, now=7.3)
 
 
-def test_coordinator_that_is_alone_is_taken_for_gone_before_anybody_is_fenced() -> None:
+def test_coordinator_that_is_alone_is_taken_for_gone_before_anybody_is_fenced():
     settings = Settings()
     rhythm = terms.HeartbeatTiming.of(settings)
     assert rhythm.alone + rhythm.beat + rhythm.stall + rhythm.beat < settings.fence_seconds
@@ -104,8 +104,8 @@ class SlowJournal(Journal):
 
 @pytest.mark.parametrize(("seconds", "gaps"), [([0.1, 60.0, 0.1], [160.1]), ([0.1, 0.9, 0.1], [])])
 async def test_a_coordinator_whose_journal_hung_trusts_no_silence_of_that_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: list[float], gaps: list[float]
-) -> None:
+    tmp_path, monkeypatch, seconds, gaps
+):
     clock, found, newer = [100.0], list[float](), list[str]()
     monkeypatch.setattr(terms, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     journal = SlowJournal(tmp_path, clock, seconds)

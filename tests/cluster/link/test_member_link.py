@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,7 +61,7 @@ class Agent:
 
 
 @pytest.fixture
-def agent() -> Iterator[Agent]:
+def agent():
     agent = Agent()
     yield agent
     agent.link.close()
@@ -69,7 +69,7 @@ def agent() -> Iterator[Agent]:
 
 
 @pytest.mark.slow
-def test_close_interrupts_and_a_newer_record_takes_it_back(agent: Agent) -> None:
+def test_close_interrupts_and_a_newer_record_takes_it_back(agent):
     agent.start()
     agent.order({"t": "record", "record": record(1)})
     assert agent.link.wait_record(0, SECONDS).epoch == 1
@@ -88,7 +88,7 @@ def test_close_interrupts_and_a_newer_record_takes_it_back(agent: Agent) -> None
     assert agent.calls == [("close", 1, "node 1: gone")]
 
 
-def test_stop_ends_a_wait_and_interrupts(agent: Agent) -> None:
+def test_stop_ends_a_wait_and_interrupts(agent):
     agent.start()
     found: list[str] = []
 
@@ -126,9 +126,7 @@ PAUSES = {"t": "pause", "iteration": 12, "epoch": 1}
     ],
     ids=["in-time", "early", "closed", "late", "close-twice", "late-close"],
 )
-def test_orders_reach_their_handlers_in_their_epoch(
-    agent: Agent, orders: list[dict[str, Any]], calls: list[tuple[Any, ...]]
-) -> None:
+def test_orders_reach_their_handlers_in_their_epoch(agent, orders, calls):
     agent.start()
     for order in orders:
         framing.send(agent.socket, order)
@@ -136,7 +134,7 @@ def test_orders_reach_their_handlers_in_their_epoch(
     assert agent.calls == [*calls, ("durable", 10)]
 
 
-def test_broken_status_is_reported_once_and_beats_go_on(agent: Agent) -> None:
+def test_broken_status_is_reported_once_and_beats_go_on(agent):
     agent.start()
     agent.expect("beat")
     handlers = Handlers(*(lambda *_: None for _ in range(2)), status=lambda: {}["no such key"])
@@ -145,7 +143,7 @@ def test_broken_status_is_reported_once_and_beats_go_on(agent: Agent) -> None:
     assert agent.expect("beat")["section"] == "unknown"
 
 
-def test_sending_never_blocks_and_keeps_the_order(agent: Agent) -> None:
+def test_sending_never_blocks_and_keeps_the_order(agent):
     agent.start()
     text = "x" * 5000
     for number in range(500):
@@ -156,7 +154,7 @@ def test_sending_never_blocks_and_keeps_the_order(agent: Agent) -> None:
     assert agent.link.flush(SECONDS)
 
 
-def test_member_without_agent_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_without_agent_says_how_to_start(monkeypatch):
     monkeypatch.delenv(member_place.VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match="deadpool run"):
         MemberLink.from_environment()
@@ -176,7 +174,7 @@ class Line:
 
 
 @pytest.fixture
-def line() -> Line:
+def line():
     return Line()
 
 
@@ -203,7 +201,7 @@ def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
     return result
 
 
-def test_a_value_is_waited_for_and_its_folder_is_asked_for_once(line: Line) -> None:
+def test_a_value_is_waited_for_and_its_folder_is_asked_for_once(line):
     result = in_thread(lambda: line.store.get(3, "world/1", SECONDS))
     assert line.asked.wait(SECONDS)
     line.store.take(rendezvous.pack(3, {"world/0": "AA==", "world/1": "AQ=="}))
@@ -213,7 +211,7 @@ def test_a_value_is_waited_for_and_its_folder_is_asked_for_once(line: Line) -> N
     assert line.sent == [rendezvous.pack(3, {}, ["world"])]
 
 
-def test_a_close_ends_a_wait_at_once_and_the_epoch_for_ever(line: Line) -> None:
+def test_a_close_ends_a_wait_at_once_and_the_epoch_for_ever(line):
     result = in_thread(lambda: line.store.wait(3, ["world/1"], 10 * SECONDS))
     assert line.asked.wait(SECONDS)
     line.store.close(3)
@@ -227,7 +225,7 @@ def test_a_close_ends_a_wait_at_once_and_the_epoch_for_ever(line: Line) -> None:
     assert [message["epoch"] for message in line.sent] == [3, 4]
 
 
-def test_what_is_too_large_is_refused_and_what_nobody_wrote_is_named(line: Line) -> None:
+def test_what_is_too_large_is_refused_and_what_nobody_wrote_is_named(line):
     for key, value in (("key", bytes(rendezvous.MAXIMUM_VALUE_BYTES + 1)), ("k" * 600, b"")):
         with pytest.raises(rendezvous.StoreError, match="over the limit"):
             line.store.set(3, key, value)

@@ -110,7 +110,7 @@ async def connect(address: tuple[str, int]) -> tuple[asyncio.StreamReader, async
     return reader, writer
 
 
-def test_command_and_unknown_first_message() -> None:
+def test_command_and_unknown_first_message():
     async def scenario(events: Events, address: tuple[str, int]) -> None:
         reader, writer = await connect(address)
         writer.write(framing.encode({"t": "control", "command": "status"}))
@@ -122,7 +122,7 @@ def test_command_and_unknown_first_message() -> None:
     assert "unknown first message 'shell'" in serve(scenario).refusals[0]
 
 
-def test_second_agent_of_a_node_is_refused_but_the_same_one_may_reconnect() -> None:
+def test_second_agent_of_a_node_is_refused_but_the_same_one_may_reconnect():
     async def scenario(events: Events, address: tuple[str, int]) -> None:
         _, first = await connect(address)
         first.write(framing.encode(join(3, boot="a")))

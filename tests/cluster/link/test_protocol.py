@@ -17,14 +17,14 @@ JOIN = {
 }
 
 
-def test_the_fault_of_a_member_names_its_operation_and_group() -> None:
+def test_the_fault_of_a_member_names_its_operation_and_group():
     fault = {"t": "fault", "epoch": 3, "group": "dp", "operation": "all_reduce", "text": "reset"}
     message = {"t": "member", "slot": 1, "incarnation": 2, "m": fault}
     expected = inputs.MemberFault(7, 1, 2, 3, "all_reduce in group dp: reset")
     assert protocol.from_agent(7, message) == expected
 
 
-def test_the_seconds_without_a_copy_are_those_of_a_phase() -> None:
+def test_the_seconds_without_a_copy_are_those_of_a_phase():
     exposed = Event(Kind.EXPOSED, 2, data={"seconds": 0.5})
     expected = inputs.PhaseReported(2, "reprotect", 0.5, exposed=0.5)
     assert protocol.report_of(exposed)["t"] == "progress"
@@ -32,7 +32,7 @@ def test_the_seconds_without_a_copy_are_those_of_a_phase() -> None:
 
 
 @pytest.mark.parametrize("node", [-1, 100_000_000, 1 << 64])
-def test_a_node_whose_loss_could_not_be_noted_does_not_join(node: int) -> None:
+def test_a_node_whose_loss_could_not_be_noted_does_not_join(node):
     """The journal has names of eight digits, and is unreadable with one of another form."""
     with pytest.raises(ValueError, match="between 0 and 99999999"):
         protocol.join({**JOIN, "node": node})

@@ -45,7 +45,7 @@ def begin(link: CoordinatorLink, contact: Contact) -> asyncio.Task[None]:
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_a_connection_that_was_replaced_is_obeyed_no_more(turns: int) -> None:
+async def test_a_connection_that_was_replaced_is_obeyed_no_more(turns):
     """Whenever the last bytes of it come: its orders would be taken for those of the next one."""
     obeyed: list[Mapping[str, Any]] = []
     link = made(lambda: ("h", 1), obeyed)
@@ -65,9 +65,7 @@ async def test_a_connection_that_was_replaced_is_obeyed_no_more(turns: int) -> N
 
 
 @pytest.mark.parametrize("terms", [(1, 1), (2, 1)])
-def test_a_greeting_that_is_late_brings_no_order_twice_and_no_old_term(
-    terms: tuple[int, int],
-) -> None:
+def test_a_greeting_that_is_late_brings_no_order_twice_and_no_old_term(terms):
     """It was made before the order came on the connection that it replaces."""
     obeyed: list[Mapping[str, Any]] = []
 
@@ -118,9 +116,7 @@ class Proxy:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_an_altered_record_costs_a_connection_and_no_node(
-    monkeypatch: pytest.MonkeyPatch, direction: str
-) -> None:
+def test_an_altered_record_costs_a_connection_and_no_node(monkeypatch, direction):
     monkeypatch.setenv(TRANSLATED, "1")
 
     async def scenario(events: Events, address: tuple[str, int]) -> None:
@@ -148,7 +144,7 @@ def test_an_altered_record_costs_a_connection_and_no_node(
     assert events.said == ["while it happens"]
 
 
-def test_a_greeting_that_was_left_says_nothing_any_more() -> None:
+def test_a_greeting_that_was_left_says_nothing_any_more():
     """Whatever it waits for then: the coordinator would take it for the agent's newest."""
     said: list[None] = []
 
@@ -170,7 +166,7 @@ def test_a_greeting_that_was_left_says_nothing_any_more() -> None:
     serve(scenario)
 
 
-def test_nothing_comes_to_an_agent_before_its_welcome() -> None:
+def test_nothing_comes_to_an_agent_before_its_welcome():
     async def scenario(events: Events, address: tuple[str, int]) -> None:
         events.is_slow = True
         reader, writer = await connect(address)
@@ -228,7 +224,7 @@ def before_doors(scenario: Callable[[Line, Doors], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("has_session", [True, False])
-def test_an_agent_keeps_its_place_in_a_queue(has_session: bool) -> None:
+def test_an_agent_keeps_its_place_in_a_queue(has_session):
     """Whoever comes again goes to its end, and would never get in where it is long."""
 
     async def scenario(line: Line, doors: Doors) -> None:
@@ -246,7 +242,7 @@ def test_an_agent_keeps_its_place_in_a_queue(has_session: bool) -> None:
     before_doors(scenario)
 
 
-def test_a_greeting_whose_network_was_cut_holds_up_no_other() -> None:
+def test_a_greeting_whose_network_was_cut_holds_up_no_other():
     async def scenario(line: Line, doors: Doors) -> None:
         await beginning(line)
         doors.are_slow(1, chain([NEVER_SECONDS], repeat(0.0)))
@@ -258,7 +254,7 @@ def test_a_greeting_whose_network_was_cut_holds_up_no_other() -> None:
     before_doors(scenario)
 
 
-def test_a_coordinator_that_never_answers_is_given_up() -> None:
+def test_a_coordinator_that_never_answers_is_given_up():
     async def scenario(line: Line, doors: Doors) -> None:
         await beginning(line)
         doors.are_slow(1, repeat(NEVER_SECONDS))

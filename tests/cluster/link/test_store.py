@@ -86,9 +86,7 @@ GROUPS = ([0, 1, 2, 3, 4, 5], [0, 1], [1, 2], [3, 5])
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5)), max_size=60))
-def test_everybody_gets_every_value_whatever_is_cut_and_whoever_coordinates(
-    moves: list[tuple[int, int]],
-) -> None:
+def test_everybody_gets_every_value_whatever_is_cut_and_whoever_coordinates(moves):
     asyncio.run(_play(moves))
 
 

@@ -7,7 +7,6 @@ read like that of any other file.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -284,5 +283,5 @@ def time_alone_ends_waits() -> Told:
         time_alone_ends_waits,
     ],
 )
-def test_a_life_is_told_as_it_was_before(live: Callable[[], Told]) -> None:
+def test_a_life_is_told_as_it_was_before(live):
     lives.hold(LIVES / f"{live.__name__}.txt", live().lines)

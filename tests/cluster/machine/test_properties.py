@@ -280,7 +280,7 @@ Cluster.TestCase.settings = settings(
 TestCluster = Cluster.TestCase
 
 
-def test_who_alone_has_the_first_iteration_and_cannot_write_it_keeps_it() -> None:
+def test_who_alone_has_the_first_iteration_and_cannot_write_it_keeps_it():
     """Found by the machine above: no step was reported yet, but one is committed."""
     cluster = Cluster()
     cluster.begin(nodes=2, spares=1, nproc=1, replicas=2, parity_group=0, started=True)
@@ -295,7 +295,7 @@ def test_who_alone_has_the_first_iteration_and_cannot_write_it_keeps_it() -> Non
     assert "nothing was saved; the dump of nodes [2] could not be written (" in finish.reason
 
 
-def test_no_plan_moves_a_role_to_a_quarantined_node() -> None:
+def test_no_plan_moves_a_role_to_a_quarantined_node():
     """Each epoch is held against it by the world; a failure may."""
     world = World(nodes=2, spares=1, nproc=1, replicas=1)
     world.settle()
@@ -314,7 +314,7 @@ def test_no_plan_moves_a_role_to_a_quarantined_node() -> None:
 
 
 @pytest.mark.parametrize("lost", [None, 0, 2])
-def test_a_run_without_spares_exports_what_it_has_dumped(lost: int | None) -> None:
+def test_a_run_without_spares_exports_what_it_has_dumped(lost):
     """One more node may be lost while the checkpoint is made; the end comes with its end."""
     world = World(nodes=3, spares=0, nproc=2, replicas=1)
     world.settle()

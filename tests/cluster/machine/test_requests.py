@@ -42,7 +42,7 @@ def with_one_of_two_drained() -> Rig:
     return rig
 
 
-def test_a_drain_moves_nothing_to_a_node_that_another_one_has_freed() -> None:
+def test_a_drain_moves_nothing_to_a_node_that_another_one_has_freed():
     """Who has asked may end that node: it has been told that it has no role."""
     rig = with_one_of_two_drained()
     rig.steps(10)
@@ -71,7 +71,7 @@ def with_a_quarantined_node(nodes: int = 2) -> Rig:
     return rig
 
 
-def test_a_drain_waits_for_a_better_node_than_a_quarantined_one() -> None:
+def test_a_drain_waits_for_a_better_node_than_a_quarantined_one():
     rig = with_a_quarantined_node()
     ask(rig, Verb.DRAIN, node=0)
     why = "waits for a spare node that is not quarantined, as nodes [1] are"
@@ -86,14 +86,14 @@ def test_a_drain_waits_for_a_better_node_than_a_quarantined_one() -> None:
     assert nodes_of(rig.record) == {0: 3, 1: 2}
 
 
-def test_a_slow_node_keeps_its_roles_where_only_a_quarantined_one_is_left() -> None:
+def test_a_slow_node_keeps_its_roles_where_only_a_quarantined_one_is_left():
     rig = with_a_quarantined_node()
     rig.feed(ev.DrainRequested(0))
     assert rig.state.phase is Phase.RUNNING
     assert rig.state.use_of(0) == "quarantined", "it is slow, wherever its roles are"
 
 
-def test_a_quarantined_node_that_has_a_role_for_want_of_another_stays_quarantined() -> None:
+def test_a_quarantined_node_that_has_a_role_for_want_of_another_stays_quarantined():
     """Also after a takeover."""
     rig = with_a_quarantined_node()
     rig.lose(2, g(10, rig.record.epoch))
@@ -114,7 +114,7 @@ OPEN = (
 )
 
 
-def test_a_restart_of_all_processes_ends_what_was_open() -> None:
+def test_a_restart_of_all_processes_ends_what_was_open():
     old = begun()
     rig = old.successor(restarted=True)
     rig.feed(ev.RequestsFound(OPEN, restarted=True))
@@ -127,7 +127,7 @@ def test_a_restart_of_all_processes_ends_what_was_open() -> None:
     assert not rig.of(act.Finish, rig.log)
 
 
-def test_a_new_start_ends_what_was_open_at_once() -> None:
+def test_a_new_start_ends_what_was_open_at_once():
     old = begun()
     rig = old.successor(restarted=True, begins_anew=True)
     rig.feed(ev.RequestsFound(OPEN, restarted=True))
@@ -139,7 +139,7 @@ def plan(rig: Rig, every: int) -> dict[str, Any]:
     return {"plan": wanted.to_dict(), "words": format_plan(wanted)}
 
 
-def test_a_checkpoint_that_is_being_published_as_the_run_is_to_end_is_done_all_the_same() -> None:
+def test_a_checkpoint_that_is_being_published_as_the_run_is_to_end_is_done_all_the_same():
     rig = begun()
     ask(rig, Verb.PERSIST, 1, directory="/a")
     ask(rig, Verb.PERSIST, 2, directory="/b")
@@ -150,7 +150,7 @@ def test_a_checkpoint_that_is_being_published_as_the_run_is_to_end_is_done_all_t
     assert outcome(rig, 1) == (Stage.DONE, "iteration 9 is in /a/iter_9")
 
 
-def test_a_stop_with_a_dump_waits_for_the_agents_after_a_takeover() -> None:
+def test_a_stop_with_a_dump_waits_for_the_agents_after_a_takeover():
     """At once the epoch would be closed without the pause, and without the last export."""
     old = begun()
     ask(old, Verb.STOP, dump=True, reason="enough", until=old.now + 100)
@@ -168,7 +168,7 @@ def test_a_stop_with_a_dump_waits_for_the_agents_after_a_takeover() -> None:
 
 
 @pytest.mark.parametrize("error", ["", "no room"])
-def test_a_stop_with_a_dump_is_done_when_the_dump_is_written(error: str) -> None:
+def test_a_stop_with_a_dump_is_done_when_the_dump_is_written(error):
     rig = begun()
     ask(rig, Verb.STOP, dump=True, reason="enough")
     rig.feed(ev.DumpRequested("enough", None))
@@ -183,7 +183,7 @@ def test_a_stop_with_a_dump_is_done_when_the_dump_is_written(error: str) -> None
     assert rig.one(act.Finish).keeps_slots == bool(error)
 
 
-def test_what_cannot_be_is_refused_before_it_is_journalled() -> None:
+def test_what_cannot_be_is_refused_before_it_is_journalled():
     rig = begun()
     assert "there are: 0, 1, 2" in refusal(rig.state, Verb.DRAIN, {"node": 9})
     over = copy.deepcopy(rig)

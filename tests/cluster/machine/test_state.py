@@ -26,11 +26,11 @@ def kinds_of_input() -> set[type[ev.Input]]:
     return kinds
 
 
-def test_each_input_has_a_topic() -> None:
+def test_each_input_has_a_topic():
     assert kinds_of_input() - {ev.Tick} == _TOPICS.keys()
 
 
-def test_each_input_that_carries_an_epoch_is_delivered_late_and_early() -> None:
+def test_each_input_that_carries_an_epoch_is_delivered_late_and_early():
     """By the simulated world: see stale.py."""
     carry = {
         kind
@@ -41,7 +41,7 @@ def test_each_input_that_carries_an_epoch_is_delivered_late_and_early() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from("abc")), max_size=6))
-def test_a_checkpoint_that_is_written_again_counts_once(written: list[tuple[int, str]]) -> None:
+def test_a_checkpoint_that_is_written_again_counts_once(written):
     """Under one path there is one, that of the last time."""
     line, last = LineageProgress(), dict[str, int]()
     for k, path in written:
@@ -55,7 +55,7 @@ def test_a_checkpoint_that_is_written_again_counts_once(written: list[tuple[int,
 
 @pytest.mark.parametrize("was_there", [False, True])
 @pytest.mark.parametrize("highest", [-1, 0, 5])
-def test_a_process_gets_a_number_that_none_had_before(was_there: bool, highest: int) -> None:
+def test_a_process_gets_a_number_that_none_had_before(was_there, highest):
     """Its slots have that number in their name, and those of one that was there may be left."""
     rig = Rig(nodes=1, spares=0)
     if was_there:
@@ -67,14 +67,14 @@ def test_a_process_gets_a_number_that_none_had_before(was_there: bool, highest: 
     assert started.slots == {0: max(highest, 0 if was_there else -1) + 1}
 
 
-def test_agents_that_leave_at_the_end_are_not_noted() -> None:
+def test_agents_that_leave_at_the_end_are_not_noted():
     rig = Rig().run()
     rig.feed(ev.UserStop())
     rig.feed(ev.NodeLost(0, "connection closed"))
     assert not rig.of(act.RecordRemoved)
 
 
-def test_what_grows_with_the_run_is_cut() -> None:
+def test_what_grows_with_the_run_is_cut():
     lines = {lineage: lineage for lineage in range(1, 5001)}
     history = History(
         kept={**lines, 5001: NO_LIMIT},
@@ -89,7 +89,7 @@ def test_what_grows_with_the_run_is_cut() -> None:
     assert set(found.gone) == set(history.gone), "none of them may come back"
 
 
-def test_a_successor_knows_all_that_its_record_says() -> None:
+def test_a_successor_knows_all_that_its_record_says():
     rig = Rig(nodes=2, spares=1).run(7)
     plan = ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=4), every=3)
     failure = {"kind": "hang", "cause": "no step", "iteration": 6, "node": 1, "signature": "s"}

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ INFINITY = resource.RLIM_INFINITY
 
 
 @pytest.fixture
-def start() -> Iterator[object]:
+def start():
     children: list[subprocess.Popen[bytes]] = []
 
     def begin(program: str) -> subprocess.Popen[bytes]:
@@ -69,9 +68,7 @@ def assert_frozen_after_the_limit(detector: FreezeDetector, start_at: float = 0.
 @pytest.mark.parametrize(
     ("state", "frozen"), [("S", True), ("T", True), ("R", False), ("D", False), ("Z", False)]
 )
-def test_who_waits_for_a_disk_or_has_ended_is_not_frozen(
-    monkeypatch: pytest.MonkeyPatch, state: str, frozen: bool
-) -> None:
+def test_who_waits_for_a_disk_or_has_ended_is_not_frozen(monkeypatch, state, frozen):
     monkeypatch.setattr(posix, "state_and_cpu_ticks", lambda pid: (state, 5))
     assert (verdict(FreezeDetector(1, 3.0, 0.0), 0.0, 10) is not None) == frozen
 
@@ -98,7 +95,7 @@ def test_what_was_heard_after_a_pause_is_forgiven_nothing(start) -> None:  # typ
     assert_frozen_after_the_limit(detector, 600.0)
 
 
-def test_child_watch_reports_the_end_and_kills_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_watch_reports_the_end_and_kills_the_group(monkeypatch):
     program = (
         "import os, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import signal; signal.pause()'])\n"
@@ -132,7 +129,7 @@ def test_child_watch_reports_the_end_and_kills_the_group(monkeypatch: pytest.Mon
     wait_for("the grandchild to end", lambda: not posix.is_alive(grandchild))
 
 
-def test_pid_with_another_start_time_is_another_process() -> None:
+def test_pid_with_another_start_time_is_another_process():
     own = os.getpid()
     started = posix.start_time(own)
     assert started is not None
@@ -153,7 +150,7 @@ def test_a_process_whose_name_is_cut_in_a_letter_is_watched(start) -> None:  # t
 
 
 @pytest.fixture
-def heir() -> Iterator[None]:
+def heir():
     """This process inherits orphans, as the first one of a container does."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -162,9 +159,7 @@ def heir() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heir")
-def test_orphans_are_reaped_and_own_children_left_to_whoever_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_orphans_are_reaped_and_own_children_left_to_whoever_waits(monkeypatch):
     monkeypatch.setattr(posix, "_ORPHAN_SECONDS", 0.0)
     orphans = posix.Orphans()
     # It ends after its parent, which is not to reap it.
@@ -199,9 +194,7 @@ def test_orphans_are_reaped_and_own_children_left_to_whoever_waits(
         (INFINITY, INFINITY, INFINITY),
     ],
 )
-def test_the_soft_limit_is_raised(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int
-) -> None:
+def test_the_soft_limit_is_raised(monkeypatch, soft, hard, wanted):
     limits = [soft, hard]
     monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.__setitem__(0, pair[0]))

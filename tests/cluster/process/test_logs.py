@@ -4,8 +4,6 @@ import os
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from deadpool_megatron.cluster.process.logs import Files, LocalLogs, LogCopier, read
 from tests.common.waiting import until
 
@@ -24,9 +22,7 @@ def hanging(directory: Path) -> tuple[Files, Path]:
     return files, hangs
 
 
-async def test_while_one_hangs_nobody_waits_and_then_everything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_while_one_hangs_nobody_waits_and_then_everything_is_written(tmp_path, capsys):
     """Of several texts for one file the newest counts; what fails is said."""
     file = tmp_path / "file"
     files, hangs = hanging(tmp_path)
@@ -43,9 +39,7 @@ async def test_while_one_hangs_nobody_waits_and_then_everything_is_written(
     assert "No such file or directory" in capsys.readouterr().err
 
 
-async def test_its_end_does_not_wait_for_what_hangs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_its_end_does_not_wait_for_what_hangs(tmp_path, capsys):
     files, hangs = hanging(tmp_path)
     files.replace(tmp_path / "file", "text")
     await files.close(0.1)
@@ -54,7 +48,7 @@ async def test_its_end_does_not_wait_for_what_hangs(
         pass
 
 
-def test_a_log_that_is_not_copied_gives_its_oldest_part_up(tmp_path: Path) -> None:
+def test_a_log_that_is_not_copied_gives_its_oldest_part_up(tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-logs-") as memory:
         logs, target = LocalLogs(Path(memory)), tmp_path / "target"
         target.mkdir()

@@ -31,7 +31,7 @@ def having(**facts: list[str]) -> LoadedProgram:
     return made
 
 
-def test_first_process_is_what_others_are_compared_with(tmp_path: Path) -> None:
+def test_first_process_is_what_others_are_compared_with(tmp_path):
     assert having(a=["x=1"]).agree(tmp_path, 0) == ""
     other = having(a=["x=2", "y=3"])
     with pytest.raises(OtherProgram, match=r"a: x=2 y=3, in the run x=1$"):
@@ -39,7 +39,7 @@ def test_first_process_is_what_others_are_compared_with(tmp_path: Path) -> None:
     assert len(list((tmp_path / program.FOLDER / "0").iterdir())) == 1
 
 
-def test_what_only_one_has_loaded_is_added_and_compared_from_then_on(tmp_path: Path) -> None:
+def test_what_only_one_has_loaded_is_added_and_compared_from_then_on(tmp_path):
     having(a=["1"]).agree(tmp_path, 0)
     first = having(a=["1"], b=["1"])
     first.agree(tmp_path, 0)
@@ -52,14 +52,14 @@ def test_what_only_one_has_loaded_is_added_and_compared_from_then_on(tmp_path: P
         first.agree(tmp_path, 0)
 
 
-def test_another_start_may_have_another_program_and_names_the_difference(tmp_path: Path) -> None:
+def test_another_start_may_have_another_program_and_names_the_difference(tmp_path):
     having(a=["x=1"]).agree(tmp_path, 0)
     changed = having(a=["x=2"])
     assert changed.agree(tmp_path, 7).endswith("since the start before (1): a: x=2, before x=1")
     assert having(a=["x=2"]).agree(tmp_path, 7) == ""
 
 
-def test_a_run_that_continues_another_one_names_the_difference(tmp_path: Path) -> None:
+def test_a_run_that_continues_another_one_names_the_difference(tmp_path):
     having(a=["x=1"]).agree(tmp_path / "old", 0)
     having(a=["x=3"]).agree(tmp_path / "old", 5)
     program.bring(tmp_path / "old", tmp_path / "new")
@@ -69,7 +69,7 @@ def test_a_run_that_continues_another_one_names_the_difference(tmp_path: Path) -
     assert having(a=["x=2"]).agree(tmp_path / "other", 0) == ""
 
 
-def test_a_module_is_known_as_it_was_imported(tmp_path: Path) -> None:
+def test_a_module_is_known_as_it_was_imported(tmp_path):
     """Whoever imports it after it was edited has another program."""
     (tmp_path / "edited.py").write_text("VALUE = 1")
     command = [sys.executable, "-B", "-c", LATE, str(tmp_path), str(tmp_path)]
@@ -84,7 +84,7 @@ def test_a_module_is_known_as_it_was_imported(tmp_path: Path) -> None:
     assert line in second.stderr
 
 
-def test_a_module_that_is_imported_late_is_compared_at_once(tmp_path: Path) -> None:
+def test_a_module_that_is_imported_late_is_compared_at_once(tmp_path):
     (tmp_path / "edited.py").write_text("VALUE = 1")
     (tmp_path / "edited_later.py").write_text("")
     folder = tmp_path / program.FOLDER / "0"
@@ -99,9 +99,7 @@ def test_a_module_that_is_imported_late_is_compared_at_once(tmp_path: Path) -> N
     assert not ended.stdout
 
 
-def test_a_failure_before_it_has_met_the_others_is_compared_with_the_newest_start(
-    tmp_path: Path,
-) -> None:
+def test_a_failure_before_it_has_met_the_others_is_compared_with_the_newest_start(tmp_path):
     having(a=["1"]).agree(tmp_path, 0)
     having(a=["2"]).agree(tmp_path, 5)
     having(a=["2"]).check_after_failure(tmp_path)
@@ -114,7 +112,7 @@ def test_a_failure_before_it_has_met_the_others_is_compared_with_the_newest_star
     other.check_after_failure(tmp_path)
 
 
-def test_a_record_of_the_start_before_is_not_what_a_process_is_compared_by(tmp_path: Path) -> None:
+def test_a_record_of_the_start_before_is_not_what_a_process_is_compared_by(tmp_path):
     """A process of a run that was started again is built before its first record is decided."""
     having(a=["1"]).agree(tmp_path, 0)
     edited, later = having(a=["2"]), having(a=["2"])
@@ -123,7 +121,7 @@ def test_a_record_of_the_start_before_is_not_what_a_process_is_compared_by(tmp_p
     assert later.agree(tmp_path, 4) == ""
 
 
-def test_data_is_known_by_size_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_is_known_by_size_and_times(tmp_path, monkeypatch):
     data = tmp_path / "data"
     data.mkdir()
     (data / "text.bin").write_text("old")
@@ -142,7 +140,7 @@ def test_data_is_known_by_size_and_times(tmp_path: Path, monkeypatch: pytest.Mon
     elsewhere.agree(tmp_path, 0)
 
 
-def test_arguments_are_compared_one_by_one(tmp_path: Path) -> None:
+def test_arguments_are_compared_one_by_one(tmp_path):
     first, other = LoadedProgram(), LoadedProgram()
     for one, rank, clip in ((first, 0, 1.0), (other, 1, 0.2)):
         values = {"clip_grad": clip, "rank": rank, "seeds": [1, 2], "maker": len}

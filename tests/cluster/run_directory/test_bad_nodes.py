@@ -3,7 +3,6 @@
 import fcntl
 import time
 from dataclasses import replace
-from pathlib import Path
 from socket import gethostname
 
 import pytest
@@ -14,9 +13,7 @@ from deadpool_megatron.cluster.run_directory import bad_nodes, bad_nodes as quar
 NODE = quarantine.BadNode("node7", "device-error", 100.0, "0a0a0a0a", "Xid 79")
 
 
-def test_a_file_that_somebody_keeps_locked_is_left_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_somebody_keeps_locked_is_left_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(bad_nodes, "_LOCK_SECONDS", 0.1)
     with open(tmp_path / ".bad-nodes.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -26,9 +23,7 @@ def test_a_file_that_somebody_keeps_locked_is_left_in_time(
     quarantine.add_bad_node(tmp_path, NODE)
 
 
-def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten(
-    tmp_path: Path,
-) -> None:
+def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten(tmp_path):
     """Not by the run itself, nor by one that had several nodes there and lost one of them."""
     quarantine.add_bad_node(tmp_path, NODE)
     quarantine.add_bad_node(tmp_path, replace(NODE, host="node8", alone=False))
@@ -49,9 +44,7 @@ def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten
     assert [one.host for one in quarantine.read_bad_nodes(tmp_path)] == ["node8"]
 
 
-def test_a_run_on_a_bad_host_is_refused_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_on_a_bad_host_is_refused_before_it_starts(tmp_path, capsys):
     quarantine.add_bad_node(tmp_path, replace(NODE, host=gethostname(), wall_seconds=time.time()))
     run = tmp_path / "run"
     size = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "")

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class Told:
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
+def told(tmp_path, monkeypatch):
     monkeypatch.setattr(run_files, "SEGMENT_ROOT", tmp_path / "shm")
     monkeypatch.setattr(cleanup.socket, "gethostname", lambda: HOST)
     (tmp_path / "shm").mkdir()
@@ -76,7 +76,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def test_files_are_as_they_were_before(told: Told, tmp_path: Path) -> None:
+def test_files_are_as_they_were_before(told, tmp_path):
     run = RunDirectory(tmp_path / "run")
     told(run.read_run)
     told(run.create, INFO)
@@ -124,7 +124,7 @@ def test_files_are_as_they_were_before(told: Told, tmp_path: Path) -> None:
     told.compare("files")
 
 
-def test_checkpoints_are_as_they_were_before(told: Told, tmp_path: Path) -> None:
+def test_checkpoints_are_as_they_were_before(told, tmp_path):
     run = RunDirectory(tmp_path / "run")
     run.create(INFO)
     valid = []
@@ -180,7 +180,7 @@ def test_checkpoints_are_as_they_were_before(told: Told, tmp_path: Path) -> None
 
 
 @pytest.fixture
-def processes(told: Told) -> Iterator[dict[str, int]]:
+def processes(told):
     """Of two nodes, and of another run, by name."""
     made: dict[str, subprocess.Popen[bytes]] = {}
     for name, run_id in (("agent", ""), ("vault", RUN_ID), ("member", RUN_ID), ("other", "0")):
@@ -197,9 +197,7 @@ def processes(told: Told) -> Iterator[dict[str, int]]:
         process.wait()
 
 
-def test_memory_is_as_it_was_before(
-    told: Told, tmp_path: Path, processes: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_as_it_was_before(told, tmp_path, processes, monkeypatch):
     run = RunDirectory(tmp_path / "run")
     told(cleanup.what_remains, run)
     run.create(INFO)

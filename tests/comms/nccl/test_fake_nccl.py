@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ def collectives(member: Member) -> list[torch.Tensor]:
     return [value, doubled, out + 0, part + 0, other + 0]
 
 
-def test_results_are_those_of_gloo() -> None:
+def test_results_are_those_of_gloo():
     assert all(run(2, same_as_gloo, kind=KIND).values())
 
 
@@ -105,7 +104,7 @@ def memory_of(tensor: torch.Tensor) -> float:
     return ctypes.c_float.from_address(tensor.data_ptr()).value
 
 
-def test_the_fake_notices_traps() -> None:
+def test_the_fake_notices_traps():
     assert all(run(2, traps, kind=KIND).values())
 
 
@@ -144,7 +143,7 @@ def late(member: Member) -> None:
         time.sleep(LATE_SECONDS)
 
 
-def test_what_synchronises_the_host() -> None:
+def test_what_synchronises_the_host():
     assert all(run(2, host_points, kind=KIND).values())
 
 
@@ -165,7 +164,7 @@ def stock_batch(member: Member) -> bool:
     return True
 
 
-def test_batches_are_batches() -> None:
+def test_batches_are_batches():
     assert all(run(2, stock_batch, kind=KIND).values())
 
 
@@ -198,7 +197,7 @@ def dies_then_replaced(member: Member, epoch: int) -> bool:
     return member.computes_in(epoch)
 
 
-def test_junk_after_an_abort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_junk_after_an_abort(tmp_path, monkeypatch):
     monkeypatch.setenv(JUNK_LOG, str(tmp_path / "junk"))
     with Ranks(2, kind=KIND) as ranks:
         ranks.start(junk, ranks=[0])
@@ -223,7 +222,7 @@ def whole_set(member: Member) -> bool:
     return True
 
 
-def test_gloo_groups_stay_gloo() -> None:
+def test_gloo_groups_stay_gloo():
     assert all(run(2, whole_set, kind=KIND).values())
 
 
@@ -241,5 +240,5 @@ def waits_in_cpp(member: Member) -> float:
     return value[0].item()
 
 
-def test_a_wait_for_the_future_of_an_operation_orders_what_comes_after() -> None:
+def test_a_wait_for_the_future_of_an_operation_orders_what_comes_after():
     assert run(2, waits_in_cpp, kind=KIND) == {0: 2.0, 1: 2.0}

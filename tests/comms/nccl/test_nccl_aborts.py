@@ -101,7 +101,7 @@ def builders() -> list[str]:
     return [name for name in names if name in ("deadpool-waiter", "deadpool-builder")]
 
 
-def test_communicators_that_come_up_after_the_close_are_aborted() -> None:
+def test_communicators_that_come_up_after_the_close_are_aborted():
     assert run(1, late_set_ups, kind=KIND)[0]
 
 
@@ -153,7 +153,7 @@ def abort_of_a_deep_queue(member: Member) -> float | None:
 
 
 @pytest.mark.parametrize("nccl", [True, False])
-def test_a_deep_queue_costs_a_survivor_with_the_limits_of_cpus_only(nccl: bool) -> None:
+def test_a_deep_queue_costs_a_survivor_with_the_limits_of_cpus_only(nccl):
     """3.5 s of aborts: 0.45 of the time that there is for a close with NCCL, a fifth without."""
     close_seconds = Settings(communicator="nccl").close_seconds
     limit = 0.45 * close_seconds if nccl else Settings().drain_seconds
@@ -181,7 +181,7 @@ def fabric_of(*backends: Any) -> NcclFabric:
     return fabric
 
 
-def test_an_interrupt_waits_for_stuck_aborts_once_not_for_each_of_them() -> None:
+def test_an_interrupt_waits_for_stuck_aborts_once_not_for_each_of_them():
     released = threading.Event()
     stuck = SimpleNamespace(abort=lambda: released.wait(DEADLINE_SECONDS / 2))
     fabric = fabric_of(stuck, stuck, stuck, stuck)
@@ -259,7 +259,7 @@ def enqueues_after_an_error(member: Member, *, as_members_do: bool) -> bool:
 
 
 @pytest.mark.parametrize("as_members_do", [True, False])
-def test_a_watchdog_that_sleeps_over_an_error_holds_no_member(as_members_do: bool) -> None:
+def test_a_watchdog_that_sleeps_over_an_error_holds_no_member(as_members_do):
     with Ranks(2, kind=KIND) as ranks:
         ranks.start(partial(enqueues_after_an_error, as_members_do=as_members_do)).until_all()
         ranks.kill(1)
@@ -271,7 +271,7 @@ def replacement(member: Member) -> bool:
     return member.computes_in(1)
 
 
-def test_an_error_that_torch_notices_before_the_abort_is_reported_once() -> None:
+def test_an_error_that_torch_notices_before_the_abort_is_reported_once():
     with Ranks(2, kind=KIND) as ranks:
         ranks.start(peer_dies).until_all()
         ranks.kill(1)
@@ -318,9 +318,7 @@ def fails(member: Member, operation: Callable[[int], None], is_asked: bool) -> b
         (reduce, False, True),
     ],
 )
-def test_a_failure_in_a_group_costs_its_process(
-    operation: Callable[[int], None], is_asked: bool, may_go_on: bool
-) -> None:
+def test_a_failure_in_a_group_costs_its_process(operation, is_asked, may_go_on):
     """NCCL would collect and never launch what that thread calls from then on."""
     with Ranks(2, kind=KIND, close_wait_seconds=0.1) as ranks:
         ranks.start(partial(fails, operation=operation, is_asked=is_asked)).until_all()
@@ -337,6 +335,6 @@ def fails_to_abort(member: Member, text: str) -> str:
 
 
 @pytest.mark.parametrize(("text", "ruins"), [("unhandled", True), ("already aborted", False)])
-def test_an_abort_that_fails_costs_its_process(text: str, ruins: bool) -> None:
+def test_an_abort_that_fails_costs_its_process(text, ruins):
     [why] = run(1, partial(fails_to_abort, text=text), kind=KIND).values()
     assert ("an abort of NCCL failed: unhandled" in why) is ruins

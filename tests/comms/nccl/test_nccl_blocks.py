@@ -91,7 +91,7 @@ def close_after_start(member: Member) -> threading.Thread:
 
 
 @pytest.mark.parametrize("use", [batch, several_gathers])
-def test_a_close_within_a_block_leaves_no_block_open(use: Callable[[Member], None]) -> None:
+def test_a_close_within_a_block_leaves_no_block_open(use):
     assert all(run(2, closed_in_a_block, use, kind=KIND).values())
 
 
@@ -107,7 +107,7 @@ def stuck_in_a_block(member: Member) -> bool:
     return True
 
 
-def test_a_thread_that_is_stuck_in_a_block_costs_its_process() -> None:
+def test_a_thread_that_is_stuck_in_a_block_costs_its_process():
     assert all(run(2, stuck_in_a_block, kind=KIND).values())
 
 
@@ -130,7 +130,7 @@ def closed_in_an_operation(member: Member, inside_seconds: float) -> bool:
 
 
 @pytest.mark.parametrize(("inside_seconds", "may_go_on"), [(0.5, True), (SECONDS, False)])
-def test_an_abort_frees_nothing_that_a_thread_is_in(inside_seconds: float, may_go_on: bool) -> None:
+def test_an_abort_frees_nothing_that_a_thread_is_in(inside_seconds, may_go_on):
     """Else it waits no longer than a moment, and the process is replaced."""
     assert run(1, closed_in_an_operation, inside_seconds, kind=KIND) == {0: may_go_on}
 
@@ -170,7 +170,7 @@ def connects(member: Member, description: str, in_first_step: bool) -> bool:
 
 
 @pytest.mark.parametrize("description", RINGS)
-def test_neighbours_in_a_ring_connect_as_their_group_is_made(description: str) -> None:
+def test_neighbours_in_a_ring_connect_as_their_group_is_made(description):
     with Ranks(2, kind=KIND) as ranks:
         ranks.start(connects, description, False)
         ranks.until_all("attached")
@@ -182,7 +182,7 @@ def test_neighbours_in_a_ring_connect_as_their_group_is_made(description: str) -
 
 
 @pytest.mark.parametrize("in_first_step", [True, False])
-def test_a_pair_may_connect_in_the_first_step_and_waits_meanwhile(in_first_step: bool) -> None:
+def test_a_pair_may_connect_in_the_first_step_and_waits_meanwhile(in_first_step):
     """So a close in it waits for a peer that comes late; in a later one nobody connects."""
     limits = {"long_operation_seconds": SECONDS, "drain_seconds": SECONDS}
     with Ranks(2, kind=KIND, **limits, close_wait_seconds=0.1) as ranks:
@@ -197,7 +197,7 @@ def test_a_pair_may_connect_in_the_first_step_and_waits_meanwhile(in_first_step:
         assert ranks.results()[0] is in_first_step
 
 
-def test_an_abort_waits_until_no_block_is_open() -> None:
+def test_an_abort_waits_until_no_block_is_open():
     blocks = Blocks(lambda: False)
     assert blocks.enter()
     assert blocks.enter()
@@ -219,13 +219,13 @@ def test_an_abort_waits_until_no_block_is_open() -> None:
     assert not blocks.enter(), "nothing begins after that"
 
 
-def test_a_thread_that_is_in_a_group_already_begins_nothing() -> None:
+def test_a_thread_that_is_in_a_group_already_begins_nothing():
     blocks = Blocks(lambda: True)
     assert "left it open" in blocks.begin("send")
     assert "left it open" in blocks.ruin()
 
 
-def test_the_first_group_that_stays_open_is_the_reason() -> None:
+def test_the_first_group_that_stays_open_is_the_reason():
     blocks = Blocks(lambda: False)
     assert blocks.begin("send") == blocks.ruin() == ""
     blocks.lose("send")

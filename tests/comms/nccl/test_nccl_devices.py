@@ -45,9 +45,7 @@ def with_options(device: torch.device) -> BarrierOptions:
         ((with_options(torch.device("cuda", 1)),), {}, torch.device("cuda", 1)),
     ],
 )
-def test_a_barrier_is_on_the_device_of_its_group(
-    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> None:
+def test_a_barrier_is_on_the_device_of_its_group(args, kwargs, device):
     called: list[BarrierOptions] = []
     plain = SimpleNamespace(barrier=called.append)
     backend = SimpleNamespace(uid=0)
@@ -87,7 +85,7 @@ def barriers_in_threads_that_entered(member: Member) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_thread_of_an_attach_has_the_device_of_its_member() -> None:
+def test_the_thread_of_an_attach_has_the_device_of_its_member():
     assert run(1, barriers_in_threads_that_entered, kind=KIND)[0] == ["deadpool-waiter"]
 
 
@@ -101,7 +99,7 @@ def timeouts(member: Member) -> list[float | None]:
     return [None if one is None else one.total_seconds() for one in specs]
 
 
-def test_groups_have_the_time_out_of_what_was_asked_for() -> None:
+def test_groups_have_the_time_out_of_what_was_asked_for():
     assert run(1, timeouts, kind=KIND)[0] == [600.0, 600.0, 180.0, 1800.0]
 
 
@@ -124,7 +122,7 @@ def calls_of_a_warm_up(member: Member) -> tuple[list[str], bool, bool]:
 
 
 @pytest.mark.slow
-def test_each_collective_of_training_is_used_once_on_a_communicator_of_one_rank() -> None:
+def test_each_collective_of_training_is_used_once_on_a_communicator_of_one_rank():
     calls, is_alone, was_aborted = run(1, calls_of_a_warm_up, kind=KIND)[0]
     kinds = {"allreduce", "broadcast", "_allgather_base", "_reduce_scatter_base", "alltoall_base"}
     assert set(calls) == kinds | {"barrier"}
@@ -133,9 +131,7 @@ def test_each_collective_of_training_is_used_once_on_a_communicator_of_one_rank(
     assert was_aborted, "nothing of it is left when a role comes"
 
 
-def test_only_nccl_is_warmed_up_and_what_it_refuses_ends_no_spare(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_nccl_is_warmed_up_and_what_it_refuses_ends_no_spare(monkeypatch):
     asked: list[torch.device] = []
 
     def refuse(device: torch.device) -> None:

@@ -23,7 +23,7 @@ def recorded(**status: Any) -> bytes:
     return json.dumps({"version": "2.10", "pg_config": config, "pg_status": values}).encode()
 
 
-def test_numbers_are_those_of_the_object_whatever_its_name() -> None:
+def test_numbers_are_those_of_the_object_whatever_its_name():
     dump = recorded(**{"0": (-1, -1, -1), "3": (90, 90, 90), "11": (5, 5, 4)})
     assert read_positions(dump, {0, 11, 12}) == {0: (0, None, 0), 11: (5, 5, 4)}
     assert read_positions(recorded(**{"0": (1, 1, 1)}), {3}) == {}
@@ -34,6 +34,6 @@ EPOCH: Any = SimpleNamespace(
 )
 
 
-def test_a_collective_after_more_messages_is_pending() -> None:
+def test_a_collective_after_more_messages_is_pending():
     assert Position(enqueued=1, started=9, completed=9, collective=False).is_pending
     assert not Position(enqueued=9, started=9, completed=9, collective=False).is_pending

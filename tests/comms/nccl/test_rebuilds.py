@@ -78,7 +78,7 @@ def after_a_loss(agent: str, way: str, first: int) -> dict[int, tuple[list[list[
         return ranks.start(plays, agent, [], first + 1, ranks=[1]).results()
 
 
-def test_groups_of_a_round_of_splits_share_no_role() -> None:
+def test_groups_of_a_round_of_splits_share_no_role():
     roster = Roster()
     for ranks in ([0, 1, 2, 3], *GROUPS):
         roster.add(Entry(tuple(ranks), "nccl", "", None))
@@ -87,16 +87,14 @@ def test_groups_of_a_round_of_splits_share_no_role() -> None:
 
 
 @pytest.mark.parametrize("way", ["side-by-side", "split"])
-def test_results_are_bit_identical_in_whatever_way_communicators_are_made(
-    agent: str, way: str
-) -> None:
+def test_results_are_bit_identical_in_whatever_way_communicators_are_made(agent, way):
     wanted, found = after_a_loss(agent, "one-by-one", 1), after_a_loss(agent, way, 3)
     assert [found[rank][0] for rank in range(4)] == [wanted[rank][0] for rank in range(4)]
     # Pairs, pairs across, single ranks, [1, 2], all of them and pairs again: all take part in each.
     assert {splits for _, splits in found.values()} == {6 if way == "split" else 0}
 
 
-def test_groups_that_only_some_ranks_know_are_not_split(agent: str) -> None:
+def test_groups_that_only_some_ranks_know_are_not_split(agent):
     with Ranks(4, kind=KIND, rebuild="split") as ranks:
         found = ranks.start(plays, agent, [[0, 1]], 1).results()
     assert {splits for _, splits in found.values()} == {0}

@@ -1,7 +1,5 @@
 """Whole runs under ``local`` and ``parity`` as long as every role has its own state."""
 
-from pathlib import Path
-
 import pytest
 
 from deadpool_megatron.layout.parity_groups import ParityPlacement
@@ -15,7 +13,7 @@ ITERATIONS = 12
 LOCAL = "--deadpool-protection local"
 
 
-def test_crashes_go_on_from_memory_a_lost_node_from_the_checkpoint(tmp_path: Path) -> None:
+def test_crashes_go_on_from_memory_a_lost_node_from_the_checkpoint(tmp_path):
     """A member, then all processes of a node but its agent, then the whole node."""
     plan = [
         fault("member", "optimizer.inside", when_role=0, when_iteration=3, signal="SEGV"),
@@ -31,7 +29,7 @@ def test_crashes_go_on_from_memory_a_lost_node_from_the_checkpoint(tmp_path: Pat
     assert recomputed(outcome)[-1] == 2
 
 
-def test_a_lost_node_without_a_checkpoint_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+def test_a_lost_node_without_a_checkpoint_ends_the_run_with_the_reason(tmp_path):
     plan = [fault("node", "backward", when_role=1, when_iteration=2, target="node")]
     outcome = run_job(tmp_path / "run", LAYOUT, ITERATIONS, plan, settings=LOCAL, spares=1)
     assert outcome.status == 1, outcome.story()
@@ -39,7 +37,7 @@ def test_a_lost_node_without_a_checkpoint_ends_the_run_with_the_reason(tmp_path:
     assert outcome.final["reason"] in outcome.output
 
 
-def test_a_damaged_slot_costs_nothing_where_it_is_there_twice(tmp_path: Path) -> None:
+def test_a_damaged_slot_costs_nothing_where_it_is_there_twice(tmp_path):
     """Of a process that dies when the generation is committed. With ``local`` all would go back to
     the one before, with no more damage than this."""
     plan = [
@@ -54,7 +52,7 @@ def test_a_damaged_slot_costs_nothing_where_it_is_there_twice(tmp_path: Path) ->
     assert str(found.data["where"]).startswith("slot own-2-")
 
 
-def test_a_crash_and_a_lost_holder_change_no_bit(tmp_path: Path) -> None:
+def test_a_crash_and_a_lost_holder_change_no_bit(tmp_path):
     """Role 0's process dies with the vault of its node, then the spare with the block of all."""
     nodes, spares = range(LAYOUT.nodes), [LAYOUT.nodes, LAYOUT.nodes + 1]
     plan = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=4))

@@ -1,7 +1,5 @@
 """Roles computed from what others hold, in whole runs: from parity blocks, or along a chain."""
 
-from pathlib import Path
-
 import pytest
 
 from deadpool_megatron.cluster.coordinator.files import DETAIL_VARIABLE
@@ -24,7 +22,7 @@ def lost(role: int, iteration: int) -> dict[str, object]:
     return fault(f"role{role}-at-{iteration}", "optimizer.inside", target="node", **where)
 
 
-def test_nodes_lost_along_a_chain(tmp_path: Path) -> None:
+def test_nodes_lost_along_a_chain(tmp_path):
     """At 4: three steps behind the first state. At 5: one step behind that. At 9: a whole copy.
     At 11: two nodes, one after the other in the recovery from the first."""
     faults = [
@@ -45,13 +43,13 @@ def test_nodes_lost_along_a_chain(tmp_path: Path) -> None:
     assert all(event.data["matched"] for event in outcome.of_kind("rehearsed"))
 
 
-def test_several_optimizers(tmp_path: Path) -> None:
+def test_several_optimizers(tmp_path):
     faults = [lost(1, 4)]
     outcome = strike(tmp_path / "run", EXPERTS, ITERATIONS, faults, spares=1, settings=SETTINGS)
     assert [event.data["steps"] for event in outcome.of_kind("replayed")] == [3]
 
 
-def test_a_wrong_gradient_is_refused(tmp_path: Path) -> None:
+def test_a_wrong_gradient_is_refused(tmp_path):
     """Damaged before its checksum was made: only the owner's checksum of the result can tell."""
     faults = [
         fault("damage", "step.captured", action="mark", when_role=1, when_iteration=2),
@@ -65,7 +63,7 @@ def test_a_wrong_gradient_is_refused(tmp_path: Path) -> None:
     assert jobs.restart_kinds(outcome)[-1] == "durable"
 
 
-def test_a_rehearsal_that_fails_means_whole_copies(tmp_path: Path) -> None:
+def test_a_rehearsal_that_fails_means_whole_copies(tmp_path):
     faults = [
         *(
             fault(f"differs{role}", "rehearsal", action="mark", when_role=role, when_iteration=1)
@@ -78,7 +76,7 @@ def test_a_rehearsal_that_fails_means_whole_copies(tmp_path: Path) -> None:
     assert outcome.output.count("whole copies instead of gradients") == 1, outcome.output
 
 
-def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path):
     """What leads to the state of the lost role is written, and recomputed by who resumes."""
     faults = [lost(1, 4)]
     waiting = f"{SETTINGS} --deadpool-spare-timeout 0.5"
@@ -93,9 +91,7 @@ def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path: Pa
     assert [event.data["steps"] for event in resumed.of_kind("replayed")] == [3]
 
 
-def test_what_is_left_in_memory_is_put_together_and_recomputed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_left_in_memory_is_put_together_and_recomputed(tmp_path, monkeypatch):
     """Everything dies with the launcher, and the memory of role 1 itself is gone: another run has
     the chain that its buddy's vault kept, and what the others held as bytes."""
     monkeypatch.setenv(DETAIL_VARIABLE, "all")
@@ -122,7 +118,7 @@ def test_what_is_left_in_memory_is_put_together_and_recomputed(
     assert [event.data["steps"] for event in resumed.of_kind("replayed")] == [3]
 
 
-def test_two_nodes_of_a_group_at_once_and_a_third_one_without_a_spare(tmp_path: Path) -> None:
+def test_two_nodes_of_a_group_at_once_and_a_third_one_without_a_spare(tmp_path):
     """Four roles in one group with two parity blocks on the spares, which take over both roles;
     then groups are smaller, for want of nodes. The last loss finds no spare: what is left of the
     group lies in the files of the dump, and the next job computes the lost role from them.

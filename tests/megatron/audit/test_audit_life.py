@@ -121,5 +121,5 @@ def live(script: Sequence[str], options: dict[str, Any], _: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_life_is_as_it_was_before(tmp_path: Path) -> None:
+def test_a_life_is_as_it_was_before(tmp_path):
     lives.compare(Path(__file__).parent / "lives" / "audits.txt", live, tmp_path)

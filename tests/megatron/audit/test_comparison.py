@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 @given(st.integers(3, 40), st.data())
-def test_only_a_minority_is_named(peers: int, data: st.DataObject) -> None:
+def test_only_a_minority_is_named(peers, data):
     wrong = data.draw(st.sets(st.integers(0, peers - 1), max_size=(peers - 1) // 2))
     held = {role: (5, role) if role in wrong else RIGHT for role in range(peers)}
     found = compare_held(held, "weights")
@@ -40,7 +40,7 @@ def passes(wrong: dict[int, str]) -> dict[int, Pass]:
 
 
 @given(st.data())
-def test_a_flip_in_one_of_two_replicas_never_names_the_other(data: st.DataObject) -> None:
+def test_a_flip_in_one_of_two_replicas_never_names_the_other(data):
     kinds = st.sampled_from(["o", "r", "g", "og", "rg", "org"])
     wrong = data.draw(st.dictionaries(st.integers(4, 7), kinds, min_size=1))
     found = compare_repeated_passes(passes(wrong), passes({}))
@@ -50,7 +50,7 @@ def test_a_flip_in_one_of_two_replicas_never_names_the_other(data: st.DataObject
 
 
 @given(st.integers(1, 50), st.integers(1, 20))
-def test_one_in_each_interval_that_has_a_captured_state(interval: int, every: int) -> None:
+def test_one_in_each_interval_that_has_a_captured_state(interval, every):
     audited = [k for k in range(1, 1000) if is_audited(k, interval, every)]
     assert all(is_due(k - 1, every) for k in audited)
     reached = {k // interval for k in audited}
@@ -61,14 +61,14 @@ def test_one_in_each_interval_that_has_a_captured_state(interval: int, every: in
 
 
 @given(st.integers(1, 50), st.integers(1, 20))
-def test_roles_take_turns_none_is_left_out(interval: int, every: int) -> None:
+def test_roles_take_turns_none_is_left_out(interval, every):
     audited = [k for k in range(1, 1000) if is_audited(k, interval, every)]
     numbers = [audit_number(k, interval, every) for k in audited]
     assert [later - number for number, later in pairwise(numbers)] == [1] * (len(numbers) - 1)
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_a_peer_gets_the_same_bytes(name: str) -> None:
+def test_a_peer_gets_the_same_bytes(name):
     owner, peer = Rig(*FLAGS[name]), Rig(*FLAGS[name])
     for rig in (peer, owner):
         rig.update(5e-3)

@@ -76,7 +76,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def rig(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for name in ("get_data_parallel_rank", "get_pipeline_model_parallel_rank"):
         monkeypatch.setattr(parallel_state, name, lambda: 0)
@@ -93,9 +93,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("mode", rerun_state_machine.RerunMode)
-def test_megatrons_rerun_machine_does_not_see_it(
-    rig: Rig, mode: rerun_state_machine.RerunMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megatrons_rerun_machine_does_not_see_it(rig, mode, monkeypatch):
     machine = rerun_state_machine.get_rerun_state_machine()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     machine.set_mode(mode)
@@ -108,7 +106,7 @@ def test_megatrons_rerun_machine_does_not_see_it(
     assert {name: vars(machine)[name] for name in before} == before
 
 
-def test_passes_that_do_not_repeat_are_left_and_the_roles_named(rig: Rig) -> None:
+def test_passes_that_do_not_repeat_are_left_and_the_roles_named(rig):
     rig.noise = iter([0.0, 1.0])
     rig.iteration(1)
     (text,) = rig.reported
@@ -117,9 +115,7 @@ def test_passes_that_do_not_repeat_are_left_and_the_roles_named(rig: Rig) -> Non
     assert rig.done.count("pass") == 2, "not computed any more"
 
 
-def test_all_commit_the_generation_before_before_a_mismatch_is_reported(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_commit_the_generation_before_before_a_mismatch_is_reported(rig, monkeypatch):
     def gather(rows: list[Tensor], row: Tensor) -> None:
         rig.done.append("compared")
         rows[0].copy_(row)
@@ -130,7 +126,7 @@ def test_all_commit_the_generation_before_before_a_mismatch_is_reported(
 
 
 @pytest.fixture
-def mismatches(monkeypatch: pytest.MonkeyPatch) -> list[Mismatch | None]:
+def mismatches(monkeypatch):
     found: list[Mismatch | None] = []
     monkeypatch.setattr(PassAudit, "_stop_if_wrong", lambda _, mismatch: found.append(mismatch))
     return found
@@ -140,9 +136,7 @@ HARDWARE, OUTPUT = 4, 5  # where they stand in the row of a role
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_other_bytes_of_other_hardware_are_no_mismatch(
-    other: bool, rig: Rig, mismatches: list[Mismatch | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_bytes_of_other_hardware_are_no_mismatch(other, rig, mismatches, monkeypatch):
     """Three replicas of one role, the last of which gives another output."""
 
     def gather(rows: list[Tensor], row: Tensor) -> None:
@@ -164,8 +158,8 @@ def test_other_bytes_of_other_hardware_are_no_mismatch(
 
 @pytest.mark.parametrize("is_repeated", [False, True])
 def test_of_two_replicas_the_one_that_does_not_repeat_itself_is_wrong(
-    is_repeated: bool, rig: Rig, mismatches: list[Mismatch | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    is_repeated, rig, mismatches, monkeypatch
+):
     """In the second audit, as the first checks whether passes repeat. The second replica gives
     another output, once or each time."""
     gathered = 0
@@ -188,9 +182,7 @@ def test_of_two_replicas_the_one_that_does_not_repeat_itself_is_wrong(
     assert mismatches == [None, named]
 
 
-def test_each_chunk_of_an_interleaved_pipeline_is_a_stage(
-    rig: Rig, mismatches: list[Mismatch | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_chunk_of_an_interleaved_pipeline_is_a_stage(rig, mismatches, monkeypatch):
     """Three replicas of two ranks with two chunks each; in the second replica the first chunk of
     its second rank is wrong, and with it all that comes later, the chunks of its first rank
     included."""

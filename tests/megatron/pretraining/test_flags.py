@@ -38,29 +38,29 @@ def row_of(flag: str) -> FlagRow:
     return next(row for row in ROWS if flag in row.flags)
 
 
-def test_every_flag_of_every_row_is_tried() -> None:
+def test_every_flag_of_every_row_is_tried():
     tried = EXAMPLES.keys() | BY_HAND.keys()
     stopping = [row for row in ROWS if row.level is not Level.ACCEPTED]
     assert {flag for row in stopping for flag in row.flags} == tried
 
 
 @pytest.mark.parametrize("flag", EXAMPLES)
-def test_each_flag_is_seen_before_anything_starts(flag: str) -> None:
+def test_each_flag_is_seen_before_anything_starts(flag):
     assert row_of(flag).is_named_in(["--lr", "1", flag, *EXAMPLES[flag].split(), "--deadpool"])
 
 
 @pytest.mark.parametrize("extra", HARMLESS)
-def test_near_misses_are_not_seen_either(extra: str) -> None:
+def test_near_misses_are_not_seen_either(extra):
     argv = [*MODEL, "--deadpool", *extra.split()]
     assert not [row.shown for row in ROWS if row.is_named_in(argv, "0.16.1")]
 
 
 @pytest.mark.parametrize("flag", BY_HAND)
-def test_rows_that_the_parser_cannot_reach(flag: str) -> None:
+def test_rows_that_the_parser_cannot_reach(flag):
     assert refused(**BY_HAND[flag]) == row_of(flag).line
 
 
-def test_no_flag_is_judged_twice() -> None:
+def test_no_flag_is_judged_twice():
     rows = [flag for row in ROWS for flag in row.flags]
     families = [flag for family in (*REVIEWED, *UNREVIEWED) for flag in family.flags]
     counts = Counter([*set(rows), *families])
@@ -68,7 +68,7 @@ def test_no_flag_is_judged_twice() -> None:
     assert all(family.reason for family in (*REVIEWED, *UNREVIEWED))
 
 
-def test_flags_that_no_cpu_runs_are_accepted_and_not_called_supported() -> None:
+def test_flags_that_no_cpu_runs_are_accepted_and_not_called_supported():
     """As the reach tests leave it out: nobody has run it, anywhere."""
     cannot = tomllib.loads((ROOT / "tests" / "reach" / "rules.toml").read_text())["cannot"]
     patterns = " ".join(cannot.values()).split()
@@ -78,7 +78,7 @@ def test_flags_that_no_cpu_runs_are_accepted_and_not_called_supported() -> None:
     assert [flag for flag in flags if any(fnmatch(flag, each) for each in patterns)] == []
 
 
-def test_the_documentation_has_the_table() -> None:
+def test_the_documentation_has_the_table():
     page = (ROOT / "docs" / "megatron-lm.md").read_text()
     for row in ROWS:
         if row.level is Level.ACCEPTED:
@@ -106,7 +106,7 @@ def with_parser(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="module")
-def parsers() -> dict[str, dict[str, list[str]]]:
+def parsers():
     """By tag: each flag, and the values that its parser lists; "" for a flag without a value."""
     return {
         tag: {
@@ -119,9 +119,7 @@ def parsers() -> dict[str, dict[str, list[str]]]:
 
 
 @with_parser
-def test_every_flag_of_the_parsers_is_judged_and_no_other(
-    parsers: dict[str, dict[str, list[str]]],
-) -> None:
+def test_every_flag_of_the_parsers_is_judged_and_no_other(parsers):
     """With :func:`test_no_flag_is_judged_twice`: each is in exactly one list."""
     known = {
         tag: {flag for flag in flags_of_tag if flag.startswith("--")}
@@ -145,7 +143,7 @@ def configuration(name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, Answer]:
+def answers():
     """By name: what Megatron's parser and ours say to all command lines of this module."""
     if checkout() is None:
         pytest.skip("no Megatron-LM checkout")
@@ -176,9 +174,7 @@ def answers() -> dict[str, Answer]:
 
 @with_parser
 @pytest.mark.parametrize("flag", EXAMPLES)
-def test_each_flag_is_refused(
-    answers: dict[str, Answer], parsers: dict[str, dict[str, list[str]]], flag: str
-) -> None:
+def test_each_flag_is_refused(answers, parsers, flag):
     answer = answers[f"{flag} {EXAMPLES[flag]}".strip()]
     if answer.error.startswith("SystemExit"):
         values = parsers[TAG].get(flag)
@@ -194,13 +190,13 @@ def test_each_flag_is_refused(
 
 @with_parser
 @pytest.mark.parametrize("extra", HARMLESS)
-def test_near_misses_are_accepted(answers: dict[str, Answer], extra: str) -> None:
+def test_near_misses_are_accepted(answers, extra):
     answer = answers[extra or "nothing"]
     assert (answer.error, answer.refused) == ("", "")
 
 
 @with_parser
-def test_without_deadpool_megatron_decides_alone(answers: dict[str, Answer]) -> None:
+def test_without_deadpool_megatron_decides_alone(answers):
     assert answers["without"].shown == {"deadpool": "False", "use_sharp": "True"}
     assert answers["async"].shown == {"async_save": "False"}
     if TAGS[0] != TAG:
@@ -208,7 +204,7 @@ def test_without_deadpool_megatron_decides_alone(answers: dict[str, Answer]) -> 
 
 
 @with_parser
-def test_small_configurations_are_valid_and_can_be_protected(answers: dict[str, Answer]) -> None:
+def test_small_configurations_are_valid_and_can_be_protected(answers):
     """tests/launch/test_pretrain_65b.py has the large ones."""
     shown = {"data_parallel_size": "2"}
     assert answers["small.args"] == Answer(shown=shown)

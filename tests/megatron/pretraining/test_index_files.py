@@ -1,6 +1,5 @@
 """Index files of data sets: made by who finds them missing, never seen in part."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,12 @@ from deadpool_megatron.megatron.pretraining import index_files
 
 
 @pytest.fixture(autouse=True)
-def second_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def second_role(tmp_path, monkeypatch):
     monkeypatch.setenv("DEADPOOL_RUN_DIR", str(tmp_path))
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 1 if group is None else 3)
 
 
-def test_files_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_appear_whole(tmp_path, monkeypatch):
     path, save = tmp_path / "index.npy", np.save
     seen: list[bool] = []
 
@@ -32,9 +31,7 @@ def test_files_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [file.name for file in tmp_path.iterdir()] == ["index.npy"]
 
 
-def test_a_process_without_index_files_makes_them_as_rank_0_does(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_without_index_files_makes_them_as_rank_0_does(tmp_path, capfd):
     path = tmp_path / "cache" / "abc-sample_index.npy"
 
     def make() -> tuple[Any, int]:
@@ -51,12 +48,12 @@ def test_a_process_without_index_files_makes_them_as_rank_0_does(
     assert not capfd.readouterr().err
 
 
-def test_data_that_is_missing_is_not_made(tmp_path: Path) -> None:
+def test_data_that_is_missing_is_not_made(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"text\.idx"):
         index_files.made_where_missing(lambda: (tmp_path / "text.idx").read_bytes())
 
 
-def test_data_files_are_those_that_the_arguments_name(tmp_path: Path) -> None:
+def test_data_files_are_those_that_the_arguments_name(tmp_path):
     names = ["a.bin", "a.idx", "b.bin", "b.idx", "c.jsonl", "tokenizer.model", "blend.json"]
     files = [tmp_path / name for name in names]
     for file in files:

@@ -296,9 +296,7 @@ def a_spare_takes_roles(make: Callable[..., Life]) -> Life:
 
 
 @pytest.fixture
-def make(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Iterator[Callable[..., Life]]:
+def make(monkeypatch, capsys, tmp_path):
     """Make a process of a run of one role, in an earlier one's place if that is given."""
     place = MemberPlace(0, 0, 0, world_size=8, members_per_node=2)
     member = {member_place.VARIABLE: json.dumps(place.to_dict())}
@@ -330,9 +328,7 @@ def make(
         a_spare_takes_roles,
     ],
 )
-def test_a_life_is_as_it_was_before(
-    live: Callable[..., Life], make: Callable[..., Life], tmp_path: Path
-) -> None:
+def test_a_life_is_as_it_was_before(live, make, tmp_path):
     life = live(make)
     life.show("the end")
     for file in ("datasets-ready", "lines-written.json", "saves.json"):

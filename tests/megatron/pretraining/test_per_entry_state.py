@@ -3,7 +3,6 @@
 import argparse
 import socket
 import types
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from deadpool_megatron.megatron.pretraining.training_loop import PretrainLoop
 
 
 @pytest.fixture
-def detector() -> Iterator[StragglerDetector]:
+def detector():
     """The real detector, a singleton of the process, restored at the end."""
     real, before = StragglerDetector(), dict(vars(StragglerDetector()))
     yield real
@@ -25,7 +24,7 @@ def detector() -> Iterator[StragglerDetector]:
 
 
 @pytest.fixture
-def training(monkeypatch: pytest.MonkeyPatch, detector: StragglerDetector) -> types.SimpleNamespace:
+def training(monkeypatch, detector):
     """Stands in for megatron.training, which is not in the wheel."""
     args = argparse.Namespace(
         profile=False, profile_step_start=10, use_pytorch_profiler=False, log_straggler=False
@@ -43,9 +42,7 @@ def training(monkeypatch: pytest.MonkeyPatch, detector: StragglerDetector) -> ty
     ("done", "begins", "is_made"),
     [(None, 10, True), (0, 10, True), (9, 10, True), (10, 10, False), (300, 10, False)],
 )
-def test_a_profile_that_has_begun_is_not_begun_again(
-    training: types.SimpleNamespace, done: int | None, begins: int, is_made: bool
-) -> None:
+def test_a_profile_that_has_begun_is_not_begun_again(training, done, begins, is_made):
     training.args.profile = True
     training.args.iteration = max((done or 0) - 1, 0)
     with per_entry_state.for_training(list, done, 0):
@@ -53,9 +50,7 @@ def test_a_profile_that_has_begun_is_not_begun_again(
     assert training.args.profile
 
 
-def test_a_profile_of_torch_counts_from_the_start_of_the_run(
-    training: types.SimpleNamespace,
-) -> None:
+def test_a_profile_of_torch_counts_from_the_start_of_the_run(training):
     training.args.profile = training.args.use_pytorch_profiler = True
     training.args.iteration = 106
     training.args.profile_step_start = 110
@@ -64,7 +59,7 @@ def test_a_profile_of_torch_counts_from_the_start_of_the_run(
     assert training.args.profile_step_start == 110
 
 
-def test_an_interrupted_profile_is_ended(training: types.SimpleNamespace) -> None:
+def test_an_interrupted_profile_is_ended(training):
     training.args.profile, training.args.iteration = True, 11
     torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).start()
     is_profiling = torch.autograd._profiler_enabled
@@ -73,7 +68,7 @@ def test_an_interrupted_profile_is_ended(training: types.SimpleNamespace) -> Non
         assert not is_profiling()
 
 
-def test_a_warm_up_starts_none_of_them(training: types.SimpleNamespace) -> None:
+def test_a_warm_up_starts_none_of_them(training):
     training.args.profile = training.args.log_straggler = True
     with per_entry_state.for_warm_up():
         assert not training.args.profile
@@ -86,9 +81,7 @@ def test_a_warm_up_starts_none_of_them(training: types.SimpleNamespace) -> None:
     ("dispatcher", "overlaps", "steps"),
     [("alltoall", False, 1), ("flex", False, 0), ("alltoall", True, 0)],
 )
-def test_a_step_without_peers_makes_no_shared_buffers(
-    training: types.SimpleNamespace, dispatcher: str, overlaps: bool, steps: int
-) -> None:
+def test_a_step_without_peers_makes_no_shared_buffers(training, dispatcher, overlaps, steps):
     """As DeepEP does, which maps their memory in a forward pass, and Transformer Engine before."""
     entries = list[dict[str, str]]()
     loop = PretrainLoop.__new__(PretrainLoop)
@@ -100,9 +93,7 @@ def test_a_step_without_peers_makes_no_shared_buffers(
     assert len(entries) == steps
 
 
-def test_sums_of_an_interrupted_step_are_not_those_of_the_next(
-    training: types.SimpleNamespace,
-) -> None:
+def test_sums_of_an_interrupted_step_are_not_those_of_the_next(training):
     """Those of the newest iteration are consumed again as at first."""
     lengths: list[float | None] = []
     with per_entry_state.for_training(lambda: lengths, 4, 0) as take:
@@ -117,8 +108,8 @@ def test_sums_of_an_interrupted_step_are_not_those_of_the_next(
 
 
 def test_the_detector_is_configured_for_the_rank_that_the_process_has(
-    training: types.SimpleNamespace, detector: StragglerDetector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    training, detector, monkeypatch
+):
     """As often as train() is entered, also by the rank that listens, and on as at the start."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)

@@ -1,17 +1,12 @@
 """Errors of the file system in saves of pretrain_gpt.py."""
 
-from pathlib import Path
-
-import pytest
 import torch
 import torch.distributed as dist
 
 from deadpool_megatron.megatron.pretraining.megatron_checkpoints import StorageFaults
 
 
-def test_an_error_of_any_role_is_known_before_the_tracker_is_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_error_of_any_role_is_known_before_the_tracker_is_written(monkeypatch, tmp_path):
     remote, entered = "", []
 
     def gathered(found: list[str], own: str) -> None:

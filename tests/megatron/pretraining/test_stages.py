@@ -58,7 +58,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("args", LAYOUTS, ids=range(len(LAYOUTS)))
-def test_coordinates_are_those_of_the_groups(args: SimpleNamespace) -> None:
+def test_coordinates_are_those_of_the_groups(args):
     communicators = Communicators()
     communicators.install()
     try:
@@ -94,7 +94,7 @@ def classes(args: SimpleNamespace, **options: Any) -> list[str]:
     ]
 
 
-def test_data_parallel_peers_and_middle_stages_are_of_one_class() -> None:
+def test_data_parallel_peers_and_middle_stages_are_of_one_class():
     found = classes(arguments(8, 1, 4))  # data 2: roles 0, 1 are the first stage
     assert found[0] == found[1]
     assert found[2] == found[3] == found[4] == found[5]
@@ -102,7 +102,7 @@ def test_data_parallel_peers_and_middle_stages_are_of_one_class() -> None:
     assert len(set(found)) == 3
 
 
-def test_a_class_depends_on_slices_and_uneven_stages() -> None:
+def test_a_class_depends_on_slices_and_uneven_stages():
     assert len(set(classes(arguments(4, 2, 1)))) == 2
     uneven = classes(
         arguments(4, 1, 4),
@@ -123,9 +123,7 @@ def test_a_class_depends_on_slices_and_uneven_stages() -> None:
         ("*|-|M|*|-|-|E|E/*/*", ["*+-", "-+-", "M+E", "*+E"], [[0, 4], [1, 5], [2, 6], [3, 7]]),
     ],
 )
-def test_a_class_depends_on_the_kinds_of_layers(
-    pattern: str, kinds: list[str], offsets: list[list[int]]
-) -> None:
+def test_a_class_depends_on_the_kinds_of_layers(pattern, kinds, offsets):
     """As Megatron cuts a pattern: segments go round the stages."""
     chunks = 2 if pattern.count("|") > 4 else None
     args = arguments(
@@ -137,7 +135,7 @@ def test_a_class_depends_on_the_kinds_of_layers(
     assert [stages.layer_offsets(args, made, role) for role in range(4)] == offsets
 
 
-def test_ratios_of_layers_are_a_pattern() -> None:
+def test_ratios_of_layers_are_a_pattern():
     """Megatron 0.16, whose flags say how many of each kind there are."""
     given = {"hybrid_attention_ratio": 0.25, "hybrid_mlp_ratio": 0.5}
     args = SimpleNamespace(num_layers=8, hybrid_override_pattern=None, **given)
@@ -147,20 +145,20 @@ def test_ratios_of_layers_are_a_pattern() -> None:
     assert stages.layer_pattern(arguments(4)) == ""
 
 
-def test_layers_of_a_users_own_are_not_moved() -> None:
+def test_layers_of_a_users_own_are_not_moved():
     assert len(set(classes(arguments(4, 1, 4, spec=["module", "layers"])))) == 4
 
 
-def test_layers_that_know_their_number_are_not_moved() -> None:
+def test_layers_that_know_their_number_are_not_moved():
     found = classes(arguments(4, 1, 4), apply_query_key_layer_scaling=True)
     assert len(set(found)) == 4
 
 
-def test_context_parallel_roles_are_built_anew() -> None:
+def test_context_parallel_roles_are_built_anew():
     assert len(set(classes(arguments(4, 1, 1, context_parallel_size=2)))) == 4
 
 
-def test_a_spare_builds_for_the_commonest_class() -> None:
+def test_a_spare_builds_for_the_commonest_class():
     args = arguments(16, 2, 4)  # nodes of 2: slot is the tensor rank
     chosen = stages.commonest_role(args, config(args), wanted=1, members_per_node=2)
     assert chosen % 2 == 1
@@ -169,7 +167,7 @@ def test_a_spare_builds_for_the_commonest_class() -> None:
     assert stages.commonest_role(two, config(two), wanted=1, members_per_node=2) == 1
 
 
-def test_layers_get_the_numbers_of_their_new_stage() -> None:
+def test_layers_get_the_numbers_of_their_new_stage():
     class Layer(torch.nn.Module):
         def __init__(self, number: int) -> None:
             super().__init__()
@@ -188,7 +186,7 @@ def test_layers_get_the_numbers_of_their_new_stage() -> None:
     ]
 
 
-def test_a_layout_of_the_user_is_read_for_each_stage_before_there_are_groups() -> None:
+def test_a_layout_of_the_user_is_read_for_each_stage_before_there_are_groups():
     args = arguments(4, pp=2, virtual_pipeline_model_parallel_size=2)
     made = config(args, 4, pipeline_model_parallel_layout="Et|tt|t|L")
     assert [stages.layer_offsets(args, made, role) for role in (0, 2)] == [[0, 3], [1, 4]]

@@ -3,7 +3,6 @@
 import contextlib
 import sys
 import types
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +40,7 @@ class Library(types.ModuleType):
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(monkeypatch):
     made = Library("transformer_engine.pytorch.module.base")
     monkeypatch.setitem(sys.modules, made.__name__, made)
     monkeypatch.setattr(user_buffers, "_begun", [])
@@ -50,7 +49,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 @pytest.fixture
-def buffers(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[UserBuffers]:
+def buffers(library, monkeypatch):
     """Of rank 3 of four, as Megatron-LM's initialisation has left them; without peers."""
     initialize = SimpleNamespace(_initialize_tp_communicators=library.initialize_ub)
     args = SimpleNamespace(tensor_model_parallel_size=2)
@@ -70,7 +69,7 @@ def buffers(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[UserB
     communicators.uninstall()
 
 
-def test_each_epoch_has_new_ones_in_the_same_groups(buffers: UserBuffers, library: Library) -> None:
+def test_each_epoch_has_new_ones_in_the_same_groups(buffers, library):
     world_map = dist.distributed_c10d._world.pg_map
     groups = dict(world_map)
     seen = []
@@ -85,9 +84,7 @@ def test_each_epoch_has_new_ones_in_the_same_groups(buffers: UserBuffers, librar
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_process_with_something_of_another_set_is_replaced(
-    buffers: UserBuffers, library: Library, fails: bool
-) -> None:
+def test_a_process_with_something_of_another_set_is_replaced(buffers, library, fails):
     """The end of a buffer that is kept would be that of the new set; and no code frees the
     buffers that C++ has made before an interrupt."""
     library.fails = fails
@@ -100,7 +97,7 @@ def test_a_process_with_something_of_another_set_is_replaced(
     assert (end.value.code, kept is None) == (ExitStatus.UNCLEAN, fails)
 
 
-def test_groups_of_other_ranks_are_refused(buffers: UserBuffers, library: Library) -> None:
+def test_groups_of_other_ranks_are_refused(buffers, library):
     """Older versions divide by hosts, on which a spare stands elsewhere."""
     library.size = 1
     with pytest.raises(RuntimeError, match=r"\[\[0\], \[1\], \[2\], \[3\]\]"):

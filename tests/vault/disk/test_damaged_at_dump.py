@@ -58,7 +58,7 @@ def vault(directory: Path, slots: dict[int, tuple[str, ...]]) -> SlotStore:
     return state
 
 
-def test_the_coordinator_is_told_and_the_one_before_can_be_gone_on_from(tmp_path: Path) -> None:
+def test_the_coordinator_is_told_and_the_one_before_can_be_gone_on_from(tmp_path):
     base = tmp_path / "dump"
     with half_lost(tmp_path / "run") as running:
         node = running.nodes[0]
@@ -73,7 +73,7 @@ def test_the_coordinator_is_told_and_the_one_before_can_be_gone_on_from(tmp_path
     assert why_not == ["generation 1:2 lacks part shard of role 1"]
 
 
-def test_a_role_of_which_nothing_is_intact_is_told_as_well(tmp_path: Path) -> None:
+def test_a_role_of_which_nothing_is_intact_is_told_as_well(tmp_path):
     """There is no file of it, and the second time nothing is held of it either."""
     state = vault(tmp_path / "node", {4: ("shard", "extras@step")})
     (segment,) = state.table.segments.values()
@@ -84,7 +84,7 @@ def test_a_role_of_which_nothing_is_intact_is_told_as_well(tmp_path: Path) -> No
         assert {one.part for one in damaged(state)} == {"shard", "extras@step"}
 
 
-def test_damage_of_which_there_are_other_bytes_here_is_no_loss(tmp_path: Path) -> None:
+def test_damage_of_which_there_are_other_bytes_here_is_no_loss(tmp_path):
     state = vault(tmp_path / "node", {4: ("shard", "extras@step")})
     (segment,) = state.table.segments.values()
     twin = Segment.create(tmp_path / "node" / "copy-0-twin", LAYOUT, None, ("shard",), 1)
@@ -101,7 +101,7 @@ def test_damage_of_which_there_are_other_bytes_here_is_no_loss(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("struck", [4, 3])
-def test_where_a_part_is_damaged_what_leads_to_it_is_written(tmp_path: Path, struck: int) -> None:
+def test_where_a_part_is_damaged_what_leads_to_it_is_written(tmp_path, struck):
     """The planner still counts on it; the dump was begun when nobody needed it. So is what
     leads to a damaged base."""
     whole, steps = ("shard", *STEP, "extras@step"), (*STEP, "extras@step")
@@ -116,7 +116,7 @@ def test_where_a_part_is_damaged_what_leads_to_it_is_written(tmp_path: Path, str
     assert found.generation == G(1, 4)
 
 
-def test_a_file_that_has_more_than_memory_has_by_now_keeps_it(tmp_path: Path) -> None:
+def test_a_file_that_has_more_than_memory_has_by_now_keeps_it(tmp_path):
     """As of a salvage that was killed while it gave the memory back, and is begun again."""
     whole = ("shard", *STEP, "extras@step")
     state = vault(tmp_path / "node", {3: whole, 4: whole})
@@ -132,7 +132,7 @@ def test_a_file_that_has_more_than_memory_has_by_now_keeps_it(tmp_path: Path) ->
     assert entry.checksum == checksum(dumped.data(0, "shard"))
 
 
-def test_bytes_of_a_file_that_are_damaged_as_well_are_not_kept(tmp_path: Path) -> None:
+def test_bytes_of_a_file_that_are_damaged_as_well_are_not_kept(tmp_path):
     state = vault(tmp_path / "node", {4: ("shard", "extras@step")})
     dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step")
     (path,) = (tmp_path / "dump" / "1-4").iterdir()

@@ -61,7 +61,7 @@ SLOTS = st.dictionaries(st.integers(1, 4), HELD, min_size=1, max_size=4)
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(st.lists(SLOTS, min_size=1, max_size=2))
-def test_what_can_be_recomputed_counts_as_there(files: list[dict[int, set[str]]]) -> None:
+def test_what_can_be_recomputed_counts_as_there(files):
     """The files of two nodes are put together, and all that is recomputed begins at one base."""
     with tempfile.TemporaryDirectory() as name:
         held: dict[int, set[str]] = {}
@@ -85,7 +85,7 @@ def test_what_can_be_recomputed_counts_as_there(files: list[dict[int, set[str]]]
             assert (found.generation, found.boundary) == (G(1, 4), "step")
 
 
-def test_where_the_bytes_of_a_role_lie(tmp_path: Path) -> None:
+def test_where_the_bytes_of_a_role_lie(tmp_path):
     """One part in the own file, one in that of a role that has the same bytes."""
     write(tmp_path, 5, {4: {"first", "extras@step"}}, layout(0, (0, 1)))
     write(tmp_path, 6, {4: {"second"}}, layout(1, (0, 1)))
@@ -99,7 +99,7 @@ def test_where_the_bytes_of_a_role_lie(tmp_path: Path) -> None:
     assert type(taken).from_dict(taken.to_dict()) == taken
 
 
-def test_what_is_there_as_gradients_only_has_no_bytes(tmp_path: Path) -> None:
+def test_what_is_there_as_gradients_only_has_no_bytes(tmp_path):
     write(tmp_path, 5, {4: {"first", *STEP, "extras@step"}, 3: {"second"}})
     with pytest.raises(VaultError, match=r"part second of role 0 is not in .* as bytes"):
         snapshot_of_dump(tmp_path, 0, G(1, 4), "step")
@@ -107,7 +107,7 @@ def test_what_is_there_as_gradients_only_has_no_bytes(tmp_path: Path) -> None:
         snapshot_of_dump(tmp_path, 1, G(1, 4), "step")
 
 
-def test_slots_of_another_iteration_are_none_of_the_generation(tmp_path: Path) -> None:
+def test_slots_of_another_iteration_are_none_of_the_generation(tmp_path):
     """Those of the iterations before are, in the lineage of the generation."""
     write(tmp_path, 0, {5: set(PARTS), 6: set(PARTS)})
     (dumped,) = dump_files(tmp_path)
@@ -129,7 +129,7 @@ def _vault(directory: Path, record: EpochRecord) -> SlotStore:
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> SlotStore:
+def writer(tmp_path):
     """A vault of a closed epoch that holds the generation."""
     state = _vault(tmp_path / "before", record_of())
     path = tmp_path / "before" / own_name(0, SEAT)
@@ -148,7 +148,7 @@ def _from_dump(writer: SlotStore, tmp_path: Path) -> Restore:
     return Restore("dump", GENERATION, path=str(tmp_path / "dump"))
 
 
-def test_a_part_is_read_when_a_slot_is_free(writer: SlotStore, tmp_path: Path) -> None:
+def test_a_part_is_read_when_a_slot_is_free(writer, tmp_path):
     """A thread of the epoch before stands in a read of a slow disk, and has the slot."""
     restore = _from_dump(writer, tmp_path)
     record = record_of(2, restore=restore)
@@ -168,9 +168,7 @@ def test_a_part_is_read_when_a_slot_is_free(writer: SlotStore, tmp_path: Path) -
     assert {place.name for place in places.values()} == set(NAMES)
 
 
-def test_a_file_that_was_not_written_is_not_named(
-    writer: SlotStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_not_written_is_not_named(writer, tmp_path, monkeypatch):
     """Nothing of the generation is intact, but something that leads to it."""
     (segment,) = writer.table.segments.values()
     segment.open_slot(1, Generation(1, 3), 1)

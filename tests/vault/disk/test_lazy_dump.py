@@ -51,9 +51,7 @@ FILES = st.dictionaries(
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(files=FILES, limit=st.integers(0, 4))
-def test_the_newest_whole_generation_of_the_kept_line(
-    files: dict[tuple[int, int, int, int], set[str]], limit: int
-) -> None:
+def test_the_newest_whole_generation_of_the_kept_line(files, limit):
     kept = {1: limit, 2: NO_LIMIT}
     with tempfile.TemporaryDirectory() as name:
         held: dict[Generation, dict[int, set[str]]] = {}
@@ -102,7 +100,7 @@ def vault(directory: Path) -> slot_store.SlotStore:
     return state
 
 
-def test_all_generations_are_written_each_to_its_place(tmp_path: Path) -> None:
+def test_all_generations_are_written_each_to_its_place(tmp_path):
     written = dump_held(vault(tmp_path / "node"), tmp_path / "dump", [G(1, 3), G(1, 4)])
     assert written == [str(tmp_path / "dump" / f"1-{k}" / "dump-7-5.seg") for k in (4, 3)]
     for path, k in zip(written, (4, 3), strict=True):
@@ -111,7 +109,7 @@ def test_all_generations_are_written_each_to_its_place(tmp_path: Path) -> None:
         assert bytes(dumped.data(0, "extras@step", 9)) == b"content %d" % k
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, small_disk):
     """The newest generation has room; the older one has not."""
     state = vault(tmp_path / "node")
     with pytest.raises(
@@ -126,7 +124,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path, small_disk: P
     assert {h.generation for h in state.table.holdings()} == {G(1, 3), G(1, 4)}
 
 
-def test_salvage_keeps_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_salvage_keeps_what_it_cannot_read(tmp_path, monkeypatch):
     """It may be the rest of a whole generation, for the version that wrote it."""
     for node in (5, 6):
         vault(tmp_path / f"node{node}")

@@ -49,7 +49,7 @@ def left(node: harness.Node) -> list[str]:
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_generation_is_taken_with_its_last_extras(tmp_path: Path, is_last: bool) -> None:
+def test_a_generation_is_taken_with_its_last_extras(tmp_path, is_last):
     """None come any more when another generation follows, or the members say that none does."""
     with harness.cluster(tmp_path, 2) as running:
         members = two_members(running)
@@ -76,7 +76,7 @@ def test_a_generation_is_taken_with_its_last_extras(tmp_path: Path, is_last: boo
         assert left(running.nodes[0]) == []
 
 
-def test_what_is_overwritten_is_not_taken(tmp_path: Path) -> None:
+def test_what_is_overwritten_is_not_taken(tmp_path):
     with harness.cluster(tmp_path, 2) as running:
         members = two_members(running)
         steps(members, range(5))
@@ -85,7 +85,7 @@ def test_what_is_overwritten_is_not_taken(tmp_path: Path) -> None:
         assert left(running.nodes[0]) == []
 
 
-def test_a_close_ends_it(tmp_path: Path) -> None:
+def test_a_close_ends_it(tmp_path):
     with harness.cluster(tmp_path, 2) as running:
         members = two_members(running)
         taking = order(running.nodes[0], 3)
@@ -96,7 +96,7 @@ def test_a_close_ends_it(tmp_path: Path) -> None:
         assert left(running.nodes[0]) == []
 
 
-def test_without_room_it_is_refused_and_training_goes_on(tmp_path: Path) -> None:
+def test_without_room_it_is_refused_and_training_goes_on(tmp_path):
     full = {"id": "full", "point": "persist.reserve", "action": "mark"}
     with harness.cluster(tmp_path, 2, faults=[full]) as running:
         members = two_members(running)
@@ -107,7 +107,7 @@ def test_without_room_it_is_refused_and_training_goes_on(tmp_path: Path) -> None
         assert left(running.nodes[0]) == []
 
 
-def test_what_is_dropped_is_given_up_at_once(tmp_path: Path) -> None:
+def test_what_is_dropped_is_given_up_at_once(tmp_path):
     with harness.cluster(tmp_path, 2) as running:
         members = two_members(running)
         steps(members, range(2))
@@ -120,7 +120,7 @@ def test_what_is_dropped_is_given_up_at_once(tmp_path: Path) -> None:
         steps(members, range(2, 4))
 
 
-def test_it_ends_with_its_deadline(tmp_path: Path) -> None:
+def test_it_ends_with_its_deadline(tmp_path):
     with harness.cluster(tmp_path, 2) as running:
         members = two_members(running)
         steps(members, range(2))
@@ -128,7 +128,7 @@ def test_it_ends_with_its_deadline(tmp_path: Path) -> None:
             order(running.nodes[0], 7, seconds=0.1).result(harness.DEADLINE)
 
 
-def test_what_was_written_is_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_written_is_what_counts(tmp_path, monkeypatch):
     """Not what was read before: the bytes go from the slot to the file, and are hashed there."""
     layout = harness.make_layout(0, nbytes=100_000)
     state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)

@@ -3,7 +3,7 @@
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,7 +220,7 @@ Begin = Callable[..., Making]
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Begin]:
+def begin(tmp_path):
     """Roles of which shards differ in length; all have said what they consist of."""
     running: list[Making] = []
 
@@ -241,9 +241,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
 @settings(max_examples=settings().max_examples // 4)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 1 << 30))
-def test_whatever_order_and_faults_the_block_is_what_the_code_says(
-    data: int, parities: int, seed: int
-) -> None:
+def test_whatever_order_and_faults_the_block_is_what_the_code_says(data, parities, seed):
     """Owners in any order, pieces damaged on the way, a role without one of the parts, and old
     bytes in the slot: sealed once, with what it is made of."""
     chance = random.Random(seed)
@@ -293,7 +291,7 @@ def test_whatever_order_and_faults_the_block_is_what_the_code_says(
             failpoints.load(None)
 
 
-def test_what_is_refused(begin: Begin) -> None:
+def test_what_is_refused(begin):
     making = begin(parities=2)
     owner = Owner(making, 0)
     assert owner.put(block=77) == "no such parity block"
@@ -305,7 +303,7 @@ def test_what_is_refused(begin: Begin) -> None:
     assert making.nothing_is_in_use()
 
 
-def test_nothing_is_taken_before_all_have_said_what_they_have(begin: Begin) -> None:
+def test_nothing_is_taken_before_all_have_said_what_they_have(begin):
     making = begin(told=False)
     making.network.cut.add(("fake", 1))
     owner = Owner(making, 0)
@@ -315,7 +313,7 @@ def test_nothing_is_taken_before_all_have_said_what_they_have(begin: Begin) -> N
     wait_until(lambda: owner.put() == [*NAMES], "role 1 has been asked")
 
 
-def test_a_sealed_block_is_acknowledged_again(begin: Begin) -> None:
+def test_a_sealed_block_is_acknowledged_again(begin):
     """For the very bytes that it was made of; older generations are superseded by it."""
     making = begin()
     owners = [Owner(making, role) for role in (0, 1)]
@@ -331,9 +329,7 @@ def test_a_sealed_block_is_acknowledged_again(begin: Begin) -> None:
     assert making.nothing_is_in_use()
 
 
-def test_a_slot_that_is_given_away_while_its_list_is_read_offends_nobody(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slot_that_is_given_away_while_its_list_is_read_offends_nobody(begin, monkeypatch):
     """The block of the generation after next may take it, once it has been looked up."""
     making = begin()
     making.start(0, 1)
@@ -349,7 +345,7 @@ def test_a_slot_that_is_given_away_while_its_list_is_read_offends_nobody(
     assert Owner(making, 0).bring() == "sealed", "it was when it was read"
 
 
-def test_who_believes_a_lost_block_to_be_sealed_is_asked(begin: Begin) -> None:
+def test_who_believes_a_lost_block_to_be_sealed_is_asked(begin):
     """One vault has forgotten that it was acknowledged, and the block was damaged since: the other
     owner, who had nothing more to bring, still has what it was made of."""
     making = begin()
@@ -362,7 +358,7 @@ def test_who_believes_a_lost_block_to_be_sealed_is_asked(begin: Begin) -> None:
     assert making.is_right()
 
 
-def test_who_has_forgotten_an_old_one_is_not_kept_from_the_newest(begin: Begin) -> None:
+def test_who_has_forgotten_an_old_one_is_not_kept_from_the_newest(begin):
     """Both slots are taken by newer ones, the second of which waits for just him."""
     making = begin()
     assert [Owner(making, role).bring() for role in (0, 1)] == ["taken", "taken"]
@@ -373,7 +369,7 @@ def test_who_has_forgotten_an_old_one_is_not_kept_from_the_newest(begin: Begin) 
     assert Owner(making, 0).bring(generation=NEWER) == "sealed"
 
 
-def test_a_half_made_one_gives_way_to_what_has_to_come_before(begin: Begin) -> None:
+def test_a_half_made_one_gives_way_to_what_has_to_come_before(begin):
     """No slot is free for it: who puts the older one puts the newer one afterwards only."""
     making = begin()
     for generation in (GENERATION, NEWER):
@@ -389,9 +385,7 @@ def test_a_half_made_one_gives_way_to_what_has_to_come_before(begin: Begin) -> N
         ("parity.room.reserve", errors.OutOfSpace("9 bytes needed")),
     ],
 )
-def test_a_holder_that_lacks_something_says_what(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, what: str, lack: Exception
-) -> None:
+def test_a_holder_that_lacks_something_says_what(begin, monkeypatch, what, lack):
     def missing(*_: object) -> None:
         raise lack
 
@@ -405,7 +399,7 @@ def test_a_holder_that_lacks_something_says_what(
     assert Owner(making, 0).put() == [*NAMES], "it is there by now"
 
 
-def test_other_bytes_take_the_place_of_those_before(begin: Begin) -> None:
+def test_other_bytes_take_the_place_of_those_before(begin):
     """Nothing is made of both; what others have put into the part is needed again."""
     making = begin()
     shard = making.held[0]["shard"]
@@ -423,7 +417,7 @@ def test_other_bytes_take_the_place_of_those_before(begin: Begin) -> None:
 
 
 @pytest.mark.parametrize("breaks", [True, False], ids=["breaks", "stalls"])
-def test_half_a_part_is_in_no_block(begin: Begin, breaks: bool) -> None:
+def test_half_a_part_is_in_no_block(begin, breaks):
     """The connection breaks, or another one comes in its place: the part is begun again, and what
     the old connection still brings is not added."""
     making = begin()
@@ -451,9 +445,7 @@ def test_half_a_part_is_in_no_block(begin: Begin, breaks: bool) -> None:
     assert not making.corruptions()
 
 
-def test_closed_between_the_last_byte_and_the_seal(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closed_between_the_last_byte_and_the_seal(begin, monkeypatch):
     making = begin()
     seal_it = ParityBlock._seal
 
@@ -470,7 +462,7 @@ def test_closed_between_the_last_byte_and_the_seal(
     assert making.nothing_is_in_use()
 
 
-def test_after_a_cut_nothing_is_written_into_the_slot(begin: Begin) -> None:
+def test_after_a_cut_nothing_is_written_into_the_slot(begin):
     """The next epoch may have given it to somebody else."""
     making = begin()
     owner = Owner(making, 0)
@@ -491,7 +483,7 @@ def test_after_a_cut_nothing_is_written_into_the_slot(begin: Begin) -> None:
 
 
 @pytest.fixture
-def uncovered(tmp_path: Path) -> Iterator[Making]:
+def uncovered(tmp_path):
     """Roles 0 and 1 hold equal bytes of "tail". While they sit in two racks these are in no block;
     in epoch 2 they share a rack."""
     layouts = {}
@@ -522,9 +514,7 @@ def bring_all(making: Making) -> Owner:
     return owners[0]
 
 
-def test_a_block_that_has_to_hold_more_is_made_beside_the_one_that_counts(
-    uncovered: Making, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_has_to_hold_more_is_made_beside_the_one_that_counts(uncovered, monkeypatch):
     """Whoever is lost meanwhile comes back from the old one (rule 3)."""
     before = []
     replaced = uncovered.state.table.replace
@@ -543,9 +533,7 @@ def test_a_block_that_has_to_hold_more_is_made_beside_the_one_that_counts(
 
 
 @pytest.mark.parametrize("sealed", [0, 1, 3])
-def test_a_vault_that_dies_between_two_blocks_has_one_of_them(
-    uncovered: Making, sealed: int
-) -> None:
+def test_a_vault_that_dies_between_two_blocks_has_one_of_them(uncovered, sealed):
     """Killed after so many parts of the new one; three are all."""
 
     class Killed(OSError):

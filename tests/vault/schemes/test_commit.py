@@ -39,7 +39,7 @@ def acknowledge(ledger: Acknowledgements, layout: RoleLayout, names: list[str]) 
         ledger.add(layout.role, G, target.node, names)
 
 
-def test_committed_when_sealed_here_and_at_the_buddy() -> None:
+def test_committed_when_sealed_here_and_at_the_buddy():
     ledger, layout = ledger_of(record(3, 3)), make_layout(0)
     ((buddy,), _) = targets(ledger, layout)
     assert buddy.node != 0
@@ -53,7 +53,7 @@ def test_committed_when_sealed_here_and_at_the_buddy() -> None:
     assert ledger.boundary(layout, Generation(1, 5), SHARD) is None
 
 
-def test_boundaries_commit_in_order() -> None:
+def test_boundaries_commit_in_order():
     ledger, layout = ledger_of(record(2, 2)), make_layout(0)
     sealed = [*SHARD, "extras@evaluation", "extras@save"]
     acknowledge(ledger, layout, [*SHARD, "extras@save"])
@@ -64,7 +64,7 @@ def test_boundaries_commit_in_order() -> None:
     assert ledger.boundary(layout, G, sealed) == "save"
 
 
-def test_every_replica_is_owed() -> None:
+def test_every_replica_is_owed():
     ledger, layout = ledger_of(record(3, 3, replicas=2)), make_layout(0)
     assert set(targets(ledger, layout)[0]) == {Target(1), Target(2)}
     ledger.add(0, G, 1, SHARD)
@@ -73,7 +73,7 @@ def test_every_replica_is_owed() -> None:
     assert ledger.boundary(layout, G, SHARD) == "step"
 
 
-def test_too_few_nodes_hold_the_gate_until_the_record_releases_it() -> None:
+def test_too_few_nodes_hold_the_gate_until_the_record_releases_it():
     layout = make_layout(0)
     assert is_exposed(ledger_of(record(2, 2, replicas=2)), layout), "one of two"
     closed = ledger_of(record(1, 1))
@@ -89,7 +89,7 @@ def test_too_few_nodes_hold_the_gate_until_the_record_releases_it() -> None:
     assert not ledger_of(record(2, 2, fewer=frozenset({0}))).released(layout, G)
 
 
-def test_covered_parts_are_not_shipped() -> None:
+def test_covered_parts_are_not_shipped():
     ledger, layout = ledger_of(record(2, 2)), make_layout(0, replicas=(0, 1))
     ((buddy,), _) = targets(ledger, layout)
     assert ledger.missing(layout, G, SHARD, buddy) == ["extras@step"]
@@ -101,7 +101,7 @@ def planned(base: EpochRecord, scheme: SchemeNumbers) -> EpochRecord:
     return replace(base, protection=ProtectionPlan(scheme))
 
 
-def test_parity_without_a_holder_waits_for_a_release() -> None:
+def test_parity_without_a_holder_waits_for_a_release():
     layout = make_layout(0)
     scheme = SchemeNumbers(SchemeKind.PARITY, group=2)
     assert is_exposed(ledger_of(planned(record(1, 1), scheme)), layout)
@@ -110,7 +110,7 @@ def test_parity_without_a_holder_waits_for_a_release() -> None:
     assert released.boundary(layout, G, SHARD) == "step"
 
 
-def test_local_owes_nothing_to_anybody() -> None:
+def test_local_owes_nothing_to_anybody():
     layout = make_layout(0)
     ledger = ledger_of(planned(record(3, 3, replicas=0), SchemeNumbers(SchemeKind.LOCAL)))
     assert not is_exposed(ledger, layout)
@@ -119,7 +119,7 @@ def test_local_owes_nothing_to_anybody() -> None:
     assert not ledger.scheme.keeps(layout, 1)
 
 
-def test_kept_twice_the_own_node_is_owed_whatever_peers_hold() -> None:
+def test_kept_twice_the_own_node_is_owed_whatever_peers_hold():
     layout = make_layout(0, replicas=(0, 1, 2))
     ledger = ledger_of(planned(record(3, 3, replicas=0), SchemeNumbers(SchemeKind.LOCAL_TWICE)))
     assert not is_exposed(ledger, layout)

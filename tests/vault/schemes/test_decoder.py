@@ -5,7 +5,7 @@ import json
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ Begin = Callable[..., Vaults]
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Begin]:
+def begin(tmp_path):
     running: list[Vaults] = []
 
     def start(data: int, parities: int, lost: set[int], **more: Any) -> Vaults:
@@ -45,9 +45,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     ("data", "parities", "lost"),
     [(3, 1, {1}), (3, 1, {0}), (2, 1, {1}), (3, 2, {0, 2}), (1, 1, {0}), (4, 3, {0, 1, 3})],
 )
-def test_lost_roles_come_back_byte_for_byte(
-    begin: Begin, data: int, parities: int, lost: set[int]
-) -> None:
+def test_lost_roles_come_back_byte_for_byte(begin, data, parities, lost):
     vaults = begin(data, parities, lost)
     record = vaults.opened()
     assert set(record.restore.recipes) == lost
@@ -61,7 +59,7 @@ def test_lost_roles_come_back_byte_for_byte(
     )
 
 
-def test_blocks_that_end_early_or_are_not_there_count_as_zeros(begin: Begin) -> None:
+def test_blocks_that_end_early_or_are_not_there_count_as_zeros(begin):
     """Shards that differ by more than a piece, and a role without one of the parts."""
     vaults = begin(3, 1, {1}, lacking=2)
     record = vaults.opened(replace(SETTINGS, chunk_bytes=4096))
@@ -71,7 +69,7 @@ def test_blocks_that_end_early_or_are_not_there_count_as_zeros(begin: Begin) -> 
     assert vaults.decoded("tail") == [[0, 3]]
 
 
-def test_too_few_intact_blocks_are_all_named(begin: Begin) -> None:
+def test_too_few_intact_blocks_are_all_named(begin):
     vaults = begin(3, 2, {0})
     record = vaults.opened()
     flip(vaults.own(1), "shard")
@@ -86,7 +84,7 @@ def test_too_few_intact_blocks_are_all_named(begin: Begin) -> None:
     assert not [h for h in held if h.role == 0 and "shard" in h.parts]
 
 
-def test_bytes_damaged_on_the_way_are_asked_for_once_more(begin: Begin, tmp_path: Path) -> None:
+def test_bytes_damaged_on_the_way_are_asked_for_once_more(begin, tmp_path):
     """With one parity there is no other block to fall to."""
     vaults = begin(3, 1, {0})
     record = vaults.opened()
@@ -101,7 +99,7 @@ def test_bytes_damaged_on_the_way_are_asked_for_once_more(begin: Begin, tmp_path
     assert [e.data["where"] for e in vaults.corruptions()] == ["from node 2"]
 
 
-def test_parity_of_other_bytes_gives_nothing(begin: Begin) -> None:
+def test_parity_of_other_bytes_gives_nothing(begin):
     """The blocks are intact, but the parity is not theirs: found, reported, never sealed."""
     vaults = begin(3, 2, {0})
     vaults.put_block(shard=vaults.coded.parity(0, "shard")[::-1])
@@ -123,9 +121,7 @@ def test_parity_of_other_bytes_gives_nothing(begin: Begin) -> None:
     ],
     ids=["group", "part", "size", "bytes"],
 )
-def test_members_of_another_group_or_of_other_parts_are_given_up(
-    begin: Begin, change: Callable[[BlockMembers, tuple[int, int]], BlockMembers], why: str
-) -> None:
+def test_members_of_another_group_or_of_other_parts_are_given_up(begin, change, why):
     """Before a byte of the part is written; the block of another node could still give it."""
     vaults = begin(2, 1, {0})
     told = vaults.coded.members(0)
@@ -147,7 +143,7 @@ def of_other_bytes(told: BlockMembers) -> BlockMembers:
     return replace(told, contributions={**told.contributions, 1: other})
 
 
-def test_each_place_of_a_block_says_what_it_was_computed_from(begin: Begin) -> None:
+def test_each_place_of_a_block_says_what_it_was_computed_from(begin):
     """Two nodes hold the block of one generation. One of them made it while peers held what role 1
     has, and its bytes are damaged: what it says of itself is nothing to the other one."""
     vaults = begin(2, 1, {0})
@@ -166,7 +162,7 @@ def test_each_place_of_a_block_says_what_it_was_computed_from(begin: Begin) -> N
     assert vaults.decoded() == [[1, 2]]
 
 
-def test_a_block_of_other_bytes_falls_to_the_same_block_elsewhere(begin: Begin) -> None:
+def test_a_block_of_other_bytes_falls_to_the_same_block_elsewhere(begin):
     """Intact as its place vouches for it, but wrong: only with that place it gives nothing."""
     vaults = begin(2, 1, {0})
     coded = vaults.coded
@@ -182,7 +178,7 @@ def test_a_block_of_other_bytes_falls_to_the_same_block_elsewhere(begin: Begin) 
 
 
 @pytest.mark.slow
-def test_a_node_that_cannot_be_reached_is_replaced_or_named(begin: Begin) -> None:
+def test_a_node_that_cannot_be_reached_is_replaced_or_named(begin):
     vaults = begin(3, 2, {0})
     record = vaults.opened()
     vaults.network.cut.add(("fake", 2))
@@ -196,7 +192,7 @@ def test_a_node_that_cannot_be_reached_is_replaced_or_named(begin: Begin) -> Non
         vaults.obtain(record, 0)
 
 
-def test_whole_copies_that_fail_fall_to_the_blocks(begin: Begin) -> None:
+def test_whole_copies_that_fail_fall_to_the_blocks(begin):
     vaults = begin(3, 1, {0})
     vaults.open()
     inventories = {node: state.inventory() for node, state in vaults.states.items()}
@@ -221,9 +217,7 @@ def damages(draw: st.DrawFn) -> tuple[int, int, int, set[int], set[int]]:
 @pytest.mark.slow
 @settings(max_examples=settings().max_examples // 6)
 @given(damages())
-def test_whatever_is_damaged_what_is_sealed_is_right(
-    case: tuple[int, int, int, set[int], set[int]],
-) -> None:
+def test_whatever_is_damaged_what_is_sealed_is_right(case):
     """Rule 4, and that nothing is given up for which enough is left."""
     data, parities, lost, damaged, unlisted = case
     with tempfile.TemporaryDirectory() as directory:
@@ -249,7 +243,7 @@ def test_whatever_is_damaged_what_is_sealed_is_right(
             vaults.stop()
 
 
-def test_lost_roles_come_back_from_the_files_of_a_dump(begin: Begin, tmp_path: Path) -> None:
+def test_lost_roles_come_back_from_the_files_of_a_dump(begin, tmp_path):
     """A later job on other nodes; one file is damaged, and another block stands in for it."""
     vaults = begin(3, 2, {0})
     vaults.open()
@@ -281,9 +275,7 @@ def test_lost_roles_come_back_from_the_files_of_a_dump(begin: Begin, tmp_path: P
         again.obtain(vaults.coded.layouts[0])
 
 
-def test_a_file_of_a_dump_that_cannot_be_read_is_one_place_less(
-    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_a_dump_that_cannot_be_read_is_one_place_less(begin, tmp_path, monkeypatch):
     vaults = begin(3, 1, {0})
     vaults.open()
     folder = tmp_path / "dump"

@@ -28,9 +28,7 @@ def combined(
 
 @settings(max_examples=60)
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 80), st.integers(0, 99))
-def test_any_k_blocks_give_back_every_other(
-    data: int, parities: int, length: int, seed: int
-) -> None:
+def test_any_k_blocks_give_back_every_other(data, parities, length, seed):
     chance = random.Random(seed)
     coder = Coder(data, parities)
     blocks = [chance.randbytes(chance.randint(0, length)) for _ in range(data - 1)]
@@ -53,7 +51,7 @@ def test_any_k_blocks_give_back_every_other(
         assert total == made[0]
 
 
-def test_what_cannot_be_computed_is_refused() -> None:
+def test_what_cannot_be_computed_is_refused():
     coder = Coder(3, 2)
     with pytest.raises(ValueError, match="3 blocks are needed"):
         coder.begin({0, 3}, 1, memoryview(bytearray(2)))
@@ -61,7 +59,7 @@ def test_what_cannot_be_computed_is_refused() -> None:
         Coder(255, 2)
 
 
-def test_what_was_given_up_stays_as_it_is() -> None:
+def test_what_was_given_up_stays_as_it_is():
     out = bytearray(b"abcd")
     combination = Coder(2, 1).begin({0, 1}, 2, memoryview(out))
     combination.give_up()

@@ -47,7 +47,7 @@ FILES = {
 OPTIONAL = {*set[str]().union(*FILES.values()), "vault.schemes.parity_code"}
 
 
-def test_no_file_of_another_scheme_is_loaded(tmp_path: Path) -> None:
+def test_no_file_of_another_scheme_is_loaded(tmp_path):
     told = said("-c", PROGRAM, tmp_path, *FILES)
     names = [line.replace("deadpool_megatron.", "").split() for line in told.splitlines()]
     found = [OPTIONAL.intersection(one) - {"vault.schemes.parity_code"} for one in names]
@@ -55,9 +55,7 @@ def test_no_file_of_another_scheme_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [SchemeKind.PARITY, SchemeKind.BUDDY])
-def test_what_decoding_needs_is_loaded_before_anything_is_lost(
-    tmp_path: Path, kind: SchemeKind
-) -> None:
+def test_what_decoding_needs_is_loaded_before_anything_is_lost(tmp_path, kind):
     """In a spare that holds nothing. Elsewhere it is not at all."""
     plan = ProtectionPlan(SchemeNumbers(kind, group=2))
     with cluster(tmp_path, 1) as running:

@@ -1,7 +1,6 @@
 """Each generation twice on its own node: one node alone, whose vault process and slots are hurt."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from deadpool_megatron.events import Kind as EventKind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
@@ -45,7 +44,7 @@ def written(generation: Generation) -> dict[str, bytes]:
     return {name: harness.content(0, generation, name, nbytes) for name, nbytes in sizes.items()}
 
 
-def test_a_damaged_slot_is_repaired_from_the_second_copy(tmp_path: Path) -> None:
+def test_a_damaged_slot_is_repaired_from_the_second_copy(tmp_path):
     """There is no other node that anything could be fetched from."""
     newest = Generation(1, 2)
     with harness.cluster(tmp_path, 1) as running:
@@ -68,7 +67,7 @@ def test_a_damaged_slot_is_repaired_from_the_second_copy(tmp_path: Path) -> None
             )
 
 
-def test_a_vault_killed_between_two_parts_goes_on(tmp_path: Path) -> None:
+def test_a_vault_killed_between_two_parts_goes_on(tmp_path):
     fault = {"id": "cut", "point": "vault.doubled", "match": {"role": 0}}
     with harness.cluster(tmp_path, 1, faults=[fault]) as running:
         record = doubled(running)

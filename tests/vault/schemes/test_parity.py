@@ -1,7 +1,6 @@
 """Parity blocks made by real vault processes: whole, in spite of kills, stops and damaged bytes."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,7 +86,7 @@ def check_blocks(
 
 
 @pytest.mark.parametrize("parities", [1, 2])
-def test_many_generations_commit_in_few_slots(tmp_path: Path, parities: int) -> None:
+def test_many_generations_commit_in_few_slots(tmp_path, parities):
     """Three roles of different size; extras travel whole to a buddy, shards as parity only. With
     two blocks three slots."""
     layouts = layouts_of(SIZES, slots=1 + parities)
@@ -139,7 +138,7 @@ def in_the_middle(name: str, point: str, iteration: int, role: int, **more: Any)
     return {"id": name, "point": point, "match": match, "nth": 2, **more}
 
 
-def test_blocks_are_right_whatever_happens_in_the_middle(tmp_path: Path) -> None:
+def test_blocks_are_right_whatever_happens_in_the_middle(tmp_path):
     """Holder killed, owner killed, holder stopped, a piece damaged: one generation each."""
     layouts = layouts_of({0: BIG, 1: BIG - 5000, 2: 3 << 20})
     plan = [

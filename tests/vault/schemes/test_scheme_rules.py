@@ -48,7 +48,7 @@ SCHEMES = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_process() -> Iterator[None]:
+def _one_process():
     """Threads of one process need no barrier between processes, which takes 10 ms."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deadpool_megatron.vault.shm.table.fence", lambda: None)
@@ -349,7 +349,7 @@ def recover(nodes: Nodes) -> EpochRecord | None:
 
 @settings(max_examples=settings().max_examples // 5)
 @given(cases(damage=False))
-def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case) -> None:
+def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case):
     """Rules 2, 3 and 7, and again after the recovery."""
     with nodes_of(case) as nodes:
         nodes.train(1, range(case.iterations))
@@ -367,7 +367,7 @@ def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case)
 
 @settings(max_examples=settings().max_examples // 5)
 @given(cases(damage=True))
-def test_damaged_bytes_are_never_restored(case: Case) -> None:
+def test_damaged_bytes_are_never_restored(case):
     """Rule 4: another source, an older generation, or nothing."""
     with nodes_of(case) as nodes:
         nodes.train(1, range(case.iterations))
@@ -380,7 +380,7 @@ def test_damaged_bytes_are_never_restored(case: Case) -> None:
 
 @settings(max_examples=settings().max_examples // 10)
 @given(cases(damage=False), st.integers(0, 20))
-def test_what_is_damaged_everywhere_costs_one_generation_at_most(case: Case, which: int) -> None:
+def test_what_is_damaged_everywhere_costs_one_generation_at_most(case, which):
     """Rule 4: of one role every sealed byte of the newest generation is wrong, on every node."""
     case = replace(case, torn=0, iterations=max(2, case.iterations))
     with nodes_of(case) as nodes:

@@ -1,7 +1,6 @@
 """Several buddies of a role: each has its copy from the owner. Vaults in this process."""
 
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -58,16 +57,14 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
+def nodes(tmp_path):
     running = Nodes(tmp_path, 4)
     yield running
     running.stop()
 
 
 @pytest.mark.parametrize("trouble", ["has not heard", "out of reach"])
-def test_a_buddy_in_trouble_holds_no_other_up_and_has_its_copy_later(
-    nodes: Nodes, trouble: str
-) -> None:
+def test_a_buddy_in_trouble_holds_no_other_up_and_has_its_copy_later(nodes, trouble):
     """It has not heard of the epoch yet, or a route to it is cut."""
     if trouble == "out of reach":
         nodes.network.cut_routes.add((("fake", 0), ("fake", 2)))

@@ -59,7 +59,7 @@ def begun(trusted: tuple[int, ...] = (0,), **options: Any) -> Recompute:
     return Recompute(record(**options), trusted)
 
 
-def test_a_whole_one_and_then_steps() -> None:
+def test_a_whole_one_and_then_steps():
     layout = make_layout(slots=12)
     whole, step = False, True
     chains = begun()
@@ -73,7 +73,7 @@ def test_a_whole_one_and_then_steps() -> None:
     assert ways(begun(trusted=()), layout, 3) == [whole] * 3
 
 
-def test_a_gap_a_missing_step_and_a_buddy_that_lost_its_base_make_a_whole_one() -> None:
+def test_a_gap_a_missing_step_and_a_buddy_that_lost_its_base_make_a_whole_one():
     layout, chains = make_layout(slots=12), begun()
     for iteration in (0, 1, 3):
         chains.decide(layout, g(iteration), has_step=True)
@@ -89,7 +89,7 @@ def test_a_gap_a_missing_step_and_a_buddy_that_lost_its_base_make_a_whole_one() 
     assert ways(chains, layout, 3, first=7) == [True, True, False], "counted from the new base"
 
 
-def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole() -> None:
+def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole():
     chains, layout, buddy = begun(), make_layout(), Target(1)
     ledger = commit_ledger.Acknowledgements(chains)
     chains.decide(layout, g(0), has_step=True)
@@ -107,7 +107,7 @@ def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole() -> None
     assert ledger.boundary(layout, g(1), ALL) is None
 
 
-def test_what_peers_hold_anyway_needs_no_gradients() -> None:
+def test_what_peers_hold_anyway_needs_no_gradients():
     chains, layout, buddy = begun(), make_layout(covered=True), Target(1)
     ledger = commit_ledger.Acknowledgements(chains)
     for iteration in (0, 1):
@@ -115,7 +115,7 @@ def test_what_peers_hold_anyway_needs_no_gradients() -> None:
     assert ledger.missing(layout, g(1), ALL, buddy) == STEP[1:]
 
 
-def test_steps_never_go_into_parity_blocks() -> None:
+def test_steps_never_go_into_parity_blocks():
     """Slots have room for steps whatever the plan is now."""
     plan, layout = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=2)), make_layout()
     scheme = scheme_of(record_of(1, range(2), 3, protection=plan), None)
@@ -126,14 +126,12 @@ def test_steps_never_go_into_parity_blocks() -> None:
     }
 
 
-def test_sums_come_back() -> None:
+def test_sums_come_back():
     sums = {"shard0": (1 << 40, (1 << 64) - 1), "shard1": (0, 7)}
     assert gradient_chain.unpack_sums(gradient_chain.pack_sums(sums)) == sums
 
 
-def test_sums_are_not_written_after_a_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_are_not_written_after_a_close(tmp_path, monkeypatch):
     """Checksums take time; when they are there the slot may be the next epoch's."""
     state, layout, seat = (
         SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None),
@@ -194,7 +192,7 @@ def blocks(directory: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in directory.glob("*.seg"))
 
 
-def test_a_buddy_keeps_chains_in_memory_that_stays_the_same(tmp_path: Path) -> None:
+def test_a_buddy_keeps_chains_in_memory_that_stays_the_same(tmp_path):
     """All that may still be asked for can be produced, and the steps go round in their slots."""
     layout, state, chains = make_layout(nbytes=1 << 20), opened(tmp_path), begun()
     taken = []
@@ -213,7 +211,7 @@ def test_a_buddy_keeps_chains_in_memory_that_stays_the_same(tmp_path: Path) -> N
     assert not chains.lacks_base(state.table.held(0), None, ["shard0"])
 
 
-def test_extras_of_a_later_boundary_come_to_the_step_that_they_belong_to(tmp_path: Path) -> None:
+def test_extras_of_a_later_boundary_come_to_the_step_that_they_belong_to(tmp_path):
     """They would take the place of a whole copy else."""
     late = records.extras_part("evaluation")
     plain = make_layout()
@@ -227,9 +225,7 @@ def test_extras_of_a_later_boundary_come_to_the_step_that_they_belong_to(tmp_pat
     assert all(late in held_by(state)[g(iteration)] for iteration in (6, 7))
 
 
-def test_the_base_that_a_node_held_as_the_owner_stays_while_steps_lead_from_it(
-    tmp_path: Path,
-) -> None:
+def test_the_base_that_a_node_held_as_the_owner_stays_while_steps_lead_from_it(tmp_path):
     """A role has moved to another node and the old one has become its buddy: it says that it has
     the restored generation already, in the segment of its own former member."""
     layout, state = make_layout(), opened(tmp_path)
@@ -257,9 +253,7 @@ def test_the_base_that_a_node_held_as_the_owner_stays_while_steps_lead_from_it(
     st.integers(2, 4),
     st.lists(st.sampled_from(["step", "step", "step", "whole", "lost"]), max_size=30),
 )
-def test_no_base_of_what_may_be_asked_for_is_overwritten(
-    every: int, slots: int, wishes: list[str]
-) -> None:
+def test_no_base_of_what_may_be_asked_for_is_overwritten(every, slots, wishes):
     """Rules 3 and 4 over random chains: broken ones, irregular whole copies, damaged bases."""
     layout = make_layout(slots=slots)
     with tempfile.TemporaryDirectory() as folder:
@@ -292,8 +286,8 @@ def test_no_base_of_what_may_be_asked_for_is_overwritten(
     ("known", "wrong"), [("same", []), ("other", ["shard0"]), ("", ["shard0"])]
 )
 def test_what_was_recomputed_is_sealed_only_on_the_checksum_that_the_owner_had(
-    tmp_path: Path, known: str, wrong: list[str]
-) -> None:
+    tmp_path, known, wrong
+):
     """Of a part that no checksum is known of nobody can say that it is right."""
     layout = RoleLayout(0, (PartInfo("shard0", 8, (0,)),), (0, 1), 2, "hash")
     segment = Segment.create(tmp_path / copy_name(0), layout, None, ["shard0"])

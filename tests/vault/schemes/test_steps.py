@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -98,7 +97,7 @@ def expect_chain(parts: RestoredParts, role: int, base: int, last: int, lineage:
         assert sums[name] == (nbytes, checksum(memoryview(whole)))
 
 
-def test_a_lost_role_comes_back_from_a_chain_and_only_right(tmp_path: Path) -> None:
+def test_a_lost_role_comes_back_from_a_chain_and_only_right(tmp_path):
     with harness.cluster(tmp_path, 3, roles=2, full_every=EVERY) as running:
         opened(running)
         members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
@@ -138,7 +137,7 @@ def test_a_lost_role_comes_back_from_a_chain_and_only_right(tmp_path: Path) -> N
         assert found[7] == found[8] == STEP
 
 
-def test_what_is_recomputed_takes_no_slot_of_an_older_generation(tmp_path: Path) -> None:
+def test_what_is_recomputed_takes_no_slot_of_an_older_generation(tmp_path):
     """The next failure may have to go back to it, until all have committed this one again."""
     with harness.cluster(tmp_path, 2, full_every=EVERY) as running:
         opened(running)
@@ -176,7 +175,7 @@ def test_what_is_recomputed_takes_no_slot_of_an_older_generation(tmp_path: Path)
         assert held(inventories[1], 1)[6] >= set(SHARDS)
 
 
-def test_chains_are_dumped_and_go_on_in_another_run(tmp_path: Path) -> None:
+def test_chains_are_dumped_and_go_on_in_another_run(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()

@@ -48,7 +48,7 @@ def _sent(node: Node) -> int:
     return int(node.status()["counters"].get("bytes fetched from here", 0))
 
 
-def test_the_restored_generation_is_the_first_of_the_own_slots(tmp_path: Path) -> None:
+def test_the_restored_generation_is_the_first_of_the_own_slots(tmp_path):
     with cluster(tmp_path, 3, roles=2) as running:
         spare = running.nodes[2]
         record = swap(running, _lose_one(running), FIRST)
@@ -68,7 +68,7 @@ def test_the_restored_generation_is_the_first_of_the_own_slots(tmp_path: Path) -
         assert bytes(kept) == before, "another slot was there to be written"
 
 
-def test_parked_slots_take_what_is_restored(tmp_path: Path) -> None:
+def test_parked_slots_take_what_is_restored(tmp_path):
     """No memory is taken in a recovery; and it is read where the process had it before, so that a
     device, which was told of it then, copies out of it by itself."""
     with cluster(tmp_path, 3, roles=2) as running:
@@ -95,7 +95,7 @@ def test_parked_slots_take_what_is_restored(tmp_path: Path) -> None:
         fresh.step(Generation(2, 1))
 
 
-def test_a_vault_restarted_before_the_member_has_come_fetches_nothing_again(tmp_path: Path) -> None:
+def test_a_vault_restarted_before_the_member_has_come_fetches_nothing_again(tmp_path):
     with cluster(tmp_path, 3, roles=2) as running:
         spare, source = running.nodes[2], running.nodes[0]
         record = swap(running, _lose_one(running), FIRST)
@@ -110,7 +110,7 @@ def test_a_vault_restarted_before_the_member_has_come_fetches_nothing_again(tmp_
         assert fresh.wait(FIRST) == "committed"
 
 
-def test_a_vault_killed_while_it_restores_goes_on_in_the_same_slot(tmp_path: Path) -> None:
+def test_a_vault_killed_while_it_restores_goes_on_in_the_same_slot(tmp_path):
     with cluster(tmp_path, 3, roles=2) as running:
         spare = running.nodes[2]
         inventories = _lose_one(running)
@@ -126,7 +126,7 @@ def test_a_vault_killed_while_it_restores_goes_on_in_the_same_slot(tmp_path: Pat
         assert left.generation(1) == FIRST
 
 
-def test_the_next_process_on_the_place_gets_it_from_the_slots_of_the_last(tmp_path: Path) -> None:
+def test_the_next_process_on_the_place_gets_it_from_the_slots_of_the_last(tmp_path):
     """The first one has died between the restore and its registration."""
     with cluster(tmp_path, 3, roles=2) as running:
         spare, source = running.nodes[2], running.nodes[0]
@@ -149,7 +149,7 @@ def test_the_next_process_on_the_place_gets_it_from_the_slots_of_the_last(tmp_pa
         wait_until(lambda: not old.exists(), "its end, as nobody can ask for it any more")
 
 
-def test_a_damaged_part_of_a_survivor_comes_back_into_its_slot(tmp_path: Path) -> None:
+def test_a_damaged_part_of_a_survivor_comes_back_into_its_slot(tmp_path):
     with cluster(tmp_path, 2) as running:
         members = begin(running)
         inventories = running.close(1)
@@ -168,7 +168,7 @@ def test_a_damaged_part_of_a_survivor_comes_back_into_its_slot(tmp_path: Path) -
             assert member.wait(FIRST) == "committed"
 
 
-def test_slots_of_another_model_say_nothing_of_what_is_restored(tmp_path: Path) -> None:
+def test_slots_of_another_model_say_nothing_of_what_is_restored(tmp_path):
     """Its processes were here before, were refused, and have sealed nothing."""
     with cluster(tmp_path, 2) as running:
         begin(running)
@@ -191,9 +191,7 @@ def test_slots_of_another_model_say_nothing_of_what_is_restored(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("share", "fits"), [(0.9, False), (1.1, True)])
-def test_the_own_slots_are_all_that_a_restore_needs(
-    tmp_path: Path, share: float, fits: bool
-) -> None:
+def test_the_own_slots_are_all_that_a_restore_needs(tmp_path, share, fits):
     """One generation more was asked for when it came into a file of its own."""
     layouts = {role: make_layout(role, 1 << 20) for role in range(2)}
     limit = share * harness.segment_bytes(layouts[1])
@@ -213,7 +211,7 @@ def test_the_own_slots_are_all_that_a_restore_needs(
                 Member(spare, layouts[1], 2)
 
 
-def test_what_was_restored_is_let_go_when_there_is_something_newer(tmp_path: Path) -> None:
+def test_what_was_restored_is_let_go_when_there_is_something_newer(tmp_path):
     """A chain of steps lies in other files; while anybody holds it, its memory is not free."""
     state = slot_store.SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
     seat = Seat(0, 0, 0)
@@ -242,7 +240,7 @@ def _parked(directory: Path) -> list[Path]:
     return list(directory.glob(".parked-*"))
 
 
-def test_the_slots_of_a_role_are_those_that_were_made_before_it_was_given(tmp_path: Path) -> None:
+def test_the_slots_of_a_role_are_those_that_were_made_before_it_was_given(tmp_path):
     with cluster(tmp_path, 2) as running:
         spare = running.nodes[0]
         member = Member(spare, make_layout(0, nbytes=NBYTES, peers=(0, 1)))
@@ -261,7 +259,7 @@ def test_the_slots_of_a_role_are_those_that_were_made_before_it_was_given(tmp_pa
         assert found.layout == member.layout
 
 
-def test_a_role_of_another_size_gets_slots_of_its_own(tmp_path: Path) -> None:
+def test_a_role_of_another_size_gets_slots_of_its_own(tmp_path):
     with cluster(tmp_path, 1) as running:
         (node,) = running.nodes
         member = Member(node, make_layout(0, nbytes=64 << 10))

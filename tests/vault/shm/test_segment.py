@@ -1,7 +1,6 @@
 """The slot file: what a reader finds after its writer was killed at any store."""
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -126,12 +125,7 @@ def examine(directory: Path) -> set[tuple[Generation, str]]:
 @settings(max_examples=120)
 @given(lives=st.integers(0, _MOST_LIVES))
 @example(lives=_MOST_LIVES)
-def test_killed_at_any_store(
-    tmp_path_factory: pytest.TempPathFactory,
-    name: str,
-    life: Callable[[MortalSegment], None],
-    lives: int,
-) -> None:
+def test_killed_at_any_store(tmp_path_factory, name, life, lives):
     directory = tmp_path_factory.mktemp("segments")
     seat = segments.parse_name(name)[1]
     mortal = MortalSegment(Segment.create(directory / name, LAYOUT, seat, NAMES), lives)
@@ -152,7 +146,7 @@ def test_killed_at_any_store(
         assert complete & {SECOND, THIRD}
 
 
-def test_a_copy_whose_description_is_damaged_goes_and_nothing_else(tmp_path: Path) -> None:
+def test_a_copy_whose_description_is_damaged_goes_and_nothing_else(tmp_path):
     """A vault that would not start over it costs the node, and all that is intact there."""
     for role in (3, 4):
         Segment.create(tmp_path / copy_name(role), make_layout(role), None, NAMES)

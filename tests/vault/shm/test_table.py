@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings, strategies as st
 
 from deadpool_megatron.layout.records import Generation
@@ -31,9 +30,7 @@ def keep(segment: segments.Segment, slot: int, names: list[str], epoch: int) -> 
     slots=st.integers(2, 4),
     events=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=14),
 )
-def test_a_copy_never_loses_its_newest_complete_generation(
-    tmp_path_factory: pytest.TempPathFactory, slots: int, events: list[tuple[bool, int]]
-) -> None:
+def test_a_copy_never_loses_its_newest_complete_generation(tmp_path_factory, slots, events):
     """Puts in a Replicator's order, some cut off and repeated, old ones offered again: rule 3."""
     table, segment = table_with_copy(tmp_path_factory.mktemp("copy"), slots)
     number = 0

@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ class Disk(EventLog):
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
+def disk(tmp_path):
     made = Disk(tmp_path / "events.jsonl")
     yield made
     made.answers.set()
@@ -66,9 +65,7 @@ def texts(directory: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE])
-def test_what_a_full_disk_refused_is_written_when_there_is_room(
-    disk: Disk, tmp_path: Path, number: int
-) -> None:
+def test_what_a_full_disk_refused_is_written_when_there_is_room(disk, tmp_path, number):
     disk.room, disk.error = 250, number  # it ends in the middle of a line
     writer = EventWriter(disk)
     for k in range(1, 101):
@@ -87,7 +84,7 @@ def test_what_a_full_disk_refused_is_written_when_there_is_room(
     assert disk.synced
 
 
-def test_a_large_file_is_followed_by_another_one(tmp_path: Path) -> None:
+def test_a_large_file_is_followed_by_another_one(tmp_path):
     path = tmp_path / "events.jsonl"
     for term in (1, 2):
         writer = EventWriter(EventLog(path, term, part_bytes=1000))

@@ -46,7 +46,7 @@ def check_only(rig: Rig) -> Rig:
     return rig
 
 
-def test_a_health_command_that_is_not_there_is_told_of_a_node_that_counts_as_good() -> None:
+def test_a_health_command_that_is_not_there_is_told_of_a_node_that_counts_as_good():
     rig = Rig(nodes=2, spares=1)
     come(rig, n1=dataclasses.replace(GOOD, health_text="not asked: sh: /no: not found"))
     assert nodes_of(rig.pending) == {0: 0, 1: 1}
@@ -54,7 +54,7 @@ def test_a_health_command_that_is_not_there_is_told_of_a_node_that_counts_as_goo
     assert "/no: not found" in str(told.data["text"])
 
 
-def test_a_weak_node_waits_as_the_last_spare() -> None:
+def test_a_weak_node_waits_as_the_last_spare():
     rig = Rig(nodes=2, spares=2)
     come(rig, n0=FEW_FILES, n2=FEW_FILES)
     assert nodes_of(rig.pending) == {0: 3, 1: 1}
@@ -63,7 +63,7 @@ def test_a_weak_node_waits_as_the_last_spare() -> None:
     assert standing(rig, 0) is Eligibility.WEAK
 
 
-def test_too_few_fit_nodes_end_the_run_at_once_naming_them() -> None:
+def test_too_few_fit_nodes_end_the_run_at_once_naming_them():
     rig = Rig(nodes=2, spares=0)
     come(rig, n1=OTHER)
     finish = rig.of(act.Finish)[0]
@@ -71,7 +71,7 @@ def test_too_few_fit_nodes_end_the_run_at_once_naming_them() -> None:
     assert finish.reason.startswith("not enough nodes: 1 are good, --nodes is 2 (node 1: ")
 
 
-def test_without_facts_or_with_the_check_off_nobody_is_judged() -> None:
+def test_without_facts_or_with_the_check_off_nobody_is_judged():
     rig = Rig(nodes=2, spares=0, check="off")
     come(rig, n1=OTHER)
     assert nodes_of(rig.pending) == {0: 0, 1: 1}
@@ -83,7 +83,7 @@ def test_without_facts_or_with_the_check_off_nobody_is_judged() -> None:
 # Later.
 
 
-def test_a_node_that_joins_later_is_held_against_the_run() -> None:
+def test_a_node_that_joins_later_is_held_against_the_run():
     rig = Rig(nodes=2, spares=0)
     come(rig)
     rig.opened()
@@ -97,7 +97,7 @@ def test_a_node_that_joins_later_is_held_against_the_run() -> None:
     assert not rig.emitted(Kind.NODE_JUDGED)
 
 
-def test_a_spare_that_has_become_unfit_is_left_out_before_it_gets_a_role() -> None:
+def test_a_spare_that_has_become_unfit_is_left_out_before_it_gets_a_role():
     rig = Rig(nodes=2, spares=2)
     come(rig)
     rig.opened()
@@ -109,7 +109,7 @@ def test_a_spare_that_has_become_unfit_is_left_out_before_it_gets_a_role() -> No
     assert nodes_of(rig.pending) == {0: 0, 1: 3}
 
 
-def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_good() -> None:
+def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_good():
     """It says so of itself each minute; what it is moved away from is no better one afterwards."""
     worse = dataclasses.replace(GOOD, health=Health.SPARE_ONLY, health_text="hot")
     rig = Rig(nodes=2, spares=1)
@@ -133,7 +133,7 @@ def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_g
     assert (rig.state.phase, rig.state.fleet.drains) == (Phase.RUNNING, frozenset())
 
 
-def test_a_node_of_which_nothing_is_known_keeps_its_roles() -> None:
+def test_a_node_of_which_nothing_is_known_keeps_its_roles():
     """As where the command did not end: that is no word on the node."""
     unknown = dataclasses.replace(GOOD, health=Health.UNKNOWN, health_text="no answer within 60 s")
     rig = Rig(nodes=2, spares=1)
@@ -145,7 +145,7 @@ def test_a_node_of_which_nothing_is_known_keeps_its_roles() -> None:
     assert (rig.state.phase, rig.state.fleet.drains) == (Phase.RUNNING, frozenset())
 
 
-def test_after_a_takeover_the_nodes_agree_again() -> None:
+def test_after_a_takeover_the_nodes_agree_again():
     rig = Rig(nodes=2, spares=0)
     come(rig)
     rig.journal()
@@ -162,7 +162,7 @@ def test_after_a_takeover_the_nodes_agree_again() -> None:
 
 
 @pytest.mark.parametrize("enough", [True, False])
-def test_a_check_ends_with_the_verdict_and_starts_nothing(enough: bool) -> None:
+def test_a_check_ends_with_the_verdict_and_starts_nothing(enough):
     rig = check_only(Rig(nodes=2, spares=1))
     rig.feed(joined(0), joined(1, GOOD if enough else OTHER))
     rig.tick(rig.settings.connect_seconds)
@@ -177,7 +177,7 @@ def test_a_check_ends_with_the_verdict_and_starts_nothing(enough: bool) -> None:
 SICK = dataclasses.replace(GOOD, health=Health.OUT, health_text="row remapping failed")
 
 
-def test_a_node_that_comes_back_not_fit_brings_what_it_holds() -> None:
+def test_a_node_that_comes_back_not_fit_brings_what_it_holds():
     """Its device may be why its agent ended. It gets no role where another node can have it."""
     rig = Rig(nodes=2, spares=1, protection="local")
     come(rig)

@@ -43,7 +43,7 @@ def said(rig: Rig) -> str:
     return "\n".join(str(e.data["text"]) for e in told)
 
 
-def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why() -> None:
+def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why():
     rig = started_again(Restore("durable", Generation(0, 5), "save", "/ck/5"))
     come_and_close(rig, 0, generations=(g(7),))
     rig.journal()
@@ -51,7 +51,7 @@ def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why() -> N
     assert "durable state /ck/5, iteration 5: no generation can be restored" in said(rig)
 
 
-def test_a_command_that_the_state_does_not_fit_leaves_the_slots() -> None:
+def test_a_command_that_the_state_does_not_fit_leaves_the_slots():
     rig = started_again()
     come_and_close(rig, 0, 1, generations=(g(7),))
     rig.journal()
@@ -61,13 +61,13 @@ def test_a_command_that_the_state_does_not_fit_leaves_the_slots() -> None:
     assert (end.exit_status, end.kind, end.keeps_slots) == (2, "other-program", True)
 
 
-def test_an_abandoned_line_in_memory_is_not_taken_up() -> None:
+def test_an_abandoned_line_in_memory_is_not_taken_up():
     rig = started_again()
     come_and_close(rig, 0, 1, generations=(g(7), g(9, lineage=5)))
     assert rig.pending.restore.generation == g(7)
 
 
-def test_another_model_ends_the_run_and_keeps_the_slots() -> None:
+def test_another_model_ends_the_run_and_keeps_the_slots():
     rig = started_again(iteration=None)
     come_and_close(rig, 0, 1, generations=(g(7),))
     rig.journal()
@@ -78,7 +78,7 @@ def test_another_model_ends_the_run_and_keeps_the_slots() -> None:
 
 
 @pytest.mark.parametrize("how", ["error", "lost", "late"])
-def test_a_node_that_cannot_write_does_not_hold_up_the_end(how: str) -> None:
+def test_a_node_that_cannot_write_does_not_hold_up_the_end(how):
     rig = Rig(nodes=3, spares=0).run()
     rig.feed(ev.NodeLost(2, "gone"), ev.NodeLost(1, "gone"))
     closed(rig, 0, 0, generations=(g(7),))
@@ -96,7 +96,7 @@ def test_a_node_that_cannot_write_does_not_hold_up_the_end(how: str) -> None:
     assert ("dump of nodes [0] could not be written" in rig.one(act.Finish).reason) == kept
 
 
-def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
+def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped():
     """A node whose disk is full, in the epoch in which its slots were found as it came."""
     rig = started_again()
     rig.alter("lineage", newest=7)
@@ -115,7 +115,7 @@ def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
     assert end.keeps_slots
 
 
-def test_who_interrupts_a_start_loses_nothing_of_the_one_before() -> None:
+def test_who_interrupts_a_start_loses_nothing_of_the_one_before():
     rig = started_again()
     join(rig, 0, 0, generations=(g(7),))
     rig.feed(ev.UserStop("interrupted"))
@@ -124,7 +124,7 @@ def test_who_interrupts_a_start_loses_nothing_of_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("until", ["decided", "open"])
-def test_who_interrupts_a_run_has_done_with_it(until: str) -> None:
+def test_who_interrupts_a_run_has_done_with_it(until):
     rig = started_again()
     come_and_close(rig, 0, 1, generations=(g(7),))
     rig.journal()
@@ -134,7 +134,7 @@ def test_who_interrupts_a_run_has_done_with_it(until: str) -> None:
     assert not rig.one(act.Finish).keeps_slots
 
 
-def test_nodes_whose_agents_ended_have_time_to_come_back() -> None:
+def test_nodes_whose_agents_ended_have_time_to_come_back():
     rig = Rig(nodes=2, spares=0).run()
     rig.alter_nodes(returns=True)  # what they hold is there after their agents, as on a cluster
     rig.feed(ev.NodeLost(1, "connection closed"))
@@ -148,9 +148,7 @@ def test_nodes_whose_agents_ended_have_time_to_come_back() -> None:
 
 @pytest.mark.parametrize(("finished", "ends"), [(7, True), (0, False)])
 @pytest.mark.parametrize("anew", [False, True])
-def test_nothing_is_begun_where_iterations_were_finished(
-    finished: int, ends: bool, anew: bool
-) -> None:
+def test_nothing_is_begun_where_iterations_were_finished(finished, ends, anew):
     """Of the first epoch the record says nothing: how far it came stands in the events alone."""
     more = {"finished": finished, "from_scratch": anew}
     rig = Rig().run().successor(restarted=True, **more)

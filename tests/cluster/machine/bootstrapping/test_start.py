@@ -7,7 +7,7 @@ from deadpool_megatron.layout.records import Restore, Seat
 from tests.cluster.machine.rig import Phase, Rig, g, layout
 
 
-def test_spares_have_some_time_to_be_in_the_first_record() -> None:
+def test_spares_have_some_time_to_be_in_the_first_record():
     rig = Rig(nodes=1, spares=1)
     rig.join(0)
     rig.hello(0)
@@ -16,7 +16,7 @@ def test_spares_have_some_time_to_be_in_the_first_record() -> None:
     assert rig.one(act.WriteRecord).record.fewer_copies == {0}
 
 
-def test_too_few_members_at_the_deadline_end_the_run_naming_them() -> None:
+def test_too_few_members_at_the_deadline_end_the_run_naming_them():
     rig = Rig(nodes=2, spares=0)
     rig.join(0, 1)
     rig.hello(0)
@@ -29,7 +29,7 @@ def test_too_few_members_at_the_deadline_end_the_run_naming_them() -> None:
     assert rig.one(act.Exit).exit_status == 2
 
 
-def test_command_that_exits_twice_in_the_same_way_is_not_started_again() -> None:
+def test_command_that_exits_twice_in_the_same_way_is_not_started_again():
     rig = Rig(nodes=2, spares=0)
     rig.join(0, 1)
     for slot_of in (0, 1):  # both fail the first time: that is no repetition
@@ -41,7 +41,7 @@ def test_command_that_exits_twice_in_the_same_way_is_not_started_again() -> None
 
 
 @pytest.mark.parametrize(("has_trained", "status"), [(False, 2), (True, 1)])
-def test_a_program_that_ends_by_itself_is_not_tried_again(has_trained: bool, status: int) -> None:
+def test_a_program_that_ends_by_itself_is_not_tried_again(has_trained, status):
     rig = Rig()
     if has_trained:
         rig.run().steps(7)
@@ -58,7 +58,7 @@ def test_a_program_that_ends_by_itself_is_not_tried_again(has_trained: bool, sta
     assert finish.reason.startswith(words)
 
 
-def test_opening_limit_kills_who_did_not_report_and_waits_for_their_end() -> None:
+def test_opening_limit_kills_who_did_not_report_and_waits_for_their_end():
     rig = Rig().opening()
     rig.restored(0)
     s = rig.settings
@@ -75,9 +75,7 @@ def test_opening_limit_kills_who_did_not_report_and_waits_for_their_end() -> Non
 
 
 @pytest.mark.parametrize(("loaded", "status"), [((3, 3), None), ((3, 5), 1), ((0, 5), 1)])
-def test_a_run_begins_with_what_all_roles_have_loaded(
-    loaded: tuple[int, int], status: int | None
-) -> None:
+def test_a_run_begins_with_what_all_roles_have_loaded(loaded, status):
     """A program that loads a checkpoint while it is built begins at its iteration."""
     rig = Rig().opening()
     for role, iteration in enumerate(loaded):
@@ -92,7 +90,7 @@ def test_a_run_begins_with_what_all_roles_have_loaded(
         assert finish.reason.startswith("roles loaded different checkpoints")
 
 
-def test_other_layout_for_the_same_role_is_not_accepted_for_state_in_memory() -> None:
+def test_other_layout_for_the_same_role_is_not_accepted_for_state_in_memory():
     rig = Rig().run()
     rig.feed(ev.MemberLost(1, 0, 0, signal=9))
     rig.decided(g(0))

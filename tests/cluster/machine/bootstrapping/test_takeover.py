@@ -1,7 +1,7 @@
 """A coordinator dies in each phase and another takes over from the journal and from the agents."""
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import pytest
 
@@ -49,7 +49,7 @@ def assert_untouched(rig: Rig) -> None:
     assert not rig.of(act.WriteRecord, rig.log)
 
 
-def test_run_ends_well_when_its_end_was_reported_to_the_dead_coordinator() -> None:
+def test_run_ends_well_when_its_end_was_reported_to_the_dead_coordinator():
     old = Rig(spares=0).run()
     rig = old.successor()
     rejoin(rig, old, 0)
@@ -60,7 +60,7 @@ def test_run_ends_well_when_its_end_was_reported_to_the_dead_coordinator() -> No
     assert rig.one(act.Finish).exit_status == 0
 
 
-def test_replacement_that_was_started_already_is_not_the_player_of_the_role() -> None:
+def test_replacement_that_was_started_already_is_not_the_player_of_the_role():
     old = Rig(spares=0).run()
     rig = old.successor()
     rejoin(rig, old, 0)
@@ -70,7 +70,7 @@ def test_replacement_that_was_started_already_is_not_the_player_of_the_role() ->
 
 
 @pytest.mark.parametrize("node", [1, 2])
-def test_node_that_does_not_come_back_is_lost(node: int) -> None:
+def test_node_that_does_not_come_back_is_lost(node):
     old = Rig(nodes=2, spares=1).run()
     rig = old.successor()
     rejoin(rig, old, *({0, 1, 2} - {node}))
@@ -90,9 +90,7 @@ def test_node_that_does_not_come_back_is_lost(node: int) -> None:
 
 @pytest.mark.parametrize("comes", [True, False])
 @pytest.mark.parametrize("taken_for", ["restart", "takeover"])
-def test_what_looks_like_a_restart_gives_up_no_node_that_has_time(
-    taken_for: str, *, comes: bool
-) -> None:
+def test_what_looks_like_a_restart_gives_up_no_node_that_has_time(taken_for, *, comes):
     """The standby's own agent never met the coordinator before, or an agent was started again."""
     old = Rig(nodes=2, spares=1).run()
     old.join(3)
@@ -118,7 +116,7 @@ def test_what_looks_like_a_restart_gives_up_no_node_that_has_time(
 
 
 @pytest.mark.parametrize("lost", ["member", "node", "suspected", "fault", "inventory"])
-def test_failure_before_all_are_back_is_remembered(lost: str) -> None:
+def test_failure_before_all_are_back_is_remembered(lost):
     old = Rig(nodes=2, spares=1).run()
     rig = old.successor()
     rejoin(rig, old, 0, 1)
@@ -145,7 +143,7 @@ def test_failure_before_all_are_back_is_remembered(lost: str) -> None:
     assert words[lost] in closed.cause
 
 
-def test_an_epoch_that_an_agent_has_closed_is_not_open() -> None:
+def test_an_epoch_that_an_agent_has_closed_is_not_open():
     old = Rig(nodes=2, spares=0).run()
     rig = old.successor()
     rejoin(rig, old, 0, 1, closed=1)
@@ -153,7 +151,7 @@ def test_an_epoch_that_an_agent_has_closed_is_not_open() -> None:
 
 
 @pytest.mark.parametrize("before_all_are_back", [False, True])
-def test_dead_in_pausing(before_all_are_back: bool) -> None:
+def test_dead_in_pausing(before_all_are_back):
     """Who stands still by an order of the dead coordinator moves again after a close."""
     old = Rig(nodes=2, spares=1).run(7)
     old.feed(ev.DrainRequested(1))
@@ -176,7 +174,7 @@ def test_dead_in_pausing(before_all_are_back: bool) -> None:
     assert "pause that was ordered" in rig.one(act.CloseEpoch).cause
 
 
-def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure() -> None:
+def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure():
     old = Rig(nodes=2, spares=1).run()
     rig = old.successor()
     rejoin(rig, old, 0, 1, 2)
@@ -190,9 +188,7 @@ def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("layouts_are_told", [True, False])
-def test_a_spare_that_was_lost_before_is_judged_by_the_copies_it_owed(
-    *, layouts_are_told: bool
-) -> None:
+def test_a_spare_that_was_lost_before_is_judged_by_the_copies_it_owed(*, layouts_are_told):
     """It ended no epoch then; a coordinator that comes later finds so as well."""
     old = Rig(nodes=2, spares=1).run()
     old.feed(ev.NodeLost(2, "gone"))
@@ -208,7 +204,7 @@ def test_a_spare_that_was_lost_before_is_judged_by_the_copies_it_owed(
         assert "node 2: gone" in rig.one(act.CloseEpoch).cause
 
 
-def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored() -> None:
+def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored():
     old = Rig(spares=0).run()
     old.kill(1, g(7))
     old.journal()
@@ -223,7 +219,7 @@ def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored() -> None:
 
 
 @pytest.mark.parametrize("gone", [NOBODY, {1: "connection closed"}])
-def test_a_node_that_has_the_only_copy_is_waited_for(gone: Mapping[int, str]) -> None:
+def test_a_node_that_has_the_only_copy_is_waited_for(gone):
     """Its agent ended with the coordinator, or before: what it holds outlives it."""
     old = Rig(nodes=2, spares=0, protection="local").run()
     rig = old.successor(gone=gone)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -59,7 +58,7 @@ def told(rig: Rig) -> str:
 @pytest.mark.parametrize(
     ("gone", "found"), [((), 30), ((30,), 20), ((20,), 30), ((30, 20), 10), ((30, 10), 20)]
 )
-def test_what_is_gone_is_not_decided_on(gone: tuple[int, ...], found: int) -> None:
+def test_what_is_gone_is_not_decided_on(gone, found):
     rig = fallen_back(10, 30, 20, gone=gone)
     assert (path(rig), rig.record.restore.generation.iteration) == (f"/ck/{found}", found)
     assert rig.record.epoch == 2, "nobody has tried the others"
@@ -67,7 +66,7 @@ def test_what_is_gone_is_not_decided_on(gone: tuple[int, ...], found: int) -> No
         assert f"checkpoint /ck/{k} does not exist any more" in told(rig)
 
 
-def test_a_look_that_is_not_answered_holds_nobody_up() -> None:
+def test_a_look_that_is_not_answered_holds_nobody_up():
     rig = fallen_back(10)
     rig.machine.handle(ev.NodeLost(2, "gone"), rig.now)
     actions = rig.machine.handle(ev.NodeLost(3, "gone"), rig.now)
@@ -78,7 +77,7 @@ def test_a_look_that_is_not_answered_holds_nobody_up() -> None:
     assert rig.state.phase is Phase.WAITING_SPARE
 
 
-def test_the_next_older_one_is_tried_whoever_speaks_first() -> None:
+def test_the_next_older_one_is_tried_whoever_speaks_first():
     rig = fallen_back(10, 20, 30)
     assert path(fails(rig, 0)) == "/ck/20"
     assert "checkpoint /ck/30 is not used any more: role 0 cannot be restored" in told(rig)
@@ -92,7 +91,7 @@ def test_the_next_older_one_is_tried_whoever_speaks_first() -> None:
     assert finish.reason.endswith("cannot be loaded: OSError")
 
 
-def test_a_successor_knows_what_was_struck_off_and_what_has_replaced_it() -> None:
+def test_a_successor_knows_what_was_struck_off_and_what_has_replaced_it():
     rig = fallen_back(10, 20)
     assert path(fails(rig)) == "/ck/10"
     record = EpochRecord.from_dict(rig.record.to_dict())
@@ -104,14 +103,14 @@ def test_a_successor_knows_what_was_struck_off_and_what_has_replaced_it() -> Non
     assert not rig.state.lineage.struck
 
 
-def test_a_better_cause_strikes_nothing_off() -> None:
+def test_a_better_cause_strikes_nothing_off():
     rig = fallen_back(10, 20)
     rig.feed(ev.NotRestored(*rig.seat(0), rig.record.epoch, "", "cannot be loaded: OSError"))
     rig.feed(ev.NodeLost(3, "gone"))
     assert not rig.state.lineage.struck
 
 
-def test_the_last_line_names_one_that_is_there() -> None:
+def test_the_last_line_names_one_that_is_there():
     rig = fallen_back(10, 20)
     rig.gone = frozenset({"/ck/20"})
     rig.feed(ev.NodeLost(2, "gone"))
@@ -123,7 +122,7 @@ def test_the_last_line_names_one_that_is_there() -> None:
     assert (finish.exit_status, finish.resume.path) == (75, "/ck/10")
 
 
-def test_a_state_that_nobody_can_begin_with_is_given_up_whoever_speaks_first() -> None:
+def test_a_state_that_nobody_can_begin_with_is_given_up_whoever_speaks_first():
     rig = Rig().opening()
     for role in (0, 1, 0):
         fails(rig, role)
@@ -139,7 +138,7 @@ def finds_none(rig: Rig, node: int, slot: int = 0) -> list[act.Action]:
 
 
 @pytest.mark.parametrize("until", [Phase.CLOSING, Phase.DECIDING, Phase.OPENING, Phase.RUNNING])
-def test_the_roles_of_its_node_move_at_once(until: Phase) -> None:
+def test_the_roles_of_its_node_move_at_once(until):
     """Its predecessor has died of the device; the successor finds out while the epoch is closed, or
     the next one is decided, opened or run."""
     rig = Rig(nproc=2).run(3)
@@ -164,7 +163,7 @@ def test_the_roles_of_its_node_move_at_once(until: Phase) -> None:
     assert kinds(rig, Kind.NODE_QUARANTINED) == ["device-error"]
 
 
-def test_devices_lost_within_one_step_are_not_the_programs_fault() -> None:
+def test_devices_lost_within_one_step_are_not_the_programs_fault():
     rig = Rig(nodes=2, spares=3).run(3)
     for node in (1, 2, 3):
         finds_none(rig, node)
@@ -174,7 +173,7 @@ def test_devices_lost_within_one_step_are_not_the_programs_fault() -> None:
     assert not rig.record.history.failures
 
 
-def test_a_run_begins_without_a_node_that_has_no_device() -> None:
+def test_a_run_begins_without_a_node_that_has_no_device():
     """Both of its processes say so, before the spare has come; another one needs the spare."""
     rig = Rig(nproc=2)
     rig.join(0, 1)
@@ -201,7 +200,7 @@ def go_on(rig: Rig, iteration: int = 3) -> None:
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed: bool, tmp_path: Path) -> None:
+def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed, tmp_path):
     """Whether its order to close has come to the agents or not."""
     old = found_wrong(Rig(nodes=3, spares=1).run(), 1)
     rig, (note,) = old.successor(), old.of(act.RecordQuarantined)
@@ -241,7 +240,7 @@ class Hosts(Rig):
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_its_host_has_no_role_under_another_number_either(spares: int) -> None:
+def test_its_host_has_no_role_under_another_number_either(spares):
     rig = found_wrong(Hosts(3, spares).running(), 1)
     if spares:
         go_on(rig)
@@ -257,7 +256,7 @@ def test_its_host_has_no_role_under_another_number_either(spares: int) -> None:
         assert nodes_of(rig.pending) == {0: 0, 1: 8, 2: 2}
 
 
-def test_what_it_brings_is_taken_but_it_gets_no_role() -> None:
+def test_what_it_brings_is_taken_but_it_gets_no_role():
     rig = found_wrong(Hosts(3, 0).running(), 1)
     rig.closed(g(3))
     rig.join(7, hosts=["host1"], found=Inventory(7, 0, (), ()))
@@ -266,14 +265,14 @@ def test_what_it_brings_is_taken_but_it_gets_no_role() -> None:
     assert rig.state.phase is Phase.WAITING_SPARE
 
 
-def test_a_host_on_which_others_go_on_is_not_left_out() -> None:
+def test_a_host_on_which_others_go_on_is_not_left_out():
     rig = found_wrong(Hosts(3, 1, {1: "big", 2: "big"}).running(), 1)
     go_on(rig)
     rig.join(7, hosts=["big"])
     assert not rig.dropped()
 
 
-def test_numbers_that_differ_are_of_a_state_that_is_suspect() -> None:
+def test_numbers_that_differ_are_of_a_state_that_is_suspect():
     rig = fallen_back(10, 20)
     rig.opened()
     rig.feed(ev.Diverged("role 0, iteration 21: other loss"))

@@ -9,7 +9,7 @@ from tests.cluster.machine.rig import SIGKILL, Phase, Rig, Seat, g, killed, node
 
 
 @pytest.mark.parametrize("late", [ev.Tick(), ev.StepReported(1, 3), ev.MemberHello(0, 0, 0)])
-def test_nothing_but_its_deadline_ends_the_closing(late: ev.Input) -> None:
+def test_nothing_but_its_deadline_ends_the_closing(late):
     rig = Rig().run()
     rig.feed(killed(rig, 1))
     rig.closed(g(7), nodes=[0, 1])
@@ -21,7 +21,7 @@ def test_nothing_but_its_deadline_ends_the_closing(late: ev.Input) -> None:
     assert set(rig.pending.nodes) == {0, 1}
 
 
-def test_member_frozen_while_the_journal_writes_is_reaped_before_the_next_decision() -> None:
+def test_member_frozen_while_the_journal_writes_is_reaped_before_the_next_decision():
     rig = Rig().run()
     rig.kill(1, g(7))
     rig.feed(ev.MemberSuspected(0, 0, 0, "frozen"))
@@ -33,7 +33,7 @@ def test_member_frozen_while_the_journal_writes_is_reaped_before_the_next_decisi
     assert (rig.pending.epoch, rig.pending.seats[0]) == (3, Seat(0, 0, 1))
 
 
-def test_journal_that_cannot_write_ends_the_run_that_had_not_begun() -> None:
+def test_journal_that_cannot_write_ends_the_run_that_had_not_begun():
     silent = Rig()
     silent.gather()
     silent.tick(2 * silent.settings.spare_timeout_seconds)
@@ -48,7 +48,7 @@ def raised(rig: Rig, role: int = 0, text: str = "ValueError: bad sample 17") -> 
 
 
 @pytest.mark.parametrize("is_fault", [True, False])
-def test_the_loss_of_a_peer_explains_failed_communication_or_an_exception(is_fault: bool) -> None:
+def test_the_loss_of_a_peer_explains_failed_communication_or_an_exception(is_fault):
     rig = Rig().run()
     rig.feed(ev.MemberFault(0, 0, 0, 1, "connection reset") if is_fault else raised(rig))
     assert rig.state.phase is Phase.RUNNING
@@ -61,7 +61,7 @@ def test_the_loss_of_a_peer_explains_failed_communication_or_an_exception(is_fau
     assert rig.state.recoveries.finished[-1].phases["detect"] == pytest.approx(0.2)
 
 
-def test_an_exception_whose_process_does_not_end_closes_the_epoch() -> None:
+def test_an_exception_whose_process_does_not_end_closes_the_epoch():
     """As where the end of a process waits for its device; the second time it is the program."""
     rig = Rig().run(7)
     for number in (17, 23):
@@ -75,7 +75,7 @@ def test_an_exception_whose_process_does_not_end_closes_the_epoch() -> None:
     assert rig.state.last_words.kind == "bug"
 
 
-def test_a_hang_counts_from_the_last_progress() -> None:
+def test_a_hang_counts_from_the_last_progress():
     rig = Rig().run()
     rig.feed(ev.RolesHung(1, (), "no progress", table_of({}), still_seconds=20.0))
     rig.reopened(g(7))
@@ -83,7 +83,7 @@ def test_a_hang_counts_from_the_last_progress() -> None:
     assert rig.state.recoveries.finished[-1].phases["detect"] == pytest.approx(20.0)
 
 
-def test_a_better_cause_that_comes_late_is_the_cause() -> None:
+def test_a_better_cause_that_comes_late_is_the_cause():
     """Of the same epoch's end; what fails in the next epoch has nothing to do with it."""
     rig = Rig(spares=2).run()
     rig.feed(ev.MemberFault(0, 0, 0, 1, "connection reset"))
@@ -102,7 +102,7 @@ def test_a_better_cause_that_comes_late_is_the_cause() -> None:
     ]
 
 
-def test_a_dump_of_another_program_is_bad_input_and_no_damage() -> None:
+def test_a_dump_of_another_program_is_bad_input_and_no_damage():
     rig = Rig(start=Restore("dump", g(7), "step", path="/dump/1-7"))
     rig.opening()
     rig.feed(ev.NotRestored(*rig.seat(1), 1, "", "of another model", other_program=True))
@@ -110,7 +110,7 @@ def test_a_dump_of_another_program_is_bad_input_and_no_damage() -> None:
     assert (end.exit_status, end.kind) == (2, "other-program")
 
 
-def test_process_that_cannot_be_killed_costs_the_node() -> None:
+def test_process_that_cannot_be_killed_costs_the_node():
     rig = Rig().run()
     rig.feed(ev.MemberSuspected(1, 0, 0, "no sign of life"))
     rig.closed(g(7))
@@ -119,7 +119,7 @@ def test_process_that_cannot_be_killed_costs_the_node() -> None:
     assert nodes_of(rig.pending) == {0: 0, 1: 2}
 
 
-def test_all_agents_gone_ends_the_coordinator() -> None:
+def test_all_agents_gone_ends_the_coordinator():
     rig = Rig(nodes=1, spares=0, replicas=1).run()
     rig.feed(ev.MemberDone(*rig.seat(0), 1))
     assert rig.state.phase is Phase.ENDING
@@ -133,7 +133,7 @@ def test_all_agents_gone_ends_the_coordinator() -> None:
 # State that does not restore.
 
 
-def test_part_that_cannot_be_fetched_is_not_counted_on_again() -> None:
+def test_part_that_cannot_be_fetched_is_not_counted_on_again():
     rig = Rig().run(7)
     rig.lose(1, g(6), g(7))
     rig.journal()
@@ -145,7 +145,7 @@ def test_part_that_cannot_be_fetched_is_not_counted_on_again() -> None:
     assert BadPart(0, 1, g(7), "main") in rig.state.blame.bad_parts
 
 
-def test_hashes_that_differ_twice_give_the_generation_up() -> None:
+def test_hashes_that_differ_twice_give_the_generation_up():
     rig = Rig().run(7)
     rig.feed(killed(rig, 1))
     for attempt, generation in ((2, g(7)), (3, g(7)), (4, g(6))):
@@ -168,7 +168,7 @@ def waiting(**more: object) -> Rig:
     return rig
 
 
-def test_what_was_dumped_is_not_lost_with_its_node_but_the_rest_is() -> None:
+def test_what_was_dumped_is_not_lost_with_its_node_but_the_rest_is():
     rig = Rig(nodes=3, spares=0).run()
     rig.lose(2, g(6), g(7))
     rig.tick(rig.settings.spare_timeout_seconds)
@@ -178,7 +178,7 @@ def test_what_was_dumped_is_not_lost_with_its_node_but_the_rest_is() -> None:
     assert rig.one(act.Finish).exit_status == 1
 
 
-def test_the_wait_for_a_spare_is_a_phase_of_its_own() -> None:
+def test_the_wait_for_a_spare_is_a_phase_of_its_own():
     rig = waiting()
     began = rig.state.recoveries.current
     rig.now += 30.0
@@ -187,7 +187,7 @@ def test_the_wait_for_a_spare_is_a_phase_of_its_own() -> None:
     assert began.phases["wait"] == 30.0
 
 
-def test_nobody_left_while_waiting_for_a_spare() -> None:
+def test_nobody_left_while_waiting_for_a_spare():
     rig = waiting()
     rig.feed(ev.NodeLost(0, "gone"))
     assert rig.one(act.Finish).exit_status == 1
@@ -195,7 +195,7 @@ def test_nobody_left_while_waiting_for_a_spare() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_node_that_comes_later_and_cannot_begin_the_program_is_excluded(waits: bool) -> None:
+def test_a_node_that_comes_later_and_cannot_begin_the_program_is_excluded(waits):
     """In another working directory, say: the program is not to blame, nor does the wait end."""
     rig = waiting() if waits else Rig(nodes=2, spares=0).run(7)
     for node in (5, 6, 7):

@@ -30,7 +30,7 @@ def kinds(rig: Rig, kind: Kind) -> list[str]:
 
 
 @pytest.mark.parametrize(("line", "kind"), [(CUDA, "device-error"), (FULL, "no-room")])
-def test_second_error_of_a_host_moves_its_roles_to_a_spare(line: str, kind: str) -> None:
+def test_second_error_of_a_host_moves_its_roles_to_a_spare(line, kind):
     rig = Rig().run(3)
     for _ in range(2):
         assert nodes_of(rig.record) == {0: 0, 1: 1}
@@ -48,7 +48,7 @@ def crash_and_go_on(rig: Rig, iteration: int, pause_seconds: float) -> None:
     rig.now += pause_seconds
 
 
-def test_crashes_that_are_long_ago_are_not_held_against_a_node() -> None:
+def test_crashes_that_are_long_ago_are_not_held_against_a_node():
     rig = Rig(restarts_in_place=3).run(1)
     for n in range(1, 9):
         crash_and_go_on(rig, n, pause_seconds=301)
@@ -56,7 +56,7 @@ def test_crashes_that_are_long_ago_are_not_held_against_a_node() -> None:
     assert rig.state.fleet.nodes[1].restarts == 8
 
 
-def test_without_a_spare_a_node_goes_on_until_its_restarts_are_used_up() -> None:
+def test_without_a_spare_a_node_goes_on_until_its_restarts_are_used_up():
     rig = Rig(spares=0, restarts_in_place=4).run(1)
     for n in range(1, 5):
         crash_and_go_on(rig, n, pause_seconds=1)
@@ -65,7 +65,7 @@ def test_without_a_spare_a_node_goes_on_until_its_restarts_are_used_up() -> None
     assert 1 not in rig.state.fleet.nodes
 
 
-def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
+def test_the_end_after_three_hangs_shows_where_the_culprit_stood():
     rig = Rig().run(7)
     for n in range(3):
         cause = "no progress of any role for 300.0 s"
@@ -88,7 +88,7 @@ def nan(rig: Rig, iteration: int) -> list[act.Action]:
     return rig.feed(ev.NotFinite(rig.record.epoch, 1, 1, iteration, "loss", "nan"))
 
 
-def test_nan_stops_the_run_with_what_is_known_and_the_state_before_it() -> None:
+def test_nan_stops_the_run_with_what_is_known_and_the_state_before_it():
     rig = Rig().run(4)
     rig.feed(ev.DurableValid(3, "/saves/iter_3"))
     nan(rig, 5)
@@ -98,13 +98,13 @@ def test_nan_stops_the_run_with_what_is_known_and_the_state_before_it() -> None:
         assert part in end.reason, part
 
 
-def test_nan_with_ignore_is_a_step_like_any_other() -> None:
+def test_nan_with_ignore_is_a_step_like_any_other():
     rig = Rig(nonfinite="ignore").run()
     nan(rig, 5)
     assert (rig.state.lineage.newest, rig.state.phase) == (5, Phase.RUNNING)
 
 
-def test_rollback_restores_nothing_of_the_iteration_or_later() -> None:
+def test_rollback_restores_nothing_of_the_iteration_or_later():
     rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)
     rig.closed(g(4), g(5), g(6))
@@ -120,7 +120,7 @@ def test_rollback_restores_nothing_of_the_iteration_or_later() -> None:
     assert rig.pending.restore.generation == g(5, 2), "computed anew, it is good"
 
 
-def test_rollback_does_not_take_a_checkpoint_of_the_bad_iteration() -> None:
+def test_rollback_does_not_take_a_checkpoint_of_the_bad_iteration():
     rig = Rig(nonfinite="rollback").run(4)
     rig.feed(ev.DurableValid(5, "/saves/iter_5"))
     nan(rig, 5)
@@ -128,7 +128,7 @@ def test_rollback_does_not_take_a_checkpoint_of_the_bad_iteration() -> None:
     assert rig.one(act.Finish).exit_status == 1
 
 
-def test_a_checkpoint_of_the_bad_iteration_is_not_taken_after_the_rollback_either() -> None:
+def test_a_checkpoint_of_the_bad_iteration_is_not_taken_after_the_rollback_either():
     rig = Rig(nodes=2, spares=2, nonfinite="rollback").run(4)
     rig.feed(ev.DurableValid(5, "/saves/iter_5"))
     nan(rig, 5)
@@ -138,7 +138,7 @@ def test_a_checkpoint_of_the_bad_iteration_is_not_taken_after_the_rollback_eithe
     assert rig.one(act.Finish).exit_status == 1
 
 
-def test_second_nan_at_the_same_iteration_stops() -> None:
+def test_second_nan_at_the_same_iteration_stops():
     rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)
     recover(rig, 4)
@@ -150,7 +150,7 @@ def test_second_nan_at_the_same_iteration_stops() -> None:
     assert "before" in end.reason
 
 
-def test_second_nan_doubts_the_generation_it_came_from() -> None:
+def test_second_nan_doubts_the_generation_it_came_from():
     """Nothing had shown in the iteration that made it; a checkpoint before it is left."""
     rig = Rig(nonfinite="rollback").run(3)
     rig.feed(ev.DurableValid(3, "/saves/iter_3"))
@@ -169,7 +169,7 @@ def test_second_nan_doubts_the_generation_it_came_from() -> None:
     assert (end.exit_status, end.resume.generation) == (4, g(4, 3))
 
 
-def test_what_other_roles_say_of_the_same_iteration_changes_nothing() -> None:
+def test_what_other_roles_say_of_the_same_iteration_changes_nothing():
     rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)
     before = deepcopy(rig.state)
@@ -180,7 +180,7 @@ def test_what_other_roles_say_of_the_same_iteration_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("epoch", "iteration"), [(1, 5), (2, 0)])
-def test_nan_of_what_was_abandoned_or_never_computed_is_refused(epoch: int, iteration: int) -> None:
+def test_nan_of_what_was_abandoned_or_never_computed_is_refused(epoch, iteration):
     rig = Rig(nonfinite="rollback").run(4)
     rig.feed(killed(rig, 0))
     recover(rig, 4)
@@ -191,9 +191,7 @@ def test_nan_of_what_was_abandoned_or_never_computed_is_refused(epoch: int, iter
 
 
 @pytest.mark.parametrize(("epoch", "is_late"), [(1, True), (9, False)])
-def test_what_comes_of_a_closed_epoch_is_late_and_of_none_is_refused(
-    epoch: int, is_late: bool
-) -> None:
+def test_what_comes_of_a_closed_epoch_is_late_and_of_none_is_refused(epoch, is_late):
     rig = Rig().run(4)
     rig.feed(killed(rig, 0))
     recover(rig, 4)
@@ -202,7 +200,7 @@ def test_what_comes_of_a_closed_epoch_is_late_and_of_none_is_refused(
 
 
 @pytest.mark.parametrize("until", [Phase.CLOSING, Phase.DECIDING, Phase.OPENING, Phase.RUNNING])
-def test_nan_that_is_told_after_the_close_is_not_restored(until: Phase) -> None:
+def test_nan_that_is_told_after_the_close_is_not_restored(until):
     """Another role died at the same time; all roles have committed the iteration by then."""
     rig = Rig(nonfinite="rollback").run(4)
     rig.feed(killed(rig, 0))
@@ -222,7 +220,7 @@ def test_nan_that_is_told_after_the_close_is_not_restored(until: Phase) -> None:
     assert set(rig.pending.history.nonfinite) == {5}
 
 
-def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next() -> None:
+def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next():
     """All agents had closed the epoch, and the last to come back is the one that tells again."""
     old = Rig(nodes=2, spares=0, nonfinite="rollback").run(4)
     nan(old, 5)
@@ -233,7 +231,7 @@ def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next() -> N
     assert rig.pending.restore.generation == g(4)
 
 
-def test_a_coordinator_that_takes_over_does_not_trust_the_checkpoint_of_a_bad_iteration() -> None:
+def test_a_coordinator_that_takes_over_does_not_trust_the_checkpoint_of_a_bad_iteration():
     """It is the one that was made valid last, until the iteration is saved again."""
     rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)

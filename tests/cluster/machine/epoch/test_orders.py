@@ -15,7 +15,7 @@ def drained() -> Rig:
     return rig
 
 
-def test_a_cadence_does_not_send_a_lost_node_to_a_checkpoint() -> None:
+def test_a_cadence_does_not_send_a_lost_node_to_a_checkpoint():
     """A save may be nearer than the newest protected generation, which all hold in memory."""
     rig = Rig(cadence="10").run(23)
     rig.feed(ev.DurableValid(23, "/ck/23", "save"))
@@ -24,7 +24,7 @@ def test_a_cadence_does_not_send_a_lost_node_to_a_checkpoint() -> None:
     assert (rig.pending.restore.kind, rig.pending.restore.generation) == ("memory", g(20))
 
 
-def test_member_that_is_past_the_iteration_makes_it_later() -> None:
+def test_member_that_is_past_the_iteration_makes_it_later():
     rig = drained()
     rig.feed(ev.Paused(*rig.seat(0), 1, 9), ev.PauseRefused(*rig.seat(1), 1, 9))
     assert rig.one(act.Pause) == act.Pause(1, 11)
@@ -38,13 +38,13 @@ def test_member_that_is_past_the_iteration_makes_it_later() -> None:
     assert rig.one(act.CloseEpoch)
 
 
-def test_pause_that_takes_too_long_becomes_an_interrupt() -> None:
+def test_pause_that_takes_too_long_becomes_an_interrupt():
     rig = drained()
     rig.tick(rig.settings.hang_seconds)
     assert rig.one(act.CloseEpoch).cause == "drain of node 1"
 
 
-def test_a_role_that_restored_another_generation_does_not_open_the_epoch() -> None:
+def test_a_role_that_restored_another_generation_does_not_open_the_epoch():
     rig = drained()
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
     rig.decided(g(9))
@@ -55,9 +55,7 @@ def test_a_role_that_restored_another_generation_does_not_open_the_epoch() -> No
 
 @pytest.mark.parametrize(("role", "complete"), [(1, True), (0, False)])
 @pytest.mark.parametrize("done_first", [False, True])
-def test_a_pause_is_complete_when_each_role_stands_still_or_is_done(
-    role: int, complete: bool, done_first: bool
-) -> None:
+def test_a_pause_is_complete_when_each_role_stands_still_or_is_done(role, complete, done_first):
     """Role 0 pauses. A role that is done may have paused as well: it counts once."""
     rig = drained()
     events = [ev.Paused(*rig.seat(0), 1, 9), ev.MemberDone(*rig.seat(role), 1)]
@@ -68,7 +66,7 @@ def test_a_pause_is_complete_when_each_role_stands_still_or_is_done(
     assert bool(rig.of(act.CloseEpoch)) == complete
 
 
-def test_roles_that_stood_still_at_two_iterations_are_not_all_paused() -> None:
+def test_roles_that_stood_still_at_two_iterations_are_not_all_paused():
     """A later coordinator hears of it: the one behind continues to where the other one stands."""
     rig = Rig(nodes=2).opening()
     rig.feed(ev.Paused(*rig.seat(0), 1, 9), ev.Paused(*rig.seat(1), 1, 11))
@@ -91,7 +89,7 @@ def wanted_dump(seconds: float | None = None) -> Rig:
         ("4 of 40 iterations", "", 1, "at 4 of 40 iterations, and there is no checkpoint"),
     ],
 )
-def test_a_run_whose_program_has_ended(early: str, durable: str, status: int, reason: str) -> None:
+def test_a_run_whose_program_has_ended(early, durable, status, reason):
     """Its last checkpoint may become valid when all roles are done."""
     rig = Rig().run()
     rig.feed(*(ev.MemberDone(*rig.seat(role), 1, early) for role in (0, 1)))
@@ -103,7 +101,7 @@ def test_a_run_whose_program_has_ended(early: str, durable: str, status: int, re
     assert (end.exit_status, reason in end.reason) == (status, True)
 
 
-def test_a_last_checkpoint_that_could_not_be_written_is_a_dump() -> None:
+def test_a_last_checkpoint_that_could_not_be_written_is_a_dump():
     rig = Rig(nodes=2, spares=1).run(9)
     unsaved = ("", "/K/iter_0000009: No space left on device")
     rig.feed(ev.MemberDone(*rig.seat(0), 1, *unsaved), ev.MemberDone(*rig.seat(1), 1, "", "/K: "))
@@ -116,13 +114,13 @@ def test_a_last_checkpoint_that_could_not_be_written_is_a_dump() -> None:
     assert finish.reason.startswith(wanted)
 
 
-def test_what_a_failure_closes_does_not_stand() -> None:
+def test_what_a_failure_closes_does_not_stand():
     rig = Rig().run()
     rig.feed(ev.NodeLost(1, "gone"))
     assert rig.state.standing_epoch is None
 
 
-def test_a_dump_of_another_moment_does_not_count() -> None:
+def test_a_dump_of_another_moment_does_not_count():
     """One that an earlier coordinator ordered, before an evaluation of the same iteration."""
     rig = wanted_dump()
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
@@ -133,7 +131,7 @@ def test_a_dump_of_another_moment_does_not_count() -> None:
     assert rig.one(act.Finish).exit_status == 75
 
 
-def test_wanted_dump_before_the_first_record_was_announced() -> None:
+def test_wanted_dump_before_the_first_record_was_announced():
     rig = Rig(nodes=2, spares=1)
     rig.gather()
     rig.feed(ev.DumpRequested("time is over"))
@@ -142,7 +140,7 @@ def test_wanted_dump_before_the_first_record_was_announced() -> None:
     assert rig.one(act.Finish).exit_status == 75
 
 
-def test_new_node_that_can_hold_missing_copies_is_taken_in() -> None:
+def test_new_node_that_can_hold_missing_copies_is_taken_in():
     rig = Rig(nodes=2, spares=0, replicas=2).run()
     assert rig.record.fewer_copies == {0, 1}
     rig.join(7)
@@ -155,7 +153,7 @@ def test_new_node_that_can_hold_missing_copies_is_taken_in() -> None:
     assert rig.pending.seats == rig.record.seats
 
 
-def test_account_of_a_recovery() -> None:
+def test_account_of_a_recovery():
     rig = Rig(nodes=2, spares=1).run(7)
     rig.now += 10
     rig.feed(ev.NodeLost(1, "silent", silent_seconds=2.0))

@@ -26,7 +26,7 @@ def crashed_and_edited(rig: Rig) -> Rig:
     return rig
 
 
-def test_without_a_spare_they_wait_and_the_host_may_come_again() -> None:
+def test_without_a_spare_they_wait_and_the_host_may_come_again():
     rig = Rig(nodes=2, spares=0).run(3)
     for node, known in rig.state.fleet.nodes.items():
         known.facts = HostFacts(f"host{node}")
@@ -36,7 +36,7 @@ def test_without_a_spare_they_wait_and_the_host_may_come_again() -> None:
     assert not rig.of(act.Finish, rig.log)
 
 
-def test_a_spare_with_another_program_is_given_up() -> None:
+def test_a_spare_with_another_program_is_given_up():
     rig = Rig(nodes=2, spares=2).run(3)
     has_another(rig, 3)
     (drop,) = rig.of(act.DropNode)
@@ -45,7 +45,7 @@ def test_a_spare_with_another_program_is_given_up() -> None:
     assert rig.state.phase is Phase.RUNNING
 
 
-def test_a_start_after_all_have_ended_may_have_another_program() -> None:
+def test_a_start_after_all_have_ended_may_have_another_program():
     rig = Rig(nodes=2, spares=0).run(3)
     assert rig.record.history.start == 0
     again = rig.successor(restarted=True)

@@ -77,7 +77,7 @@ def ending(cause: Callable[[Rig], None]) -> Rig:
 
 
 @causes
-def test_who_interrupts_it_does_not_lose_it(cause: Callable[[Rig], None], status: int) -> None:
+def test_who_interrupts_it_does_not_lose_it(cause, status):
     del status
     rig = ending(cause)
     rig.feed(ev.UserStop("interrupted"))
@@ -103,7 +103,7 @@ def sole_copies(*generations: records.Generation, nodes: int = 2) -> Rig:
     return rig
 
 
-def test_a_generation_that_is_damaged_at_the_dump_makes_way_for_the_one_before() -> None:
+def test_a_generation_that_is_damaged_at_the_dump_makes_way_for_the_one_before():
     rig = sole_copies(g(6), g(7))
     rig.tick(rig.settings.first_step_seconds / 2)
     rig.feed(ev.Dumped(0, g(7), boundary="step", damaged=bad(0, 1, 7)))
@@ -118,7 +118,7 @@ def test_a_generation_that_is_damaged_at_the_dump_makes_way_for_the_one_before()
     assert end.resume == records.Restore("dump", g(6), "step", path="/dump/1-6")
 
 
-def test_a_run_of_which_every_generation_is_damaged_does_not_pass_for_saved() -> None:
+def test_a_run_of_which_every_generation_is_damaged_does_not_pass_for_saved():
     rig = sole_copies(g(6), g(7))
     rig.feed(ev.Dumped(0, g(7), damaged=bad(0, 1, 7)))
     rig.feed(ev.Dumped(0, g(6), damaged=bad(0, 1, 7) | bad(0, 1, 6, "extras@step")))
@@ -130,9 +130,7 @@ def test_a_run_of_which_every_generation_is_damaged_does_not_pass_for_saved() ->
     assert "generation 1:7 lacks part main of role 1" in end.reason
 
 
-def test_what_any_try_has_led_to_stays_known_of_a_node_that_has_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_any_try_has_led_to_stays_known_of_a_node_that_has_written(monkeypatch):
     """Another node cannot write, so a role recomputes from another generation than at first."""
     bases, choose = [g(5)], planner.choose_restore
 
@@ -153,7 +151,7 @@ def test_what_any_try_has_led_to_stays_known_of_a_node_that_has_written(
     assert written == {g(5), g(6), g(7)}
 
 
-def test_a_process_that_does_not_die_costs_no_state_that_is_being_written() -> None:
+def test_a_process_that_does_not_die_costs_no_state_that_is_being_written():
     """Whoever waits for it is over; to drop its node would remove what it holds."""
     rig = Rig(nodes=2, spares=1, protection="local").run()
     rig.feed(ev.NodeLost(2, "gone"))
@@ -179,7 +177,7 @@ def dumped(nodes: int = 2, **settings: object) -> Rig:
     return rig
 
 
-def test_an_export_has_a_deadline() -> None:
+def test_an_export_has_a_deadline():
     rig = dumped(persist_seconds=60.0)
     rig.tick(60.0)
     assert not rig.of(act.Finish), "the exporter gives up first, and says why"
@@ -189,7 +187,7 @@ def test_an_export_has_a_deadline() -> None:
     assert "no longer waiting for the checkpoint of what was dumped to /dump/1-7" in told
 
 
-def test_who_has_no_time_while_the_nodes_still_dump_gets_no_export_after_it() -> None:
+def test_who_has_no_time_while_the_nodes_still_dump_gets_no_export_after_it():
     rig = Rig(nodes=2, spares=0, **WHERE).run(7)
     rig.lose(1, g(7), why="connection closed")
     rig.tick(rig.settings.spare_timeout_seconds)

@@ -27,7 +27,7 @@ def changed(rig: Rig, iteration: int) -> None:
     assert rig.state.phase is Phase.RUNNING
 
 
-def test_pauses_are_after_protected_iterations_only() -> None:
+def test_pauses_are_after_protected_iterations_only():
     rig = asked(EVERY_THIRD)
     changed(rig, 9)
     rig.steps(10)
@@ -67,9 +67,7 @@ RECOMPUTE = Settings(protection="recompute")
         (replace(first_plan(RECOMPUTE), every=2), RECOMPUTE, 2, "a cadence of 1"),
     ],
 )
-def test_what_cannot_hold_is_refused(
-    plan: ProtectionPlan, settings: Settings, nodes: int, why: str
-) -> None:
+def test_what_cannot_hold_is_refused(plan, settings, nodes, why):
     found = refusal(plan, nodes, settings)
     assert why in found
     assert bool(found) == bool(why)

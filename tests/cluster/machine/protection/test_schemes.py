@@ -25,7 +25,7 @@ CODED = frozenset({"main", "members"})
 LED = frozenset({records.gradients_part("main"), records.UPDATE_PART, SUMS_PART, "extras@step"})
 
 
-def test_places_that_a_recipe_reads_from_matter_until_all_is_restored() -> None:
+def test_places_that_a_recipe_reads_from_matter_until_all_is_restored():
     rig = Rig(nodes=2, spares=3, protection="parity", parity_group=2).run()
     (holder,) = block_holders(rig.record)
     first, second = sorted({2, 3, 4} - {holder})
@@ -89,7 +89,7 @@ def lose_role_1(rig: Rig, *generations: Generation) -> World:
     return world
 
 
-def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from() -> None:
+def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from():
     rig = begin()
     lose_role_1(rig, g(7))
     record = rig.record
@@ -105,7 +105,7 @@ def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from() -> None
 
 
 @pytest.mark.parametrize("spares", [3, 4])
-def test_the_loss_of_a_node_that_owes_parity_ends_the_epoch(spares: int) -> None:
+def test_the_loss_of_a_node_that_owes_parity_ends_the_epoch(spares):
     """Its blocks have to be computed somewhere else; a node that owes nobody anything may go."""
     rig = begin(spares=spares)
     (group,) = ParityPlacement.of_record(rig.record).groups
@@ -118,7 +118,7 @@ def test_the_loss_of_a_node_that_owes_parity_ends_the_epoch(spares: int) -> None
     assert rig.one(act.CloseEpoch).epoch == 1
 
 
-def test_a_part_that_cannot_be_decoded_is_not_counted_on_again() -> None:
+def test_a_part_that_cannot_be_decoded_is_not_counted_on_again():
     """Only the parity is given up: the other roles still restore from their own slots."""
     rig = begin()
     world = lose_role_1(rig, g(6), g(7))
@@ -156,7 +156,7 @@ def answer(rig: Rig) -> None:
     rig.feed(*(ev.NodeInventory(one) for one in (held, *others)))
 
 
-def test_a_replay_that_is_refused_is_given_up_for_whole_copies() -> None:
+def test_a_replay_that_is_refused_is_given_up_for_whole_copies():
     rig = Rig(protection="recompute", full_every=4).run()
     lost_role(rig)
     restore = rig.pending.restore
