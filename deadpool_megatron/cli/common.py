@@ -289,7 +289,7 @@ def facts(seen: View, status: Mapping[str, Any]) -> list[tuple[str, str]]:
     if status["epoch"] and seen.state is not State.OVER:
         found.append(("lost if a node fails now (RPO)", f"{seen.at_risk()}{about}"))
     requests = map(Request.from_dict, status["requests"])
-    found += [(f"request {request.number}", request.told()) for request in requests]
+    found += [(f"request {request.number}", request.to_line()) for request in requests]
     if now := export["now"]:
         found.append(("checkpoint", f"of iteration {now['iteration']}, {now['step']}"))
     if last := export["last"]:

@@ -169,7 +169,7 @@ class SlurmFollower:
         if not known.is_open:
             self._over.add(node)
         stage = {Stage.REFUSED: "refused", Stage.DONE: "done"}.get(known.stage, "")
-        text = ", ".join(filter(None, (stage, known.why)))
+        text = ", ".join(filter(None, (stage, known.reason)))
         self._print(node, f"Slurm drains {host}: node {node} is drained{text and f': {text}'}")
 
     def _print(self, about: int | None, text: str) -> None:

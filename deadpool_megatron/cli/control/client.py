@@ -201,14 +201,14 @@ def _request(
                 is_reported = True
         if known is not None:
             if known.stage is Stage.REFUSED:
-                raise RequestRefused(known.why)
+                raise RequestRefused(known.reason)
             if known.stage is Stage.FAILED:
-                raise common.DumpFailed(known.why)
+                raise common.DumpFailed(known.reason)
             if not known.is_open and verb is not Verb.STOP:
-                return f"{known.in_words()}: done{f': {known.why}' if known.why else ''}"
+                return f"{known.describe()}: done{f': {known.reason}' if known.reason else ''}"
             if args.wait is None:
-                return _ACCEPTED[verb].format(**known.what)
-            display.status(known.told())
+                return _ACCEPTED[verb].format(**known.content)
+            display.status(known.to_line())
         repeat_at = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _POLL_SECONDS)
         repeat_at = min(repeat_at, accept_limit if known is None else limit)
         while time.monotonic() < repeat_at and not run.final.exists():
@@ -219,7 +219,7 @@ def _request(
                 raise RequestRefused(f"the run is {line}")
             return line
         if known is not None and time.monotonic() >= limit:
-            state = f"{known.stage}{f', {known.why}' if known.why else ''}; it continues"
+            state = f"{known.stage}{f', {known.reason}' if known.reason else ''}; it continues"
             if verb is Verb.STOP:
                 state = f"the run in {args.run_dir} did not end"
             display.line(f"deadpool {verb}: not done within {args.wait:g} s: {state}")

@@ -36,7 +36,7 @@ from deadpool_megatron.cli.start.defaults import resolve
 from deadpool_megatron.cli.start.restart import nodes_with_slots, slot_conflict
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD, preload_modules, waits_for_forks
 from deadpool_megatron.cluster.agent.options import NO_NUMBER, AgentOptions
-from deadpool_megatron.cluster.journal.journal import MOST_NUMBER, Journal
+from deadpool_megatron.cluster.journal.journal import MAX_NUMBER, Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
@@ -58,9 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run-dir", type=Path, required=True, metavar="DIR", help="shared by all nodes")
     number = parser.add_mutually_exclusive_group()
     text = "0 to N + S - 1; for a node that joins later: a number not used before"
-    number.add_argument(
-        "--node-id", type=common.number(int, 0, MOST_NUMBER), metavar="I", help=text
-    )
+    number.add_argument("--node-id", type=common.number(int, 0, MAX_NUMBER), metavar="I", help=text)
     text = "join a running job as one more spare node"
     number.add_argument("--attach", action="store_true", help=text)
     text = "take node id (unless given), address and failure domain from Slurm"

@@ -165,7 +165,7 @@ class Checkpoints:
                     self._abandon("the run ends")
         self._tell()
 
-    def under_way(self) -> list[str]:
+    def pending(self) -> list[str]:
         """Return descriptions of the checkpoints that are being made valid."""
         found = [f"the checkpoint of iteration {one}" for _, one in sorted(self._saves)]
         if self._export is not None:
@@ -190,7 +190,7 @@ class Checkpoints:
             finally:
                 self._saves.remove(which)
 
-    def heard(self, node: int, message: Mapping[str, Any]) -> None:
+    def take_report(self, node: int, message: Mapping[str, Any]) -> None:
         """Take an agent's report. Raises LookupError, TypeError or ValueError if malformed."""
         export, step = self._export, str(message["step"])
         if export is None or message["name"] != export.name or node not in export.awaited:

@@ -357,8 +357,8 @@ def _not_now(error: str) -> dict[str, Any]:
 def _with_time_left(found: tuple[Request, ...]) -> tuple[Request, ...]:
     """Return the requests with the moment by which a run has to end, on this host's clock."""
     return tuple(
-        replace(one, until=time.monotonic() + float(one.what["ends"]) - time.time())
-        if one.what.get("ends") is not None
+        replace(one, until=time.monotonic() + float(one.content["ends"]) - time.time())
+        if one.content.get("ends") is not None
         else one
         for one in found
     )

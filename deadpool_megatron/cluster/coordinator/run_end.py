@@ -107,7 +107,7 @@ class RunEnd:
         is_complete = finish.is_early or not finish.exit_status
         limit_seconds = self._save_seconds if is_complete else self.close_seconds
         began, told = time.monotonic(), False
-        while left := ", ".join(self._checkpoints.under_way()):
+        while left := ", ".join(self._checkpoints.pending()):
             waited = time.monotonic() - began
             if waited > limit_seconds or self._is_expedited:
                 self._context.warn(

@@ -270,7 +270,7 @@ class Coordinator:
         item = protocol.from_agent(peer.node, message, self.state.memory.layouts)
         match message["t"]:
             case "export":
-                self.checkpoints.heard(peer.node, message)
+                self.checkpoints.take_report(peer.node, message)
             case "store":
                 self._store.heard(peer.node, message)
             case "event":

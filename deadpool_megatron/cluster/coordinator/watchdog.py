@@ -95,7 +95,9 @@ class Watchdog:
         fixed = self._settings.cadence != "auto" or schemes.recomputes(plan)
         if every == plan.every or fixed:
             return []
-        return [inputs.ProtectionRequested(replace(plan, every=every), windows.in_words(stretch))]
+        return [
+            inputs.ProtectionRequested(replace(plan, every=every), windows.cadence_reason(stretch))
+        ]
 
     def describe(self, state: State) -> dict[str, Any]:
         """Return the part of ``deadpool status``: ``slow``, which maps a node to its seconds per
@@ -142,16 +144,16 @@ class Watchdog:
         """Return the changes of the verdicts on slow nodes."""
         if state.phase is not Phase.RUNNING or state.record is None:
             return []
-        players = {}
+        compared = {}
         for role, beat in beats.items():
             own, layout = beat.get("own"), state.memory.layouts.get(role)
             if own is None or layout is None:
                 return []  # the comparison needs all roles
             time_used = windows.OwnTime(int(own[0]), float(own[1]))
-            players[role] = windows.Player(state.seats[role].node, layout.peers, time_used)
-        if len(players) != len(state.record.seats):
+            compared[role] = windows.ComparedRole(state.seats[role].node, layout.peers, time_used)
+        if len(compared) != len(state.record.seats):
             return []
-        return self._slowness.look(state.record.epoch, players)
+        return self._slowness.look(state.record.epoch, compared)
 
     def _to_move(self, state: State) -> windows.Slowness | None:
         """Return the slowest node, whose roles are to move to a spare now, if the setting is on and

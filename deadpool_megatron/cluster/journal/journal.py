@@ -28,7 +28,7 @@ from deadpool_megatron.wire import framing
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
 # An entry has a name of eight digits. A name of another form would make the whole journal
 # unreadable, because a journal with foreign files is not trusted.
-MOST_NUMBER = 99_999_999
+MAX_NUMBER = 99_999_999
 # Kind of the notes on nodes that were given up.
 GONE = "gone"
 # Kind of the notes on nodes that computed or held wrong numbers, or have a broken device.
@@ -192,8 +192,8 @@ class Journal:
 
 def digits(number: int) -> str:
     """Return an entry's number as in its name. Raises JournalError for a number out of range."""
-    if not 0 <= number <= MOST_NUMBER:
-        raise JournalError(f"an entry has a number between 0 and {MOST_NUMBER}, not {number}")
+    if not 0 <= number <= MAX_NUMBER:
+        raise JournalError(f"an entry has a number between 0 and {MAX_NUMBER}, not {number}")
     return f"{number:08d}"
 
 

@@ -22,6 +22,8 @@ KIND = "request"
 # Number of ended requests that are kept.
 _KEPT = 16
 _CHARACTERS = 300
+# Names of fields in the journal and in a status, where they differ.
+_KEYS = {"content": "what", "reason": "why"}
 
 
 class Verb(StrEnum):
@@ -46,16 +48,16 @@ class Stage(StrEnum):
 @dataclass(frozen=True)
 class Request:
     """A request. ``token``: chosen by the sender, equal when the same request is sent again.
-    ``what``: by verb, JSON. ``why``: the reason for a wait, the result, or the reason of a refusal.
+    ``content``: by verb, JSON. ``reason``: that of a wait or of a refusal, or the result.
     ``until``: its deadline on the clock of the present coordinator (seconds); None: no deadline.
     """
 
     number: int
     token: str
     verb: Verb
-    what: Mapping[str, Any]
+    content: Mapping[str, Any]
     stage: Stage = Stage.ASKED
-    why: str = ""
+    reason: str = ""
     until: float | None = None
 
     @property
@@ -63,48 +65,51 @@ class Request:
         """Return whether its outcome is still to come."""
         return self.stage in (Stage.ASKED, Stage.UNDER_WAY)
 
-    def at(self, stage: Stage, why: str = "") -> Request:
+    def at(self, stage: Stage, reason: str = "") -> Request:
         """Return the request at another stage."""
-        return replace(self, stage=stage, why=why)
+        return replace(self, stage=stage, reason=reason)
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return the content of the request as text."""
         match self.verb:
             case Verb.DRAIN:
-                return f"drain of node {self.what['node']}"
+                return f"drain of node {self.content['node']}"
             case Verb.PROTECT:
-                return f"protection {self.what['words']}"
+                return f"protection {self.content['words']}"
             case Verb.PERSIST:
-                return f"checkpoint in {self.what['directory']}"
+                return f"checkpoint in {self.content['directory']}"
             case Verb.STOP:
-                return "stop with a dump" if self.what["dump"] else "stop"
+                return "stop with a dump" if self.content["dump"] else "stop"
 
-    def told(self) -> str:
+    def to_line(self) -> str:
         """Return a line such as ``drain of node 1, under way: waits for a spare``."""
-        return f"{self.in_words()}, {self.stage}{f': {self.why}' if self.why else ''}"
+        return f"{self.describe()}, {self.stage}{f': {self.reason}' if self.reason else ''}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form for the journal and for users."""
-        return {name: value for name, value in write(self).items() if name != "until"}
+        values = write(self)
+        del values["until"]
+        return {_KEYS.get(name, name): value for name, value in values.items()}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Request:
         """Invert :meth:`to_dict`. Raises LookupError, TypeError, ValueError or OverflowError for
         anything else, such as the form of a newer version.
         """
-        request: Request = read(Request, {**values, "until": None})
-        what = request.what
+        named = {**values, **{name: values[key] for name, key in _KEYS.items()}}
+        request: Request = read(Request, {**named, "until": None})
+        content = request.content
         # Checks for the machine, and for the computation of the deadline of a run's end.
-        request.in_words()
-        if what.get("ends") is not None:
-            float(what["ends"])
+        request.describe()
+        if content.get("ends") is not None:
+            float(content["ends"])
         match request.verb:
             case Verb.DRAIN:
-                int(what["node"])
+                int(content["node"])
             case Verb.PROTECT:
-                ProtectionPlan.from_dict(what["plan"])
+                ProtectionPlan.from_dict(content["plan"])
             case Verb.STOP:
-                str(what["reason"])
+                str(content["reason"])
             case _:
                 pass
         return request
@@ -144,15 +149,15 @@ def newest(journal: Journal) -> Found:
         values = journal.read(KIND, number)
         term, listed = int(values["term"]), list(values["requests"])
     except (DamagedEntry, *DAMAGE) as error:
-        why = f"earlier requests are not known, ask again: request entry {number}"
-        return Found(number, troubles=(f"{why}: {type(error).__name__}: {error}",))
+        reason = f"earlier requests are not known, ask again: request entry {number}"
+        return Found(number, troubles=(f"{reason}: {type(error).__name__}: {error}",))
     for one in listed:
         try:
             requests.append(Request.from_dict(one))
         except DAMAGE as error:
-            why = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             troubles.append(
-                f"a request is not understood and is skipped ({why}): {one}"[:_CHARACTERS]
+                f"a request is not understood and is skipped ({reason}): {one}"[:_CHARACTERS]
             )
     return Found(number, term, tuple(requests), tuple(troubles))
 

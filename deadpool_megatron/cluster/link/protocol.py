@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from deadpool_megatron.cluster.journal.journal import MOST_NUMBER
+from deadpool_megatron.cluster.journal.journal import MAX_NUMBER
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind, not_finite
 from deadpool_megatron.layout.records import BadPart, Inventory, RoleLayout
@@ -50,8 +50,8 @@ OF_MEMBERS: Mapping[str, type[inputs.Input]] = {
 def join(message: Message) -> inputs.NodeJoined:
     """Return the input for an agent's first message."""
     joined: inputs.NodeJoined = read(inputs.NodeJoined, message)
-    if not 0 <= joined.node <= MOST_NUMBER:  # the journal could not name it once it is lost
-        raise ValueError(f"a node has a number between 0 and {MOST_NUMBER}, not {joined.node}")
+    if not 0 <= joined.node <= MAX_NUMBER:  # the journal could not name it once it is lost
+        raise ValueError(f"a node has a number between 0 and {MAX_NUMBER}, not {joined.node}")
     found = joined.found
     return joined if found is None else replace(joined, found=replace(found, node=joined.node))
 

@@ -83,13 +83,13 @@ def _settle(core: Core, request: Request) -> None:
         if is_stop and request.stage is Stage.ASKED:
             ending.stop(core, _user_stop(request))
         unsaved = ""
-        if isinstance(doing, states.LeaveTaking) and request.what.get("dump"):
+        if isinstance(doing, states.LeaveTaking) and request.content.get("dump"):
             unsaved = doing.unsaved
         stage = (Stage.FAILED if unsaved else Stage.DONE) if is_stop else Stage.REFUSED
         _change(core, request.at(stage, unsaved or _ENDING))
     elif isinstance(doing, states.TakingOver) and request.number in doing.requests:
         return
-    elif is_known or (request.verb is Verb.STOP and not request.what["dump"]):
+    elif is_known or (request.verb is Verb.STOP and not request.content["dump"]):
         # A stop at once does not depend on which agents are here.
         _change(core, _MOVES[request.verb](core, request))
 
@@ -102,8 +102,8 @@ def _change(core: Core, request: Request) -> None:
         return
     core.state.requests = tuple(request if one is before else one for one in known)
     if before.stage is not request.stage:
-        why = f": {request.why}" if request.why else ""
-        text = f"request {request.number}, {request.in_words()}: {request.stage}{why}"
+        why = f": {request.reason}" if request.reason else ""
+        text = f"request {request.number}, {request.describe()}: {request.stage}{why}"
         is_bad = request.stage in (Stage.REFUSED, Stage.FAILED)
         core.log("warning" if is_bad else "info", text)
 
@@ -125,7 +125,7 @@ def not_connected(state: states.State, node: int) -> str:
 
 
 def _drain(core: Core, request: Request) -> Request:
-    node, state = int(request.what["node"]), core.state
+    node, state = int(request.content["node"]), core.state
     fleet = state.fleet
     if state.phase in states.LAST_PHASES:
         return request.at(Stage.REFUSED, _ENDING)
@@ -153,7 +153,7 @@ def _drain(core: Core, request: Request) -> Request:
 
 
 def _protect(core: Core, request: Request) -> Request:
-    plan, state = ProtectionPlan.from_dict(request.what["plan"]), core.state
+    plan, state = ProtectionPlan.from_dict(request.content["plan"]), core.state
     if state.phase in states.LAST_PHASES:
         return request.at(Stage.REFUSED, _ENDING)
     if state.record is not None and state.record.protection == plan == state.protection.plan:
@@ -180,7 +180,7 @@ def _persist(core: Core, request: Request) -> Request:
     others = (one for one in state.requests if one.verb is Verb.PERSIST)
     is_busy = any(one.stage is Stage.UNDER_WAY for one in others)
     if state.phase is states.Phase.RUNNING and not is_busy:
-        core.act(BeginExport(request.number, str(request.what["directory"])))
+        core.act(BeginExport(request.number, str(request.content["directory"])))
         return request.at(Stage.UNDER_WAY)
     return request
 
@@ -188,16 +188,16 @@ def _persist(core: Core, request: Request) -> Request:
 def _stop(core: Core, request: Request) -> Request:
     if request.stage is Stage.UNDER_WAY:
         return request
-    if not request.what["dump"]:
+    if not request.content["dump"]:
         ending.stop(core, _user_stop(request))
         return request.at(Stage.DONE)
     left = None if request.until is None else max(0.0, request.until - core.now)
-    core.act(EndRun(str(request.what["reason"]), left))
+    core.act(EndRun(str(request.content["reason"]), left))
     return request.at(Stage.UNDER_WAY)
 
 
 def _user_stop(request: Request) -> ev.UserStop:
-    return ev.UserStop(str(request.what["reason"]), keeps=bool(request.what["keeps"]))
+    return ev.UserStop(str(request.content["reason"]), keeps=bool(request.content["keeps"]))
 
 
 _MOVES: Mapping[Verb, Callable[[Core, Request], Request]] = {

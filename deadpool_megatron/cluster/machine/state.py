@@ -523,7 +523,7 @@ class State:
         if node not in fleet.deprioritized or judged.eligibility is Eligibility.WEAK:
             return records.NodeUse.SPARE
         drains = [one for one in self.requests if one.verb is Verb.DRAIN]
-        is_drained = any(one.what["node"] == node for one in drains)
+        is_drained = any(one.content["node"] == node for one in drains)
         return records.NodeUse.DRAINED if is_drained else records.NodeUse.QUARANTINED
 
     def waiting_for(self) -> str:

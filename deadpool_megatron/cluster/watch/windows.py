@@ -51,7 +51,7 @@ class OwnTime:
 
 
 @dataclass(frozen=True)
-class Player:
+class ComparedRole:
     """A role in the comparison: its node, and its data-parallel group, itself included."""
 
     node: int
@@ -91,26 +91,26 @@ class SlownessWatch:
         """Return the verdicts on nodes that are slow now."""
         return self._slow
 
-    def look(self, epoch: int, players: Mapping[int, Player]) -> list[Slowness]:
+    def look(self, epoch: int, compared: Mapping[int, ComparedRole]) -> list[Slowness]:
         """Return the changed verdicts, given all roles of the open epoch; none until a window is
         full."""
-        if epoch != self._epoch or self._began.keys() != players.keys():
+        if epoch != self._epoch or self._began.keys() != compared.keys():
             self._epoch = epoch
-            self._begin(players)
-            nodes = {player.node for player in players.values()}
+            self._begin(compared)
+            nodes = {entry.node for entry in compared.values()}
             self._slow = {n: verdict for n, verdict in self._slow.items() if n in nodes}
             return []
         if any(
-            player.own.iterations - self._began[role].iterations < WINDOW_ITERATIONS
-            for role, player in players.items()
+            entry.own.iterations - self._began[role].iterations < WINDOW_ITERATIONS
+            for role, entry in compared.items()
         ):
             return []
-        per_iteration = {role: _mean(self._began[role], p.own) for role, p in players.items()}
-        self._begin(players)
-        return self._judge(_worst_of_nodes(players, per_iteration))
+        per_iteration = {role: _mean(self._began[role], p.own) for role, p in compared.items()}
+        self._begin(compared)
+        return self._judge(_worst_of_nodes(compared, per_iteration))
 
-    def _begin(self, players: Mapping[int, Player]) -> None:
-        self._began = {role: player.own for role, player in players.items()}
+    def _begin(self, compared: Mapping[int, ComparedRole]) -> None:
+        self._began = {role: entry.own for role, entry in compared.items()}
 
     def _judge(self, worst: Mapping[int, Slowness]) -> list[Slowness]:
         changed: list[Slowness] = []
@@ -135,19 +135,19 @@ def _mean(began: OwnTime, now: OwnTime) -> float:
 
 
 def _worst_of_nodes(
-    players: Mapping[int, Player], per_iteration: Mapping[int, float]
+    compared: Mapping[int, ComparedRole], per_iteration: Mapping[int, float]
 ) -> dict[int, Slowness]:
     """Return each node's slowest role relative to its peers; omit nodes whose roles lack peers."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for role, player in players.items():
-        groups.setdefault(player.peers, []).append(role)
+    for role, entry in compared.items():
+        groups.setdefault(entry.peers, []).append(role)
     worst: dict[int, Slowness] = {}
     for roles in groups.values():
         medians: dict[int, float] = {}  # over the roles of all other nodes; one pass for each
         for role in roles:
-            node = players[role].node
+            node = compared[role].node
             if node not in medians:
-                others = [per_iteration[peer] for peer in roles if players[peer].node != node]
+                others = [per_iteration[peer] for peer in roles if compared[peer].node != node]
                 medians[node] = statistics.median(others) if others else math.inf
             found = Slowness(node, role, per_iteration[role], medians[node])
             if node not in worst or found.factor > worst[node].factor:
@@ -185,7 +185,7 @@ class Stretch:
         return max(self.seconds - self.stall_seconds, 1e-9) / max(1, self.iterations)
 
 
-def denser_or_thinner(every: int, stretch: Stretch, calm: int) -> int:
+def next_cadence(every: int, stretch: Stretch, calm: int) -> int:
     """Return the cadence to continue with. ``calm``: number of stretches without waits in a row,
     including ``stretch``."""
     if not stretch.is_long:
@@ -203,7 +203,7 @@ def denser_or_thinner(every: int, stretch: Stretch, calm: int) -> int:
     return every
 
 
-def in_words(stretch: Stretch) -> str:
+def cadence_reason(stretch: Stretch) -> str:
     """Return the reason for a new cadence: a clause for people."""
     waited = f"training waited {stretch.share:.0%} of the time for copies"
     return f"{waited}, a step without waiting takes {stretch.step_seconds:.2g} s"
@@ -263,7 +263,7 @@ class StretchMeter:
             return every, stretch
         self.calm = self.calm + 1 if stretch.share < _CALM else 0
         self._begin(self._last)
-        return denser_or_thinner(every, stretch, self.calm), stretch
+        return next_cadence(every, stretch, self.calm), stretch
 
     def _begin(self, first: tuple[int, float] | None) -> None:
         self._first = first

@@ -110,7 +110,7 @@ class Life:
         ]
         found += [f"warning: {text}" for text in world.warnings]
         found += [f"to all: iteration {iteration} is valid" for iteration in world.done]
-        shown = (world.exports.status(), world.exports.under_way(), len(world.tasks))
+        shown = (world.exports.status(), world.exports.pending(), len(world.tasks))
         if found or shown != self._shown:
             found.append(f"status: {shown[0]}, under way: {shown[1]}, tasks: {shown[2]}")
         self._shown = shown

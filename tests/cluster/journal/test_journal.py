@@ -19,15 +19,15 @@ def opener(tmp_path):
     return lambda: Journal(tmp_path / "journal")
 
 
-@pytest.mark.parametrize("number", [-1, journals.MOST_NUMBER + 1])
+@pytest.mark.parametrize("number", [-1, journals.MAX_NUMBER + 1])
 def test_a_number_that_fits_into_no_name_is_not_written(opener, number):
     """With an entry of such a name nothing in the journal could be read any more."""
     with pytest.raises(journals.JournalError, match=f"between 0 and 99999999, not {number}"):
         opener().write("gone", number, {"cause": "left"})
     journals.note_node(opener(), journals.GONE, number, "left")
-    for fits in (0, journals.MOST_NUMBER):
+    for fits in (0, journals.MAX_NUMBER):
         opener().write("gone", fits, {"cause": "left"})
-    assert opener().numbers("gone") == [0, journals.MOST_NUMBER]
+    assert opener().numbers("gone") == [0, journals.MAX_NUMBER]
     assert opener().numbers("term") == []
 
 

@@ -20,7 +20,7 @@ def ask(rig: Rig, verb: Verb, which: int = 1, until: float | None = None, **what
 
 def outcome(rig: Rig, number: int = 1) -> tuple[Stage, str]:
     request = next(one for one in rig.state.requests if one.number == number)
-    return request.stage, request.why
+    return request.stage, request.reason
 
 
 def begun() -> Rig:

@@ -20,10 +20,11 @@ def test_an_hour_of_noise_names_nobody_but_the_node_that_is_slow(slow):
     watch, totals = windows.SlownessWatch(), [0.0 for _ in roles]
     named: dict[int, int] = {}
     for iteration in range(7200):
-        players = {
-            r: windows.Player(r, (*roles,), windows.OwnTime(iteration, totals[r])) for r in roles
+        compared = {
+            r: windows.ComparedRole(r, (*roles,), windows.OwnTime(iteration, totals[r]))
+            for r in roles
         }
-        for verdict in watch.look(1, players):
+        for verdict in watch.look(1, compared):
             named.setdefault(verdict.node, iteration)
         for role in roles:
             usual = noise.lognormvariate(0.0, 0.1) * (1.5 if role == slow else 1.0)
@@ -43,7 +44,7 @@ def seen(every: int, step: float, commit: float, fit: bool = True) -> windows.St
 @given(STEPS, st.floats(0.01, 200.0), st.integers(1, 20), st.booleans())
 def test_what_is_chosen_when_training_waits_has_room(step, commit, every, fit):
     stretch = seen(every, step, commit, fit)
-    found = windows.denser_or_thinner(every, stretch, 0)
+    found = windows.next_cadence(every, stretch, 0)
     if stretch.share <= 0.05:
         assert found == every
     elif found < 1000:
@@ -56,8 +57,8 @@ def test_what_is_chosen_when_training_waits_has_room(step, commit, every, fit):
 @given(STEPS, st.floats(0.01, 200.0), st.integers(1, 30))
 def test_it_settles(step, commit, every):
     """Up and down with the same facts: no second change leads back."""
-    first = windows.denser_or_thinner(every, seen(every, step, commit), windows.CALM_STRETCHES)
-    again = windows.denser_or_thinner(first, seen(first, step, commit), windows.CALM_STRETCHES)
+    first = windows.next_cadence(every, seen(every, step, commit), windows.CALM_STRETCHES)
+    again = windows.next_cadence(first, seen(first, step, commit), windows.CALM_STRETCHES)
     assert (again - first) * (first - every) >= 0 or again == first
-    last = windows.denser_or_thinner(again, seen(again, step, commit), windows.CALM_STRETCHES)
+    last = windows.next_cadence(again, seen(again, step, commit), windows.CALM_STRETCHES)
     assert last == again

@@ -70,7 +70,7 @@ class World:
     def hear(self, node: int, step: str, **facts: Any) -> None:
         """An agent speaks about the export under way."""
         name = f"{self.exports._term}.{self.exports._count}"
-        self.exports.heard(node, {"t": "export", "name": name, "step": step, **facts})
+        self.exports.take_report(node, {"t": "export", "name": name, "step": step, **facts})
 
     def taken(self, iteration: int, boundary: str = "step") -> None:
         """Both nodes have set it aside."""
