@@ -27,7 +27,7 @@ from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.run_directory import directory as run_files
-from deadpool_megatron.cluster.run_directory.cleanup import what_remains
+from deadpool_megatron.cluster.run_directory.cleanup import remaining_memory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.observe.story import Story
@@ -219,7 +219,7 @@ def ask_at(
     except (OSError, UnicodeError, WireError) as error:
         if run.final.exists():
             raise RunNotReachable(f"the run in {run.path} is over") from error
-        left = what_remains(run)
+        left = remaining_memory(run)
         advice = f"all its processes ended; {left}" if left else _UNANSWERED.format(run=run.path)
         if isinstance(error, auth.AuthenticationError):  # the run may be healthy
             advice = f"if one is there, give {auth.ENVIRONMENT_NAME} as the run has it"
@@ -266,7 +266,7 @@ class StatusPoller:
         with suppress(run_files.RunDirectoryError):
             final = self.run.read_final() if self.run.has_final() else None
         if (status := self.status()) is None:
-            left = what_remains(self.run)
+            left = remaining_memory(self.run)
         now, run = time.time(), self.run.path
         try:
             return view(story, status, run, now, left=left, final=final)

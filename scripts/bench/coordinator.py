@@ -31,7 +31,7 @@ from control_plane.agents import Cluster
 from control_plane.moments import until
 from control_plane.service import Service
 
-from deadpool_megatron.cluster.link.pacing import contact_seconds
+from deadpool_megatron.cluster.link.message_limits import contact_seconds
 from deadpool_megatron.events import Kind, term_file
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import load_secret

@@ -3,7 +3,7 @@
 import pytest
 
 from deadpool_megatron import failures
-from deadpool_megatron.cluster.process.logs import fatal_words, last_words
+from deadpool_megatron.cluster.process.logs import fatal_error, last_output
 from deadpool_megatron.events import not_finite
 
 DEVICE = failures.FailureKind.DEVICE_ERROR
@@ -93,8 +93,8 @@ def test_the_exception_counts_not_the_advice_that_torch_prints_after_it():
         "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
         "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n"
     )
-    assert last_words(log).startswith("torch.AcceleratorError: CUDA error")
-    assert failures.kind_of_end(last_words(log)) is DEVICE
+    assert last_output(log).startswith("torch.AcceleratorError: CUDA error")
+    assert failures.kind_of_end(last_output(log)) is DEVICE
 
 
 def test_fatal_errors_of_cpp_and_of_python():
@@ -103,18 +103,18 @@ def test_fatal_errors_of_cpp_and_of_python():
         "  what():  [PG ID 0] Process group watchdog thread terminated with exception:"
         " CUDA error: unspecified launch failure\nmore\n"
     )
-    assert failures.kind_of_end(fatal_words(aborted)) is DEVICE
+    assert failures.kind_of_end(fatal_error(aborted)) is DEVICE
     crashed = (
         "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
         '  File "x.py", line 1 in f\n'
     )
-    assert fatal_words(crashed) == "Fatal Python error: Segmentation fault"
-    assert fatal_words("epoch 1 ends here with EpochClosed\n") == ""
+    assert fatal_error(crashed) == "Fatal Python error: Segmentation fault"
+    assert fatal_error("epoch 1 ends here with EpochClosed\n") == ""
 
 
 def test_an_exception_logged_long_before_the_end_is_not_its_cause():
     log = "Traceback (most recent call last):\n  File x\nValueError: old\n" + "a step\n" * 120
-    assert last_words(log) == "a step"
+    assert last_output(log) == "a step"
 
 
 def test_numbers_do_not_make_another_cause():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.coordinator import durable
-from deadpool_megatron.cluster.run_directory import cleanup, directory, leftover_slots as slots
+from deadpool_megatron.cluster.run_directory import cleanup, directory, orphaned_slots as slots
 from deadpool_megatron.cluster.run_directory.directory import OutsideError, RunDirectory, write_json
 from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
 from deadpool_megatron.ownership import OwnershipError

@@ -231,7 +231,7 @@ def final_line(run: RunDirectory) -> str:
     final = run.read_final()
     reason = f": {final['reason']}" if final["reason"] else ""
     line = f"over, exit status {final['exit_status']}{reason}; {final['iterations']} iterations"
-    return shown("; ".join(filter(None, (line, cleanup.what_remains(run)))))
+    return shown("; ".join(filter(None, (line, cleanup.remaining_memory(run)))))
 
 
 def _kill(args: argparse.Namespace) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError, number
 from deadpool_megatron.cluster.run_directory import bad_nodes
-from deadpool_megatron.cluster.run_directory.bad_nodes import MOST_LEFT_OUT, RECENT_HOURS
+from deadpool_megatron.cluster.run_directory.bad_nodes import MAX_EXCLUDED, RECENT_HOURS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(str(error)) from error
     since = time.time() - args.hours * 3600
-    hosts = bad_nodes.recent_hosts(known, since, MOST_LEFT_OUT)
+    hosts = bad_nodes.recent_hosts(known, since, MAX_EXCLUDED)
     if args.names:
         print(",".join(hosts))
         return 0

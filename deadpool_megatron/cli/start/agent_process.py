@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.agent.process import run_agent
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.cluster.run_directory.leftover_slots import NodeTaken, remove_unclaimed
+from deadpool_megatron.cluster.run_directory.orphaned_slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.layout import placement as domains
 from deadpool_megatron.process_names import set_process_name

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.process.logs import last_words
+from deadpool_megatron.cluster.process.logs import last_output
 from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes
@@ -254,7 +254,7 @@ def torch_problem(gpus: tuple[str, ...], environment: tuple[tuple[str, str], ...
     except subprocess.TimeoutExpired:
         return ""  # perhaps a cold file system; the members will report real problems
     if probe.returncode:
-        return last_words(probe.stderr) or f"it ended with {probe.returncode}"
+        return last_output(probe.stderr) or f"it ended with {probe.returncode}"
     # A process sees only one MIG device, whatever it requests.
     wanted, found = 1 if gpus[0].startswith("MIG") else len(gpus), int(probe.stdout.split()[-1])
     return "" if found >= wanted else f"it finds {found}"

@@ -236,7 +236,7 @@ def copy_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[st
 def copy_notes(old: Path | None, run: RunDirectory) -> None:
     """Copy the notes that processes of the old run left for later ones."""
     if old is not None:
-        program.bring(old, run.path)
+        program.inherit_program(old, run.path)
         with contextlib.suppress(FileNotFoundError):  # the old run may have built nothing
             shutil.copy(RunDirectory(old).built, run.built)
 

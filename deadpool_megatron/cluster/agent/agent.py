@@ -44,7 +44,7 @@ from deadpool_megatron.cluster.process.fork_server import Starter, StartError
 from deadpool_megatron.cluster.process.logs import Files, LocalLogs
 from deadpool_megatron.cluster.process.posix import Orphans
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
-from deadpool_megatron.cluster.run_directory.leftover_slots import NodeTaken, held_names
+from deadpool_megatron.cluster.run_directory.orphaned_slots import NodeTaken, held_names
 from deadpool_megatron.failures import ExitStatus, FailureKind, kind_of_end
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, Restore, Seat
 from deadpool_megatron.ownership import OwnershipError
@@ -91,7 +91,7 @@ class Agent:
             self._standby = StandbySupervisor(
                 self._options.standby,
                 self._logs.log(f"node{self._node}-standby"),
-                on_look=self._cut_limit.looked,
+                on_look=self._cut_limit.record_read,
                 on_over=self._run_over,
             )
         address = CoordinatorAddress(
@@ -106,7 +106,7 @@ class Agent:
             self._settings,
             self._join,
             self._on_order,
-            self._cut_limit.heard,
+            self._cut_limit.record_contact,
         )
         spec = partial(member_spec, self._options)
         of_local_rank = partial(device_environment, self._options)

@@ -37,14 +37,14 @@ class Fence:
         self._changed_at = 0.0
         self._looked_at = 0.0
 
-    def heard(self, sent_at: float, term: int) -> None:
+    def record_contact(self, sent_at: float, term: int) -> None:
         """Record that a term's coordinator acknowledged a beat or join sent at ``sent_at``."""
         if term >= self._contact_term:
             newest = self._contact if term == self._contact_term else None
             self._contact_term = term
             self._contact = sent_at if newest is None else max(newest, sent_at)
 
-    def looked(self, term: int, beat: str, at: float) -> None:
+    def record_read(self, term: int, beat: str, at: float) -> None:
         """Record a read of the journal that began at ``at``."""
         before, self._looked_at = self._looked_at, at
         if self._mark is None:

@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.link.protocol import NUMBERS
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ProcessEnd
 from deadpool_megatron.cluster.process.fork_server import StartedMember, Starter
-from deadpool_megatron.cluster.process.logs import fatal_words, last_words, tail
+from deadpool_megatron.cluster.process.logs import fatal_error, last_output, tail
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.failures import process_name
 from deadpool_megatron.settings import Settings
@@ -240,7 +240,7 @@ class Member:
         ordered, cause = bool(self._kill_cause), self._kill_cause
         if not ordered:
             text = tail(self.log)
-            cause = fatal_words(text) if ending.exit_code is None else last_words(text)
+            cause = fatal_error(text) if ending.exit_code is None else last_output(text)
         self._reports.member_ended(self, ending, cause, ordered)
         self.ended.set()
 

@@ -14,7 +14,7 @@ from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files, leftover_slots
+from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files, orphaned_slots
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
@@ -47,10 +47,10 @@ def run_agent(options: AgentOptions) -> int:
     needed = posix.needed_by_agent(info.nodes + info.spares, info.nproc_per_node)
     if complaint := posix.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
-    lock = leftover_slots.claim(options.segments, options.node)
+    lock = orphaned_slots.claim(options.segments, options.node)
     run_id = options.info.run_id
-    leftover_slots.end_leftovers(options.run, run_id, options.node, options.segments)
-    former = leftover_slots.take_up(options.run, run_id, options.segments, options.siblings)
+    orphaned_slots.end_orphaned_processes(options.run, run_id, options.node, options.segments)
+    former = orphaned_slots.take_up(options.run, run_id, options.segments, options.siblings)
     if former is not None:
         print(f"node {options.node} adopts the slots of node {former}", file=sys.stderr)
     failpoints.load()
@@ -97,11 +97,11 @@ def dump_orphans(
         if not number.isdigit() or not any(directory.glob("*.seg")):
             continue
         try:
-            lock = leftover_slots.claim(directory, int(number))
-        except (leftover_slots.NodeTaken, FileNotFoundError):
+            lock = orphaned_slots.claim(directory, int(number))
+        except (orphaned_slots.NodeTaken, FileNotFoundError):
             continue
         try:
-            leftover_slots.end_leftovers(run, info.run_id, int(number), directory)
+            orphaned_slots.end_orphaned_processes(run, info.run_id, int(number), directory)
             written += dump_kept(int(number), directory, info.settings, kept, run.dump)
             cleanup.copy_logs(run, directory)
             remove_segments(directory)

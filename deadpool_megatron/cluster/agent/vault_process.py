@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.link.pacing import is_reported
+from deadpool_megatron.cluster.link.message_limits import is_reported
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.process.children import (
     ChildWatch,

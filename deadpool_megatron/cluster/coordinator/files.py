@@ -23,7 +23,11 @@ from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state import State
 from deadpool_megatron.cluster.run_directory import directory as run_files
-from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, why_left_out
+from deadpool_megatron.cluster.run_directory.bad_nodes import (
+    BadNode,
+    add_bad_node,
+    exclusion_reason,
+)
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
 from deadpool_megatron.failures import FailureKind
@@ -373,7 +377,7 @@ class BadNodes:
             host = run_files.read_json(self._run.node(event["node"]))["hostname"]
             kind, runs = event["data"].get("kind"), self._run.path.parent
             # The list itself excluded it: noted again, the entry would never expire.
-            if kind == FailureKind.EXCLUDED and why_left_out(
+            if kind == FailureKind.EXCLUDED and exclusion_reason(
                 runs, host, self._run_id, event["wall_seconds"]
             ):
                 return

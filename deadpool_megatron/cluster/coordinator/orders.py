@@ -8,7 +8,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.succession import CoordinatorOptions
-from deadpool_megatron.cluster.link.pacing import beat_seconds, repeat_seconds
+from deadpool_megatron.cluster.link.message_limits import beat_seconds, repeat_seconds
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import actions
 from deadpool_megatron.cluster.machine.state import Phase, State
@@ -62,7 +62,7 @@ class Orders:
         match order:
             case actions.Announce(record):
                 failpoints.hit("coordinator.announce", epoch=record.epoch)
-                self._peers.in_turn(self._peers.listening(), lambda peer: self._tell(peer, record))
+                self._peers.in_turn(self._peers.active(), lambda peer: self._tell(peer, record))
             case actions.DropNode():
                 self._drop(order)
             case actions.StartMembers(node) | actions.KillMember(node):
@@ -115,9 +115,9 @@ class Orders:
 
     def _lacked(self, peer: AgentPeer, record: EpochRecord) -> bytes:
         """Return the record for an agent that lacks it, else nothing; it then counts as sent."""
-        if peer.told >= record.epoch:
+        if peer.sent_epoch >= record.epoch:
             return b""
-        peer.told = record.epoch
+        peer.sent_epoch = record.epoch
         frames = self._frames
         if frames is None or frames.record is not record:
             frames = self.prepare(record)

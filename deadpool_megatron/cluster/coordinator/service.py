@@ -257,7 +257,7 @@ class Coordinator:
     def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
         """Feed the join of a node, unless its agent only changed the connection (``again``)."""
         joined = protocol.join(message)
-        peer.told = int(message.get("told", 0))
+        peer.sent_epoch = int(message.get("told", 0))
         if not again:
             self.feed(joined)
         elif peer.welcomed:  # otherwise the machine has yet to answer its first join
@@ -272,7 +272,7 @@ class Coordinator:
             case "export":
                 self.checkpoints.take_report(peer.node, message)
             case "store":
-                self._store.heard(peer.node, message)
+                self._store.receive(peer.node, message)
             case "event":
                 self.files.write(Event.from_dict(message["event"]))
             case "progress":
@@ -285,7 +285,7 @@ class Coordinator:
     def _member_reported(self, node: int, message: Mapping[str, Any]) -> None:
         m, role = message["m"], self.state.role_at(*protocol.seat_of(node, message))
         if m["t"] == "durable-request":
-            self.spawn(self.checkpoints.save(m), self.peers.hearing)
+            self.spawn(self.checkpoints.save(m), self.peers.current_agent)
         event = protocol.event_of_member(m, node, role)
         if event is None or (event.kind is Kind.MEMBER_DONE and self._is_stale(event)):
             return
@@ -379,7 +379,7 @@ class Coordinator:
 
     def _is_heard(self) -> bool:
         limit = HeartbeatTiming.of(self._settings).alone
-        return self.peers.reaches_most(limit, time.monotonic(), self.options.term.node)
+        return self.peers.reaches_majority(limit, time.monotonic(), self.options.term.node)
 
     def superseded(self, why: str) -> None:
         """Step down and send nothing more: another coordinator has a newer term, according to the

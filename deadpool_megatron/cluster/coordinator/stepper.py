@@ -45,7 +45,7 @@ class Stepper:
         machine's error at a report of a peer: the machine is then unusable, so it gets no more
         inputs, and a new coordinator continues from the journal.
         """
-        self._queue.append((item, self._peers.hearing))
+        self._queue.append((item, self._peers.current_agent))
         if not self._stepping and not self._is_over:
             self._stepping = True
             self._take_queue()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.link.pacing import RateLimiter, hang_look_seconds
+from deadpool_megatron.cluster.link.message_limits import RateLimiter, hang_look_seconds
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.chosen_plan import max_lost_by

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deadpool_megatron.cluster.link import pacing
+from deadpool_megatron.cluster.link import message_limits
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
@@ -40,10 +40,10 @@ _RETAINED_REPORTS = 64
 # With more than this unsent a beat would only be late.
 _BEAT_BACKLOG_BYTES = 65536
 # Reports kept while the coordinator is away; far above those of a run during a restart of it.
-_MOST_REPORTS = 200_000
-_MOST_REPORT_BYTES = 1 << 30
+_MAX_REPORTS = 200_000
+_MAX_REPORT_BYTES = 1 << 30
 # For facts that only users read; beats are far more frequent.
-_TELLING_SECONDS = 1.0
+_FACTS_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class Greetings:
         self._join = join
         self._under_way: list[_Greeting] = []  # the oldest first
         self._count = 0
-        self._patience_seconds = pacing.answer_seconds(settings)
-        self.why = "never reached"  # the error of the last failed greeting
+        self._patience_seconds = message_limits.answer_seconds(settings)
+        self.trouble = "never reached"  # the error of the last failed greeting
         self.is_urgent = False
 
     @property
@@ -149,19 +149,20 @@ class Greetings:
         """Return the newest connection whose welcome has arrived, if any, and close those that it
         makes useless; later greetings that the coordinator may have accepted stay open.
         """
-        for greeting in reversed([one for one in self._under_way if one.task.done()]):
+        done = [greeting for greeting in self._under_way if greeting.task.done()]
+        for greeting in reversed(done):
             self._under_way.remove(greeting)
             try:
                 session = greeting.task.result()
             except (OSError, TimeoutError, WireError) as error:
-                self.why = str(error) or type(error).__name__
+                self.trouble = str(error) or type(error).__name__
                 if greeting.writer is not None and greeting.number == self._count:
                     self.expedite()
                 continue
-            later = [one for one in self._under_way if one.number > greeting.number and one.writer]
-            self._leave([one for one in self._under_way if one not in later])
+            later = [g for g in self._under_way if g.number > greeting.number and g.writer]
+            self._leave([g for g in self._under_way if g not in later])
             self._under_way, self.is_urgent = later, False
-            self._patience_seconds = pacing.answer_seconds(self._settings)
+            self._patience_seconds = message_limits.answer_seconds(self._settings)
             return session
         return None
 
@@ -169,7 +170,7 @@ class Greetings:
         """Close all greetings."""
         self._leave(self._under_way)
         self._under_way, self.is_urgent = [], False
-        self._patience_seconds = pacing.answer_seconds(self._settings)
+        self._patience_seconds = message_limits.answer_seconds(self._settings)
 
     def _leave(self, greetings: list[_Greeting]) -> None:
         for greeting in greetings:
@@ -200,7 +201,7 @@ class CoordinatorLink:
     """The agent's link. One task runs :meth:`run`; any callback may call ``send`` and ``beat``.
 
     ``address()`` is called before each attempt (a new coordinator may be elsewhere); ``join()``
-    returns the first message; ``on_message`` gets every order, the welcome first; ``on_heard(at,
+    returns the first message; ``on_message`` gets every order, the welcome first; ``on_contact(at,
     term)`` gets the time when the newest acknowledged beat or join was sent, in monotonic seconds.
     """
 
@@ -212,23 +213,23 @@ class CoordinatorLink:
         settings: Settings,
         join: Callable[[], Mapping[str, Any]],
         on_message: Callable[[Mapping[str, Any]], None],
-        on_heard: Callable[[float, int], None] = lambda sent_at, term: None,
+        on_contact: Callable[[float, int], None] = lambda sent_at, term: None,
     ) -> None:
         self._address = address
         self._settings = settings
         self._join = join
         self._on_message = on_message
-        self._on_heard = on_heard
+        self._on_contact = on_contact
         self._greetings = Greetings(secret, run_id, settings, self._first_message)
         self._session: Contact | None = None
         self._reading: asyncio.Task[None] | None = None  # reads from the session
         self._lost_at = 0.0  # the end of the last session
-        self._heard_at = 0.0
+        self._contact_at = 0.0
         self._number = 0
-        self._pace = pacing.RateLimiter(settings.beat_interval_seconds)
-        self._told: Mapping[str, Any] = {}  # the facts sent in beats of this session
-        self._telling = pacing.RateLimiter(_TELLING_SECONDS)
-        self._unacknowledged = pacing.RetransmitQueue(_MOST_REPORTS, _MOST_REPORT_BYTES)
+        self._pace = message_limits.RateLimiter(settings.beat_interval_seconds)
+        self._sent_facts: Mapping[str, Any] = {}  # the facts sent in beats of this session
+        self._facts_pace = message_limits.RateLimiter(_FACTS_SECONDS)
+        self._unacknowledged = message_limits.RetransmitQueue(_MAX_REPORTS, _MAX_REPORT_BYTES)
         self._retained: deque[tuple[float, int, bytes]] = deque()
         self._boot = ""
         self._ordered = 0  # the newest order received from that coordinator
@@ -243,7 +244,7 @@ class CoordinatorLink:
     @property
     def trouble(self) -> str:
         """Return why the newest attempt to connect failed."""
-        return self._greetings.why
+        return self._greetings.trouble
 
     def send(self, message: Mapping[str, Any], *, retain: bool = False) -> None:
         """Send a report; it arrives once, in order, now or after a reconnect. ``retain``: repeat it
@@ -266,7 +267,7 @@ class CoordinatorLink:
     @property
     def contact_seconds(self) -> float:
         """Return the age of the newest acknowledged beat above which contact is uncertain."""
-        return pacing.contact_seconds(self._pace.seconds, self._settings)
+        return message_limits.contact_seconds(self._pace.seconds, self._settings)
 
     @property
     def beat_is_due(self) -> bool:
@@ -275,8 +276,8 @@ class CoordinatorLink:
         """
         return self._pace.is_due(time.monotonic())
 
-    def beat(self, tell: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """Send a beat, or nothing while there is no connection. ``tell()`` returns the facts about
+    def beat(self, facts: Callable[[], Mapping[str, Any]] = dict) -> None:
+        """Send a beat, or nothing while there is no connection. ``facts()`` returns the facts about
         this node that the coordinator shows to users; they are sent at intervals, if changed.
         """
         if self._session is None:
@@ -284,9 +285,9 @@ class CoordinatorLink:
         writer = self._session.writer
         if writer.transport.get_write_buffer_size() < _BEAT_BACKLOG_BYTES:
             message = {"t": "beat", "b": time.monotonic(), "o": self._ordered}
-            if self._telling.is_due(time.monotonic()) and (told := tell()) != self._told:
-                self._told = told
-                message |= told
+            if self._facts_pace.is_due(time.monotonic()) and (new := facts()) != self._sent_facts:
+                self._sent_facts = new
+                message |= new
             writer.write(framing.encode(message))
 
     async def flush(self, deadline_seconds: float) -> None:
@@ -297,11 +298,11 @@ class CoordinatorLink:
             self.beat()
             await asyncio.sleep(0.05)
 
-    def supersede(self, why: str) -> None:
+    def supersede(self, reason: str) -> None:
         """Ask the coordinator to step down, so that it concludes nothing from the end of this
         connection."""
         if self._session is not None:
-            self._session.writer.write(framing.encode({"t": "superseded", "why": why}))
+            self._session.writer.write(framing.encode({"t": "superseded", "why": reason}))
 
     def close(self) -> None:
         """Close the connection; the coordinator takes this for the end of the node."""
@@ -324,8 +325,7 @@ class CoordinatorLink:
             if self._lost_at > before:
                 pause = _FIRST_PAUSE_SECONDS
             if time.monotonic() - self._lost_at > patience_seconds:
-                why = self._greetings.why
-                raise CoordinatorLost(f"no coordinator for {patience_seconds:g} s: {why}")
+                raise CoordinatorLost(f"no coordinator for {patience_seconds:g} s: {self.trouble}")
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
@@ -341,7 +341,7 @@ class CoordinatorLink:
             while ways := self._ways():
                 first = asyncio.FIRST_COMPLETED
                 done, _ = await asyncio.wait(ways, timeout=self._look_seconds, return_when=first)
-                if not done and self._is_in_doubt():
+                if not done and self._is_uncertain():
                     self._greet()
                 try:
                     if (fresh := self._greetings.take()) is not None:
@@ -371,16 +371,16 @@ class CoordinatorLink:
             limit = self.contact_seconds
         elif self._boot or self._greetings.tasks:
             # The fence limits time after a first welcome, and a new coordinator may be elsewhere.
-            limit = pacing.answer_seconds(self._settings)
+            limit = message_limits.answer_seconds(self._settings)
         else:
             limit = self._settings.connect_seconds
         if address is not None:
             self._greetings.begin(address, limit)
 
-    def _is_in_doubt(self) -> bool:
+    def _is_uncertain(self) -> bool:
         """Return whether the session and greetings may no longer reach the newest coordinator."""
         address, session = self._address(), self._session
-        is_silent = time.monotonic() - self._heard_at > self.contact_seconds
+        is_silent = time.monotonic() - self._contact_at > self.contact_seconds
         in_touch = session is not None and not is_silent and address in (None, session.address)
         if self._refused or in_touch:
             return False
@@ -407,14 +407,18 @@ class CoordinatorLink:
             if session.term > self._session.term:
                 self.supersede(f"went over to term {session.term}")
             self._session.writer.close()
-        self._session, self._told, self._telling = session, {}, pacing.RateLimiter(_TELLING_SECONDS)
+        self._session, self._sent_facts, self._facts_pace = (
+            session,
+            {},
+            message_limits.RateLimiter(_FACTS_SECONDS),
+        )
         self._refused = session.welcome.get("t") == "refused"
         if not self._refused:
-            self._heard(session.joined_at, session.term)
+            self._record_contact(session.joined_at, session.term)
         self._unacknowledged.acknowledge(int(session.welcome.get("seen", 0)))
         self._term = max(self._term, session.term)
         asked = float(session.welcome.get("beat_seconds", 0.0))
-        self._pace = pacing.RateLimiter(max(asked, self._settings.beat_interval_seconds))
+        self._pace = message_limits.RateLimiter(max(asked, self._settings.beat_interval_seconds))
         boot, self._boot = self._boot, str(session.welcome.get("boot", ""))
         if boot != self._boot:
             self._ordered = 0
@@ -432,7 +436,7 @@ class CoordinatorLink:
         successor may end before the retained reports arrive.
         """
         frames = {number: data for _, number, data in self._retained} | dict(self._unacknowledged)
-        self._unacknowledged = pacing.RetransmitQueue(_MOST_REPORTS, _MOST_REPORT_BYTES)
+        self._unacknowledged = message_limits.RetransmitQueue(_MAX_REPORTS, _MAX_REPORT_BYTES)
         for number in sorted(frames):
             self._unacknowledged.add(number, frames[number])
 
@@ -446,16 +450,16 @@ class CoordinatorLink:
                 message = await framing.read_frame(session.reader)
             if message.get("t") == "ack":
                 self._unacknowledged.acknowledge(int(message["n"]))
-                self._heard(float(message["beat"]), session.term)
+                self._record_contact(float(message["beat"]), session.term)
             elif message.get("t") == "ping":
                 pass  # the acknowledgement by TCP is its answer
             elif int(message.get("o", self._ordered + 1)) > self._ordered:
                 self._ordered = int(message.get("o", self._ordered))
                 self._on_message(message)
 
-    def _heard(self, sent_at: float, term: int) -> None:
-        self._heard_at = max(self._heard_at, sent_at)
-        self._on_heard(sent_at, term)
+    def _record_contact(self, sent_at: float, term: int) -> None:
+        self._contact_at = max(self._contact_at, sent_at)
+        self._on_contact(sent_at, term)
 
 
 async def first_of(*awaitables: Awaitable[Any]) -> None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from deadpool_megatron.cluster.link.pacing import RetransmitQueue, acknowledge_seconds
+from deadpool_megatron.cluster.link.message_limits import RetransmitQueue, acknowledge_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError, reset
@@ -51,7 +51,7 @@ class AgentPeer:
     """One agent's connection. ``boot`` identifies the agent process when it reconnects. ``beats``
     has the newest beat of each local rank, with its incarnation.
 
-    ``told`` is the epoch of the newest record that the agent was sent, perhaps by an earlier
+    ``sent_epoch`` is the epoch of the newest record that the agent was sent, perhaps by an earlier
     coordinator. ``acknowledged``: newest report and time of the last acknowledgement.
     """
 
@@ -61,7 +61,7 @@ class AgentPeer:
     last_seen: float
     beats: dict[int, dict[str, Any]] = field(default_factory=dict)
     vault: dict[str, Any] = field(default_factory=dict)
-    told: int = 0
+    sent_epoch: int = 0
     acknowledged: tuple[int, float] = (-1, 0.0)
     welcomed: bool = False
     dropped: bool = False
@@ -139,7 +139,7 @@ class Peers:
         self._ordered = 0
         self._to_send: deque[tuple[AgentPeer, Callable[[AgentPeer], None]]] = deque()
         self._is_sending = False
-        self.hearing = ""  # description of the agent whose message is being handled
+        self.current_agent = ""  # description of the agent whose message is being handled
         self._connect_seconds = settings.connect_seconds
         # Beats that arrive sooner after an acknowledgement are not acknowledged, unless reports
         # arrived, too.
@@ -156,7 +156,7 @@ class Peers:
 
     def send_all(self, message: Message) -> None:
         """Give an order to every agent that has been welcomed and not been dropped."""
-        self._order(self.listening(), message)
+        self._order(self.active(), message)
 
     def order(self, node: int, message: Message) -> None:
         """Give an order to one agent, if it is there."""
@@ -210,7 +210,7 @@ class Peers:
         for _, frame in peer.orders:
             peer.send_frame(frame)
 
-    def listening(self) -> list[AgentPeer]:
+    def active(self) -> list[AgentPeer]:
         """Return the agents that have been welcomed and not been dropped."""
         return [peer for peer in self.agents.values() if peer.welcomed and not peer.dropped]
 
@@ -222,7 +222,7 @@ class Peers:
         """Return the connected agents that have sent nothing for longer than the limit."""
         return [p for p in self.agents.values() if now - p.last_seen > limit_seconds]
 
-    def reaches_most(self, limit_seconds: float, now: float, own_node: int | None) -> bool:
+    def reaches_majority(self, limit_seconds: float, now: float, own_node: int | None) -> bool:
         """Return whether at least half of the connected agents have sent something within the
         limit, except the agent on this coordinator's host: no network lies between them.
         """
@@ -371,14 +371,14 @@ class Peers:
         self, peer: AgentPeer, message: Message, take: Callable[[AgentPeer, Message], None]
     ) -> bool:
         """Return whether a message was taken; an exception refuses it."""
-        self.hearing = f"agent of node {peer.node}"
+        self.current_agent = f"agent of node {peer.node}"
         try:
             take(peer, message)
         except Exception as error:
-            self.refuse_broken(self.hearing, f"message {str(message.get('t'))[:40]!r}", error)
+            self.refuse_broken(self.current_agent, f"message {str(message.get('t'))[:40]!r}", error)
             return False
         finally:
-            self.hearing = ""
+            self.current_agent = ""
         return True
 
     def _acknowledge(self, peer: AgentPeer, sent_at: float) -> None:

@@ -161,7 +161,7 @@ class CoordinatorStore:
         self._hub: StoreHub[int] = StoreHub()
         self._is_due = False
 
-    def heard(self, node: int, message: Mapping[str, Any]) -> None:
+    def receive(self, node: int, message: Mapping[str, Any]) -> None:
         """Take an agent's message, and drop it if its epoch is not the open epoch.
 
         Raises ValueError for a message that no correct agent sends.

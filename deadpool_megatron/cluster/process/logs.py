@@ -56,20 +56,20 @@ def tail(log: Path) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Return the line of a log that explains the end of its process; see :func:`last_words`."""
-    return last_words(tail(log))
+    """Return the line of a log that explains the end of its process; see :func:`last_output`."""
+    return last_output(tail(log))
 
 
-def last_words(text: str) -> str:
+def last_output(text: str) -> str:
     """Return the line at the end of a log that explains the end of its process.
 
-    That is :func:`fatal_words`, else the last line that is not blank. Empty when there is none.
+    That is :func:`fatal_error`, else the last line that is not blank. Empty when there is none.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return fatal_words(text) or (lines[-1][:_LINE_CHARACTERS] if lines else "")
+    return fatal_error(text) or (lines[-1][:_LINE_CHARACTERS] if lines else "")
 
 
-def fatal_words(text: str) -> str:
+def fatal_error(text: str) -> str:
     """Return the exception of the last traceback, or the fatal error of Python or of C++, at the
     end of a log. Empty when there is none.
     """

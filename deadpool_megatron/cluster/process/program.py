@@ -152,7 +152,7 @@ class LoadedProgram:
                 yield f"{self._places.get(name, name)}: {only}, {where} {missing}"
 
 
-def bring(old: Path, new: Path) -> None:
+def inherit_program(old: Path, new: Path) -> None:
     """Let the first start of the run in ``new`` be compared with the newest start in ``old``."""
     (new / FOLDER / str(_BEFORE)).mkdir(parents=True, exist_ok=True)
     file_systems.write_text(new / FOLDER / str(_BEFORE) / "0.json", json.dumps(_newest(old)))

@@ -25,7 +25,7 @@ from deadpool_megatron.cluster.run_directory.directory import write_json
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 RECENT_HOURS = 72.0
 # If many nodes are quarantined by mistake, enough nodes must remain for training.
-MOST_LEFT_OUT = 8
+MAX_EXCLUDED = 8
 _MOST_KEPT = 1000
 _LOCK_SECONDS = 10.0
 _MOST_EVIDENCE_CHARACTERS = 500
@@ -107,7 +107,7 @@ def forget_host(runs: Path, host: str) -> int:
         return len(known) - len(kept)
 
 
-def why_left_out(runs: Path, host: str, run_id: str, now_wall_seconds: float) -> str:
+def exclusion_reason(runs: Path, host: str, run_id: str, now_wall_seconds: float) -> str:
     """Return why a run leaves this host out, with the remedy; empty where it does not.
 
     The newest entry of another run decides, because a run knows better about its own quarantine.
@@ -115,7 +115,7 @@ def why_left_out(runs: Path, host: str, run_id: str, now_wall_seconds: float) ->
     """
     since = now_wall_seconds - RECENT_HOURS * 3600
     known = [one for one in read_bad_nodes(runs) if one.alone and one.run != run_id]
-    if host not in recent_hosts(known, since, MOST_LEFT_OUT):
+    if host not in recent_hosts(known, since, MAX_EXCLUDED):
         return ""
     newest = max((one for one in known if one.host == host), key=lambda one: one.wall_seconds)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest.wall_seconds))
@@ -132,7 +132,7 @@ def noted_against(host: str, runs: Path, run_id: str) -> str:
     if not bad_nodes_file(runs).exists():
         return ""
     try:
-        return why_left_out(runs, host, run_id, time.time())
+        return exclusion_reason(runs, host, run_id, time.time())
     except (OSError, ownership.OwnershipError, ValueError) as error:
         print(f"deadpool: bad nodes are not looked up: {error}", file=sys.stderr, flush=True)
         return ""

@@ -265,7 +265,7 @@ def may_be_alive(run: RunDirectory) -> bool:
     )
 
 
-def what_remains(run: RunDirectory) -> str:
+def remaining_memory(run: RunDirectory) -> str:
     """Return a line on this host's memory for a run that ended and kept its slots, or a run without
     live processes: the present state. Empty for any other run."""
     if not run_files.slots_are_kept(run) if run.final.exists() else may_be_alive(run):

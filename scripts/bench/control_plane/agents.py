@@ -20,7 +20,7 @@ from typing import Any
 
 from control_plane.connection import Wire
 from control_plane.moments import Moments
-from deadpool_megatron.cluster.link.pacing import RateLimiter, contact_seconds, is_reported
+from deadpool_megatron.cluster.link.message_limits import RateLimiter, contact_seconds, is_reported
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.placement import CopyPlacement

@@ -85,14 +85,14 @@ def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path):
         assert all(posix.is_alive(pid) for pid in vaults)
         assert segment_root(info.run_id).exists()
         assert f"run {info.run_id} holds " in deadpool("clean").stdout, "it is left alone"
-        assert "MiB in memory" in cleanup.what_remains(run.run)
+        assert "MiB in memory" in cleanup.remaining_memory(run.run)
         done = deadpool("clean", "--yes", str(run.run.path))
         assert done.returncode == 0, done.stderr
         assert f"run {info.run_id}: " in done.stdout
         assert not any(posix.is_alive(pid) for pid in vaults)
         assert not segment_root(info.run_id).exists()
         assert cleanup.run_processes(run.run, info.run_id) == []
-        assert "nothing" in cleanup.what_remains(run.run)
+        assert "nothing" in cleanup.remaining_memory(run.run)
 
 
 def test_clean_removes_memory_of_a_run_whose_directory_is_gone(tmp_path):

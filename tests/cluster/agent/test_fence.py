@@ -35,19 +35,19 @@ def test_numbers_of_the_default_settings():
 
 def test_a_dead_coordinator_ends_nobody():
     fence = Fence(SETTINGS)
-    fence.heard(0.0, 1)
+    fence.record_contact(0.0, 1)
     for half_second in range(400):
-        fence.looked(1, "1 9", half_second / 2)
+        fence.record_read(1, "1 9", half_second / 2)
         assert fence.verdict(half_second / 2) == ""
     # The next one moves: from here on it has to be reached, in its longer time.
     for half_second in range(400, 418):  # 9 of 12 seconds, from the look before on
-        fence.looked(2, f"2 {half_second}", half_second / 2)
+        fence.record_read(2, f"2 {half_second}", half_second / 2)
         assert fence.verdict(half_second / 2) == ""
-    fence.looked(2, "2 418", 209.0)
+    fence.record_read(2, "2 418", 209.0)
     assert "the coordinator lives" in fence.verdict(209.0)
-    fence.heard(208.9, 1)
+    fence.record_contact(208.9, 1)
     assert fence.verdict(209.0)  # the old coordinator's word counts no more
-    fence.heard(209.0, 2)
+    fence.record_contact(209.0, 2)
     assert fence.verdict(215.0) == ""
     assert fence.verdict(215.1)
 
@@ -70,7 +70,7 @@ class World:
         self.taken_over_at = taken_over_at
         self.term = 1
         self.fence = Fence(settings)
-        self.fence.heard(0.0, 1)
+        self.fence.record_contact(0.0, 1)
         self.journal = 0
         self.written_at = self.last_seen = self.ticked_at = 0.0
         self.inbox: list[tuple[float, bool]] = []
@@ -105,7 +105,7 @@ class World:
             self.inbox.append((now, self.joined))
         looks = max(1, int(self.rhythm.beat / TICK + 0.01))
         if step % looks == 0 and not self.during(self.unreadable, now):
-            self.fence.looked(self.term, str(self.journal), now)
+            self.fence.record_read(self.term, str(self.journal), now)
         if self.fence.verdict(now):
             self.fenced_at = now
 
@@ -118,7 +118,7 @@ class World:
             credit = self.settings.rejoin_seconds - self.settings.node_silence_seconds
             self.last_seen = now if is_beat else now + credit
             if not self.during(self.cut, now):
-                self.fence.heard(sent_at, self.term)
+                self.fence.record_contact(sent_at, self.term)
                 self.joined = True
         self.inbox.clear()
         if now - self.written_at >= self.rhythm.beat and not self.during(self.unwritable, now):

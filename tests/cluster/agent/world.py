@@ -40,7 +40,7 @@ from deadpool_megatron.cluster.process.fork_server import StartedMember, StartEr
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
-from deadpool_megatron.cluster.run_directory.leftover_slots import claim
+from deadpool_megatron.cluster.run_directory.orphaned_slots import claim
 from deadpool_megatron.events import Event
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat

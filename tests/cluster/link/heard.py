@@ -57,7 +57,7 @@ class Heard:
     def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
         if self.fails == "join":
             raise ValueError("it fails at a join")
-        print(f"node {peer.node} joined{' again' if again else ''}; {self.peers.hearing}")
+        print(f"node {peer.node} joined{' again' if again else ''}; {self.peers.current_agent}")
         if message.get("is_in", True):
             self.peers.welcome(peer, {"t": "welcome", "seen": self.peers.taken(peer)})
 

@@ -133,7 +133,7 @@ def test_what_is_retained_reaches_a_successor_whose_first_connection_is_cut(how)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(line.link, "_begin", begin_with_a_cut)
-            await line.until("a welcome", lambda: new.peers.listening())
+            await line.until("a welcome", lambda: new.peers.active())
             await line.until("what is retained", lambda: len(new.said) == 3)
         assert new.said == [0, 1, 2]
         assert line.cuts == {}
@@ -153,7 +153,7 @@ def test_a_successor_is_told_what_is_new_and_what_is_little(count):
                 await asyncio.sleep(60.0)
         await acknowledged(line)
         new = line.take_over()
-        await line.until("a welcome", lambda: new.peers.listening())
+        await line.until("a welcome", lambda: new.peers.active())
         await line.until("the newest", lambda: count - 1 in new.said)
         # Of many only the first is old; all others are seconds old.
         assert new.said == [*range(0 if count == 3 else 1, count)]
@@ -196,7 +196,7 @@ def test_what_follows_from_unanswered_orders_overtakes_no_order():
     async def scenario(line: Line) -> None:
         office, (first, last) = line.office, sorted(line.agents)
         await line.until("two agents", lambda: len(office.peers.agents) == 2)
-        await line.until("welcomes", lambda: len(office.peers.listening()) == 2)
+        await line.until("welcomes", lambda: len(office.peers.active()) == 2)
         for number in range(10_000):
             office.peers.order(first, {"t": "export-take", "iteration": number})
         left = office.agent_left

@@ -9,7 +9,7 @@ import pytest
 
 from deadpool_megatron.cluster.link import agent_link
 from deadpool_megatron.cluster.link.agent_link import Contact, CoordinatorLink, CoordinatorLost
-from deadpool_megatron.cluster.link.pacing import answer_seconds
+from deadpool_megatron.cluster.link.message_limits import answer_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import TRANSLATED
@@ -233,7 +233,7 @@ def test_an_agent_keeps_its_place_in_a_queue(has_session):
         if not has_session:
             line.cuts = {line.frames: How.RESET}
         new = line.take_over()
-        await line.until("a welcome", new.peers.listening)
+        await line.until("a welcome", new.peers.active)
         # The others that were sent beside it had nothing to say any more.
         await asyncio.sleep(10.0)
         assert new.terms == [1]

@@ -44,7 +44,7 @@ class World:
     def hear(self, node: int) -> bool:
         if not self.up[node]:
             return False
-        self.coordinator.heard(node, self.up[node].popleft())
+        self.coordinator.receive(node, self.up[node].popleft())
         return True
 
     def obey(self, node: int) -> bool:

@@ -62,10 +62,10 @@ def test_another_start_may_have_another_program_and_names_the_difference(tmp_pat
 def test_a_run_that_continues_another_one_names_the_difference(tmp_path):
     having(a=["x=1"]).agree(tmp_path / "old", 0)
     having(a=["x=3"]).agree(tmp_path / "old", 5)
-    program.bring(tmp_path / "old", tmp_path / "new")
+    program.inherit_program(tmp_path / "old", tmp_path / "new")
     line = having(a=["x=2"]).agree(tmp_path / "new", 0)
     assert line.endswith("a: x=2, before x=3")
-    program.bring(tmp_path / "none", tmp_path / "other")
+    program.inherit_program(tmp_path / "none", tmp_path / "other")
     assert having(a=["x=2"]).agree(tmp_path / "other", 0) == ""
 
 

@@ -28,7 +28,7 @@ def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten
     quarantine.add_bad_node(tmp_path, NODE)
     quarantine.add_bad_node(tmp_path, replace(NODE, host="node8", alone=False))
     now = NODE.wall_seconds + 3600.0
-    said = quarantine.why_left_out(tmp_path, "node7", "another", now)
+    said = quarantine.exclusion_reason(tmp_path, "node7", "another", now)
     assert said.startswith("run 0a0a0a0a quarantined node7 on ")
     assert "(device-error: Xid 79)" in said
     assert f"'deadpool bad-nodes --forget node7 {tmp_path}'" in said
@@ -38,9 +38,9 @@ def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten
         ("node9", "another", now),
         ("node7", "another", now + 80 * 3600.0),
     ):
-        assert quarantine.why_left_out(tmp_path, host, run, when) == ""
+        assert quarantine.exclusion_reason(tmp_path, host, run, when) == ""
     assert cli.main(["bad-nodes", "--forget", "node7", str(tmp_path)]) == 0
-    assert quarantine.why_left_out(tmp_path, "node7", "another", now) == ""
+    assert quarantine.exclusion_reason(tmp_path, "node7", "another", now) == ""
     assert [one.host for one in quarantine.read_bad_nodes(tmp_path)] == ["node8"]
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from deadpool_megatron import UserError, __version__
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files, leftover_slots
+from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files, orphaned_slots
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
@@ -42,7 +42,7 @@ class Told:
         try:
             answer = function(*arguments, **named)
             shown = repr(sorted(answer) if isinstance(answer, frozenset) else answer)
-        except (OSError, ValueError, UserError, leftover_slots.NodeTaken) as error:
+        except (OSError, ValueError, UserError, orphaned_slots.NodeTaken) as error:
             shown = f"{type(error).__name__}: {error}"
         given = [*map(repr, arguments), *(f"{name}={value!r}" for name, value in named.items())]
         self.note(f"{function.__name__}({', '.join(given)}): {shown}")
@@ -199,9 +199,9 @@ def processes(told):
 
 def test_memory_is_as_it_was_before(told, tmp_path, processes, monkeypatch):
     run = RunDirectory(tmp_path / "run")
-    told(cleanup.what_remains, run)
+    told(cleanup.remaining_memory, run)
     run.create(INFO)
-    for ask in (cleanup.may_be_alive, cleanup.what_remains):
+    for ask in (cleanup.may_be_alive, cleanup.remaining_memory):
         told(ask, run)
     told(cleanup.is_held, RUN_ID)
     held = cleanup.claim_segments(run, RUN_ID)
@@ -213,8 +213,8 @@ def test_memory_is_as_it_was_before(told, tmp_path, processes, monkeypatch):
     (tmp_path / "shm" / "deadpool-00000002.ab").mkdir(mode=0o700)
     told(cleanup.runs_in_memory)
     nodes = [run.segments(RUN_ID, node) for node in range(4)]
-    locks = [leftover_slots.claim(nodes[node], node) for node in range(3)]
-    told(leftover_slots.claim, nodes[0], 0)
+    locks = [orphaned_slots.claim(nodes[node], node) for node in range(3)]
+    told(orphaned_slots.claim, nodes[0], 0)
     for node in (1, 2):
         written(nodes[node] / "own-0.seg", "x" * (2 << 20))
         written(nodes[node] / "logs" / f"node{node}-vault.log", f"printed {node}")
@@ -233,20 +233,20 @@ def test_memory_is_as_it_was_before(told, tmp_path, processes, monkeypatch):
         told(cleanup.node_processes, run, node)
     told(cleanup.may_be_alive, run)
     told(cleanup.kept_memory, run, RUN_ID)
-    told(leftover_slots.take_up, run, RUN_ID, nodes[0])
+    told(orphaned_slots.take_up, run, RUN_ID, nodes[0])
     for lock in locks[1:]:
         os.close(lock)
-    monkeypatch.setattr(leftover_slots, "newest_sealed", lambda path: path.name == "node1")
-    told(leftover_slots.take_up, run, RUN_ID, nodes[0], {1, 2})
-    told(leftover_slots.take_up, run, RUN_ID, nodes[0])
-    told(leftover_slots.take_up, run, RUN_ID, nodes[0])
+    monkeypatch.setattr(orphaned_slots, "newest_sealed", lambda path: path.name == "node1")
+    told(orphaned_slots.take_up, run, RUN_ID, nodes[0], {1, 2})
+    told(orphaned_slots.take_up, run, RUN_ID, nodes[0])
+    told(orphaned_slots.take_up, run, RUN_ID, nodes[0])
     told(cleanup.run_processes, run, RUN_ID)
     told.tree(tmp_path / "shm")
     told(cleanup.clean_node, run, RUN_ID, 2, keep_slots=True)
     told(cleanup.clean_node, run, RUN_ID, 2)
     told.tree(run.path / "logs")
     written(nodes[3] / "logs" / "node3-agent.log", "printed 3")
-    names = leftover_slots.held_names(run, RUN_ID, 0, nodes[0])
+    names = orphaned_slots.held_names(run, RUN_ID, 0, nodes[0])
     for path in (cleanup.owner_file(RUN_ID), nodes[0] / "agent.lock"):
         path.rename(tmp_path / path.name)
     told.note(str([name.look() for name in names]))
@@ -254,13 +254,13 @@ def test_memory_is_as_it_was_before(told, tmp_path, processes, monkeypatch):
     told(cleanup.is_held, RUN_ID)
     written(nodes[3] / "x", "")
     run.final.write_text('{"slots_kept": true}')
-    told(cleanup.what_remains, run)
-    told(leftover_slots.remove_unclaimed, run, RUN_ID)
+    told(cleanup.remaining_memory, run)
+    told(orphaned_slots.remove_unclaimed, run, RUN_ID)
     told.tree(tmp_path / "shm")
     told.tree(run.path / "logs")
     told(cleanup.clean_run, run, RUN_ID, keep_slots=True)
     told(cleanup.clean_run, run, RUN_ID)
-    told(cleanup.what_remains, run)
+    told(cleanup.remaining_memory, run)
     told(cleanup.remove_segments, nodes[0])
     told.tree(tmp_path / "shm")
     told(cleanup.may_be_alive, run)

@@ -69,7 +69,7 @@ def held_names(run: RunDirectory, run_id: str, node: int, segments: Path) -> lis
     ]
 
 
-def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> None:
+def end_orphaned_processes(run: RunDirectory, run_id: str, node: int, segments: Path) -> None:
     """End the processes that a dead agent has left; the caller holds the lock of the directory.
 
     A vault outlives its agent for a while, and two vaults must not write into the same slots.
@@ -109,7 +109,7 @@ def take_up(
         except (NodeTaken, FileNotFoundError):
             continue  # its agent is alive, or another agent was first
         try:
-            end_leftovers(run, run_id, number, directory)
+            end_orphaned_processes(run, run_id, number, directory)
             cleanup.copy_logs(run, directory)
             segments = sorted(directory.glob("*.seg"))
             for path in segments:
