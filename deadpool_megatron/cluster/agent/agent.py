@@ -29,11 +29,7 @@ from deadpool_megatron.cluster.agent.exporter import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.agent.members import Member, NodeMembers, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.node_checker import NodeChecker
-from deadpool_megatron.cluster.agent.options import (
-    AgentOptions,
-    device_environment,
-    member_spec,
-)
+from deadpool_megatron.cluster.agent.options import AgentOptions, device_environment, member_spec
 from deadpool_megatron.cluster.agent.standby_supervisor import StandbySupervisor
 from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultSupervisor
 from deadpool_megatron.cluster.journal.terms import claim_order

@@ -48,9 +48,8 @@ class NodeExports:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writer: ChildWatch | None = None
         self._removals: list[threading.Thread] = []
-        drop_snapshots(
-            self._segments
-        )  # those of an agent that was killed: no other process would free their memory
+        # Those of an agent that was killed: no other process would free their memory.
+        drop_snapshots(self._segments)
 
     def order(self, message: Mapping[str, Any]) -> None:
         """Carry out an order of the coordinator: ``export-take`` and then ``export-write``,

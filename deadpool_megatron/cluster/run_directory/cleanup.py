@@ -54,10 +54,8 @@ def claim_segments(run: RunDirectory, run_id: str) -> int:
     OwnershipError when another user makes a directory of this name meanwhile.
     """
     ownership.make_private(run_files.segment_root(run_id))
-    owner, text = (
-        owner_file(run_id),
-        json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n",
-    )
+    owner = owner_file(run_id)
+    text = json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n"
     # The file appears whole, and stays the same for all holders, unless the run has moved.
     if not write_once(owner, text.encode(), 0o600) and owner.read_text() != text:
         run_files.write_json(owner, json.loads(text))

@@ -213,11 +213,8 @@ class RunDirectory:
             return
         try:
             facts = (self.path / RUN_FILE).stat()
-            found = (
-                facts.st_dev,
-                facts.st_ino,
-                facts.st_mtime_ns,
-            )  # a new file may have an old inode
+            # A new file may have an old inode.
+            found = (facts.st_dev, facts.st_ino, facts.st_mtime_ns)
             if found == self._known:
                 return
             owner = str(read_json(self.path / RUN_FILE).get("run_id"))
