@@ -17,8 +17,8 @@ from deadpool_megatron.member.peer_comparison import compare_with_peers
 
 
 def rebuild_from_peers(loop: MegatronLoop) -> None:
-    """Collectively derive what need not be restored from a slot: master weights -> model copy ->
-    all-gather over the data-parallel group, forced. Along the other dimensions each role restores
+    """Derive what need not be restored from a slot: master weights -> model copy -> all-gather over
+    the data-parallel group, forced. Collective. Along the other dimensions each role restores
     its own layers and slices.
 
     A missed forced sync does not hang: it trains on with other numbers (field-tested), so it is
@@ -46,15 +46,15 @@ def rebuild_from_peers(loop: MegatronLoop) -> None:
 
 
 def verify(loop: MegatronLoop) -> None:
-    """Collectively compare what peers must hold equally. Raises PeerMismatch."""
+    """Compare what peers must hold equal. Collective; raises PeerMismatch."""
     verify_tensor(loop)
     verify_pipeline(loop)
     verify_data(loop)
 
 
 def verify_tensor(loop: MegatronLoop) -> None:
-    """Norms, biases and routers, which are replicated over the tensor-parallel group: a missed sum
-    over it shows here first."""
+    """Compare norms, biases and routers, which are replicated over the tensor-parallel group: a
+    missed sum over it shows here first."""
     # Each rank has those of its own heads (--softmax-type learnable), and Megatron marks none.
     of_heads = {
         id(parameter)
@@ -73,7 +73,7 @@ def verify_tensor(loop: MegatronLoop) -> None:
 
 
 def verify_pipeline(loop: MegatronLoop) -> None:
-    """The two copies of tied word embeddings, in the first and the last stage."""
+    """Compare the two copies of tied word embeddings, in the first and the last stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return
     if not parallel_state.is_rank_in_embedding_group():
@@ -85,7 +85,7 @@ def verify_pipeline(loop: MegatronLoop) -> None:
 
 
 def verify_data(loop: MegatronLoop) -> None:
-    """Parameters over the data-parallel group, expert ones over the experts' group."""
+    """Compare parameters over the data-parallel group, those of experts over the experts' group."""
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     compare_with_peers(plain_parameters(loop, expert=False), data, "parameters")
     if expert := plain_parameters(loop, expert=True):
@@ -110,7 +110,7 @@ def plain_parameters(loop: MegatronLoop, *, expert: bool) -> list[Tensor]:
 
 
 def _shared_embedding(chunk: object):  # type: ignore[no-untyped-def]
-    """The chunk's copy of the tied embedding weight, or None where it has none."""
+    """Return the chunk's copy of the tied embedding weight, or None where it has none."""
     if not get_attr_wrapped_model(chunk, "share_embeddings_and_output_weights"):
         return None
     if not (

@@ -33,11 +33,11 @@ _OF_A_KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "de
 
 @contextlib.contextmanager
 def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """Within, ``optimizer.load_state_dict`` loads everything that was saved.
+    """Have ``optimizer.load_state_dict`` load everything that was saved while the block runs.
 
-    The sharded state to load into has to be made within as well. Optimizer state keeps its tensors:
-    references to them see the loaded values. Other optimizers than PyTorch's Adam are left to
-    Megatron. If the command line overrides the schedule, it overrides rates of parameter groups.
+    The sharded state to load into has to be made in the block as well. Optimizer state keeps its
+    tensors: references to them see the loaded values. Other optimizers than PyTorch's Adam are left
+    to Megatron. If the command line overrides the schedule, it overrides rates of parameter groups.
     """
     for part in inner_optimizers(optimizer):
         if getattr(part, "init_state_fn", complete_state) is None and not is_distributed(part):
@@ -108,9 +108,9 @@ def _supply_zero_step(loaded: dict[str, Any]) -> None:
 def _keep_rates(optimizer: Any) -> _Change:
     """Give loaded parameter groups the rates of the command line.
 
-    Before 0.19 those of the checkpoint count, whatever the scheduler is told; from then on Megatron
-    knows the groups by their rates, and finds none. Groups of a kind that have several rates are
-    left alone.
+    Before 0.19 those of the checkpoint count, whatever the scheduler is to use; from then on
+    Megatron knows the groups by their rates, and finds none. Groups of a kind that have several
+    rates are left alone.
     """
     rates: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for group, own in group_rates(optimizer):
@@ -131,8 +131,9 @@ def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _groups_distinguished(lists: Iterable[Sequence[Mapping[str, Any]]]) -> Iterator[None]:
-    """Within, Megatron identifies parameter groups by their rates as well if several of a list have
-    the same kind, as with --decoupled-lr: before 0.19 it uses one for all (optimizer.py:383)."""
+    """Have Megatron identify parameter groups by their rates as well while the block runs, if
+    several of a list have the same kind, as with --decoupled-lr: before 0.19 it uses the same for
+    all of them (optimizer.py:383)."""
     keys = base.param_group_identifier_keys
     if any(
         len(groups) > len({tuple(map(group.get, keys)) for group in groups}) for groups in lists
@@ -145,7 +146,7 @@ def _groups_distinguished(lists: Iterable[Sequence[Mapping[str, Any]]]) -> Itera
 
 @contextlib.contextmanager
 def _changed_before_load(optimizer: Any, changes: Sequence[_Change]) -> Iterator[None]:
-    """Within, make changes to the state of each inner optimizer before it is loaded."""
+    """Make changes to the state of each inner optimizer before it is loaded in the block."""
     load: Callable[[Any], None] = optimizer.load_state_dict
     several = len(getattr(optimizer, "chained_optimizers", ())) > 1
 
@@ -165,7 +166,7 @@ def _changed_before_load(optimizer: Any, changes: Sequence[_Change]) -> Iterator
 
 @contextlib.contextmanager
 def _missing_entries_kept(inner: Any) -> Iterator[None]:
-    """Within, entries that a checkpoint lacks keep their values: only some formats have the steps.
+    """Keep the values of entries that a checkpoint lacks: only some formats have the steps.
 
     distrib_optimizer.py:940 needs all entries of the state, and fails with the format of
     --dist-ckpt-optim-fully-reshardable.

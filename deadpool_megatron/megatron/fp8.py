@@ -57,7 +57,7 @@ _completed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def capture(loop: MegatronLoop) -> dict[str, Any]:
-    """The extras of FP8: as many tensors as there are dtypes, so that one copy takes them all.
+    """Return the extras of FP8: a tensor for each dtype, so that few copies are enough.
 
     The first call creates what a first forward pass would create. So extras have their final size
     from the start, and a process that has computed nothing yet has all that is restored.
@@ -119,7 +119,7 @@ def reset_in_flight(model_chunks: Sequence[Any]) -> None:
 
 
 def finish_gather(model_chunks: Sequence[Any]) -> None:
-    """After a forced gather of parameters: make what weights in FP8 are read by in backward passes.
+    """Make what backward passes read of weights in FP8, after a forced gather of parameters.
 
     Megatron does so only in the forward pre-hooks when gathers overlap, and those may be off in the
     next step. Doing it twice does no harm.
@@ -135,12 +135,12 @@ def finish_gather(model_chunks: Sequence[Any]) -> None:
 
 
 def named_tensors(model_chunks: Sequence[Any]) -> list[tuple[str, Tensor]]:
-    """Scaling factors and histories of all modules, in one order on equal roles."""
+    """Return scaling factors and histories of all modules, in one order on equal roles."""
     return _tensors(_modules(model_chunks))
 
 
 def _modules(model_chunks: Sequence[Any]) -> _Modules:
-    """Transformer Engine's modules, whether they quantise or not."""
+    """Return Transformer Engine's modules, whether they quantise or not."""
     return [
         (f"{index}.{name}", module)
         for index, chunk in enumerate(model_chunks)
@@ -150,7 +150,7 @@ def _modules(model_chunks: Sequence[Any]) -> _Modules:
 
 
 def _quantising(loop: MegatronLoop) -> _Modules:
-    """The same, made complete; empty where training is not in FP8."""
+    """Return those modules, made complete; none where training is not in FP8."""
     modules = _modules(loop.model_chunks)
     if not modules or not trains_in_fp8(loop):
         return []
@@ -194,14 +194,14 @@ def _products(name: str, module: Any) -> int:
 
 
 def _manager() -> Any:
-    """Transformer Engine's class of process-wide FP8 state; None where it is not imported."""
+    """Return Transformer Engine's class of process-wide FP8 state, if it is imported."""
     # The name that Megatron imports it by, in all versions.
     module = sys.modules.get("transformer_engine.pytorch.fp8")
     return getattr(module, "FP8GlobalStateManager", None)
 
 
 def _order(modules: _Modules) -> list[int]:
-    """Numbers of the registered modules, in the order in which they would register again."""
+    """Return numbers of the registered modules, in the order in which they would register again."""
     # A module enters the registers of both directions at once, the forward one first.
     keys = {key: number for number, key in enumerate(_manager().global_amax_buffer)}
     places = [
@@ -242,7 +242,7 @@ def _tensors(modules: _Modules) -> list[tuple[str, Tensor]]:
 
 
 def _layout(modules: _Modules) -> str:
-    """Equal when two captures mean the same modules and tensors, in the same order."""
+    """Return a digest that is equal for the same modules and tensors in the same order."""
     text = [name for name, _ in modules]
     text += [f"{name}{tuple(t.shape)}{t.dtype}" for name, t in _tensors(modules)]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()

@@ -38,7 +38,7 @@ def identify(loop: MegatronLoop, parts: Sequence[Part]) -> None:
 
 
 def _contents(inner: Any, names: dict[int, str]) -> Iterator[str]:
-    """A line for each parameter, in the order in which they are packed."""
+    """Yield a line for each parameter, in the order in which they are packed."""
     models = {
         id(updated): (model, start) for model, updated, start in optimizer.model_parameters(inner)
     }
@@ -61,7 +61,7 @@ def _slice(name: str, parameter: Tensor) -> str:
 
 
 def _rank(name: str) -> str:
-    """The role's rank in one of Megatron's groups."""
+    """Return the role's rank in the Megatron group of this name."""
     group = getattr(parallel_state, f"get_{name}_group")()
     return f"{group.rank()}/{group.size()}"
 
@@ -81,7 +81,7 @@ def role_meaning(loop: MegatronLoop) -> str:
 
 
 def _layers(chunk: torch.nn.Module) -> str:
-    """The numbers that a chunk's layers have in the whole model, runs as first and last."""
+    """Return the numbers that a chunk's layers have in the whole model, runs as first and last."""
     runs: list[list[int]] = []
     for number in (layer_number(name, module) for name, module in chunk.named_modules()):
         if number is not None and runs and runs[-1][-1] == number - 1:
@@ -92,7 +92,7 @@ def _layers(chunk: torch.nn.Module) -> str:
 
 
 def state_hash(loop: MegatronLoop) -> str:
-    """SHA-256, in hexadecimal, of this rank's whole training state. Purely local.
+    """Return the SHA-256, in hexadecimal, of this rank's whole training state. Purely local.
 
     Covers parameters and buffers of all chunks, each optimizer's master parameters, moments, steps
     and group values, loss scalers, FP8 scaling factors and histories, all random generators, the

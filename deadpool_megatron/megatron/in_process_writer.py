@@ -1,9 +1,10 @@
 """Writes torch_dist checkpoints inside the training process.
 
-Megatron forks processes that write and spawns one that carries their results. On a machine that
-forks its training processes the spawned one would import the training script once more, without
-the stand-ins; and forked children hold every socket of the rank open beyond its death, which hides
-the death from its peers. A rank that dies while it writes leaves a folder that no tracker names.
+Megatron forks processes that write, and spawns another that carries their results. On a machine
+that forks its training processes the spawned process would import the training script again,
+without the stand-ins; and forked children hold every socket of the rank open beyond its death,
+which hides the death from its peers. A rank that dies while it writes leaves a folder that no
+tracker names.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class _Writer(threading.Thread):
 
 
 def _schedule(caller: Any, request: Any) -> None:
-    """TemporalAsyncCaller.schedule_async_call, with a thread in place of a process."""
+    """Do as TemporalAsyncCaller.schedule_async_call, with a thread in place of a process."""
     if request.async_fn is None:
         return
     arguments = list(request.async_fn_args)
@@ -102,7 +103,7 @@ def _schedule(caller: Any, request: Any) -> None:
 
 
 def _copied(buckets: Sequence[_Bucket]) -> list[_Bucket]:
-    """The same with tensors of their own: training still changes those of the model."""
+    """Return copies of the buckets: training still changes the tensors of the model."""
     return [
         (path, name, (data, [(item, tensor.clone()) for item, tensor in tensors]))
         for path, name, (data, tensors) in buckets

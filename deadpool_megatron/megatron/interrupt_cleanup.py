@@ -43,7 +43,7 @@ OFFLOADING = (
 
 
 class InterruptCleanup:
-    """Made once per built loop, whose state is intact then: :meth:`forget` puts that state back."""
+    """The intact state of a loop that was just built: :meth:`forget` puts it back."""
 
     def __init__(self, loop: MegatronLoop) -> None:
         self.loop = loop
@@ -259,7 +259,7 @@ TABLE = (
 
 
 def bucket_groups(loop: MegatronLoop) -> Iterator[Any]:
-    """Those of the DDP chunks and, made a second time, those of the distributed optimizers."""
+    """Yield those of the DDP chunks, and their twins in the distributed optimizers."""
     for chunk in loop.model_chunks:
         yield from chunk.bucket_groups
         yield from chunk.expert_parallel_bucket_groups
@@ -269,5 +269,5 @@ def bucket_groups(loop: MegatronLoop) -> Iterator[Any]:
 
 
 def _forward_hooks(chunk: Any) -> Any:
-    """The hooks with which a chunk gathers parameters just before it needs them."""
+    """Return the hooks with which a chunk gathers parameters just before it needs them."""
     return getattr(chunk, "remove_forward_pre_hook_handles", {})

@@ -41,8 +41,8 @@ class MegatronLoop(ProtectedLoop):
     scheduler: Any
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Every parameter of this role with the name that it has in the whole model, however that
-        is cut: layers have the numbers that Megatron gives them, from 0 as in checkpoints."""
+        """Yield every parameter of this role with its name in the whole model, however that is cut:
+        layers have the numbers that Megatron gives them, from 0 as in checkpoints."""
         for chunk in self.model_chunks:
             names = {"": ""}
             for path, module in chunk.named_modules(remove_duplicate=False):
@@ -61,8 +61,8 @@ class MegatronLoop(ProtectedLoop):
         return {name: getattr(config, name) for name in _OF_THE_MODEL if hasattr(config, name)}
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """The state that a save would write, as ``dist_checkpointing.save`` takes it, made without
-        communication and without copies of tensors. Under ``optimizer`` is what its
+        """Return the state that a save would write, as ``dist_checkpointing.save`` takes it, made
+        without communication and without copies of tensors. Under ``optimizer`` is what its
         ``sharded_state_dict`` answered; all else that an iteration changes are marks
         (:mod:`deadpool_megatron.state.template`). Raises TemplateError where there is no
         such checkpoint.
@@ -82,7 +82,7 @@ def layer_number(path: str, module: Any) -> int | None:
 
 
 def model_config(loop: MegatronLoop) -> Any:
-    """The TransformerConfig shared by all chunks."""
+    """Return the TransformerConfig shared by all chunks."""
     return get_model_config(loop.model_chunks[0])
 
 

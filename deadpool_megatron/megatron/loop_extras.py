@@ -69,7 +69,7 @@ def capture(loop: MegatronLoop) -> dict[str, Any]:
 
 
 def tracked_random_states() -> dict[str, Tensor]:
-    """Megatron's own random states, by name.
+    """Return Megatron's own random states, by name.
 
     Transformer Engine's tracker, and Megatron's for CUDA graphs, keep generators for them
     (Transformer Engine, pytorch/distributed.py; Megatron-core, core/tensor_parallel/random.py).
@@ -187,8 +187,8 @@ def other_schedule(loop: MegatronLoop, values: dict[str, Any]) -> str:
 
 
 def frozen_and_buffers(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
-    """Every lasting buffer, persistent or not (expert bias, token counts, amax), and frozen weights
-    unless they are large.
+    """Return every lasting buffer, persistent or not (expert bias, token counts, amax), and frozen
+    weights unless they are large.
 
     Frozen parameters are in no optimizer and in no gather: nothing else would restore them.
     """
@@ -216,7 +216,7 @@ def lasting_buffers(chunk: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def large_frozen_weights(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
-    """All frozen weights of the role where they have more than :data:`MAX_FROZEN_BYTES`."""
+    """Return all frozen weights of the role where they have more than :data:`MAX_FROZEN_BYTES`."""
     frozen = _frozen_weights(loop)
     return frozen if _are_large(frozen) else []
 

@@ -35,7 +35,7 @@ _FP8_RECIPES = frozenset({"delayed", "tensorwise", "blockwise", "mxfp8"})
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Megatron's inner optimizers that hold state (stubs of ranks without parameters left out)."""
+    """Return the inner optimizers that hold state, not stubs of ranks without parameters."""
     chained = _chained(optimizer)
     return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
 
@@ -69,7 +69,7 @@ def loss_scalers(optimizer: Any) -> dict[str, Any]:
 
 
 def is_distributed(inner: Any) -> bool:
-    """True for Megatron's DistributedOptimizer (state sharded over data-parallel peers)."""
+    """Return whether data-parallel peers have a shard of the state each."""
     return isinstance(inner, DistributedOptimizer)
 
 
@@ -155,7 +155,7 @@ def _changes_in_place(inner: Any) -> bool:
 
 
 def parameters_of(inner: Any) -> list[Tensor]:
-    """The parameters that an inner optimizer updates, in the order of its groups."""
+    """Return the parameters that an inner optimizer updates, in the order of its groups."""
     return optimizer_state.parameters_of(inner.optimizer)
 
 
@@ -165,7 +165,7 @@ _RAW = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 
 
 def raw_tensors(tensor: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that a quantised one wraps, by attribute; empty for a plain tensor."""
+    """Return the plain tensors that a quantised tensor wraps, by attribute; empty for any other."""
     if not hasattr(tensor, "_quantizer"):
         return {}
     found = {name: raw for name in _RAW if isinstance(raw := vars(tensor).get(name), Tensor)}
@@ -175,7 +175,7 @@ def raw_tensors(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensor itself, or what it wraps."""
+    """Return the tensor itself, or what it wraps."""
     return list(raw_tensors(tensor).values()) or [tensor]
 
 
@@ -195,12 +195,12 @@ def model_parameters(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
 
 
 def state_tensors(inner: Any, parameter: Tensor) -> dict[str, Tensor]:
-    """Every plain tensor that an inner optimizer keeps for one of its parameters, by name."""
+    """Return every plain tensor that an inner optimizer keeps for a parameter, by name."""
     return {name: owner[key] for name, owner, key in _owners(inner.optimizer, parameter)}
 
 
 def _owners(adam: Any, parameter: Tensor) -> Iterator[Place]:
-    """Every plain tensor that an optimizer keeps for one of its parameters."""
+    """Yield every plain tensor that an optimizer keeps for a parameter."""
     for name, state, key in optimizer_state.places(adam, parameter):
         kept: Any = state[key]
         raw = raw_tensors(kept)
@@ -208,7 +208,7 @@ def _owners(adam: Any, parameter: Tensor) -> Iterator[Place]:
             yield f"{name}.{attribute}", vars(kept), attribute
         if not raw:
             yield name, state, key
-    # FusedAdam: what moments and masters narrower than fp32 are to be multiplied by.
+    # FusedAdam: the factors of moments and masters that are narrower than fp32.
     scales = getattr(adam, "_scales", {}).get(parameter, {})
     for key in sorted(scales):
         yield f"{key}.scale", scales, key
@@ -298,7 +298,7 @@ class ShardState:
 
 
 def _replicas(inner: Any) -> list[int]:
-    """The roles whose bytes of this inner optimizer are identical, the own one included."""
+    """Return the roles whose bytes of this inner optimizer are identical, the own one included."""
     if is_distributed(inner):
         if inner.ddp_config.num_distributed_optimizer_instances == 1:
             return [dist.get_rank()]
@@ -312,7 +312,7 @@ def _replicas(inner: Any) -> list[int]:
 
 
 def statistics_span_the_world(optimizer: Any) -> bool:
-    """True when found-inf or the gradient norm is summed over all roles before any update.
+    """Return whether found-inf or the gradient norm is summed over all roles before any update.
 
     Then a collective over all roles lies between a role's gate and its first overwrite, and the
     host waits for it (:mod:`.protection`): 2+N slots suffice (design, section 4). Otherwise the
@@ -333,7 +333,7 @@ def _groups(inner: Any) -> list[dict[str, Any]]:
 
 
 def param_group_values(optimizer: Any) -> list[list[dict[str, Any]]]:
-    """The plain values of every parameter group (:func:`group_values`)."""
+    """Return the plain values of every parameter group (:func:`group_values`)."""
     return [optimizer_state.group_values(_groups(inner)) for inner in inner_optimizers(optimizer)]
 
 
@@ -354,12 +354,12 @@ def group_rates(optimizer: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def plain_values(inner: Any, parameter: Tensor) -> dict[str, Any]:
-    """State of a parameter that is no tensor."""
+    """Return the state of a parameter that is no tensor."""
     return optimizer_state.plain_values(inner.optimizer.state[parameter])
 
 
 def state_numbers(optimizer: Any) -> dict[str, dict[str, Any]]:
-    """Values in the state of parameters that are no tensors, by place: counts of steps."""
+    """Return values in the state of parameters that are no tensors, by place: counts of steps."""
     states = _states_with_numbers(optimizer)
     values = {place: optimizer_state.plain_values(state) for place, state in states}
     return {place: found for place, found in values.items() if found}

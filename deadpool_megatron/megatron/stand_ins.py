@@ -8,8 +8,8 @@ answer and are therefore limited to callers inside Megatron: ``Tensor.type()`` a
 (:mod:`.gathers`).
 
 :func:`install` is for megatron-core. With :func:`install_megatron_lm` the unedited
-``pretrain_gpt.py`` trains on CPU and gloo; nothing is written into its checkout. What the command
-line of such a run must say in addition: ``--distributed-backend gloo
+``pretrain_gpt.py`` trains on CPU and gloo; nothing is written into its checkout. The command
+line of such a run must also have ``--distributed-backend gloo
 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion``; with
 rotary embeddings ``--no-rope-fusion``, with experts ``--no-bias-gelu-fusion`` (or
 ``--no-bias-swiglu-fusion``), and with experts on a tensor-parallel model ``--disable-bias-linear``.
@@ -398,7 +398,7 @@ def _accept_norms() -> None:
 
 
 def _keep_generator_from_loaders() -> None:
-    """Build loaders so in unprotected runs as well, to which protected runs are compared."""
+    """Give loaders generators of their own in unprotected runs as well, for comparisons."""
     training = importlib.import_module("megatron.training.training")
     apart = with_own_generator(training.build_pretraining_data_loader)
     training.build_pretraining_data_loader = apart  # type: ignore[attr-defined]
@@ -445,7 +445,7 @@ def _import_all() -> None:
 
 
 def _is_there(name: str) -> bool:
-    """True where the checkout has a module of this name."""
+    """Return whether the checkout has a module of this name."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # nor has it the package
@@ -476,7 +476,7 @@ def _use_compiled_helpers() -> None:
 
 
 def _compiled_helpers(own: Path) -> Path | None:
-    """The library in ``own``, else in a wheel with the same source; None when neither has it."""
+    """Return the library in ``own``, else in a wheel with the same source, if any has it."""
     wheels = importlib.metadata.distributions(name="megatron-core")
     installed = (Path(str(wheel.locate_file("megatron/core/datasets"))) for wheel in wheels)
     source = _helpers_source(own)

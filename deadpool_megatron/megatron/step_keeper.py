@@ -80,7 +80,7 @@ class StepKeeper(UpdateCapture):
         self._views = SlotViews()
 
     def layout_parts(self, role: int) -> list[records.PartInfo]:
-        """The parts that a slot needs for steps."""
+        """Return the parts that a slot needs for steps."""
         infos = {
             shard.name: records.PartInfo(part.name, part.nbytes, part.replicas)
             for shard, part in zip(self._shards, self.gradients, strict=True)
@@ -88,7 +88,7 @@ class StepKeeper(UpdateCapture):
         return step_parts(infos, self._capacity, role)
 
     def begin(self, *, wanted: bool) -> None:
-        """A new epoch, whose plan wants steps or does not."""
+        """Begin an epoch, whose plan wants steps or does not."""
         self._is_wanted, self._is_one_update = wanted, True
         self._updates, self._copies, self._reading = {}, {}, []
 
@@ -97,7 +97,7 @@ class StepKeeper(UpdateCapture):
         return self._is_wanted and self._matched is not False
 
     def capture(self, index: int, writer: SlotWriter) -> None:
-        """Inner optimizer ``index`` is about to update: start copying what it will use."""
+        """Start copying the input of the update that inner optimizer ``index`` is about to make."""
         if not self.keeps():
             return
         if index in self._updates:
@@ -132,7 +132,7 @@ class StepKeeper(UpdateCapture):
         shard_copies: list[CopyHandle],
         await_it: Await,
     ) -> tuple[dict[str, int], list[CopyHandle]]:
-        """The iteration is over: part -> bytes of the step in its slot, and copies under way."""
+        """Finish an iteration; return part -> bytes of the step in its slot, and running copies."""
         updates, self._updates = self._updates, {}
         copies, self._copies = list(self._copies.values()), {}
         self._reading = list(copies)
@@ -161,7 +161,7 @@ class StepKeeper(UpdateCapture):
         return sizes, copies
 
     def running(self) -> list[CopyHandle]:
-        """Copies of an interrupted step; forgotten hereby."""
+        """Return the copies of an interrupted step, and forget them."""
         copies = [*self._copies.values(), *self._reading]
         self._updates, self._copies, self._reading = {}, {}, []
         return copies
@@ -173,7 +173,7 @@ class StepKeeper(UpdateCapture):
         generation: records.Generation,
         live: LiveState,
     ) -> Mapping[str, Any]:
-        """From the newest generation before that is held whole; see the module text."""
+        """Compute it from the newest generation before that is whole; see the module text."""
         started = time.monotonic()
         steps = self._replay(missing, restored, live)
         sums = unpack_sums(restored.part(key(generation, records.SUMS_PART)))
@@ -208,8 +208,8 @@ class StepKeeper(UpdateCapture):
         return len(steps)
 
     def _state_before(self, previous: records.Generation) -> list[memoryview] | None:
-        """The bytes of the shard parts that the update began from; None where they are not in own
-        slots: restored from elsewhere, or not sealed yet. Then it is the next update's turn."""
+        """Return the bytes of the shard parts from which the update began. None where they are not
+        in own slots (restored from elsewhere, or not sealed yet): the next update is rehearsed."""
         held = [self._vault.sealed_part(previous, part.name) for part in self._shards]
         found = [part for part in held if part is not None]
         return found if len(found) == len(held) else None
@@ -221,7 +221,7 @@ class StepKeeper(UpdateCapture):
         before: list[memoryview],
         updates: Mapping[int, InnerUpdate],
     ) -> None:
-        """Once: does a replay from the slots give what the update gave?"""
+        """Find out, once, whether a replay from the slots gives what the update gave."""
         started = time.monotonic()
         difference = ""
         for index, update in updates.items():

@@ -42,12 +42,12 @@ _CONSTANT_OBJECTS = (
     ".per_bucket_numel",
     ".per_bucket_numel_unpadded",
     "._extra_state",
-    "rerun_state_machine_state",  # of an idle machine
+    "rerun_state_machine_state",  # the machine is idle
 )
 
 
 def make_template(loop: MegatronLoop, parts: Sequence[Part], layout: RoleLayout) -> StateTemplate:
-    """The state template of the role that ``loop`` was built for; a refused one when there is none.
+    """Return the state template of the role of ``loop``; a refused one where there is none.
 
     No communication; reads no more than the parameters, once. Never raises: whether a run can do
     without checkpoints is not decided here.
@@ -148,7 +148,7 @@ class _Maker:
             bisect.insort(self._origins, origin, key=lambda each: each.address)
 
     def _add_derived(self, inner: Any) -> None:
-        """Parameters that are cast from master weights, whole or a run of them."""
+        """Add parameters that are cast from master weights, whole or a run of them."""
         for parameter, master, start in optimizer.model_parameters(inner):
             run = parameter.detach().view(-1)[start : start + master.numel()]
             if master.data_ptr() == run.data_ptr():
@@ -162,8 +162,8 @@ class _Maker:
 
     @contextlib.contextmanager
     def _without_gathering(self) -> Iterator[None]:
-        """Within, a distributed optimizer that would gather its state to save it answers memory
-        that stands for it, never touched, of which this role's runs are known.
+        """Keep distributed optimizers from gathering their state to save it while the block runs:
+        they return memory that stands for it, never touched, of which this role's runs are known.
 
         Megatron then cuts it into parameters (distrib_optimizer.py, fully_reshardable).
         """
@@ -174,7 +174,7 @@ class _Maker:
             yield
 
     def _stand_in(self, inner: Any, *_args: Any, **_kwargs: Any) -> dict[Any, Any]:
-        """As ``get_parameter_state_dp_zero`` answers: flat tensors by buffer, dtype and name."""
+        """Return what ``get_parameter_state_dp_zero`` does: tensors by buffer, dtype and name."""
         rank = inner.data_parallel_group.rank()
         answer: dict[Any, Any] = {"buckets_coalesced": True}
         for number, (buffer, ranges) in enumerate(
@@ -200,21 +200,21 @@ class _Maker:
         return answer
 
     def _stand_for(self, whole: Tensor, start: int, kept: Tensor) -> None:
-        """From element ``start`` on, ``whole`` stands for a tensor of a shard part."""
+        """Note that ``whole``, from element ``start`` on, stands for a tensor of a shard part."""
         origin, offset = self._one_piece(kept, "the optimizer's state does")
         if kept.dtype != whole.dtype:
             raise TemplateError(f"the optimizer keeps its state as {kept.dtype}")
         self._add(whole[start : start + kept.numel()], origin.part, offset, origin.stored)
 
     def _share(self, inner: Any, tensors: Iterable[Tensor]) -> None:
-        """Of these each data-parallel peer of a distributed optimizer has a run."""
+        """Note tensors of which each data-parallel peer of a distributed optimizer has a run."""
         for tensor in tensors:
             end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
             first_instance = inner.distributed_optimizer_instance_id == 0
             bisect.insort(self._shared, (tensor.data_ptr(), end, first_instance))
 
     def _one_piece(self, tensor: Tensor, subject: str) -> tuple[_Origin, int]:
-        """The origin of a whole tensor, and the offset of its first byte in the part."""
+        """Return the origin of a whole tensor, and the offset of its first byte in the part."""
         found = self._find(tensor)
         if len(found) != 1 or found[0][1] != tensor.numel():
             raise TemplateError(f"{subject} not lie in one piece of a shard part")
@@ -222,8 +222,8 @@ class _Maker:
         return origin, origin.offset_of(first)
 
     def _find(self, tensor: Tensor) -> list[tuple[int, int, _Origin, int]]:
-        """Runs of a contiguous tensor that are known: first and last element, its origin, and the
-        element of the origin at which it begins."""
+        """Return the known runs of a contiguous tensor: first and last element, origin, and the
+        element of the origin at which the run begins."""
         item = tensor.element_size()
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * item
         found = []
@@ -286,8 +286,8 @@ class _Maker:
             )
 
     def _shared_by(self, data: Tensor) -> bool | None:
-        """None for memory that is no parameter of a distributed optimizer; else whether it is of
-        the first instance of it, which writes."""
+        """Return whether memory of a parameter of a distributed optimizer is of its first instance,
+        which writes; None for any other memory."""
         begin, end = data.data_ptr(), data.data_ptr() + data.numel() * data.element_size()
         place = bisect.bisect_right(self._shared, begin, key=lambda each: each[0]) - 1
         if place < 0 or not data.numel():
@@ -384,7 +384,7 @@ def _leads_its_copies(replica_id: Any) -> bool:
 
 
 def _padding(node: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Tensors between those of parameters in a flat buffer, which hold nothing."""
+    """Yield the tensors between those of parameters in a flat buffer, which hold nothing."""
     if isinstance(node, ShardedObject | ShardedTensor):
         return
     if isinstance(node, Mapping):

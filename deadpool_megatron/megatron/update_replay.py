@@ -31,7 +31,7 @@ _KNOWN = frozenset({"Adam", "AdamW", "FusedAdam"})
 
 @dataclass(frozen=True)
 class InnerUpdate(Coded):
-    """Everything that one inner optimizer used: ``groups`` holds the plain values of its parameter
+    """Everything that an inner optimizer used: ``groups`` holds the plain values of its parameter
     groups, ``without_gradient`` the numbers of parameters (over all groups) that had none."""
 
     groups: tuple[Mapping[str, Any], ...]
@@ -69,7 +69,7 @@ def refuse_unreplayable(optimizer: Any) -> None:
 
 
 def used_values(inner: Any) -> tuple[dict[str, Any], ...]:
-    """The plain values of each parameter group as they are now: learning rate, betas, ..."""
+    """Return the plain values of each parameter group: learning rate, betas, ..."""
     return tuple(
         {
             key: value
@@ -151,7 +151,7 @@ class ParameterCopy:
 
 
 def group_numbers(inner: Any) -> list[int]:
-    """For each parameter of :func:`parameters_of` the number of its group."""
+    """Return the number of the group of each parameter of :func:`parameters_of`."""
     groups = inner.optimizer.param_groups
     return [number for number, group in enumerate(groups) for _ in group["params"]]
 
@@ -181,7 +181,7 @@ def update_copies(
 def _copy(
     inner: Any, number: int, group: int, parameter: Tensor, shard: Part, held: memoryview
 ) -> ParameterCopy:
-    """A parameter and its state as the bytes of the shard part have them."""
+    """Return a parameter and its state as the bytes of the shard part have them."""
     tensors = {
         name: shard.slice(held, tensor).to(tensor.device, copy=True)
         for name, tensor in all_tensors(inner, parameter)
@@ -210,7 +210,7 @@ def _is_plain_tuple(value: Any) -> bool:
 
 
 def all_tensors(inner: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter, under the empty name, then what its optimizer keeps for it."""
+    """Yield a parameter, under the empty name, then what its optimizer keeps for it."""
     yield "", parameter
     yield from optimizers.state_tensors(inner, parameter).items()
 

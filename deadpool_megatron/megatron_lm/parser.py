@@ -25,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(tree: Path) -> None:
-    """Answer until the input ends."""
+    """Answer each line until the input ends."""
     with contextlib.redirect_stdout(sys.stderr):
         import_megatron(tree / "pretrain_gpt.py")
         from megatron.training import arguments

@@ -29,7 +29,7 @@ def short_digests(entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def generator_entries() -> Iterator[Entry]:
-    """The random states of Python, numpy and torch."""
+    """Yield the random states of Python, numpy and torch."""
     kind, keys, position, has_normal, normal = np.random.get_state(legacy=True)
     yield "rng.python", repr(random.getstate())
     yield "rng.numpy", f"{kind}{np.asarray(keys).tobytes().hex()}{position}{has_normal}{normal}"

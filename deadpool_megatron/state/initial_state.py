@@ -84,7 +84,7 @@ def complete_as_tried(optimizer: Any, *_: Any) -> None:
 
 
 def _shaped_as(parameter: Tensor, value: Any) -> Any:
-    """A value of the state of a local shard as that of the whole DTensor."""
+    """Return a value of the state of a local shard as that of the whole DTensor."""
     whole = parameter.detach()
     local = local_tensor(whole)
     if local is whole or not isinstance(value, Tensor) or value.shape != local.shape:
@@ -97,7 +97,7 @@ def _shaped_as(parameter: Tensor, value: Any) -> Any:
 def _first_update(
     optimizer: Any, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, state: Any
 ) -> dict[str, Any]:
-    """The state that an update of a copy leaves, and the copy under the empty name."""
+    """Return the state that an update of a copy leaves, and the copy under the empty name."""
     copy = parameter.detach().clone()
     copy.grad = gradient.clone()
     shadow = without_hooks(optimizer)
@@ -111,7 +111,7 @@ def _first_update(
 
 
 def _begun(value: Any, fill: float | None = None) -> Any:
-    """A copy of a value of a state; with ``fill``, as it is before a first update."""
+    """Return a copy of a value of a state; with ``fill``, as it is before a first update."""
     if isinstance(value, Tensor):
         return value.clone() if fill is None else torch.full_like(value, fill)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

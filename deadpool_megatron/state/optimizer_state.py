@@ -38,7 +38,7 @@ def changes_in_place(optimizer: Any) -> bool:
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
-    """The parameters that an optimizer updates, in the order of its groups."""
+    """Return the parameters that an optimizer updates, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -114,7 +114,7 @@ class _Kept:
 
     @property
     def local(self) -> Tensor:
-        """The part of it that is this role's."""
+        """Return this role's shard of it."""
         return local_tensor(self.tensor)
 
     def settle(self) -> None:
@@ -170,7 +170,7 @@ def restore_group_values(
 
 
 def plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The values in the state of a parameter that are no tensors."""
+    """Return the values in the state of a parameter that are no tensors."""
     return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
 
 

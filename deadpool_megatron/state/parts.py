@@ -113,9 +113,9 @@ def view_of(buffer: memoryview, offset: int, like: Tensor) -> Tensor:
 def move_into_arenas(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Move tensors that own their storage into flat arenas, by dtype and device.
 
-    Thousands of small optimizer tensors become a few large ones, so that a snapshot is a few copies
-    and no loop. An arena has 256 MiB at most, and the memory of its tensors is free before another
-    arena is made, so no more than that exists twice. A larger tensor stays as it is.
+    Thousands of small optimizer tensors become a few large tensors, so that a snapshot is a few
+    copies and no loop. An arena has 256 MiB at most, and the memory of its tensors is free before
+    another arena is made, so no more than that exists twice. A larger tensor stays as it is.
 
     Returns tensors that cover the same bytes: the arenas, then the tensors that are views of other
     storage (an fp32 distributed optimizer's shards of the parameter buffer) and stay in their
@@ -194,8 +194,8 @@ def fingerprint(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def largest_value(parts: Sequence[Part]) -> float:
-    """The largest number of the parts in magnitude, or NaN if they hold any; makes no copy of
-    them."""
+    """Return the largest number of the parts in magnitude, or NaN if they hold any. Makes no copy
+    of them."""
     largest = [
         torch.stack(torch.aminmax(tensor)).abs().max().float()
         for part in parts

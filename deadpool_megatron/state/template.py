@@ -52,8 +52,8 @@ class Piece:
     """A box of a tensor of the checkpoint.
 
     Its bytes are contiguous, from ``offset_bytes`` on in ``part``: a shard part, or the name of a
-    tensor among the extras, whose dtype is the one found there. ``stored``: dtype of the bytes,
-    which are cast to ``dtype`` where they differ (dtypes by name, as ``bfloat16``).
+    tensor among the extras, which have its dtype. ``stored``: dtype of the bytes, which are cast to
+    ``dtype`` where they differ (dtypes by name, as ``bfloat16``).
     """
 
     key: str
@@ -292,7 +292,7 @@ def fill(value: Any, extras: Mapping[str, Any], read: ReadNumber) -> Any:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """``bfloat16`` -> torch.bfloat16. Raises TemplateError."""
+    """Return the dtype of this name, as ``bfloat16``. Raises TemplateError."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise TemplateError(f"torch has no dtype {name}")

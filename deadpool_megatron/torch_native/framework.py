@@ -129,7 +129,7 @@ class TorchFramework(Framework):
         return [(k, v) for k, v in self._values.beside().items() if k not in small]
 
     def _small(self) -> dict[str, Tensor]:
-        """The tensors that travel with the extras."""
+        """Return the tensors that travel with the extras."""
         found = self._values.beside()
         frozen = [name for name in found if name.startswith("model.")]
         if sum(found[name].nbytes for name in frozen) > _MAX_FROZEN_BYTES:

@@ -48,8 +48,8 @@ class TorchLoop(SteppedLoop):
 
     @abstractmethod
     def iterate(self) -> Tensor:
-        """Forward, backward, ``optimizer.step()`` and ``scheduler.step()`` of the iteration after
-        ``counters["iteration"]``; returns this role's loss."""
+        """Run forward, backward, ``optimizer.step()`` and ``scheduler.step()`` of the iteration
+        after ``counters["iteration"]``; return this role's loss."""
 
     @functools.cached_property
     def state(self) -> LoopState:

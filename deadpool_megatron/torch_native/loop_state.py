@@ -94,7 +94,7 @@ class LoopState:
         loop.restore_extra_state(values["extra_state"])
 
     def numbers(self) -> Iterator[Entry]:
-        """The values and random states, for a digest."""
+        """Yield the values and random states, for a digest."""
         for name, value in self.values().items():
             yield name, encode({name: value}).hex()
         yield from generator_entries()

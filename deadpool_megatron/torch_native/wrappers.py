@@ -41,7 +41,7 @@ def forget_meshes() -> None:
 
 
 def _coordinate(roles: Tensor) -> list[int]:
-    """The place of this role in a mesh."""
+    """Return the place of this role in a mesh."""
     return [int(place) for place in (roles == dist.get_rank()).nonzero()[0]]
 
 
@@ -113,12 +113,12 @@ class Wrappers:
                 parameter.grad = None
 
     def _states(self) -> Iterator[Any]:
-        """FSDP's states, each of one or several modules."""
+        """Yield FSDP's states, each of one or several modules."""
         for root in self._roots:
             yield from root._get_fsdp_state()._state_ctx.all_states
 
     def _groups(self) -> Iterator[Any]:
-        """FSDP's groups of parameters, which it gathers together."""
+        """Yield FSDP's groups of parameters, which it gathers together."""
         for state in self._states():
             yield from state._fsdp_param_groups
 

@@ -40,7 +40,7 @@ from deadpool_megatron.member.role_reports import RoleReports
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part, fingerprint
 
-_SUMS = 2  # of a fingerprint
+_SUMS = 2  # in a fingerprint
 
 # Returns the bytes of a part of a generation that is sealed in a slot of this role.
 SealedPart = Callable[[Generation, str], memoryview | None]
@@ -70,7 +70,7 @@ def is_audited(iteration: int, interval: int, every: int) -> bool:
 
 
 def audit_number(iteration: int, interval: int, every: int) -> int:
-    """Return the number of an audit; the next is greater by one, so that roles take turns."""
+    """Return the number of an audit; numbers are consecutive, so that roles take turns."""
     return iteration // max(interval, every)
 
 

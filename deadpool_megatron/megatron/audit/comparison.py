@@ -167,8 +167,8 @@ def compare_passes(passes: Mapping[int, Pass]) -> Mismatch | None:
     """Compare the passes of a micro-batch, and find the first wrong roles of each replica.
 
     ``passes``: role -> sums. An error spreads: forward to later stages, backward to earlier stages,
-    and among all roles of a stage. So the roles may be several, of which one is the origin, though
-    it is certain that their replica is wrong: none of them can be relied on.
+    and among all roles of a stage. So there may be several roles, among them the origin. It is
+    certain that their replica is wrong: none of them can be relied on.
     """
     keys = comparable(passes)
     odd = [
@@ -183,7 +183,8 @@ def compare_repeated_passes(
     first: Mapping[int, Pass], second: Mapping[int, Pass]
 ) -> Mismatch | None:
     """Compare the same micro-batch, repeated by replicas that have no majority: a result that
-    changed was wrong in one of the two. Returns None where all replicas changed, or none."""
+    changed was wrong the first or the second time. Returns None where all replicas changed, or
+    none did."""
     changed = [
         {role for role in first if getattr(first[role], name) != getattr(second[role], name)}
         for name in _RESULTS

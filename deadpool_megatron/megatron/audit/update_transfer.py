@@ -37,7 +37,7 @@ class TensorMeta(Listed):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its values."""
+        """Return the bytes of its values."""
         return dtype_of(self.dtype).itemsize * math.prod(self.shape)
 
     @staticmethod
@@ -48,8 +48,8 @@ class TensorMeta(Listed):
 
 @dataclass(frozen=True)
 class Parameter(Listed):
-    """A parameter of a chunk. ``tensors``: under the empty name itself, then its state, by name,
-    and its gradient if there is one; ``values``: state that is no tensor."""
+    """A parameter of a chunk. ``tensors``: the parameter under the empty name, then its state by
+    name, and its gradient if it has any; ``values``: state that is no tensor."""
 
     number: int
     group: int

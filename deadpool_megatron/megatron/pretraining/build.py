@@ -273,7 +273,7 @@ def _keep_whole_mask(dataset: Any) -> None:
     and then masks the padding of that sample in it (gpt_dataset.py, ``__getitem__``). The loss of
     later samples would depend on the place where a process has begun, and a spare begins elsewhere.
     """
-    for part in getattr(dataset, "datasets", [dataset]):  # of a blend
+    for part in getattr(dataset, "datasets", [dataset]):  # a blend has several
         if getattr(part, "masks_and_position_ids_are_cacheable", False) and len(part) > 0:
             part[0]
             part.cached_loss_mask.fill_(1)

@@ -70,7 +70,7 @@ class StorageFaults:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             check_checkpoint(directory)  # before a write follows a link of another user
-            for path in extras_file.files_in(directory):  # of an earlier save of this name
+            for path in extras_file.files_in(directory):  # left by an earlier save of this name
                 path.unlink()
             with tempfile.NamedTemporaryFile(dir=directory) as probe:
                 probe.write(bytes(_PROBE_BYTES))

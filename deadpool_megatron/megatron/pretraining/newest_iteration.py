@@ -64,7 +64,7 @@ class NewestIteration:
         self._before.update(operations=self.operations, gathers_ahead=gathers_ahead)
 
     def finish(self, answer: tuple[Any, ...], sums: Mapping[str, Any]) -> None:
-        """Keep the ``answer`` of train_step(). ``sums``: of the log, without this iteration."""
+        """Keep the ``answer`` of train_step(), and the ``sums`` of the log before it."""
         kept = {"answer": answer, "sums": dict(sums), "loss_sums": capture_loss_sums()}
         self._kept = codec.encode(kept)
 

@@ -47,8 +47,8 @@ class UserBuffers:
         def make_groups() -> None:
             size, world = get_args().tensor_model_parallel_size, dist.get_world_size()
             self._domains = [list(range(at, at + size)) for at in range(0, world, size)]
-            # Handles of memory are exchanged in them, which lie on the host; for any other backend
-            # C++ finds one of no known kind and sends from there.
+            # The groups exchange handles of memory, which lie on the host. C++ does not know the
+            # kind of any other backend, and sends from the device then.
             self._world = dist.new_group(backend="gloo")
             divide: Any = dist.new_subgroups_by_enumeration
             self._peers, _ = divide(self._domains, backend="gloo")
