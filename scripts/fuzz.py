@@ -32,10 +32,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
-from common.ending import ending_in_order
+from common.termination import orderly_termination
 
 from deadpool_megatron.cli.display import Display
-from tests.fuzz import drawing
+from tests.fuzz import draws
 from tests.fuzz.worker import Order, work
 from tests.megatron_lm.harness.checkout import TAGS, checkout
 from tests.reach.trial import BAD, Result
@@ -53,12 +53,12 @@ def tags() -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Do what the command line says; returns the exit status."""
     display = Display(sys.stderr if args.json else None)
-    choices = drawing.read_choices(args.pairs) if args.pairs and args.pairs.exists() else []
+    choices = draws.read_choices(args.pairs) if args.pairs and args.pairs.exists() else []
     directory = Path(args.directory or tempfile.mkdtemp("-fuzz")).resolve()
     directory.mkdir(parents=True, exist_ok=True)
     results: Counter[Result] = Counter()
     try:
-        for number, draw in enumerate(draws(args, choices)):
+        for number, draw in enumerate(next_draws(args, choices)):
             if args.show:
                 show(draw)
                 continue
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             if result not in (Result.CANNOT_TRAIN, Result.REFUSED):
                 choices.append(drawn.choice)
             if args.pairs:
-                drawing.write_choices(args.pairs, choices)
+                draws.write_choices(args.pairs, choices)
     finally:
         display.close()
     display.line(", ".join(f"{number} {result}" for result, number in results.items()))
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def draws(args: argparse.Namespace, choices: Sequence[drawing.Choice]) -> Iterator[drawing.Draw]:
+def next_draws(args: argparse.Namespace, choices: Sequence[draws.Choice]) -> Iterator[draws.Draw]:
     """So many draws, each with the pairs that were drawn least so far; the first one is that of the
     seed itself, so that one command repeats it."""
     for number in range(args.count):
@@ -95,14 +95,12 @@ def draws(args: argparse.Namespace, choices: Sequence[drawing.Choice]) -> Iterat
         if not tag and (there := tags()) != list(TAGS):
             tag = there[first % len(there)]
         if number == 0 and not args.pairs:
-            yield drawing.draw(first, tag)
+            yield draws.draw(first, tag)
         else:
-            yield drawing.least_covered(
-                range(first, first + _CANDIDATES), drawing.count(choices), tag
-            )
+            yield draws.least_covered(range(first, first + _CANDIDATES), draws.count(choices), tag)
 
 
-def show(draw: drawing.Draw) -> None:
+def show(draw: draws.Draw) -> None:
     """Print what a seed draws."""
     print(f"seed {draw.seed}: {' '.join(map('='.join, draw.choice.items()))}")
     print(f"  {draw.script} {' '.join(draw.flags)}\n  {' '.join(draw.settings)}")
@@ -125,7 +123,7 @@ def _tried(order: Order, display: Display, part: float, as_json: bool) -> str:
         row = message.get("row", row)
     result = Result(row["result"])
     repeat = f"scripts/fuzz.py {order.seed} --tag {order.tag}"
-    if len(row["kept"]) < len(drawing.FEATURES) - 1:
+    if len(row["kept"]) < len(draws.FEATURES) - 1:
         repeat += f" --only {' '.join(row['kept'])}"
     if as_json:
         facts = {"seed": order.seed, "repeat": repeat, "drawn": order.drawn.choice}
@@ -137,7 +135,7 @@ def _tried(order: Order, display: Display, part: float, as_json: bool) -> str:
     return result
 
 
-@ending_in_order()
+@orderly_termination()
 def main() -> int:
     """Run from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -149,7 +147,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        choices=drawing.FEATURES,
+        choices=draws.FEATURES,
         metavar="FEATURE",
         help="the others are plain",
     )

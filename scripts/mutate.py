@@ -50,8 +50,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
 
-from common.ending import ending_in_order  # noqa: E402
 from common.machine import marked_processes  # noqa: E402
+from common.termination import orderly_termination  # noqa: E402
 from mutating import coverage_map, draw  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -352,7 +352,7 @@ def as_known(slip: Slip) -> str:
     )
 
 
-@ending_in_order()
+@orderly_termination()
 def main() -> int:
     """Run from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(

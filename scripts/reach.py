@@ -31,7 +31,7 @@ from deadpool_megatron.cli.display import Display
 from deadpool_megatron.megatron import stand_ins
 from tests.common import forks
 from tests.megatron_lm.harness.parsing import in_checkout
-from tests.reach.shrinking import Known, shrink
+from tests.reach.shrink import Known, shrink
 from tests.reach.trial import BAD, Result, refusal, trial
 
 _STYLES = {Result.IDENTICAL: "green", **dict.fromkeys(BAD, "red")}

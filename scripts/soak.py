@@ -33,8 +33,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
 
-from common.ending import ending_in_order  # noqa: E402
 from common.machine import machine_facts, write_facts  # noqa: E402
+from common.termination import orderly_termination  # noqa: E402
 from soaking import faults, growth, rounds  # noqa: E402
 
 from deadpool_megatron.cluster.run_directory import cleanup  # noqa: E402
@@ -44,7 +44,7 @@ _INSIDE = "DEADPOOL_SOAK_ISOLATED"
 _DISK_MB = 400
 
 
-@ending_in_order()
+@orderly_termination()
 def main() -> int:
     """Run from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -93,7 +93,7 @@ def main() -> int:
         shutil.rmtree(base, ignore_errors=True)
     write_facts(args.out, facts)
     if args.plot:
-        from soaking.drawing import draw
+        from soaking.plot import draw
 
         draw(facts, args.plot)
     print(verdict(facts), file=sys.stderr)

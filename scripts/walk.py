@@ -41,8 +41,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
 
-from common.ending import ending_in_order  # noqa: E402
 from common.machine import machine_facts, write_facts  # noqa: E402
+from common.termination import orderly_termination  # noqa: E402
 from soaking import rounds  # noqa: E402
 from walking.sitecustomize import RECORD_BYTES  # noqa: E402
 
@@ -58,7 +58,7 @@ _ENTRY = "vault/worker.py:_seal"
 Notes = list[tuple[str, float, str, str]]  # kind, wall seconds, process and thread, file
 
 
-@ending_in_order()
+@orderly_termination()
 def main() -> int:
     """Run from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(

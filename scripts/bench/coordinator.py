@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.ending import ending_in_order
 from common.machine import machine_facts, write_facts
+from common.termination import orderly_termination
 from control_plane import long_life
 from control_plane.agents import Cluster
 from control_plane.moments import until
@@ -325,7 +325,7 @@ def show(results: list[Found]) -> None:
             print(f"{result.figures['agents']} agents, {phase}: {block}")
 
 
-@ending_in_order()
+@orderly_termination()
 def main() -> int:
     """See the module text."""
     parser = argparse.ArgumentParser(

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from common.command import in_turns, parser_of, run_bench
-from common.ending import ending_in_order
 from common.machine import ROOT
 from common.slow_steps import PLACE, PLACES, VARIABLE
+from common.termination import orderly_termination
 from common.trainings import BenchError
 
 from deadpool_megatron.cli.run_result import read_story
@@ -255,7 +255,7 @@ def _ratios(above: Mapping[str, float], below: Mapping[str, float]) -> dict[str,
     return {key: above[key] / below[key] for key in ("mean", "p50")}
 
 
-@ending_in_order()
+@orderly_termination()
 def main() -> int:
     """Run from the command line; returns the exit status."""
     parser = parser_of(__doc__, 2, "pairs of runs", 30)

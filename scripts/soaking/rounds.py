@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.ending import stop
+from common.termination import stop
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.journal.journal import Journal

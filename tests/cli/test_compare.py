@@ -22,7 +22,7 @@ def test_nothing_is_never_identical_to_nothing(tmp_path):
 
 def test_exit_statuses_and_json(tmp_path, carry_out):
     first, same = (write_run(tmp_path / name) for name in ("first", "same"))
-    other = write_run(tmp_path / "other", strike=5, shift=1e-9)
+    other = write_run(tmp_path / "other", fault_at=5, shift=1e-9)
     status, told, _ = carry_out("compare", first, same)
     assert (status, told.startswith("bit-identical: yes")) == (0, True)
     status, told, _ = carry_out("compare", first, other, "--json")

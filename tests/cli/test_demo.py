@@ -37,7 +37,7 @@ class Runs:
             os.utime(fired, (1000.0, 1000.0))
         told = dict(itertools.pairwise(command))
         iterations, directory = int(told["--train-iters"]), Path(told["--run-dir"])
-        write_run(directory, iterations=iterations, strike=strike, shift=self.shift)
+        write_run(directory, iterations=iterations, fault_at=strike, shift=self.shift)
         return 0
 
 
@@ -61,7 +61,7 @@ def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
 
 def test_in_the_picture_the_runs_lie_on_each_other_however_long_each_took(tmp_path):
     """By iteration: by the clock the struck run is behind from its failure on."""
-    made = (write_run(tmp_path / "calm"), write_run(tmp_path / "struck", strike=6))
+    made = (write_run(tmp_path / "calm"), write_run(tmp_path / "struck", fault_at=6))
     calm, struck = (plot.curve_of(read_story(each)) for each in made)
     assert calm == struck
 

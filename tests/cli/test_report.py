@@ -9,11 +9,11 @@ from deadpool_megatron.cli import report
 from deadpool_megatron.events import Event, Kind, date, to_line
 from deadpool_megatron.observe.view import view
 from tests.common.event_schema import check_event
-from tests.common.synthetic_run import story_of, struck_events, write_run
+from tests.common.synthetic_run import events_with_fault, story_of, write_run
 
 
 def test_a_failure_is_told_in_ten_lines_at_most(tmp_path, carry_out):
-    run = write_run(tmp_path / "run", strike=6)
+    run = write_run(tmp_path / "run", fault_at=6)
     status, text, _ = carry_out("report", run)
     assert status == 0
     told = text.split("failure 1 ")[1].split("\n\n")[0].splitlines()
@@ -38,7 +38,7 @@ def test_a_failure_is_told_in_ten_lines_at_most(tmp_path, carry_out):
 
 
 def test_a_run_in_the_middle_of_a_recovery(tmp_path, carry_out):
-    events = struck_events()
+    events = events_with_fault()
     restoring = next(n for n, event in enumerate(events) if event.phase == "restore")
     lines = b"".join(map(to_line, events[:restoring])) + b'{"kind": "step", "torn'
     (tmp_path / "events.jsonl").write_bytes(lines)
@@ -64,7 +64,7 @@ def test_a_hang_is_told_with_who_is_where():
     hang = Event(Kind.HANG, 1, data={"roles": [3], "groups": groups, "left_out": 2})
     check_event(hang.to_dict())
     for kind in (Kind.EPOCH_CLOSED, Kind.EPOCH_OPENED):
-        events = struck_events()
+        events = events_with_fault()
         at = next(n for n, event in enumerate(events) if event.kind is kind)
         seen = view(story_of(*events[:at], hang, *events[at:]), None, "R", 1100.0)
         text = "\n".join(report.describe_failure(seen.story.failures[0], seen))
@@ -78,7 +78,7 @@ def test_late_messages_are_no_refusals_and_planned_changes_no_failures():
     late = Event(Kind.REFUSED, 2, data={"who": "x", "why": "epoch 1 is not open", "late": True})
     bad = Event(Kind.REFUSED, 2, data={"who": "x", "why": "y"})
     planned = {"kind": "drained", "cause": "x", "seconds": 3.0, "phases": {"close": 2.0}}
-    events = [*struck_events()[:-1], late, late, bad]
+    events = [*events_with_fault()[:-1], late, late, bad]
     for kind, at in ((Kind.EPOCH_CLOSED, 1100.0), (Kind.RECOVERED, 1103.0)):
         events.append(Event(kind, 2, data=planned, wall_seconds=at))
     for kind, data, at in (
@@ -97,7 +97,7 @@ def test_late_messages_are_no_refusals_and_planned_changes_no_failures():
 
 
 def test_a_damaged_event_costs_itself_alone(tmp_path, carry_out):
-    run = write_run(tmp_path / "run", strike=6)
+    run = write_run(tmp_path / "run", fault_at=6)
     slow, data = Event(Kind.SLOW_NODE, 1, node=1), {"loss": "0x1p99999"}
     huge = Event(Kind.STEP, 1, iteration=11, data=data)
     with open(run / "events.jsonl", "ab") as file:

@@ -30,7 +30,7 @@ from tests.cli.start.refused import old_run
 from tests.cluster.running import Run, environment, send
 from tests.common.browser import CHROMIUM, Browser
 from tests.common.synthetic_run import events_of, status_of
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 
 # As random ones may be: nothing that a program could use as a name.
 TOKEN = "0-to_ken-"

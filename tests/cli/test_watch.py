@@ -72,7 +72,7 @@ def test_the_date_is_told_once_a_day(tmp_path):
 
 
 def test_a_run_is_watched_from_its_newest_lines_to_its_end(tmp_path, carry_out, monkeypatch):
-    run = write_run(tmp_path / "run", strike=6)
+    run = write_run(tmp_path / "run", fault_at=6)
     (run / "run.json").unlink()
     info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
     RunDirectory(run).create(info)

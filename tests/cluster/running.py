@@ -23,15 +23,15 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.events import Event, EventTail, Kind
 from tests.cluster.counting_member import expected_sha256
 from tests.common import forks
-from tests.common.limits import FAST, given
-from tests.common.told import read_final
-from tests.common.waiting import PATIENCE_SECONDS, T, wait_for
+from tests.common.finished_run import read_final
+from tests.common.limits import FAST, setting_flags
+from tests.common.wait import MAX_WAIT_SECONDS, T, wait_for
 
 MEMBER = str(Path(__file__).with_name("counting_member.py"))
 _ROOT = Path(__file__).parents[2]
 _STACKS_SECONDS = 1.0
 # Here a busy machine must not look like a cut network, and a takeover takes some time anyway.
-_LIMITS = given(node_silence_seconds=5, fence_seconds=4)
+_LIMITS = setting_flags(node_silence_seconds=5, fence_seconds=4)
 # What commands that start runs import; the processes of the tests are forks of one that has.
 _IMPORTED = ("deadpool_megatron.cli.start.run", "deadpool_megatron.cli.start.node_agent")
 
@@ -53,7 +53,7 @@ def deadpool(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         command = _start(output, errors, arguments, extra)
         try:
-            status = command.wait(PATIENCE_SECONDS)
+            status = command.wait(MAX_WAIT_SECONDS)
         finally:
             command.kill()
         for file in (output, errors):
@@ -201,7 +201,7 @@ class Run(Told):
             status = self.launcher.poll()
             return "" if status is None else f"the run ended ({status})"
 
-        return wait_for(what, ready, hopeless=ended)
+        return wait_for(what, ready, failure=ended)
 
     def wait_event(self, kind: Kind, count: int = 1) -> Event:
         """Until the ``count``-th event of a kind."""
@@ -210,7 +210,7 @@ class Run(Told):
 
     def wait_end(self, status: int = 0) -> dict[str, Any]:
         """Until the launcher has ended, with this status; answers what it told."""
-        assert self.launcher.wait(PATIENCE_SECONDS) == status, self.output.read_text()
+        assert self.launcher.wait(MAX_WAIT_SECONDS) == status, self.output.read_text()
         return read_final(self.run.path)
 
     def listing(self, node: int) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class Agents(Told):
 
     def _check_clean(self, run_id: str) -> None:
         for agent in self.agents.values():
-            agent.wait(PATIENCE_SECONDS)
+            agent.wait(MAX_WAIT_SECONDS)
         self.wait_gone(run_id)
         # A killed agent cannot clear up; on a real cluster its memory dies with its host.
         cleanup.clean_run(self.run, run_id)

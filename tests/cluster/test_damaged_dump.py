@@ -10,11 +10,11 @@ from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import Run, deadpool
-from tests.common.limits import given
+from tests.common.limits import setting_flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 STOPPED = 6
-OPTIONS = given(
+OPTIONS = setting_flags(
     freeze_seconds=20,
     node_silence_seconds=30,
     rejoin_seconds=30,

@@ -20,12 +20,14 @@ from deadpool_megatron.cluster.coordinator.commands import PacedStatus
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.events import Event, Kind, term_file, to_line
 from tests.cluster.running import Agents, deadpool
-from tests.common.limits import given
-from tests.common.waiting import wait_for
+from tests.common.limits import setting_flags
+from tests.common.wait import wait_for
 
 pytestmark = pytest.mark.slow
 # Nobody may be fenced, however busy the machine is.
-_PATIENT = given(fence_seconds=16, node_silence_seconds=20, rejoin_seconds=30, takeover_seconds=8)
+_PATIENT = setting_flags(
+    fence_seconds=16, node_silence_seconds=20, rejoin_seconds=30, takeover_seconds=8
+)
 ROOT = Path(__file__).parents[2]
 AGENTS = 24
 

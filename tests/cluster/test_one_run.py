@@ -13,7 +13,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
 from tests.cluster.running import MEMBER, Run, deadpool, send
-from tests.common.waiting import PATIENCE_SECONDS
+from tests.common.wait import MAX_WAIT_SECONDS
 
 pytestmark = pytest.mark.slow
 ENDLESS = ("--step-seconds", "0.02")
@@ -61,7 +61,7 @@ def test_another_run_in_the_place_of_its_directory_is_left_alone(tmp_path):
         before = contents(other)
         run.wait_for("the line", lambda: f"directory of run {OTHER} now" in run.output.read_text())
         run.launcher.send_signal(signal.SIGINT)
-        assert run.launcher.wait(PATIENCE_SECONDS) == 130
+        assert run.launcher.wait(MAX_WAIT_SECONDS) == 130
         after = contents(other)
         assert {path: after.get(path) for path in before} == before
         assert {path.parent.name for path in after.keys() - before.keys()} <= {"logs"}
@@ -83,7 +83,7 @@ def test_a_directory_removed_under_a_run_is_made_again(tmp_path):
         status = deadpool("status", "--json", str(place))
         assert status.returncode == 0, status.stderr
         os.kill(run.launcher.pid, signal.SIGINT)
-        assert run.launcher.wait(PATIENCE_SECONDS) == 130
+        assert run.launcher.wait(MAX_WAIT_SECONDS) == 130
         assert "MiB in memory" in run.output.read_text().splitlines()[-1]
         with Run(place, *ENDLESS, nodes=2, spares=0) as again:
             again.wait_event(Kind.RECOVERED)

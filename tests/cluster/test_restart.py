@@ -12,8 +12,8 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.events import Event, Kind
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, Agents, Run, deadpool, send
-from tests.common.told import read_final
-from tests.common.waiting import PATIENCE_SECONDS, wait_for
+from tests.common.finished_run import read_final
+from tests.common.wait import MAX_WAIT_SECONDS, wait_for
 
 pytestmark = pytest.mark.slow
 ENDLESS = ("--step-seconds", "0.02")
@@ -83,11 +83,11 @@ def test_a_run_started_again_goes_on_from_memory(tmp_path, how):
             first.launcher.kill()
         else:
             os.kill(first.launcher.pid, signal.SIGHUP)
-            assert first.launcher.wait(PATIENCE_SECONDS) == 130
+            assert first.launcher.wait(MAX_WAIT_SECONDS) == 130
             last = first.output.read_text().splitlines()[-1]
             assert "MiB in memory" in last
             assert f"'deadpool clean {first.run.path}' removes it" in last
-        first.launcher.wait(PATIENCE_SECONDS)
+        first.launcher.wait(MAX_WAIT_SECONDS)
         run_id = first.run.read_run().run_id
         reached = first.newest_iteration()
         with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1) as run:
@@ -110,7 +110,7 @@ def test_a_killed_launcher_leaves_slots_and_nothing_else(tmp_path):
     with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=0) as run:
         run.wait_iteration(3)
         run.launcher.kill()
-        run.launcher.wait(PATIENCE_SECONDS)
+        run.launcher.wait(MAX_WAIT_SECONDS)
         run_id = run.run.read_run().run_id
         pids = cleanup.run_processes(run.run, run_id)
         assert not posix.wait_gone(pids, 30)

@@ -17,12 +17,12 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.events import Event, Kind, read_events
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import Run, deadpool, send
-from tests.common.limits import given
-from tests.common.waiting import PATIENCE_SECONDS
+from tests.common.limits import setting_flags
+from tests.common.wait import MAX_WAIT_SECONDS
 
 pytestmark = pytest.mark.slow
 # How long a new coordinator waits for a node that went with the old one; less than by default.
-_SOON = given(rejoin_seconds=6)
+_SOON = setting_flags(rejoin_seconds=6)
 
 
 @pytest.mark.full
@@ -137,7 +137,7 @@ def test_run_of_which_no_node_comes_up_ends_soon(tmp_path):
         for node in (0, 1)
     ]
     with Run(tmp_path / "r", spares=0, faults=faults) as run:
-        assert run.launcher.wait(PATIENCE_SECONDS) == 1
+        assert run.launcher.wait(MAX_WAIT_SECONDS) == 1
     assert "no node came up" in run.output.read_text()
 
 
@@ -213,7 +213,7 @@ def test_stopped_member_is_killed_and_replaced(tmp_path):
 
 def test_hanging_member_is_found_and_replaced(tmp_path):
     limits = ("hang", "first_step", "operation_timeout", "close")
-    options = given(**{f"{name}_seconds": 2 for name in limits})
+    options = setting_flags(**{f"{name}_seconds": 2 for name in limits})
     with Run(
         tmp_path / "r", "--iterations", "20", "--misbehave", "hang", spares=0, options=options
     ) as run:
@@ -264,7 +264,7 @@ def test_a_run_whose_events_cannot_be_written_decides_the_same(tmp_path, misbeha
     for name, extra in (("told", {}), ("silent", seam)):
         command = ("--iterations", "12", *diverges)
         with Run(tmp_path / name, *command, spares=0, faults=faults, extra=extra) as run:
-            assert run.launcher.wait(PATIENCE_SECONDS) == status, run.output.read_text()
+            assert run.launcher.wait(MAX_WAIT_SECONDS) == status, run.output.read_text()
             assert run.run.events.exists() is (name == "told")
             final = run.run.read_final()
             records = [read_json(path) for path in sorted(run.run.journal.glob("epoch-*"))]
@@ -356,7 +356,7 @@ def test_second_interrupt_ends_at_once(tmp_path):
         send(read_json(run.run.coordinator)["pid"], signal.SIGSTOP)
         run.launcher.send_signal(signal.SIGINT)
         run.launcher.send_signal(signal.SIGTERM)
-        assert run.launcher.wait(PATIENCE_SECONDS) == 130
+        assert run.launcher.wait(MAX_WAIT_SECONDS) == 130
     assert not run.run.final.exists()
 
 

@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from deadpool_megatron.observe.view import State, View, view
 from tests.cluster.running import Run, deadpool, send, start
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 from tests.vault.conftest import file_system
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]

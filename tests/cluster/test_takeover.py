@@ -9,13 +9,13 @@ import pytest
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from tests.cluster.running import Agents, deadpool
-from tests.common.limits import given
-from tests.common.told import read_final
-from tests.common.waiting import PATIENCE_SECONDS, wait_for
+from tests.common.finished_run import read_final
+from tests.common.limits import setting_flags
+from tests.common.wait import MAX_WAIT_SECONDS, wait_for
 
 pytestmark = pytest.mark.slow
 # How long a new coordinator waits for a node that went with the old one; less than by default.
-_SOON = given(rejoin_seconds=6)
+_SOON = setting_flags(rejoin_seconds=6)
 
 
 def test_agents_alone_make_a_run_and_the_coordinator_is_beside_the_spare(tmp_path):
@@ -100,7 +100,7 @@ def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path):
         os.kill(read_json(run.run.node(node))["agent"], signal.SIGTERM)
         wait_for("its drain", lambda: run.events(Kind.DRAIN))
         run.start("late", "--attach")
-        assert run.agents[str(node)].wait(PATIENCE_SECONDS) == 143
+        assert run.agents[str(node)].wait(MAX_WAIT_SECONDS) == 143
         run.wait_term(2)
 
         def stages() -> list[tuple[str, str]]:

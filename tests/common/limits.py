@@ -3,7 +3,7 @@
 from deadpool_megatron.settings import flag_name, is_chosen
 
 
-def given(**values: object) -> tuple[str, ...]:
+def setting_flags(**values: object) -> tuple[str, ...]:
     """Return the flags of settings, named as the fields are."""
     words: list[str] = []
     for name, value in values.items():
@@ -13,7 +13,7 @@ def given(**values: object) -> tuple[str, ...]:
 
 
 #: for programs that do next to nothing
-FAST = given(
+FAST = setting_flags(
     close_seconds=6,
     freeze_seconds=1.5,
     node_silence_seconds=2,
@@ -23,7 +23,7 @@ FAST = given(
     restore_seconds=20,
 )
 #: a process that is stopped is not taken for lost, nor is its node
-STOPPED = given(
+STOPPED = setting_flags(
     freeze_seconds=60,
     node_silence_seconds=60,
     rejoin_seconds=60,

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.common.waiting import PATIENCE_SECONDS
+from tests.common.wait import MAX_WAIT_SECONDS
 
 
 def stand_in(folder: Path, **programs: str) -> Path:
@@ -17,7 +17,7 @@ def stand_in(folder: Path, **programs: str) -> Path:
     return folder
 
 
-def said(*command: str | Path, seconds: float = 600.0, **variables: str) -> str:
+def check_output(*command: str | Path, seconds: float = 600.0, **variables: str) -> str:
     """What a command prints that ends well; ``-c`` and ``-m`` are those of this interpreter."""
     whole = (sys.executable, *command) if str(command[0]).startswith("-") else command
     environment = {**os.environ, **variables}
@@ -37,6 +37,6 @@ def run_among(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=MAX_WAIT_SECONDS,
         check=False,
     )

@@ -49,7 +49,7 @@ def step(iteration: int, shift: float = 0.0) -> dict[str, Any]:
     }
 
 
-def events_of(iterations: int, strike: int | None, shift: float, began: float) -> Iterator[Event]:
+def events_of(iterations: int, fault_at: int | None, shift: float, began: float) -> Iterator[Event]:
     """All events in order; wall clock starts at ``began`` and a step lasts 0.4 s."""
     now = began
 
@@ -62,12 +62,12 @@ def events_of(iterations: int, strike: int | None, shift: float, began: float) -
         yield event(Kind.NODE_JOINED, data={"spare": node == 4, "host": "h"}, node=node)
     now += 2.0
     for k in range(1, iterations + 1):
-        if k == strike:
+        if k == fault_at:
             yield from recovery_events(k, now + 0.2)
             now += 0.2 + sum(PHASES.values()) - PHASES["reprotect"]
         else:
             now += 0.4
-        is_after = strike is not None and k >= strike
+        is_after = fault_at is not None and k >= fault_at
         values = step(k, shift if is_after else 0.0)
         yield event(Kind.STEP, 1 + is_after, values, role=6, iteration=k)
         if k == 3:
@@ -77,7 +77,7 @@ def events_of(iterations: int, strike: int | None, shift: float, began: float) -
     yield event(Kind.RUN_ENDED, 1, {"exit_status": 0})
 
 
-def struck_events() -> list[Event]:
+def events_with_fault() -> list[Event]:
     return list(events_of(10, 6, 0.0, began=1000.0))
 
 
@@ -126,7 +126,7 @@ def recovery_facts(iteration: int) -> dict[str, Any]:
     }
 
 
-def final_of(iterations: int, strike: int | None, shift: float) -> dict[str, Any]:
+def final_of(iterations: int, fault_at: int | None, shift: float) -> dict[str, Any]:
     def sha256(role: int) -> str:
         return hashlib.sha256(f"{role} {iterations} {shift}".encode()).hexdigest()
 
@@ -134,7 +134,7 @@ def final_of(iterations: int, strike: int | None, shift: float) -> dict[str, Any
     facts = {"samples": 8 * iterations, "entries": entries}
     roles = {str(r): {"sha256": sha256(r), **copy.deepcopy(facts)} for r in range(WORLD_SIZE)}
     head = {"exit_status": 0, "reason": "", "run_id": "5a5a5a5a", "world_size": WORLD_SIZE}
-    recoveries = [] if strike is None else [{"epoch": 2, **recovery_facts(strike)}]
+    recoveries = [] if fault_at is None else [{"epoch": 2, **recovery_facts(fault_at)}]
     return {**head, "iterations": iterations, "roles": roles, "recoveries": recoveries}
 
 
@@ -142,7 +142,7 @@ def write_run(
     directory: Path,
     *,
     iterations: int = 10,
-    strike: int | None = None,
+    fault_at: int | None = None,
     shift: float = 0.0,
     change: Callable[[dict[str, Any]], None] = lambda final: None,
 ) -> Path:
@@ -151,8 +151,8 @@ def write_run(
     """
     directory.mkdir(parents=True)
     (directory / "run.json").write_text("{}")
-    events = list(events_of(iterations, strike, shift, began=1000.0))
-    final = final_of(iterations, strike, shift)
+    events = list(events_of(iterations, fault_at, shift, began=1000.0))
+    final = final_of(iterations, fault_at, shift)
     numbers: dict[str, dict[int | None, dict[str, Any]]] = {kind: {} for kind in NUMBERS}
     for event in events:
         if event.kind in NUMBERS:

@@ -1,5 +1,5 @@
 """The schema of events is complete and strict. Each event that a run of the tests writes is held
-against it as well: tests/common/told.py, tests/cluster/machine."""
+against it as well: tests/common/finished_run.py, tests/cluster/machine."""
 
 import json
 from datetime import datetime

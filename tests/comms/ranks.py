@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron.comms import Communicators, Limits
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 
 DEADLINE_SECONDS = 60.0
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.in_flight.waiters import Builders, Job
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 
 from .ranks import Member, Ranks, run
 

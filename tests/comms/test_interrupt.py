@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.inner import Begun
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 
 from .ranks import Member, Ranks, run
 

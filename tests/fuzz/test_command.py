@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.programs import said
+from tests.common.programs import check_output
 from tests.conftest import commit
-from tests.fuzz.drawing import read_choices
+from tests.fuzz.draws import read_choices
 from tests.megatron_lm.harness.checkout import TAGS, needs_megatron_lm
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "fuzz.py"
@@ -29,7 +29,7 @@ SEED = int.from_bytes(hashlib.sha256(commit().encode()).digest()[:3], "big")
 @pytest.mark.parametrize("seed", [SEED, SEED + 1])
 def test_a_draw_is_bit_identical(tmp_path, seed):
     command = (sys.executable, PROGRAM, str(seed), "--json", "--no-shrink")
-    row = json.loads(said(*command, "--directory", tmp_path / "draw", seconds=900))
+    row = json.loads(check_output(*command, "--directory", tmp_path / "draw", seconds=900))
     assert (row["seed"], row["result"], row["why"]) == (seed, "bit-identical", "")
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from deadpool_megatron import failpoints
 from deadpool_megatron.support.findings import allowances, judge
 from tests.faults.harness.jobs import Outcome, Program, run_program
-from tests.fuzz.comparing import differences
-from tests.fuzz.drawing import ROLES, Draw
-from tests.fuzz.leftovers import end_all, left_over
+from tests.fuzz.cleanup import end_all, left_over
+from tests.fuzz.comparison import differences
+from tests.fuzz.draws import ROLES, Draw
 from tests.megatron_lm.harness.runs import tree
 from tests.reach.trial import Result
 

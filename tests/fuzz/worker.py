@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.common import forks
-from tests.fuzz.drawing import FEATURES, Draw, draw, without
-from tests.fuzz.leftovers import end_all
+from tests.fuzz.cleanup import end_all
+from tests.fuzz.draws import FEATURES, Draw, draw, without
 from tests.fuzz.minimal import smallest
 
 _ROOT = Path(__file__).parents[2]

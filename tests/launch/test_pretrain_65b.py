@@ -21,7 +21,7 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import preconditions
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from tests.common.programs import stand_in
-from tests.common.waiting import PATIENCE_SECONDS
+from tests.common.wait import MAX_WAIT_SECONDS
 from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Question, ask
 
@@ -77,7 +77,7 @@ def task(tmp_path_factory):
         env=variables,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=MAX_WAIT_SECONDS,
         check=False,
     )
     assert (told / "environment").exists(), done.stdout + done.stderr

@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, environment
 from tests.common.programs import run_among, stand_in
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SSH = SCRIPTS / "launch" / "ssh.sh"

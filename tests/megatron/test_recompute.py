@@ -13,7 +13,7 @@ from deadpool_megatron.member.role_layout import role_layout
 from deadpool_megatron.platform.devices import CopyHandle, CpuPlatform
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.vault.shm.segment import checksum
-from tests.common.programs import said
+from tests.common.programs import check_output
 
 GRADIENTS = gradients_part("shard0")
 
@@ -224,7 +224,7 @@ def test_no_other_scheme_loads_it():
         "import deadpool_megatron.megatron.pretraining.pretrain_program\n"
         "print(*(name for name in sys.modules if 'deadpool' in name))"
     )
-    names = said("-c", program).split()
+    names = check_output("-c", program).split()
     assert "deadpool_megatron.member.protection" in names
     assert recompute.__name__ not in names
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.common.programs import said
+from tests.common.programs import check_output
 
 if torch.cuda.is_available():
     pytest.skip("this machine has a GPU", allow_module_level=True)
@@ -13,7 +13,7 @@ if torch.cuda.is_available():
 
 def _run(program: str) -> str:
     """Run a program in a process of its own, since stand-ins stay; answers its last line."""
-    return said("-W", "ignore", "-c", program).strip().splitlines()[-1]
+    return check_output("-W", "ignore", "-c", program).strip().splitlines()[-1]
 
 
 @pytest.mark.slow

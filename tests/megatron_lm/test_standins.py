@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.common.programs import said
+from tests.common.programs import check_output
 from tests.megatron_lm.harness.arguments import MOE, small
 from tests.megatron_lm.harness.checkout import LOADS, checkout, needs_megatron_lm
 from tests.megatron_lm.harness.ranks import Trained, train
@@ -106,7 +106,7 @@ import sys, torch, pathlib
 from deadpool_megatron.megatron import stand_ins
 tree = pathlib.Path({str(_tree())!r})
 """
-    return said("-W", "ignore", "-c", start + program).strip().splitlines()[-1]
+    return check_output("-W", "ignore", "-c", start + program).strip().splitlines()[-1]
 
 
 def _tree() -> Path:

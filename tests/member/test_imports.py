@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.common.programs import said
+from tests.common.programs import check_output
 
 
 @pytest.mark.slow
 def test_member_imports_no_framework():
-    names = said("-c", "import sys, deadpool_megatron.member; print(*sys.modules)").split()
+    names = check_output("-c", "import sys, deadpool_megatron.member; print(*sys.modules)").split()
     assert "deadpool_megatron.member.entry" in names
     assert not [name for name in names if name.split(".")[0] in ("megatron", "transformer_engine")]
     assert not [name for name in names if name.startswith("deadpool_megatron.megatron")]
@@ -24,4 +24,4 @@ def test_import_replaces_nothing_of_torch(room):
         "print([name for place, old in zip(places, before) for name in old\n"
         "    if vars(place).get(name) is not old[name]])"
     )
-    assert said("-W", "ignore", "-c", program).strip() == "[]"
+    assert check_output("-W", "ignore", "-c", program).strip() == "[]"

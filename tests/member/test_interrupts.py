@@ -10,7 +10,7 @@ from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.member.protection import ProtectionError
 from deadpool_megatron.vault.errors import Frozen, VaultError
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 from tests.member import protection_rig
 from tests.member.protection_rig import EPOCH, SECONDS, Rig, SlowPlatform, generation
 

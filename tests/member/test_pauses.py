@@ -8,7 +8,7 @@ import pytest
 from deadpool_megatron.cluster.link.member_link import PausePoint
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.layout.records import Generation
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 from tests.member.session_rig import ELSEWHERE, SECONDS, Rig
 
 # The planned pause.

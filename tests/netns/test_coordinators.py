@@ -77,7 +77,7 @@ def test_coordinator_is_cut_off_while_all_reach_the_journal(cluster, measured, f
 @needs_fuse
 def test_nobody_reaches_the_journal(cluster, measured):
     """Training needs no journal until something has to be decided; then it waits for it."""
-    how = "fail"  # that it hangs for everybody, with all else, is in test_training
+    how = "fail"  # that it hangs for everybody, with all else, is in test_faults
     for host in cluster.hosts:
         host.hide(cluster.run.journal, how)
     time.sleep(_GONE_SECONDS)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.process import posix
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 from tests.netns.lab import hosts
 from tests.netns.lab.hosts import Host, Hosts
 

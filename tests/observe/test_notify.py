@@ -12,7 +12,7 @@ import pytest
 
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.observe import notify
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 
 CLOSED = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "node-lost", "cause": "node 3: gone"})
 OPENED = Event(Kind.EPOCH_OPENED, 2, data={"phases": {}})

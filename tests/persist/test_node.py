@@ -14,7 +14,7 @@ from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.errors import VaultError
-from tests.common.waiting import until
+from tests.common.wait import until
 
 
 class SlowVault:

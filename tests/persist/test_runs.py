@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.programs import said
+from tests.common.programs import check_output
 from tests.faults.harness.jobs import MODEL, Outcome, Program, fault, run_program
 from tests.trainer.layouts import BF16, PP2, train
 from tests.trainer.ranks import run_ranks
@@ -41,7 +41,7 @@ def test_failures_end_exports_and_nothing_else(text, tmp_path):
     job = program(text, 65, {**held, "33-60": f"{asked}/iter_*", 62: f"{asked}/iter_*"})
 
     def ask() -> None:
-        told = said("-m", "deadpool_megatron", "persist", run, asked)
+        told = check_output("-m", "deadpool_megatron", "persist", run, asked)
         assert told.startswith(f"a checkpoint will be written to {asked}")
         ordered.touch()
 
@@ -77,7 +77,7 @@ def test_a_run_that_has_to_end_exports_once_more(text, tmp_path):
     job = program(text, 24, {5: str(ordered), 15: f"{exports}/iter_*"})
 
     def order() -> None:
-        said("-m", "deadpool_megatron", "stop", "--dump", "--within", "100", run)
+        check_output("-m", "deadpool_megatron", "stop", "--dump", "--within", "100", run)
         ordered.touch()
 
     outcome = run_program(run, job, settings=where, when_stepping=(4, order))

@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.events import Kind, read_events
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, deadpool, environment
-from tests.common.waiting import PATIENCE_SECONDS
+from tests.common.wait import MAX_WAIT_SECONDS
 
 OTHER = {"versions": {"torch": "another one"}}
 
@@ -57,7 +57,7 @@ class Nodes:
 
     def end_of(self, node: int) -> tuple[int, str, str]:
         """Status, output and errors of an agent, once it has ended."""
-        output, errors = self.agents[node].communicate(timeout=PATIENCE_SECONDS)
+        output, errors = self.agents[node].communicate(timeout=MAX_WAIT_SECONDS)
         return self.agents[node].returncode, output, errors
 
 

@@ -16,7 +16,7 @@ from deadpool_megatron.preflight import health, host
 from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.preflight.health import Health, HealthResult, check_health
 from tests.common.programs import run_among, stand_in
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 
 ROOMY = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
 

@@ -12,7 +12,7 @@ import pytest
 from tests.common.turns import in_turn
 from tests.conftest import commit
 from tests.megatron_lm.harness.checkout import TAG, TAGS, needs_megatron_lm
-from tests.reach.shrinking import Shrunk
+from tests.reach.shrink import Shrunk
 from tests.reach.trial import Result, trial
 
 pytestmark = [

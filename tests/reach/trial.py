@@ -10,7 +10,7 @@ from deadpool_megatron.support.findings import allowances, judge
 from deadpool_megatron.support.flags import Level
 from tests.faults.harness.jobs import Program, run_program
 from tests.megatron_lm.harness.runs import dies, strike, tree
-from tests.reach.shrinking import COMMON, Shrunk
+from tests.reach.shrink import COMMON, Shrunk
 
 
 class Result(StrEnum):

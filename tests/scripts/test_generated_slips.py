@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.programs import said
+from tests.common.programs import check_output
 from tests.conftest import commit
 
 ROOT = Path(__file__).parents[2]
@@ -213,7 +213,7 @@ def test_a_slip_that_ends_the_whole_run_is_noticed(tree):
         'new = "__import__(\'os\')._exit(1)"\nmeans = "it ends"\ntests = ["tests/test_gate.py"]\n'
     )
     command = (sys.executable, ROOT / "scripts" / "mutate.py", "--root", tree)
-    assert '"noticed"' in said(*command, "--slips", tree / "slips", "--json")
+    assert '"noticed"' in check_output(*command, "--slips", tree / "slips", "--json")
 
 
 @pytest.mark.slow
@@ -222,4 +222,4 @@ def test_a_slip_that_ends_the_whole_run_is_noticed(tree):
 def test_of_generated_slips_as_many_are_noticed_as_before():
     """Others at each commit."""
     command = (sys.executable, ROOT / "scripts" / "mutate.py", "--generate", "60")
-    said(*command, "--seed", commit(), seconds=1500)
+    check_output(*command, "--seed", commit(), seconds=1500)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.programs import said
+from tests.common.programs import check_output
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """\
@@ -46,7 +46,7 @@ class Checkout:
         self.asked.write_text("")
         more = {"PYTHON": str(self.bin / "python"), "VERSION": version, "ASKED": str(self.asked)}
         more["PATH"] = f"{self.bin}:{os.environ['PATH']}"
-        printed = said(self.script, *flags, **more)
+        printed = check_output(self.script, *flags, **more)
         builds = re.findall(r"torch==(\S+)", self.asked.read_text())
         for lock in re.findall(r"--require-hashes .*-r (\S+)", self.asked.read_text()):
             builds += re.findall(r"^torch==(\S+)", Path(lock).read_text(), re.MULTILINE)
@@ -84,7 +84,7 @@ def test_an_interpreter_of_the_user_runs_all_parts(tmp_path):
     (programs.parent / "ready").touch()
     (programs / "python").symlink_to(program)
     command = (ROOT / "scripts" / "compat.sh", "--torch", "2.14", "--python", program)
-    printed = said(*command, "--root", tmp_path / "base")
+    printed = check_output(*command, "--root", tmp_path / "base")
     parts = [line.split()[1] for line in printed.splitlines() if line.startswith("== ")]
     assert parts == ["groups:", "fast:", "demo:", "megatron:", "faults:"]
     ran = (tmp_path / "ran").read_text().splitlines()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.common.programs import said
+from tests.common.programs import check_output
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -85,7 +85,7 @@ def test_a_short_soak_finds_nothing(tmp_path):
     out, plot = tmp_path / "soak.json", tmp_path / "soak.png"
     command = (sys.executable, ROOT / "scripts" / "soak.py", "--minutes", "0.5", "--seed", "3")
     more = ["--round-iterations", "150", "--keep", str(tmp_path), "--pause", "1", "3"]
-    said(*command, *more, "--out", out, "--plot", plot, seconds=280)
+    check_output(*command, *more, "--out", out, "--plot", plot, seconds=280)
     facts = json.loads(out.read_text())
     assert facts["hashes_compared"] > 0
     assert plot.stat().st_size > 0

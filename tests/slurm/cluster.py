@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.process import posix
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 from tests.netns.lab import hosts
 from tests.netns.lab.hosts import Host, Hosts
 
-PATIENCE_SECONDS = 90.0
+MAX_WAIT_SECONDS = 90.0
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 SWITCH = "DEADPOOL_TEST_SLURM"
 _ROOT = Path(__file__).parents[2]
@@ -260,7 +260,7 @@ class Cluster:
 
     def wait_for(self, what: str, ready: Callable[[], Any]) -> Any:
         """Poll until ``ready()`` is true."""
-        return wait_for(what, ready, PATIENCE_SECONDS)
+        return wait_for(what, ready, MAX_WAIT_SECONDS)
 
     def wait_idle(self, number: int) -> None:
         """Until so many nodes can take a job."""

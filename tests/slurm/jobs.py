@@ -11,8 +11,8 @@ from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import MEMBER
-from tests.common.limits import FAST, given
-from tests.common.told import read_final
+from tests.common.finished_run import read_final
+from tests.common.limits import FAST, setting_flags
 from tests.slurm.cluster import Cluster
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
@@ -20,8 +20,8 @@ SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 # share a few cores, so that a little more patience is due than with one.
 SETTINGS = (
     *("--preload=", *FAST),
-    *given(freeze_seconds=4, node_silence_seconds=5, fence_seconds=4),
-    *given(rejoin_seconds=10, takeover_seconds=4),
+    *setting_flags(freeze_seconds=4, node_silence_seconds=5, fence_seconds=4),
+    *setting_flags(rejoin_seconds=10, takeover_seconds=4),
 )
 # Events of every step, which hide the others in a story.
 _MANY = (Kind.STEP, Kind.SEALED, Kind.COMMITTED)

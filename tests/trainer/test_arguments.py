@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deadpool_megatron.trainer.config import BadArgumentsError, parse_args
-from tests.common.programs import said
+from tests.common.programs import check_output
 from tests.trainer.layouts import MODEL, losses, repository, train
 from tests.trainer.ranks import run_ranks
 
@@ -91,7 +91,7 @@ def test_a_run_writes_its_facts(text, tmp_path):
     out = tmp_path / "final.json"
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     command = ("-m", "deadpool_megatron.trainer.plain", *MODEL.split(), *text.split())
-    told = said(*command, "--out", out, **rank)
+    told = check_output(*command, "--out", out, **rank)
     assert [line.split(" |")[0] for line in told.splitlines()] == ["iteration 3/6", "iteration 6/6"]
     facts = json.loads(out.read_text())
     assert len(losses(facts)) == facts["iterations"] == 6

@@ -10,7 +10,7 @@ import threading
 
 from deadpool_megatron.vault.transport import Channel, Transport
 from deadpool_megatron.wire.sealed_records import RecordSocket
-from tests.common.waiting import PATIENCE_SECONDS
+from tests.common.wait import MAX_WAIT_SECONDS
 
 _LOOK_SECONDS = 0.005
 
@@ -96,7 +96,7 @@ class FakeTransport(Transport):
 
     def await_one(self) -> Channel:
         """The next connection, as long as it may take to be dialled on a busy machine."""
-        connection = self._network.answer(self._address, PATIENCE_SECONDS)
+        connection = self._network.answer(self._address, MAX_WAIT_SECONDS)
         assert connection is not None, f"nobody dialled {self._address}"
         return Channel(connection, self._deadline_seconds, None, "")
 

@@ -23,7 +23,7 @@ from deadpool_megatron.vault.member import RestoredParts, VaultClient
 from deadpool_megatron.vault.shm.segment import Geometry
 from deadpool_megatron.wire import auth
 from tests.common import forks
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 from tests.vault.local_node import LocalNode
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from deadpool_megatron.vault.shm.segment import Filled, Segment, SlotState, chec
 from deadpool_megatron.vault.transport import ask_part
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed
-from tests.common.waiting import PATIENCE_SECONDS
+from tests.common.wait import MAX_WAIT_SECONDS
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout, record_of
 from tests.vault.slots import SlotStore, scheme_of
@@ -348,11 +348,11 @@ def test_who_waits_in_a_vault_learns_of_the_close_at_once(tmp_path):
     def wait() -> None:
         with state.gate.lock:  # taken again by the wait, which alone lets go of it
             stands.set()
-            state.gate.pause(OPEN, PATIENCE_SECONDS)
+            state.gate.pause(OPEN, MAX_WAIT_SECONDS)
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
-    assert stands.wait(PATIENCE_SECONDS)
+    assert stands.wait(MAX_WAIT_SECONDS)
     state.close(OPEN)
-    waiting.join(PATIENCE_SECONDS / 6)
+    waiting.join(MAX_WAIT_SECONDS / 6)
     assert not waiting.is_alive()

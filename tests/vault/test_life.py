@@ -25,7 +25,7 @@ from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.shm.segment import own_name
 from deadpool_megatron.wire.framing import WireError
 from tests.common import lives
-from tests.common.waiting import PATIENCE_SECONDS, wait_for
+from tests.common.wait import MAX_WAIT_SECONDS, wait_for
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import Loop, Member, make_layout
 from tests.vault.local_node import LocalNode
@@ -148,7 +148,7 @@ class Life:
             found = [(e.iteration, e.data.get("boundary")) for e in [*self.events[number]]]
             return (iteration, boundary) in found
 
-        wait_for(f"{iteration} at {boundary} on node {number}", there, PATIENCE_SECONDS)
+        wait_for(f"{iteration} at {boundary} on node {number}", there, MAX_WAIT_SECONDS)
 
     def close(self, epoch: int) -> dict[int, records.Inventory]:
         """The end of an epoch: what agents have heard in it, and what nodes hold."""

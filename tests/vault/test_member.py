@@ -18,7 +18,7 @@ from deadpool_megatron.vault.errors import Frozen, VaultError
 from deadpool_megatron.vault.member import SlotWriter, VaultClient, free_slot
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 from tests.vault.fake_network import QuickListener
 from tests.vault.harness import commit, enter, make_layout, record_of
 

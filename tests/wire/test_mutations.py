@@ -38,7 +38,7 @@ def play(address: tuple[str, int], frames: list[bytes], random_: random.Random) 
 def test_a_coordinator_under_damaged_conversations(tmp_path, monkeypatch):
     """Strangers play recorded sessions; then an agent of ours goes mad. The run ends well."""
     # What the mad one tells of itself stands in the events as it says it.
-    monkeypatch.setattr("tests.common.told.check_event", lambda values: None)
+    monkeypatch.setattr("tests.common.finished_run.check_event", lambda values: None)
     with Run(tmp_path / "run", spares=0) as run:
         run.wait_iteration(2)
         place = read_json(run.run.coordinator)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.ending import ending_in_order, stop
 from common.machine import MARK, cpu_seconds, memory_bytes, thread_seconds
+from common.termination import orderly_termination, stop
 from deadpool_megatron.cli.run_result import ResultError, read_story
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import EventTail, Kind
@@ -132,7 +132,7 @@ def run_protected(
     return measured
 
 
-@ending_in_order()
+@orderly_termination()
 def watch(
     command: list[str],
     log: Path,

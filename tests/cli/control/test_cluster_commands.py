@@ -12,8 +12,8 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.settings import Settings
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, Run, deadpool, start
-from tests.common.told import read_final
-from tests.common.waiting import PATIENCE_SECONDS, wait_for
+from tests.common.finished_run import read_final
+from tests.common.wait import MAX_WAIT_SECONDS, wait_for
 
 
 @pytest.mark.full
@@ -36,8 +36,8 @@ def test_agent_without_the_run_directory(tmp_path):
     address = ("--coordinator", f"{found['host']}:{found['port']}", "--run-id", run_id)
     away = ("agent", "--run-dir", str(far), "--node-id", "0", "--preload", "")
     second = start(tmp_path / "second.out", *away, *address, DEADPOOL_SECRET=secret)
-    assert first.wait(PATIENCE_SECONDS) == 0
-    assert second.wait(PATIENCE_SECONDS) == 0
+    assert first.wait(MAX_WAIT_SECONDS) == 0
+    assert second.wait(MAX_WAIT_SECONDS) == 0
     assert not list((far / "journal").iterdir()), "no standby looks into a journal of its own"
     final = read_final(run.path)
     assert final["exit_status"] == 0
@@ -78,7 +78,7 @@ def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path):
         vaults = [int(one["vault"]) for one in listings.values()]
         nice = {os.getpriority(os.PRIO_PROCESS, pid) for pid in vaults}
         assert nice == {min(19, os.nice(0) + Settings.vault_nice)}
-        posix.wait_gone(watchers, PATIENCE_SECONDS)
+        posix.wait_gone(watchers, MAX_WAIT_SECONDS)
         wait_for(
             "members to end", lambda: set(cleanup.run_processes(run.run, info.run_id)) <= {*vaults}
         )

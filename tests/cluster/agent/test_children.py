@@ -29,7 +29,7 @@ from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from tests.common.virtual_time import VirtualLoop
-from tests.common.waiting import until
+from tests.common.wait import until
 
 T = TypeVar("T")
 EPOCH = 3

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from deadpool_megatron.cluster.agent import evidence
 from deadpool_megatron.cluster.agent.evidence import Stacks
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 
 _STANDS = """
 import threading, time
 from deadpool_megatron.cluster.process import posix
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 
 def innermost():
     print("ready", flush=True)

@@ -17,7 +17,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
 from tests.cluster.agent import test_children
 from tests.cluster.agent.test_children import Control, Watch, in_no_time, info, keeper, note_starts
-from tests.common.waiting import until
+from tests.common.wait import until
 
 __all__ = ["info", "keeper"]
 

@@ -10,7 +10,7 @@ from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.settings import Settings
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 
 
 async def test_a_cleaner_that_takes_the_run_file_does_not_hide_the_run(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.journal.terms import HeartbeatTiming, SignOfLife,
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.layout.records import Generation, Restore
-from tests.common.waiting import PATIENCE_SECONDS
+from tests.common.wait import MAX_WAIT_SECONDS
 
 _RHYTHM = HeartbeatTiming(beat=0.01, gap=0.02, stall=0.04, alone=0.04)
 
@@ -56,7 +56,7 @@ def live(
 
 
 async def until(what: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(MAX_WAIT_SECONDS):
         while not what():
             await asyncio.sleep(0.005)
 

@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.agent.members import FreezeDetector
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd
 from deadpool_megatron.cluster.process.posix import needed_by_coordinator, raise_limit
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 
 SECONDS = 20.0
 IDLE = "import signal; signal.pause()"

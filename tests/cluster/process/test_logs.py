@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from deadpool_megatron.cluster.process.logs import Files, LocalLogs, LogCopier, read
-from tests.common.waiting import until
+from tests.common.wait import until
 
 SECONDS = 20.0
 

@@ -23,7 +23,7 @@ from deadpool_megatron.cluster.process.fork_server import ForkServer, Starter, S
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.file_systems import run_to_end
-from tests.common.waiting import until, wait_for
+from tests.common.wait import until, wait_for
 
 SECONDS = 20.0
 _HANGS = """

@@ -25,7 +25,7 @@ from deadpool_megatron.member.hang_probe import HangProbe
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import environment as nccl_environment
 from fake_nccl import KIND, fake as fake_nccl
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks, backend, run
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from deadpool_megatron.comms import CommunicatorFault, EpochClosed, nccl as bloc
 from deadpool_megatron.comms.nccl import RINGS, Blocks
 from fake_nccl import KIND, fake as fake_nccl
 from fake_nccl.collected import FreedCommunicatorError
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 from tests.comms.ranks import Member, Ranks, run
 
 pytestmark = pytest.mark.slow

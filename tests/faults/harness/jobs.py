@@ -29,8 +29,8 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, EventTail, read_events
 from deadpool_megatron.hookpoints import SCRIPT_VARIABLE
 from tests.common import forks
-from tests.common.told import read_final
-from tests.common.waiting import wait_for
+from tests.common.finished_run import read_final
+from tests.common.wait import wait_for
 from tests.megatron_lm.harness.checkout import checkout
 
 JOB_SECONDS = 240.0

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.common import forks
 from tests.common.ports import free_port
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 from tests.megatron_lm.harness.stock import TREE_VARIABLE
 
 RUN_SECONDS = 90.0

@@ -20,14 +20,14 @@ from deadpool_megatron.cluster.journal.terms import Term, newest_term
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Event, Kind, read_events
 from tests.cluster.running import Told
-from tests.common.told import read_final
-from tests.common.waiting import wait_for
+from tests.common.finished_run import read_final
+from tests.common.wait import wait_for
 from tests.netns.lab.hosts import Host, Hosts
 
 COUNTING_MEMBER = str(Path(__file__).parents[2] / "cluster" / "counting_member.py")
 _ROOT = Path(__file__).parents[3]
 # Deadlines are for hangs only: no test waits this long to pass.
-PATIENCE_SECONDS = 90.0
+MAX_WAIT_SECONDS = 90.0
 # Notes a row ``fault | what happened`` for the end of the session.
 Measured = Callable[[str, str], None]
 
@@ -53,7 +53,7 @@ class Obituary:
         self._thread.start()
 
     def _wait(self) -> None:
-        select.select([self._handle], [], [], PATIENCE_SECONDS)
+        select.select([self._handle], [], [], MAX_WAIT_SECONDS)
         self.wall_seconds = time.time()
         os.close(self._handle)
 
@@ -200,7 +200,7 @@ class Cluster(Told):
                 return "the run ended"
             return "" if any(a.poll() is None for a in self.agents.values()) else "no agent is left"
 
-        return wait_for(what, ready, PATIENCE_SECONDS, over)
+        return wait_for(what, ready, MAX_WAIT_SECONDS, over)
 
     def wait_progress(self, steps: int = 1) -> int:
         """Until so many more iterations were reported; answers the newest."""
@@ -226,8 +226,8 @@ class Cluster(Told):
 
     def wait_end(self) -> dict[str, Any]:
         """Until the run is over, every agent has ended and no host has anything of it left."""
-        wait_for("the end of the run", self.run.final.exists, PATIENCE_SECONDS)
-        wait_for("what is left of it to go", lambda: not self._left(), PATIENCE_SECONDS)
+        wait_for("the end of the run", self.run.final.exists, MAX_WAIT_SECONDS)
+        wait_for("what is left of it to go", lambda: not self._left(), MAX_WAIT_SECONDS)
         return read_final(self.run.path)
 
     def _left(self) -> list[str]:

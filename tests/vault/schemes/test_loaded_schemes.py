@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
-from tests.common.programs import said
+from tests.common.programs import check_output
 from tests.vault.harness import cluster, wait_until
 
 # Vault, coordinator and the member's side of a vault; then, in a fork for each kind, an epoch of
@@ -48,7 +48,7 @@ OPTIONAL = {*set[str]().union(*FILES.values()), "vault.schemes.parity_code"}
 
 
 def test_no_file_of_another_scheme_is_loaded(tmp_path):
-    told = said("-c", PROGRAM, tmp_path, *FILES)
+    told = check_output("-c", PROGRAM, tmp_path, *FILES)
     names = [line.replace("deadpool_megatron.", "").split() for line in told.splitlines()]
     found = [OPTIONAL.intersection(one) - {"vault.schemes.parity_code"} for one in names]
     assert dict(zip(FILES, found, strict=True)) == FILES

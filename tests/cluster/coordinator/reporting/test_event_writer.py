@@ -10,7 +10,7 @@ import pytest
 from deadpool_megatron.cluster.coordinator.files import EventWriter
 from deadpool_megatron.events import Event, EventLog, Kind, event_files, read_events
 
-PATIENCE_SECONDS = 30.0
+MAX_WAIT_SECONDS = 30.0
 
 
 class Disk(EventLog):
@@ -28,7 +28,7 @@ class Disk(EventLog):
 
     def append(self, lines: bytes) -> int:
         self.asked.set()
-        assert self.answers.wait(PATIENCE_SECONDS)
+        assert self.answers.wait(MAX_WAIT_SECONDS)
         if self.room is not None:
             lines = lines[: self.room]
             if not lines:
@@ -70,14 +70,14 @@ def test_what_a_full_disk_refused_is_written_when_there_is_room(disk, tmp_path, 
     writer = EventWriter(disk)
     for k in range(1, 101):
         writer.write(step(k))
-    assert disk.refused.wait(PATIENCE_SECONDS)
+    assert disk.refused.wait(MAX_WAIT_SECONDS)
     while not (told := writer.describe())["trouble"]:
         disk.refused.clear()
-        assert disk.refused.wait(PATIENCE_SECONDS)
+        assert disk.refused.wait(MAX_WAIT_SECONDS)
     assert os.strerror(number) in told["trouble"]
     assert told["waiting"] > 0
     disk.room = None
-    assert writer.close(PATIENCE_SECONDS) == 0
+    assert writer.close(MAX_WAIT_SECONDS) == 0
     assert steps(tmp_path) == list(range(1, 101))
     (text,) = texts(tmp_path)
     assert f"{os.strerror(number)}; 0 were dropped" in text
@@ -92,7 +92,7 @@ def test_a_large_file_is_followed_by_another_one(tmp_path):
             writer.write(step(k))
             while writer.describe()["waiting"]:
                 os.sched_yield()
-        assert writer.close(PATIENCE_SECONDS) == 0
+        assert writer.close(MAX_WAIT_SECONDS) == 0
     assert steps(tmp_path) == list(range(1, 81))
     names = [file.name for file in event_files(path)]
     assert names[:2] == ["events.jsonl", "events-0001-0002.jsonl"]

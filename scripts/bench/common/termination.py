@@ -12,7 +12,7 @@ from types import FrameType
 
 
 @contextlib.contextmanager
-def ending_in_order() -> Iterator[None]:
+def orderly_termination() -> Iterator[None]:
     """Within it SIGTERM ends this process as an exception does, through every ``finally``: else the
     runs that it watches, in sessions of their own, would go on without it. Main thread only.
     """

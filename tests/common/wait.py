@@ -7,23 +7,23 @@ from typing import TypeVar
 
 T = TypeVar("T")
 # A busy machine may take long.
-PATIENCE_SECONDS = 60.0
+MAX_WAIT_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
 
 
 def wait_for(
     what: str,
     ready: Callable[[], T],
-    seconds: float = PATIENCE_SECONDS,
-    hopeless: Callable[[], str] = str,
+    seconds: float = MAX_WAIT_SECONDS,
+    failure: Callable[[], str] = str,
 ) -> T:
     """Poll until ``ready()`` is true; returns what it answered.
 
-    ``hopeless``: why it can no longer come, if so. Raises AssertionError with ``what``.
+    ``failure``: why it can no longer come, if so. Raises AssertionError with ``what``.
     """
     limit = time.monotonic() + seconds
     while True:
-        why = hopeless()  # before the last look: what came just before the end counts
+        why = failure()  # before the last look: what came just before the end counts
         if found := ready():
             return found
         assert not why, f"{why} before: {what}"
@@ -31,7 +31,7 @@ def wait_for(
         time.sleep(_LOOK_SECONDS)
 
 
-async def until(ready: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
+async def until(ready: Callable[[], object], seconds: float = MAX_WAIT_SECONDS) -> None:
     """The same on a running loop. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
         while not ready():

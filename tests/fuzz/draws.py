@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.reach.shrinking import COMMON, Flags, complete
+from tests.reach.shrink import COMMON, Flags, complete
 
 _HERE = Path(__file__).parent
 ROLES, ITERATIONS = 4, 16

@@ -10,12 +10,12 @@ import pytest
 from deadpool_megatron import arguments
 from deadpool_megatron.support.findings import judge
 from deadpool_megatron.support.flags import Level
-from tests.fuzz import drawing
-from tests.fuzz.drawing import FEATURES, Draw, count, draw, least_covered, pairs, without
+from tests.fuzz import draws
+from tests.fuzz.draws import FEATURES, Draw, count, draw, least_covered, pairs, without
 from tests.fuzz.minimal import smallest
 from tests.megatron_lm.harness.checkout import TAG, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Question, ask
-from tests.reach.shrinking import _RULES
+from tests.reach.shrink import _RULES
 
 DRAWS = [draw(seed) for seed in range(300)]
 
@@ -30,12 +30,12 @@ def test_every_draw_obeys_the_rules():
     gpu_only = " ".join(_RULES["cannot"].values()).split()
     for one in DRAWS:
         assert one.choice.keys() == FEATURES.keys()
-        assert not [pair for pair in pairs(one.choice) if drawing.forbidden(*pair)]
+        assert not [pair for pair in pairs(one.choice) if draws.forbidden(*pair)]
         names = [word for word in one.flags if word.startswith("--")]
         assert len(set(names)) == len(names)
         assert not [name for name in names for row in gpu_only if fnmatch(name, row)]
         struck = [fault["match"].get("iteration", 0) for fault in one.faults]
-        assert all(0 <= at <= drawing.ITERATIONS - 3 for at in struck)
+        assert all(0 <= at <= draws.ITERATIONS - 3 for at in struck)
 
 
 def test_the_package_takes_every_draw():
@@ -51,13 +51,13 @@ def test_every_value_is_drawn_and_every_pattern_names_one():
     drawn = {word for one in DRAWS for word in map("=".join, one.choice.items())}
     known = {f"{name}={value}" for name, rows in FEATURES.items() for value in rows}
     assert drawn == known
-    patterns = {word for rule in drawing.NEVER for word in (rule["these"], rule["with"])}
+    patterns = {word for rule in draws.NEVER for word in (rule["these"], rule["with"])}
     for pattern in " ".join(patterns).split():
         assert [one for one in known if fnmatch(one, pattern)], pattern
 
 
-def chosen(number: int, candidates: int) -> Counter[drawing.Pair]:
-    drawn: Counter[drawing.Pair] = Counter()
+def chosen(number: int, candidates: int) -> Counter[draws.Pair]:
+    drawn: Counter[draws.Pair] = Counter()
     for first in range(0, number * candidates, candidates):
         drawn += count([least_covered(range(first, first + candidates), drawn).choice])
     return drawn
@@ -67,9 +67,9 @@ def test_pairs_are_drawn_evenly():
     """More of them with as many draws than at random, and no value much more than its share."""
     even, at_random = chosen(40, 8), count(one.choice for one in DRAWS[:40])
     assert len(even) > 1.05 * len(at_random)
-    assert even.keys() <= set(drawing.possible())
+    assert even.keys() <= set(draws.possible())
     wide = count(one.choice for one in DRAWS)
-    assert len(wide) > 0.95 * len(drawing.possible())
+    assert len(wide) > 0.95 * len(draws.possible())
 
 
 def test_the_least_covered_draw_is_taken():
@@ -104,8 +104,8 @@ def test_what_fails_is_shrunk_to_what_matters():
 
 def test_what_was_drawn_is_written_and_read(tmp_path):
     drawn = [one.choice for one in DRAWS[:5]]
-    drawing.write_choices(tmp_path / "pairs.json", drawn)
-    assert drawing.read_choices(tmp_path / "pairs.json") == drawn
+    draws.write_choices(tmp_path / "pairs.json", drawn)
+    assert draws.read_choices(tmp_path / "pairs.json") == drawn
 
 
 @pytest.mark.megatron_lm

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deadpool_megatron import failpoints
-from tests.common.waiting import wait_for
+from tests.common.wait import wait_for
 
 _GONE_SECONDS = 15.0
 
