@@ -315,7 +315,7 @@ class Settings:
         return int(self.memory_gb * 1e9)
 
     @cached_property
-    def extras_room_bytes(self) -> int:
+    def extras_capacity_bytes(self) -> int:
         """Return the minimum space for the extras of a role at each boundary, in bytes."""
         return int(self.extras_room_mb * 1e6)
 

@@ -54,7 +54,7 @@ _WARM_SECONDS = 8.0
 _BEFORE_SECONDS = 5.0
 _ITERATIONS = 10
 _PATIENCE_SECONDS = 240.0
-_ENTRY = "vault/worker.py:_seal"
+_ENTRY = "vault/role_worker.py:_seal"
 Notes = list[tuple[str, float, str, str]]  # kind, wall seconds, process and thread, file
 
 

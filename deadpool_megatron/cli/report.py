@@ -14,7 +14,7 @@ from deadpool_megatron.cli.run_result import failure_to_dict, read_result, read_
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.failures import MEANINGS
-from deadpool_megatron.layout.words import in_short
+from deadpool_megatron.layout.descriptions import in_short
 from deadpool_megatron.observe import narration
 from deadpool_megatron.observe.narration import count
 from deadpool_megatron.observe.steps import decimal, summary

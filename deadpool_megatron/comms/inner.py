@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
-from deadpool_megatron.layout.words import group_name
+from deadpool_megatron.layout.descriptions import group_name
 
 _RETURNS_A_WORK = re.compile(r"-> \S*\bWork\b")
 

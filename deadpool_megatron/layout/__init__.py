@@ -1,7 +1,7 @@
 """Roles, failure domains, placement of copies, and the records of decisions. Pure; no torch.
 
 records        facts for decisions, and the decision itself; which iterations are protected
-words          the name of a group of roles, and the meaning of a role's bytes, for users
+descriptions   the name of a group of roles, and the meaning of a role's bytes, for users
 history        facts about the run so far for a coordinator that takes over
 planner        sources of a restore, the assignment of roles, the kept lineages
 schemes        the ways to protect state, and the plan of an epoch
@@ -9,5 +9,5 @@ gradient_chain steps between two generations: names and rules
 rebuild        which schemes can produce parts of which no whole copy is left
 placement      the nodes that hold the copies of a role; which nodes are lost together
 parity_groups  the roles that share parity blocks, their holders, recovery from blocks
-sizing         the only calculation of memory, and the check of plans
+memory_needs   the only calculation of memory, and the check of plans
 """

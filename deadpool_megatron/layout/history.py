@@ -48,7 +48,7 @@ class History:
     failure again), ``exited`` (a process ended by itself), ``iteration`` (newest finished one) and
     ``node`` (or None). ``recoveries`` and
     ``steps_recomputed``: counts that include the recovery which this epoch ends.
-    ``protection_told``: the plan that was reported before this epoch, None before the first.
+    ``reported_plan``: the plan that was reported before this epoch, None before the first.
     ``start``: the newest epoch whose processes had all ended when the run was started again.
     """
 
@@ -62,21 +62,23 @@ class History:
     failures: tuple[Mapping[str, Any], ...] = ()
     recoveries: int = 0
     steps_recomputed: int = 0
-    protection_told: ProtectionPlan | None = None
+    reported_plan: ProtectionPlan | None = None
     start: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the newest part of what would grow without end."""
         known = sorted(self.gone)
         newest = [known.pop() for _ in known[-_MAX_CAUSES:]]
+        written = write(self)
+        written["protection_told"] = written.pop("reported_plan")
         return {
-            **write(self),
-            "kept": [[*one] for one in sorted(self.kept.items())[-_MAX_LINEAGES:]],
+            **written,
+            "kept": [[*pair] for pair in sorted(self.kept.items())[-_MAX_LINEAGES:]],
             "gone": {str(node): self.gone[node][:_MAX_CAUSE] for node in newest},
             # To turn an old one away its number is enough. Numbers are given one after the other,
             # so that these are a few stretches, between nodes that live.
             "gone_before": _stretches(known),
-            "nonfinite": [[*one] for one in sorted(self.nonfinite.items())[-_MAX_NONFINITE:]],
+            "nonfinite": [[*pair] for pair in sorted(self.nonfinite.items())[-_MAX_NONFINITE:]],
         }
 
     @staticmethod
@@ -88,7 +90,8 @@ class History:
             for node in range(int(first), int(last) + 1)
         }
         pairs = {name: dict(values[name]) for name in ("kept", "nonfinite")}
-        return read(History, {**values, **pairs, "gone": {**before, **values["gone"]}})
+        renamed = {"reported_plan": values.get("protection_told")}
+        return read(History, {**values, **renamed, **pairs, "gone": {**before, **values["gone"]}})
 
 
 def _stretches(numbers: Iterable[int]) -> list[list[int]]:

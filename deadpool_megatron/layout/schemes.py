@@ -87,7 +87,7 @@ def format_scheme(scheme: SchemeNumbers) -> str:
     return str(scheme.kind)
 
 
-def in_words(plan: ProtectionPlan, replicas: int) -> str:
+def describe_plan(plan: ProtectionPlan, replicas: int) -> str:
     """Return a description of a plan for users; ``replicas`` as in EpochRecord."""
     scheme, many = plan.scheme, "" if replicas == 1 else "s"
     what = {
@@ -106,7 +106,7 @@ def recomputes(plan: ProtectionPlan) -> bool:
     return plan.kind is SchemeKind.RECOMPUTE
 
 
-def most_lost(every: int, max_lag: int, *, spans_the_world: bool) -> int:
+def max_lost_iterations(every: int, max_lag: int, *, spans_the_world: bool) -> int:
     """Return the maximum number of finished iterations that a failure makes a job compute again.
 
     The update of a due iteration p passes its gate when the generation ``max_lag`` + 1 due

@@ -22,7 +22,7 @@ from deadpool_megatron.member.role_reports import RoleReports
 from deadpool_megatron.member.update_capture import UpdateCapture
 from deadpool_megatron.platform import Platform
 from deadpool_megatron.state.template import StateTemplate
-from deadpool_megatron.vault.member import VaultClient
+from deadpool_megatron.vault.vault_client import VaultClient
 
 
 class MegatronFramework(Framework):

@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from deadpool_megatron.layout.words import in_words
+from deadpool_megatron.layout.descriptions import meaning_of
 from deadpool_megatron.megatron import fp8, loop_extras, optimizer
 from deadpool_megatron.megatron.loop import MegatronLoop, layer_number, trains_in_fp8
 from deadpool_megatron.state.digest import Entry, generator_entries, short_digests, state_digest
@@ -31,7 +31,7 @@ def identify(loop: MegatronLoop, parts: Sequence[Part]) -> None:
     """Set the meaning of each shard part of a role. Raises UnsupportedState for an updated
     parameter without a name."""
     names = {id(parameter): name for name, parameter in loop.named_parameters()}
-    model = in_words(loop.model_arguments())
+    model = meaning_of(loop.model_arguments())
     for inner, part in zip(optimizer.inner_optimizers(loop.optimizer), parts, strict=True):
         text = "\n".join((part.meaning, model, *_contents(inner, names)))
         part.meaning = hashlib.sha256(text.encode()).hexdigest()
@@ -77,7 +77,7 @@ def role_meaning(loop: MegatronLoop) -> str:
         if not parameter.requires_grad
     ]
     facts["frozen"] = hashlib.sha256("\n".join(frozen).encode()).hexdigest()[:16] if frozen else 0
-    return in_words({**facts, "stage": loop.stage_class()})
+    return meaning_of({**facts, "stage": loop.stage_class()})
 
 
 def _layers(chunk: torch.nn.Module) -> str:

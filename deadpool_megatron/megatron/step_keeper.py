@@ -37,7 +37,7 @@ from deadpool_megatron.member.update_capture import Await, LiveState, ReplayRefu
 from deadpool_megatron.platform.devices import CopyHandle, Platform
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.parts import Part
-from deadpool_megatron.vault.member import RestoredParts, SlotWriter, VaultClient
+from deadpool_megatron.vault.vault_client import RestoredParts, SlotWriter, VaultClient
 
 _STEP_BYTES = 64 << 10
 _BYTES_PER_PARAMETER = 8  # its number, in the list of those without a gradient

@@ -21,9 +21,9 @@ from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClose
 from deadpool_megatron.events import GRADIENT_NORM, STATE, Kind
 from deadpool_megatron.failures import FailureKind, kind_of_end
 from deadpool_megatron.layout.gradient_chain import REPLAY
+from deadpool_megatron.layout.memory_needs import extras_capacity_bytes, node_needs
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
 from deadpool_megatron.layout.schemes import recomputes
-from deadpool_megatron.layout.sizing import extras_room_bytes, node_needs
 from deadpool_megatron.member.framework import Framework, StepCalls, UpdateAudit
 from deadpool_megatron.member.frozen_weights import FrozenWeights
 from deadpool_megatron.member.loop import Program, ProtectedLoop
@@ -47,7 +47,7 @@ from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.disk.sources import dump_differs
 from deadpool_megatron.vault.errors import Interrupted, OutOfSpace, VaultError
-from deadpool_megatron.vault.member import VaultClient
+from deadpool_megatron.vault.vault_client import VaultClient
 from deadpool_megatron.wire.framing import readable
 
 # A device gets at least this long to show that it is idle, however late it is asked.
@@ -456,7 +456,7 @@ class EpochEntry:
         layout = role_layout(
             self.role,
             framework.parts,
-            extras_room_bytes(len(self._pristine), settings.extras_room_bytes),
+            extras_capacity_bytes(len(self._pristine), settings.extras_capacity_bytes),
             framework.peers,
             framework.slots + settings.max_lag,
             meaning,

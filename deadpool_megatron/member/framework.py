@@ -19,7 +19,7 @@ from deadpool_megatron.platform import Platform
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.state.template import StateTemplate
-from deadpool_megatron.vault.member import VaultClient
+from deadpool_megatron.vault.vault_client import VaultClient
 
 if TYPE_CHECKING:
     from deadpool_megatron.member.role_reports import RoleReports

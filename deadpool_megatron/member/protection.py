@@ -56,8 +56,8 @@ from deadpool_megatron.platform import devices
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.vault.errors import Frozen, Interrupted, VaultError
-from deadpool_megatron.vault.member import RestoredParts, SlotWriter, VaultClient
 from deadpool_megatron.vault.shm.segment import checksum
+from deadpool_megatron.vault.vault_client import RestoredParts, SlotWriter, VaultClient
 
 # Shorter waits are the cost of polling, not a stall.
 _STALL_SECONDS = 0.001

@@ -14,7 +14,7 @@ from deadpool_megatron.state.parts import Part
 def role_layout(
     role: int,
     parts: Sequence[Part],
-    extras_room_bytes: int,
+    extras_capacity_bytes: int,
     peers: Sequence[int],
     slots: int,
     meaning: str,
@@ -22,8 +22,8 @@ def role_layout(
 ) -> RoleLayout:
     """Return the layout of a role's generations.
 
-    ``extras_room_bytes``: capacity for the extras at each boundary. It is not in the hash, so that
-    a run can continue with another capacity. ``step_parts``: for updates, if the scheme keeps them.
+    ``extras_capacity_bytes``: for the extras at each boundary. It is not in the hash, so that a run
+    can continue with another capacity. ``step_parts``: for updates, if the scheme keeps them.
     """
     identities = {part.name: part.signature() for part in parts}
     # The gradients of a part are those of the same parameters.
@@ -34,7 +34,7 @@ def role_layout(
     for info in infos:
         digest.update(f"{info.name}|{info.nbytes}|{info.identity};".encode())
     names = map(records.extras_part, records.BOUNDARIES)
-    extras = [PartInfo(name, extras_room_bytes, (role,)) for name in names]
+    extras = [PartInfo(name, extras_capacity_bytes, (role,)) for name in names]
     return RoleLayout(
         role=role,
         parts=(*infos, *extras),

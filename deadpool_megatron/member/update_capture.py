@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from deadpool_megatron.layout.records import Generation, PartInfo
 from deadpool_megatron.platform import devices
 from deadpool_megatron.state.parts import Part
-from deadpool_megatron.vault.member import RestoredParts, SlotWriter
+from deadpool_megatron.vault.vault_client import RestoredParts, SlotWriter
 
 # Arguments: the name of an operation, and a function that waits for it: seconds -> done.
 Await = Callable[[str, Callable[[float], bool]], None]

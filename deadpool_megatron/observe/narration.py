@@ -8,8 +8,8 @@ from typing import Any
 
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.failures import MEANINGS, FailureKind, describe_kind, process_name
+from deadpool_megatron.layout.descriptions import in_short
 from deadpool_megatron.layout.records import NodeUse
-from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.steps import decimal
 from deadpool_megatron.observe.story import Interruption, Story
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.failures import FailureKind, describe_kind
+from deadpool_megatron.layout.descriptions import in_short
 from deadpool_megatron.layout.records import NodeUse
-from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import advice, count, describe_wait, to_do
 from deadpool_megatron.observe.story import Interruption, Story
 

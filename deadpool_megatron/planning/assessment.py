@@ -9,8 +9,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.schemes import losses_survived, most_lost
-from deadpool_megatron.layout.sizing import refusal
+from deadpool_megatron.layout.memory_needs import refusal
+from deadpool_megatron.layout.schemes import losses_survived, max_lost_iterations
 from deadpool_megatron.planning import shards, traffic
 from deadpool_megatron.planning.sections import Plan, PlanError
 from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Placement, Timing
@@ -38,7 +38,7 @@ class Assessment:
         """The RPO: the largest number of finished steps that a failure makes the job repeat."""
         lag = self.plan.protection.max_lag
         together = shards.slots_of(self.plan) == 2 + lag
-        return most_lost(self.plan.protection.cadence, lag, spans_the_world=together)
+        return max_lost_iterations(self.plan.protection.cadence, lag, spans_the_world=together)
 
     def busiest(self, name: str) -> tuple[float, int]:
         """Return the mean (over nodes with a value) and the maximum of a field of the loads. Fields

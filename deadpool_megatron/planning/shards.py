@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deadpool_megatron.layout.gradient_chain import step_parts
+from deadpool_megatron.layout.memory_needs import Topology, extras_capacity_bytes
 from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
-from deadpool_megatron.layout.sizing import Topology, extras_room_bytes
 from deadpool_megatron.planning.sections import Cluster, Model, Parallel, Plan
 from deadpool_megatron.settings import SchemeKind, Settings
 
@@ -203,7 +203,7 @@ def _layout(role: int, plan: Plan, stage: StageParameters) -> RoleLayout:
             for shard in shards
         }
         steps = step_parts(gradients, _UPDATE_BYTES, role)
-    room = extras_room_bytes(chosen.extras_bytes_per_role, int(chosen.extras_room_mb * 1e6))
+    room = extras_capacity_bytes(chosen.extras_bytes_per_role, int(chosen.extras_room_mb * 1e6))
     extras = [PartInfo(extras_part(boundary), room, (role,)) for boundary in BOUNDARIES]
     peers = data_parallel_peers(role, plan.parallel)
     return RoleLayout(role, (*shards, *steps, *extras), peers, slots_of(plan), "")

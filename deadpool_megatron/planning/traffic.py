@@ -22,10 +22,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from deadpool_megatron.layout.memory_needs import Topology, memory_by_use
 from deadpool_megatron.layout.parity_groups import ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.schemes import losses_survived
-from deadpool_megatron.layout.sizing import Topology, memory_by_use
 from deadpool_megatron.planning.sections import Plan
 from deadpool_megatron.planning.shards import (
     GRADIENT_BYTES,

@@ -19,7 +19,7 @@ from pathlib import Path
 from deadpool_megatron import failpoints
 from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import agent_orders, errors, pace, transport as transports
+from deadpool_megatron.vault import agent_orders, errors, shared_nic, transport as transports
 from deadpool_megatron.wire import auth
 
 
@@ -59,7 +59,7 @@ def main() -> int:
     listener = socket.socket(fileno=given.tcp_fd)
     transport = transports.Transport(listener, secret, run_id, given.node, settings.connect_seconds)
     local = socket.socket(fileno=given.unix_fd)
-    interface = pace.interface_of(listener.getsockname()[0])
+    interface = shared_nic.interface_of(listener.getsockname()[0])
     vault = agent_orders.Vault(given.node, given.segment_dir, settings, transport, local, interface)
 
     def end(*_: object) -> None:

@@ -29,16 +29,16 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.file_systems import LIKELY_CLEANERS
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import member_dialogue, room
+from deadpool_megatron.vault import member_connection, slot_memory
 from deadpool_megatron.vault.disk.dump import damaged, dump, dump_held
 from deadpool_megatron.vault.disk.pinned_snapshot import snapshot_bytes, take
 from deadpool_megatron.vault.errors import MALFORMED, Code, VaultError
+from deadpool_megatron.vault.peer_server import Server
+from deadpool_megatron.vault.role_worker import RoleWorker
 from deadpool_megatron.vault.schemes.registry import scheme_of
-from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Segment, parse_name
 from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.transport import Transport, begin_thread
-from deadpool_megatron.vault.worker import RoleWorker
 from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
@@ -67,12 +67,12 @@ class Vault:
         )
         self._gate = store.gate
         self._ledger = store.ledger
-        self._members = member_dialogue.MemberConnections(self.store)
+        self._members = member_connection.MemberConnections(self.store)
         self._server = Server(self.store, transport)
-        self._links = member_dialogue.LocalServer(local_listener, self._serve_local)
+        self._links = member_connection.LocalServer(local_listener, self._serve_local)
         self._order_lock = threading.Lock()
         self._event_lock = threading.Lock()
-        self._agent: member_dialogue.LocalLink | None = None
+        self._agent: member_connection.LocalLink | None = None
         self._alone_since = time.monotonic()
         self._kept_events: collections.deque[Event] = collections.deque(maxlen=_MAX_KEPT_EVENTS)
         self._damaged: set[tuple[Segment, int, str, int]] = set()
@@ -102,7 +102,7 @@ class Vault:
         """Wait for the order to stop, or until the agent is gone for too long; then shut down."""
         looked = time.monotonic()
         while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
-            room.remove_unneeded(self.store)
+            slot_memory.remove_unneeded(self.store)
             self.store.table.removed.clear()
             if time.monotonic() - looked > _NAMES_SECONDS:
                 looked = time.monotonic()
@@ -150,12 +150,12 @@ class Vault:
 
     # Local connections.
 
-    def _serve_local(self, link: member_dialogue.LocalLink, stopping: threading.Event) -> None:
+    def _serve_local(self, link: member_connection.LocalLink, stopping: threading.Event) -> None:
         hello = link.receive(stopping)
         if hello is None:
             return
         if hello.get("t") == "member":
-            member_dialogue.MemberConnection(self.store, self._members, link, hello).run(stopping)
+            member_connection.MemberConnection(self.store, self._members, link, hello).run(stopping)
         elif hello.get("t") == "agent":
             self._obey(link, stopping)
         else:
@@ -168,7 +168,7 @@ class Vault:
             else:
                 self._agent.send({"t": "event", "event": event.to_dict()})
 
-    def _obey(self, link: member_dialogue.LocalLink, stopping: threading.Event) -> None:
+    def _obey(self, link: member_connection.LocalLink, stopping: threading.Event) -> None:
         with self._event_lock:
             self._agent = link
             while self._kept_events:
@@ -181,7 +181,7 @@ class Vault:
                 if self._agent is link:
                     self._agent, self._alone_since = None, time.monotonic()
 
-    def _order(self, link: member_dialogue.LocalLink, message: Mapping[str, Any]) -> None:
+    def _order(self, link: member_connection.LocalLink, message: Mapping[str, Any]) -> None:
         kind, number = str(message.get("t")), message.get("id")
         orders: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "close": lambda m: self.close_epoch(int(m["epoch"])),

@@ -18,7 +18,7 @@ from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout,
 from deadpool_megatron.vault.copies import Scheme, Target
 from deadpool_megatron.vault.epoch_gate import EpochGate
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultReports
-from deadpool_megatron.vault.pace import Pace, SharedNic
+from deadpool_megatron.vault.shared_nic import Pace, SharedNic
 from deadpool_megatron.vault.shm.table import Place, Table
 
 

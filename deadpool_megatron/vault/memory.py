@@ -21,7 +21,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from deadpool_megatron import file_systems
-from deadpool_megatron.layout.sizing import NodeNeeds
+from deadpool_megatron.layout.memory_needs import NodeNeeds
 from deadpool_megatron.vault.errors import OutOfSpace, VaultError
 
 _LOCK = ".memory.lock"
@@ -250,7 +250,7 @@ def problem(needs: NodeNeeds, limits: Sequence[MemoryLimit]) -> str:
         return ""
     return (
         f"generations need {needs.total} bytes of memory on this node, {tightest.name} allows"
-        f" {tightest.nbytes}: {needs.in_words()}; {tightest.remedy}, or lower --deadpool-replicas"
+        f" {tightest.nbytes}: {needs.describe()}; {tightest.remedy}, or lower --deadpool-replicas"
         " or --deadpool-max-lag"
     )
 
@@ -264,7 +264,7 @@ def warnings(
     tightest = min(limits, key=lambda limit: limit.nbytes, default=None)
     if tightest is not None and needs.total <= tightest.nbytes < needs.peak:
         found.append(
-            f"memory for generations is tight: {needs.total} bytes in use ({needs.in_words()}),"
+            f"memory for generations is tight: {needs.total} bytes in use ({needs.describe()}),"
             f" {needs.peak} while processes are restarted in place, {tightest.name} allows"
             f" {tightest.nbytes}: {tightest.remedy}"
         )

@@ -19,10 +19,10 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
-from deadpool_megatron.vault import room
+from deadpool_megatron.vault import slot_memory
 from deadpool_megatron.vault.copies import Scheme, Target
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
-from deadpool_megatron.vault.pace import Share
+from deadpool_megatron.vault.shared_nic import Share
 from deadpool_megatron.vault.shm.segment import Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
@@ -252,13 +252,13 @@ class LocalCopier(Sender):
         VaultError where there is no room, or at a close."""
         store = self._store
         names = [place.name for place in places]
-        segment = room.ensure_copy(store, self._layout, generation, names)
-        room.require_fit(segment, {place.name: place.nbytes for place in places})
+        segment = slot_memory.ensure_copy(store, self._layout, generation, names)
+        slot_memory.require_fit(segment, {place.name: place.nbytes for place in places})
         slot = store.claim(segment, generation, self._epoch)
         if slot is None:
             return []
         try:
-            room.reserve(store, segment, names, slot, generation)
+            slot_memory.reserve(store, segment, names, slot, generation)
             return [place.name for place in places if self._copy(place, segment, slot)]
         finally:
             store.release(segment, slot)

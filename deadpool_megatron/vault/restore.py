@@ -24,7 +24,7 @@ from deadpool_megatron.layout import records
 from deadpool_megatron.layout.gradient_chain import key
 from deadpool_megatron.layout.planner import PartIndex
 from deadpool_megatron.layout.records import EpochRecord, Generation, Recipe, RoleLayout, Source
-from deadpool_megatron.vault import room, transport
+from deadpool_megatron.vault import slot_memory, transport
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.sources import dumped_parts, node_of, slots_of
 from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError, is_shortage
@@ -226,7 +226,7 @@ class Restorer:
         """Copy what this node holds elsewhere: a copy of the role, or the slots of a process that
         played it here. Returns the wrong checksum of damaged bytes."""
         with self._target(layout, wanted) as (segment, slot):
-            room.require_fit(segment, {wanted.name: place.nbytes})
+            slot_memory.require_fit(segment, {wanted.name: place.nbytes})
             return self._store.copy_part(place, segment, slot, self._record.epoch)
 
     def _fetch(self, layout: RoleLayout, wanted: _Wanted, source: Source) -> Place:
@@ -314,7 +314,7 @@ class Restorer:
         while True:
             try:
                 with self._target(layout, wanted) as (segment, slot):
-                    room.require_fit(segment, {name: entry.nbytes})
+                    slot_memory.require_fit(segment, {name: entry.nbytes})
                     found = self._store.copy_part(place, segment, slot, self._record.epoch)
                 if isinstance(found, Place):
                     return found
@@ -337,15 +337,15 @@ class Restorer:
         generation = wanted.generation if wanted is not None else self._record.restore.generation
         lead = wanted.name if wanted is not None and wanted.leads else None
         if lead is not None:
-            segment = room.ensure_copy(store, layout, generation, (lead,))
+            segment = slot_memory.ensure_copy(store, layout, generation, (lead,))
         else:
-            segment = room.ensure_own(store, layout, self._seat, epoch=epoch)
+            segment = slot_memory.ensure_own(store, layout, self._seat, epoch=epoch)
         slot = store.claim(segment, generation, epoch)
         if slot is None:
             raise _NoSlotYet("no slot is free yet")
         try:
             if lead is not None:
-                room.reserve(store, segment, (lead,), slot, generation)
+                slot_memory.reserve(store, segment, (lead,), slot, generation)
             yield segment, slot
         finally:
             self._store.release(segment, slot)

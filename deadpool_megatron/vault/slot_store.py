@@ -20,7 +20,7 @@ from deadpool_megatron.vault.copies import Scheme
 from deadpool_megatron.vault.epoch_gate import EpochGate
 from deadpool_megatron.vault.errors import Refusal, VaultError, VaultReports
 from deadpool_megatron.vault.memory import Budget
-from deadpool_megatron.vault.pace import Pace, SharedNic
+from deadpool_megatron.vault.shared_nic import Pace, SharedNic
 from deadpool_megatron.vault.shm.segment import Filled, PartState, Segment, SlotState
 from deadpool_megatron.vault.shm.table import Place, Table
 from deadpool_megatron.vault.transport import Transport

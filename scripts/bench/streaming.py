@@ -44,7 +44,7 @@ from tests.netns.lab.cluster import Cluster, Job
 from tests.netns.lab.hosts import Host, Hosts, missing
 
 NODES = 2
-# Longer than the pace needs to know the window, see vault/pace.py.
+# Longer than the pace needs to know the window, see vault/shared_nic.py.
 _WARM_UP = 8
 _POLL_SECONDS = 0.005
 _SILENCE_SECONDS = 120.0

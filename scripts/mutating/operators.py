@@ -32,7 +32,9 @@ _TEXT_CALLS = {
     *("sleep", "freeze", "collect", "cast", "TypeVar", "NewType", "simplefilter"),
 }
 _TEXT_ARGUMENTS = {"strict", "daemon", "flush", "indent", "name", "help", "stacklevel"}
-_TEXT_FUNCTIONS = re.compile(r"__(repr|str|hash)__|in_words|in_short|description|words$|says$")
+_TEXT_FUNCTIONS = re.compile(
+    r"__(repr|str|hash)__|in_words|in_short|describe|description|meaning_of|words$|says$"
+)
 # Containers: their changes do not depend on that of another one just before.
 _CONTAINER_CALLS = {
     "__init__",

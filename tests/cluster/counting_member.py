@@ -24,9 +24,9 @@ from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, Pau
 from deadpool_megatron.cluster.link.rendezvous import StoreError
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.words import group_name
+from deadpool_megatron.layout.descriptions import group_name
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable
-from deadpool_megatron.vault.member import VaultClient
+from deadpool_megatron.vault.vault_client import VaultClient
 from deadpool_megatron.wire.framing import readable
 
 VALUES = 512

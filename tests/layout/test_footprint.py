@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hypothesis import given, settings, strategies as st
 
-from deadpool_megatron.layout import gradient_chain, parity_groups, sizing
+from deadpool_megatron.layout import gradient_chain, memory_needs, parity_groups
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.vault.memory import allocated_bytes
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, steps_name
@@ -27,12 +27,12 @@ def layouts(draw: st.DrawFn) -> RoleLayout:
 @settings(max_examples=15)
 @given(layouts())
 def test_own_slots_and_copies(layout):
-    assert sizing.own_bytes(layout) >= segment_bytes(layout)
-    assert sizing.copy_bytes(layout, ()) == 0
+    assert memory_needs.own_bytes(layout) >= segment_bytes(layout)
+    assert memory_needs.copy_bytes(layout, ()) == 0
     names = [part.name for part in layout.parts[1:]]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         Segment.create(Path(name) / copy_name(0), layout, None, names)
-        assert allocated_bytes(Path(name)) <= sizing.copy_bytes(
+        assert allocated_bytes(Path(name)) <= memory_needs.copy_bytes(
             layout, (p.nbytes for p in layout.parts[1:])
         )
 
@@ -49,7 +49,9 @@ def test_chains(layout, full_every):
         Segment.create(Path(name) / copy_name(0), layout, None, [*shards, "extras@step"])
         slots = layout.generations_kept(full_every)
         Segment.create(Path(name) / steps_name(0), layout, None, others, slots)
-        assert allocated_bytes(Path(name)) <= sizing.kept_bytes(layout, list(shards), full_every)
+        assert allocated_bytes(Path(name)) <= memory_needs.kept_bytes(
+            layout, list(shards), full_every
+        )
 
 
 @settings(max_examples=15)
@@ -59,4 +61,4 @@ def test_blocks(layout, roles):
     group = parity_groups.ParityGroup(tuple(of), (1 << 33,), (9,))
     made = parity_groups.parity_layout(of, group, 0, 1)
     longest = {part.name: part.nbytes for part in made.parts if part.name != parity_groups.MEMBERS}
-    assert sizing.block_bytes(made.slots, roles, longest) >= segment_bytes(made)
+    assert memory_needs.block_bytes(made.slots, roles, longest) >= segment_bytes(made)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.layout import gradient_chain, planner, records, schemes, sizing
+from deadpool_megatron.layout import gradient_chain, memory_needs, planner, records, schemes
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered, missing_copies
@@ -85,16 +85,16 @@ class Cluster:
         if self.plan.kind is schemes.SchemeKind.PARITY:
             for group in ParityPlacement(*placed, self.plan, self.survived).groups:
                 self.say(f"group {short(group.roles)} has blocks on", group.holders)
-        scene = sizing.Topology(self.layouts, *placed, self.survived)
-        used = sizing.memory_by_use(self.plan, scene)
+        scene = memory_needs.Topology(self.layouts, *placed, self.survived)
+        used = memory_needs.memory_by_use(self.plan, scene)
         self.say("own and kept bytes", {n: used[n] for n in self.live})
         budgets = {n: sum(used[n]) - 1000 * n for n in self.live if n}
-        lack = sizing.shortfall(self.plan, scene, budgets)
-        self.say("lacks", lack and lack.in_words())
-        needs = sizing.node_needs(self.layouts[0], self.per_node, self.settings)
-        self.say(f"each needs {needs.total}, at most {needs.peak} bytes", needs.in_words())
-        self.say("plan", schemes.in_words(self.plan, self.survived))
-        self.say("refused", sizing.refusal(self.plan, len(self.live), self.settings))
+        lack = memory_needs.shortfall(self.plan, scene, budgets)
+        self.say("lacks", lack and lack.describe())
+        needs = memory_needs.node_needs(self.layouts[0], self.per_node, self.settings)
+        self.say(f"each needs {needs.total}, at most {needs.peak} bytes", needs.describe())
+        self.say("plan", schemes.describe_plan(self.plan, self.survived))
+        self.say("refused", memory_needs.refusal(self.plan, len(self.live), self.settings))
 
     def commit(self, iteration: int, boundary: str = "step", *behind: str) -> None:
         """All nodes hold what they should of a generation; of named roles only their owners."""

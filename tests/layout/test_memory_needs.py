@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from hypothesis import given, settings, strategies as st
 
+from deadpool_megatron.layout.memory_needs import Topology, memory_needs, shortfall
 from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
-from deadpool_megatron.layout.sizing import Topology, memory_needs, shortfall
 from deadpool_megatron.settings import Settings
 
 GIGA = 10**9

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 from hypothesis import given, settings, strategies as st
 
-from deadpool_megatron.layout import records, records as rec, schemes, words
+from deadpool_megatron.layout import descriptions, records, records as rec, schemes
 from deadpool_megatron.layout.history import History
 
 G = rec.Generation(2, 7)
@@ -97,4 +97,5 @@ def test_round_trip(inventory):
 
 @given(st.lists(st.integers(0, 40), unique=True, min_size=1))
 def test_a_name_tells_the_roles(roles):
-    assert words.roles_in(words.group_name("TP (of experts)", roles), range(41)) == tuple(roles)
+    name = descriptions.group_name("TP (of experts)", roles)
+    assert descriptions.roles_in(name, range(41)) == tuple(roles)

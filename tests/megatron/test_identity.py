@@ -13,18 +13,18 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
+from deadpool_megatron.layout.descriptions import difference
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.parity_groups import ParityGroup, parity_layout
 from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, RoleLayout, Seat
-from deadpool_megatron.layout.words import difference
 from deadpool_megatron.megatron.identity import identify, role_meaning
 from deadpool_megatron.megatron.loop import layer_number, model_config
 from deadpool_megatron.megatron.optimizer import ShardState, complete_state
 from deadpool_megatron.megatron.pretraining.stages import shift_layers
 from deadpool_megatron.member.role_layout import role_layout
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import room
+from deadpool_megatron.vault import slot_memory
 from deadpool_megatron.vault.disk import sources
 from deadpool_megatron.vault.disk.sources import last_boundary
 from deadpool_megatron.vault.errors import VaultError
@@ -179,10 +179,10 @@ WAYS: dict[str, Callable[[Path, Layouts, Layouts], bool]] = {
         sources.snapshot_of_dump, dump(at, peers(own[0], kept[0]), 0), 0, NEWEST, "step"
     ),
     "slots": lambda at, kept, own: passes(
-        room.ensure_own, vault(at, own_name(0, SEAT), kept[0]), own[0], SEAT
+        slot_memory.ensure_own, vault(at, own_name(0, SEAT), kept[0]), own[0], SEAT
     ),
     "copies": lambda at, kept, own: passes(
-        room.ensure_copy, vault(at, copy_name(0), kept[0]), own[0], NEWEST
+        slot_memory.ensure_copy, vault(at, copy_name(0), kept[0]), own[0], NEWEST
     ),
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from deadpool_megatron.layout.records import is_due
-from deadpool_megatron.layout.schemes import most_lost
+from deadpool_megatron.layout.schemes import max_lost_iterations
 
 ROLES = 3
 
@@ -105,7 +105,7 @@ def test_a_generation_that_all_can_produce_is_always_there(every, lag, spans):
     ]
     assert None not in found
     longest = max(worst for worst in found if worst is not None)
-    assert longest <= most_lost(every, lag, spans_the_world=spans)
+    assert longest <= max_lost_iterations(every, lag, spans_the_world=spans)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from deadpool_megatron.platform.devices import CpuPlatform, PinnedSlots, host_ra
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import parts
 from deadpool_megatron.state.parts import Part
-from deadpool_megatron.vault.member import VaultClient
+from deadpool_megatron.vault.vault_client import VaultClient
 from tests.member.session_rig import BareEntry
 from tests.vault.harness import make_layout, segment_bytes
 

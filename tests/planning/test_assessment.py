@@ -5,7 +5,7 @@ import re
 import pytest
 from hypothesis import given, strategies as st
 
-from deadpool_megatron.layout.sizing import node_needs
+from deadpool_megatron.layout.memory_needs import node_needs
 from deadpool_megatron.planning import traffic
 from deadpool_megatron.planning.assessment import Assessment, assess
 from deadpool_megatron.planning.sections import Plan, PlanError

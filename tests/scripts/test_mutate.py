@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import mutate  # noqa: E402
 
-FILE = "deadpool_megatron/layout/words.py"
+FILE = "deadpool_megatron/layout/descriptions.py"
 TESTS = "tests/layout/test_records.py"
 NUMBER, COMMENT = "_SHORTEST_RUN = 3", "# At least this many roles"
 # What is there, what is put there, the tests, and what becomes of it.

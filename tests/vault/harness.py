@@ -19,8 +19,8 @@ from deadpool_megatron.layout import records
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
-from deadpool_megatron.vault.member import RestoredParts, VaultClient
 from deadpool_megatron.vault.shm.segment import Geometry
+from deadpool_megatron.vault.vault_client import RestoredParts, VaultClient
 from deadpool_megatron.wire import auth
 from tests.common import forks
 from tests.common.wait import wait_for

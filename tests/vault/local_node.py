@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import agent_orders, member
+from deadpool_megatron.vault import agent_orders, vault_client
 from tests.vault.fake_network import FakeNetwork, QuickListener
 
 
@@ -19,7 +19,7 @@ class LocalNode:
     ) -> None:
         self.network, self.number, self.directory = network, number, directory
         self.settings = settings
-        self.clients: list[member.VaultClient] = []
+        self.clients: list[vault_client.VaultClient] = []
         self.starts = 0
         self.start()
 
@@ -38,9 +38,9 @@ class LocalNode:
         self.end = threading.Thread(target=self.vault.wait, name=f"vault{self.number}")
         self.end.start()
 
-    def client(self, seat: Seat) -> member.VaultClient:
+    def client(self, seat: Seat) -> vault_client.VaultClient:
         """The connection of a member."""
-        made = member.VaultClient(self.socket_path, self.directory, seat, connect_seconds=5.0)
+        made = vault_client.VaultClient(self.socket_path, self.directory, seat, connect_seconds=5.0)
         self.clients.append(made)
         return made
 

@@ -15,13 +15,13 @@ import pytest
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, Restore, Seat, Source
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import room
+from deadpool_megatron.vault import slot_memory
 from deadpool_megatron.vault.commit_ledger import CommitLedger
 from deadpool_megatron.vault.copies import Target
 from deadpool_megatron.vault.epoch_gate import EpochGate
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
-from deadpool_megatron.vault.member_dialogue import LocalLink, MemberConnection, MemberConnections
-from deadpool_megatron.vault.server import Server
+from deadpool_megatron.vault.member_connection import LocalLink, MemberConnection, MemberConnections
+from deadpool_megatron.vault.peer_server import Server
 from deadpool_megatron.vault.shm.segment import Filled, Segment, SlotState, checksum, own_name
 from deadpool_megatron.vault.transport import ask_part
 from deadpool_megatron.wire import framing
@@ -87,7 +87,7 @@ class Node:
         self.state.close(LATE)
         self.state.adopt(self.record(OPEN))
         self.fill(1, NEW, OPEN)
-        self.copy = room.ensure_copy(self.state, PEER, RESTORED)
+        self.copy = slot_memory.ensure_copy(self.state, PEER, RESTORED)
         slot = self.state.claim(self.copy, RESTORED, OPEN)
         assert slot is not None
         self.slot = slot

@@ -10,7 +10,7 @@ import pytest
 
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Seat
-from deadpool_megatron.vault import errors, member_dialogue
+from deadpool_megatron.vault import errors, member_connection
 from deadpool_megatron.vault.shm.segment import PartState, Segment, copy_name, own_name
 from tests.vault.harness import Member, cluster, content, make_layout, memory, train, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin, flip, swap
@@ -44,7 +44,7 @@ def test_names_that_are_cleaned_away_lead_to_what_is_held_again(tmp_path):
             member.check(record)
         assert len(node.seen(Kind.LOG, level="warning")) == 1
         node.kill()
-        node.unix = member_dialogue.listening_at(Path(node.socket_path))  # as the agent does
+        node.unix = member_connection.listening_at(Path(node.socket_path))  # as the agent does
         node.start()
         assert not any(path.is_symlink() for path in node.directory.iterdir())
 

@@ -20,7 +20,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import gradient_chain, planner, records, schemes
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import errors, room
+from deadpool_megatron.vault import errors, slot_memory
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.shm.segment import own_name
 from deadpool_megatron.wire.framing import WireError
@@ -154,7 +154,7 @@ class Life:
         """The end of an epoch: what agents have heard in it, and what nodes hold."""
         found = {}
         for number, control in self.controls.items():
-            room.remove_unneeded(self.nodes[number].vault.store)  # which it does now and then
+            slot_memory.remove_unneeded(self.nodes[number].vault.store)
             self.loop(control.close_epoch(epoch, 5.0))
             found[number] = self.loop(control.inventory(5.0))
             events = [e for e in self.events[number] if e.kind not in _AS_TIME_GOES]

@@ -13,11 +13,11 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import member_dialogue, slot_store
+from deadpool_megatron.vault import member_connection, slot_store
 from deadpool_megatron.vault.errors import Frozen, VaultError
-from deadpool_megatron.vault.member import SlotWriter, VaultClient, free_slot
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
+from deadpool_megatron.vault.vault_client import SlotWriter, VaultClient, free_slot
 from tests.common.wait import wait_for
 from tests.vault.fake_network import QuickListener
 from tests.vault.harness import commit, enter, make_layout, record_of
@@ -119,17 +119,17 @@ class Vault:
     def start(self) -> None:
         """The first one, or the next one after :meth:`stop`."""
         self.state = slot_store.SlotStore(scheme_of, 0, self.directory, Settings(), lambda _: None)
-        self.members = member_dialogue.MemberConnections(self.state)
+        self.members = member_connection.MemberConnections(self.state)
         seats = {role: Seat(0, 0, 0) for role in range(2)}
         self.state.adopt(record_of(1, seats=seats))
         self.listener = QuickListener(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(str(self.path))
         self.listener.listen()
-        self.links: list[member_dialogue.LocalLink] = []
-        self.server = member_dialogue.LocalServer(self.listener, self.talk)
+        self.links: list[member_connection.LocalLink] = []
+        self.server = member_connection.LocalServer(self.listener, self.talk)
         self.server.start()
 
-    def talk(self, link: member_dialogue.LocalLink, stopping: threading.Event) -> None:
+    def talk(self, link: member_connection.LocalLink, stopping: threading.Event) -> None:
         self.links.append(link)
         receive = link.receive
 
@@ -140,7 +140,7 @@ class Vault:
 
         link.receive = hear  # type: ignore[method-assign]
         if (hello := hear(stopping)) is not None:
-            member_dialogue.MemberConnection(self.state, self.members, link, hello).run(stopping)
+            member_connection.MemberConnection(self.state, self.members, link, hello).run(stopping)
 
     def stop(self) -> None:
         self.server.stop()

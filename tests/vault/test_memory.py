@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
+from deadpool_megatron.layout.memory_needs import PAGE_BYTES, Topology, memory_needs, node_needs
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
-from deadpool_megatron.layout.sizing import PAGE_BYTES, Topology, memory_needs, node_needs
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import errors, memory
 from deadpool_megatron.vault.memory import (

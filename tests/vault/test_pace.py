@@ -13,8 +13,8 @@ from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import pace
-from deadpool_megatron.vault.pace import HALF, LATEST, MIN_RATE, Pace, Share, SharedNic
+from deadpool_megatron.vault import shared_nic
+from deadpool_megatron.vault.shared_nic import HALF, LATEST, MIN_RATE, Pace, Share, SharedNic
 from tests.vault.harness import wait_until
 
 NEWEST = Generation(1, 5)
@@ -208,7 +208,7 @@ def test_copies_wait_for_a_gap_and_take_all_of_it():
 
 _TICK_SECONDS = 0.01
 # More than enough for all that was seen before to be forgotten.
-_TICKS = 2 * round(pace.SPAN_SECONDS / _TICK_SECONDS)
+_TICKS = 2 * round(shared_nic.SPAN_SECONDS / _TICK_SECONDS)
 # Of the bytes that the interface counts for those of TCP; not more than packets without offloading.
 _HEADERS = 1.046
 

@@ -14,11 +14,11 @@ import pytest
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.gradient_chain import key, step_parts
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import errors, restore as restoring, room, slot_store
+from deadpool_megatron.vault import errors, restore as restoring, slot_memory, slot_store
 from deadpool_megatron.vault.disk.dump import dump
+from deadpool_megatron.vault.peer_server import Server
 from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.schemes.registry import scheme_of
-from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.transport import Channel
 from tests.vault.fake_network import FakeNetwork
@@ -60,7 +60,7 @@ class House:
 
     def keep(self, node: int, names: list[str], layout: records.RoleLayout = LAYOUT) -> Segment:
         """A sealed copy on a node."""
-        return keep(room.ensure_copy(self.states[node], layout, BASE), names)
+        return keep(slot_memory.ensure_copy(self.states[node], layout, BASE), names)
 
     def obtainer(self, restore: records.Restore | None = None, late: bool = False) -> Restorer:
         """Of epoch 2; ``late``: others hear of it when node 0 has asked one once in vain."""
@@ -192,14 +192,14 @@ def test_a_moment_without_descriptors_is_sat_out_while_a_dump_is_read(house, tmp
     """It says nothing of the disk that the dump is on."""
     house.keep(0, [*EXTRAS, *SHARDS])
     _, restore = house.dumped(tmp_path / "dump", 0)
-    lacking, ensure_own = [errno.EMFILE, errno.ENFILE], room.ensure_own
+    lacking, ensure_own = [errno.EMFILE, errno.ENFILE], slot_memory.ensure_own
 
     def ensure_or_not(*args: Any, **more: Any) -> Segment:
         if lacking:
             raise OSError(lacking[-1], os.strerror(lacking.pop()))
         return ensure_own(*args, **more)
 
-    monkeypatch.setattr(room, "ensure_own", ensure_or_not)
+    monkeypatch.setattr(slot_memory, "ensure_own", ensure_or_not)
     house.obtain(restore)
     assert not lacking
 
@@ -214,8 +214,8 @@ def test_a_base_is_not_held_against_what_it_became(house):
     house.keep(2, EXTRAS, layout).seal_part(
         0, "shard", 1000, checksum(whole), 1, PartState.ELSEWHERE
     )
-    keep(room.ensure_copy(house.states[1], layout, BASE), ["shard"], BASE)
-    keep(room.ensure_copy(house.states[1], layout, BASE, [step]), [step])
+    keep(slot_memory.ensure_copy(house.states[1], layout, BASE), ["shard"], BASE)
+    keep(slot_memory.ensure_copy(house.states[1], layout, BASE, [step]), [step])
     chain = {BASE: {"shard": (records.Source(1, 0),)}, RESTORED: {step: (records.Source(1, 0),)}}
     recipe = records.Recipe(replay=records.Replay(BASE, (RESTORED,), chain))
     extras = {0: {EXTRAS[0]: (records.Source(2, 0),)}}

@@ -15,8 +15,8 @@ from deadpool_megatron.cli.run_result import failure_to_dict, read_recent
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.failures import process_name
+from deadpool_megatron.layout.descriptions import in_short
 from deadpool_megatron.layout.records import NodeUse
-from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe import narration
 from deadpool_megatron.observe.narration import Line, count
 from deadpool_megatron.observe.story import Interruption

@@ -24,9 +24,9 @@ from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.layout.memory_needs import refusal
 from deadpool_megatron.layout.placement import parse_domains
 from deadpool_megatron.layout.schemes import first_plan, losses_survived
-from deadpool_megatron.layout.sizing import refusal
 from deadpool_megatron.preflight.host import VISIBLE, visible_gpus
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.settings import Settings

@@ -33,7 +33,7 @@ from deadpool_megatron.settings import ENVIRONMENT_NAME
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.member_dialogue import listening_at
+from deadpool_megatron.vault.member_connection import listening_at
 from deadpool_megatron.vault.memory import usable_bytes
 
 VAULT_SOCKET = "vault.sock"

@@ -32,9 +32,9 @@ from deadpool_megatron.cluster.machine.membership import exposed_roles
 from deadpool_megatron.cluster.machine.requests import not_connected, refusal
 from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout.memory_needs import refusal as plan_refusal
 from deadpool_megatron.layout.records import NodeUse
-from deadpool_megatron.layout.schemes import in_words
-from deadpool_megatron.layout.sizing import refusal as plan_refusal
+from deadpool_megatron.layout.schemes import describe_plan
 
 # The parts of a run that can be sent a signal, and the signals.
 PARTS = ("node", "role", "vault", "agent", "coordinator")
@@ -440,7 +440,7 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
             "kind": state.recoveries.current.kind,
             "cause": "; then ".join(state.recoveries.current.causes),
         },
-        "protection": "" if record is None else in_words(record.protection, record.replicas),
+        "protection": "" if record is None else describe_plan(record.protection, record.replicas),
         "requests": [request.to_dict() for request in state.requests],
         "fewer_copies": sorted(exposed_roles(state)),
         "refusals": peers.refusals,

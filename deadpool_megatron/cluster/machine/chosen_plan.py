@@ -13,14 +13,14 @@ from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.inputs import ProtectionRequested
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.memory_needs import Topology, refusal, shortfall
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.layout.schemes import (
     ProtectionPlan,
     format_plan,
     losses_survived,
-    most_lost,
+    max_lost_iterations,
 )
-from deadpool_megatron.layout.sizing import Topology, refusal, shortfall
 from deadpool_megatron.settings import Settings
 
 ASKED_FOR = "asked for by 'deadpool protect'"
@@ -52,7 +52,7 @@ def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> st
     if topology is None or (state.record and state.record.protection.scheme == plan.scheme):
         return ""
     lack = shortfall(plan, topology, budgets_of(state))
-    return "" if lack is None else f"{lack.in_words()}: choose parity with a larger --group"
+    return "" if lack is None else f"{lack.describe()}: choose parity with a larger --group"
 
 
 def take_request(core: Core, event: ProtectionRequested) -> str:
@@ -90,7 +90,7 @@ def tell_plan(core: Core) -> None:
 def max_lost_by(plan: ProtectionPlan, layouts: Iterable[RoleLayout], settings: Settings) -> int:
     """Return the RPO: the most finished iterations that the job computes again after a failure."""
     spans = all(layout.slots <= 2 + settings.max_lag for layout in layouts)
-    return most_lost(plan.every, settings.max_lag, spans_the_world=spans)
+    return max_lost_iterations(plan.every, settings.max_lag, spans_the_world=spans)
 
 
 def pause_cause(state: State) -> str:

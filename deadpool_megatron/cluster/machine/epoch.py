@@ -276,7 +276,7 @@ def _history(state: states.State, restore: Restore) -> History:
         failures=tuple(failure.to_record(k) for k, failure in state.blame.failures),
         recoveries=state.recoveries.count + (recovery is not None),
         steps_recomputed=state.recoveries.steps_recomputed + again,
-        protection_told=state.protection.told,
+        reported_plan=state.protection.told,
         start=state.start,
     )
 

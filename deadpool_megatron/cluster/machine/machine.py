@@ -117,9 +117,7 @@ class Machine(Core):
             state.protection.told = last.protection
         else:
             # A plan that came with the record is reported (again), as it may not have been.
-            state.protection = states.ChosenProtection(
-                last.protection, told=history.protection_told
-            )
+            state.protection = states.ChosenProtection(last.protection, told=history.reported_plan)
         state.doing = states.TakingOver(self.now + takeover.patience_seconds(config))
         state.seats, state.epoch, state.record = SeatTable(last.seats), last.epoch, last
         state.restarted, state.start = config.restarted, history.start

@@ -28,9 +28,9 @@ from deadpool_megatron.failures import (
     signal_name,
 )
 from deadpool_megatron.layout import records
+from deadpool_megatron.layout.descriptions import difference
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.rebuild import block_holders
-from deadpool_megatron.layout.words import difference
 
 # A device that failed once may have been hit by a stray particle, and memory may have been short
 # for a moment; a second failure shows that it is broken.

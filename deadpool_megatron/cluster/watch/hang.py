@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from deadpool_megatron.layout.descriptions import roles_in
 from deadpool_megatron.layout.records import BOUNDARIES
-from deadpool_megatron.layout.words import roles_in
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.forms import Listed, read
 

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from deadpool_megatron.layout import records
+from deadpool_megatron.layout.descriptions import difference
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.planner import PartIndex, RestoreQuery, is_kept
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, Restore, RoleLayout
-from deadpool_megatron.layout.words import difference
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.errors import VaultError

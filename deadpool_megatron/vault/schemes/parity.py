@@ -32,7 +32,7 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout import parity_groups, records
-from deadpool_megatron.vault import room
+from deadpool_megatron.vault import slot_memory
 from deadpool_megatron.vault.copies import Copies, Offer, Parts, Target, Ways
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
 from deadpool_megatron.vault.schemes.parity_decode import load_code
@@ -284,7 +284,7 @@ class ParityBlock:
     def _start_build(self, generation: records.Generation) -> BlockBuild:
         """Take a slot for a generation. Raises Refused."""
         store, roles = self._store, self._group.roles
-        if room.own_slots_missing(store):
+        if slot_memory.own_slots_missing(store):
             raise Refused(Refusal.EARLY)
         try:
             # Not at the top: most vaults keep no parity and can do without numpy and its threads.
@@ -294,10 +294,12 @@ class ParityBlock:
             with self._gate.lock:
                 layout = self._scheme.placement.layout(self._number, self._layouts)
                 names = {name for role in roles for name in self._coded(role)}
-            segment = room.ensure_copy(store, layout, generation)
+            segment = slot_memory.ensure_copy(store, layout, generation)
             slot = self._claim(segment, generation)
             try:
-                room.reserve(store, segment, [parity_groups.MEMBERS, *names], slot, generation)
+                slot_memory.reserve(
+                    store, segment, [parity_groups.MEMBERS, *names], slot, generation
+                )
                 with self._gate.lock:
                     self._require_going()
                     for name in (parity_groups.MEMBERS, *names):

@@ -39,8 +39,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from deadpool_megatron.layout.memory_needs import PAGE_BYTES
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
-from deadpool_megatron.layout.sizing import PAGE_BYTES
 from deadpool_megatron.vault.errors import DamagedSegment, SegmentError
 from deadpool_megatron.vault.memory import BLOCK_BYTES, Budget
 

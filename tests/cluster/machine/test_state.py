@@ -103,7 +103,7 @@ def test_a_successor_knows_all_that_its_record_says():
         failures=(failure,),
         recoveries=3,
         steps_recomputed=11,
-        protection_told=ProtectionPlan(),
+        reported_plan=ProtectionPlan(),
     )
     restore = replace(rig.record.restore, kind="memory", generation=g(5))
     record = replace(rig.record, restore=restore, history=history, emitted_up_to=7, protection=plan)

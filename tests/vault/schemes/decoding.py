@@ -6,8 +6,8 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import history, parity_groups, planner
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.peer_server import Server
 from deadpool_megatron.vault.restore import Restorer
-from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import copy_name, own_name
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import record_of

@@ -18,10 +18,10 @@ from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, Parity
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import errors, replicate, room, slot_store
+from deadpool_megatron.vault import errors, replicate, slot_memory, slot_store
+from deadpool_megatron.vault.peer_server import Server
 from deadpool_megatron.vault.schemes.parity import Parity, ParityBlock
 from deadpool_megatron.vault.schemes.registry import scheme_of
-from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, copy_name, own_name
 from deadpool_megatron.wire.framing import WireError
 from tests.vault.fake_network import FakeNetwork
@@ -254,7 +254,7 @@ def test_whatever_order_and_faults_the_block_is_what_the_code_says(data, paritie
         making = Making(Path(directory), held, layouts, parities=parities, number=number)
         try:
             placed = ParityPlacement.of_record(making.record)
-            segment = room.ensure_copy(
+            segment = slot_memory.ensure_copy(
                 making.state, placed.layout(making.block, layouts), GENERATION
             )
             segment.reserve(NAMES, [0])
@@ -382,7 +382,7 @@ def test_a_half_made_one_gives_way_to_what_has_to_come_before(begin):
     ("what", "lack"),
     [
         ("parity_code.Coder", ModuleNotFoundError("No module named 'zfec'")),
-        ("parity.room.reserve", errors.OutOfSpace("9 bytes needed")),
+        ("parity.slot_memory.reserve", errors.OutOfSpace("9 bytes needed")),
     ],
 )
 def test_a_holder_that_lacks_something_says_what(begin, monkeypatch, what, lack):

@@ -16,7 +16,7 @@ import os, sys
 from pathlib import Path
 import deadpool_megatron.cluster.coordinator.service
 import deadpool_megatron.vault.__main__
-import deadpool_megatron.vault.member
+import deadpool_megatron.vault.vault_client
 import deadpool_megatron.vault.memory
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import plan_of_kind

@@ -22,8 +22,8 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory,
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
-from deadpool_megatron.vault.member import RestoredParts
 from deadpool_megatron.vault.shm.segment import PartState, Segment
+from deadpool_megatron.vault.vault_client import RestoredParts
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import Member, content, make_layout, record_of
 from tests.vault.local_node import LocalNode

@@ -13,12 +13,12 @@ from deadpool_megatron.layout import gradient_chain, records
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout, Seat, gradients_part
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import commit_ledger, room, worker as workers
+from deadpool_megatron.vault import commit_ledger, role_worker as workers, slot_memory
 from deadpool_megatron.vault.copies import Target
+from deadpool_megatron.vault.role_worker import RoleWorker
 from deadpool_megatron.vault.schemes.gradients import Recompute, replayed_otherwise
 from deadpool_megatron.vault.shm import segment as segments
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name, own_name
-from deadpool_megatron.vault.worker import RoleWorker
 from tests.vault.harness import record_of
 from tests.vault.slots import SlotStore, scheme_of
 
@@ -168,7 +168,7 @@ def opened(directory: Path, every: int = EVERY) -> SlotStore:
 
 def put(state: SlotStore, layout: RoleLayout, generation: Generation, names: list[str]) -> Segment:
     """What serving a put does."""
-    segment = room.ensure_copy(state, layout, generation, names)
+    segment = slot_memory.ensure_copy(state, layout, generation, names)
     slot = state.claim(segment, generation, 1)
     assert slot is not None, "no put ever waits for a slot"
     segment.reserve(names, [slot])

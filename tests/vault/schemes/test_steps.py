@@ -9,8 +9,8 @@ from deadpool_megatron.layout import history, records, schemes
 from deadpool_megatron.layout.gradient_chain import key, step_parts, unpack_sums
 from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.member import RestoredParts
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, own_name
+from deadpool_megatron.vault.vault_client import RestoredParts
 from tests.vault import harness
 
 EVERY = 4

@@ -13,10 +13,10 @@ from deadpool_megatron.layout.records import Generation, Inventory, Restore, Sea
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import errors, slot_store
 from deadpool_megatron.vault.memory import allocated_bytes
+from deadpool_megatron.vault.role_worker import RoleWorker
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, copy_name, own_name
 from deadpool_megatron.vault.shm.table import Place
-from deadpool_megatron.vault.worker import RoleWorker
 from tests.vault import harness
 from tests.vault.harness import Cluster, Member, Node, cluster, make_layout, memory, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin, flip, swap

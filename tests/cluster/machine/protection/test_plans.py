@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
+from deadpool_megatron.layout.memory_needs import refusal
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan, plan_of_kind
-from deadpool_megatron.layout.sizing import refusal
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.rig import Phase, Rig, g
 

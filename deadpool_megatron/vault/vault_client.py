@@ -21,8 +21,8 @@ from deadpool_megatron.file_systems import LIKELY_CLEANERS
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, Seat
 from deadpool_megatron.vault.errors import Code, Frozen, Interrupted, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.memory import Budget
-from deadpool_megatron.vault.room import park, unpark
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
+from deadpool_megatron.vault.slot_memory import park, unpark
 from deadpool_megatron.wire import framing
 
 # A vault that was stopped may not hold up the training thread for longer than this.

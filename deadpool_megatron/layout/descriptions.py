@@ -76,7 +76,7 @@ def _read_run(text: str) -> range:
     return range(start, (int(last) if dash else start) + 1, int(step) if step else 1)
 
 
-def in_words(facts: Mapping[str, Any]) -> str:
+def meaning_of(facts: Mapping[str, Any]) -> str:
     """Return the ``meaning`` of a layout: names and values in the order of their comparison."""
     return SEPARATOR.join(f"{name} {value}".replace(";", ",") for name, value in facts.items())
 

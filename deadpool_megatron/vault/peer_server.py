@@ -19,7 +19,7 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
-from deadpool_megatron.vault import room, transport as transports
+from deadpool_megatron.vault import slot_memory, transport as transports
 from deadpool_megatron.vault.copies import Offer
 from deadpool_megatron.vault.errors import MALFORMED, NO_OFFENCE, Refusal, Refused, VaultError
 from deadpool_megatron.vault.shm.segment import Segment
@@ -193,11 +193,11 @@ class _Connection:
     ) -> list[str]:
         """Ask for the parts that are not here, and take them; returns those that are sealed."""
         store, generation = self._store, offer.generation
-        if room.own_slots_missing(store):
+        if slot_memory.own_slots_missing(store):
             raise Refused(Refusal.EARLY)
         try:
-            segment = room.ensure_copy(store, offer.layout, generation, wanted)
-            room.require_fit(segment, {name: size for name, size, _ in needed})
+            segment = slot_memory.ensure_copy(store, offer.layout, generation, wanted)
+            slot_memory.require_fit(segment, {name: size for name, size, _ in needed})
         except VaultError as error:
             raise Refused(Refusal.NO_SHARED_MEMORY, str(error)) from error
         slot = store.claim(segment, generation, offer.epoch)
@@ -207,7 +207,7 @@ class _Connection:
             raise Refused(Refusal.SUPERSEDED if is_old else Refusal.EARLY)
         try:
             try:
-                room.reserve(store, segment, wanted, slot, generation)
+                slot_memory.reserve(store, segment, wanted, slot, generation)
             except VaultError as error:
                 raise Refused(Refusal.NO_SHARED_MEMORY, str(error)) from error
             # Before the extras are sealed: with them there is what the shards have to be like.

@@ -43,7 +43,7 @@ class Shortfall:
     needed_bytes: int
     has_bytes: int
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return a clause with the bytes that the node needs and has."""
         return (
             f"node {self.node} would need {sized(self.needed_bytes)} of memory for"
@@ -160,7 +160,7 @@ class NodeNeeds:
         the source for new processes, which have already made their own."""
         return self.total + self.own
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return a phrase that lists the uses of the memory."""
         return (
             f"{sized(self.own)} for own slots ({self.roles} roles x {self.slots} generations)"
@@ -257,7 +257,7 @@ class _Sizing:
                     self.memory[holder] += block_bytes(slots, len(group.roles), longest)
 
 
-def extras_room_bytes(extras_bytes: int, min_bytes: int = 0) -> int:
+def extras_capacity_bytes(extras_bytes: int, min_bytes: int = 0) -> int:
     """Return the space for the extras of one boundary, from their size at the start: it allows
     growth (longer counters, later sums of losses), in coarse steps; at least ``min_bytes``.
     """

@@ -21,14 +21,14 @@ from typing import Any
 
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
-from deadpool_megatron.vault import room
+from deadpool_megatron.vault import slot_memory
 from deadpool_megatron.vault.errors import MALFORMED, Code, Refusal, RestoreUnavailable, VaultError
-from deadpool_megatron.vault.pace import Pace
+from deadpool_megatron.vault.role_worker import RoleWorker
+from deadpool_megatron.vault.shared_nic import Pace
 from deadpool_megatron.vault.shm.segment import own_name
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
 from deadpool_megatron.vault.transport import begin_thread
-from deadpool_megatron.vault.worker import RoleWorker
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
 
@@ -141,7 +141,7 @@ class MemberConnection:
             if self._has_slots:
                 self._store.attach(own_name(self.role, self._seat))
             else:
-                room.ensure_own(self._store, self.layout, self._seat)
+                slot_memory.ensure_own(self._store, self.layout, self._seat)
         except (VaultError, OSError) as error:
             text = f"segment of role {self.role}: {error}"
             code = error.code if isinstance(error, VaultError) else Code.FAILED

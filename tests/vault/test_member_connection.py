@@ -12,8 +12,8 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation, Restore, RoleLayout, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import errors, member, member_dialogue
-from deadpool_megatron.vault.member_dialogue import LocalLink, MemberConnection, MemberConnections
+from deadpool_megatron.vault import errors, member_connection, vault_client
+from deadpool_megatron.vault.member_connection import LocalLink, MemberConnection, MemberConnections
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed
@@ -77,7 +77,7 @@ def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path):
     assert asked == [LAYOUT]
 
 
-def leaves_the_gate_at_once(client: member.VaultClient, why: str) -> None:
+def leaves_the_gate_at_once(client: vault_client.VaultClient, why: str) -> None:
     interrupted = os.eventfd(0, os.EFD_CLOEXEC)
     with pytest.raises(errors.VaultError, match=why):
         client.wait_committed(
@@ -92,7 +92,7 @@ def leaves_the_gate_at_once(client: member.VaultClient, why: str) -> None:
 
 def test_the_last_words_of_a_vault_reach_a_member_that_had_something_to_tell_it(tmp_path):
     """Damage in the member's own slot is said once; the next vault has nothing to seal there."""
-    client = member.VaultClient(
+    client = vault_client.VaultClient(
         str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=1.0
     )
     client._link, vault = socket.socketpair()
@@ -104,7 +104,7 @@ def test_the_last_words_of_a_vault_reach_a_member_that_had_something_to_tell_it(
 
 def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_path):
     """With a lag the gate does not ask again, and the slot to overwrite is chosen by this."""
-    client = member.VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
+    client = vault_client.VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
 
     def committed(epoch: int, iteration: int) -> Generation:
         generation = Generation(epoch, iteration)
@@ -150,8 +150,8 @@ def test_a_moment_without_descriptors_does_not_end_the_vault(tmp_path, monkeypat
         return dup(connection)
 
     monkeypatch.setattr(socket.socket, "dup", dup_or_not)
-    path, listener = tmp_path / "s", member_dialogue.listening_at(tmp_path / "s")
-    server = member_dialogue.LocalServer(listener, lambda _link, _stopping: served.set())
+    path, listener = tmp_path / "s", member_connection.listening_at(tmp_path / "s")
+    server = member_connection.LocalServer(listener, lambda _link, _stopping: served.set())
     server.start()
     with listener, socket.socket(socket.AF_UNIX) as refused, socket.socket(socket.AF_UNIX) as taken:
         refused.settimeout(10.0)
