@@ -6,7 +6,8 @@ from pathlib import Path
 
 from hypothesis import given, settings, strategies as st
 
-from deadpool_megatron.layout import gradient_chain, memory_needs, parity_groups
+from deadpool_megatron.layout import gradient_chain, parity_groups
+from deadpool_megatron.layout.memory_needs import block_bytes, copy_bytes, kept_bytes, own_bytes
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.vault.memory import allocated_bytes
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, steps_name
@@ -27,14 +28,13 @@ def layouts(draw: st.DrawFn) -> RoleLayout:
 @settings(max_examples=15)
 @given(layouts())
 def test_own_slots_and_copies(layout):
-    assert memory_needs.own_bytes(layout) >= segment_bytes(layout)
-    assert memory_needs.copy_bytes(layout, ()) == 0
+    assert own_bytes(layout) >= segment_bytes(layout)
+    assert copy_bytes(layout, ()) == 0
     names = [part.name for part in layout.parts[1:]]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         Segment.create(Path(name) / copy_name(0), layout, None, names)
-        assert allocated_bytes(Path(name)) <= memory_needs.copy_bytes(
-            layout, (p.nbytes for p in layout.parts[1:])
-        )
+        sizes = [part.nbytes for part in layout.parts[1:]]
+        assert allocated_bytes(Path(name)) <= copy_bytes(layout, sizes)
 
 
 @settings(max_examples=15)
@@ -49,9 +49,7 @@ def test_chains(layout, full_every):
         Segment.create(Path(name) / copy_name(0), layout, None, [*shards, "extras@step"])
         slots = layout.generations_kept(full_every)
         Segment.create(Path(name) / steps_name(0), layout, None, others, slots)
-        assert allocated_bytes(Path(name)) <= memory_needs.kept_bytes(
-            layout, list(shards), full_every
-        )
+        assert allocated_bytes(Path(name)) <= kept_bytes(layout, list(shards), full_every)
 
 
 @settings(max_examples=15)
@@ -61,4 +59,4 @@ def test_blocks(layout, roles):
     group = parity_groups.ParityGroup(tuple(of), (1 << 33,), (9,))
     made = parity_groups.parity_layout(of, group, 0, 1)
     longest = {part.name: part.nbytes for part in made.parts if part.name != parity_groups.MEMBERS}
-    assert memory_needs.block_bytes(made.slots, roles, longest) >= segment_bytes(made)
+    assert block_bytes(made.slots, roles, longest) >= segment_bytes(made)
