@@ -175,7 +175,6 @@ def test_nothing_is_appended_after_the_close(vault):
     with pytest.raises(Frozen, match="epoch 1 has been closed"):
         client.append(FIRST, "extras@evaluation", b"more")
     own = vault.state.table.own(0, Seat(0, 0, 0))
-    assert own is not None
     entries = [own.entry(slot, "extras@evaluation") for slot in range(own.slots)]
     assert [entry.state for entry in entries] == [PartState.ABSENT] * own.slots
 

@@ -75,7 +75,6 @@ def test_the_newest_whole_generation_of_the_kept_line(files, limit):
         if not whole:
             assert found is None
             return
-        assert found is not None
         assert found.generation == max(whole)
         assert found.boundary == boundary(held[max(whole)])
         assert found.path.endswith(generation_name(max(whole)))

@@ -61,7 +61,6 @@ def test_what_decoding_needs_is_loaded_before_anything_is_lost(tmp_path, kind):
     with cluster(tmp_path, 1) as running:
         running.open(replace(running.record(1), protection=plan))
         process = running.nodes[0].process
-        assert process is not None
         maps = Path(f"/proc/{process.pid}/maps")
 
         def loaded() -> bool:

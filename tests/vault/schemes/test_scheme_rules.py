@@ -355,7 +355,6 @@ def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case):
         nodes.train(1, range(case.iterations))
         strike(nodes)
         record = recover(nodes)
-        assert record is not None
         reached = record.restore.generation.iteration
         assert reached in (case.iterations - 1, case.iterations)
         assert reached == case.iterations - 1 or case.torn == len(case.seats)
@@ -393,7 +392,6 @@ def test_what_is_damaged_everywhere_costs_one_generation_at_most(case, which):
                 if one == (which % len(case.seats), newest):
                     segment.data(slot, name)[0] ^= 0x20
         record = recover(nodes)
-        assert record is not None
         found = record.restore.generation.iteration
         assert found in (newest.iteration - 1, newest.iteration)
         event(f"{case.scheme}: {newest.iteration - found} older")
