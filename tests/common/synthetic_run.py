@@ -193,7 +193,7 @@ def status_of(nodes: int, roles: int, now: float = 0.0) -> dict[str, Any]:
         "epoch": 1,
         "protection": "buddy, 1 copy",
         "coordinator": {"term": 1, "host": "10.0.0.1", "port": 4100, "node": 0},
-        "requests": [{"number": 1, "token": "t", "verb": "drain", "what": {"node": 1}}],
+        "requests": [{"number": 1, "token": "t", "verb": "drain", "what": {"node": 1}, "why": ""}],
         "roles": {
             role: {"seat": seat, "section": "step", "iteration": 7, "waiting": None}
             for role, seat in seats.items()
