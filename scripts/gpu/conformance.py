@@ -15,8 +15,8 @@ version of torch, whose wheels for Linux are CUDA builds (5 GB, some minutes):
   symbols      NCCL has the functions that the package calls, or has torch call
   depth        NCCL counts the open groups of a thread as comms/nccl.py expects it to
 
-Each is a process of its own. The JSON has each check with its result, and says of what: versions,
-SHA-256 of both libraries and of this script, the commit of the package.
+Each is a process of its own. The JSON has each check with its result, the versions, the SHA-256 of
+both libraries and of this script, and the commit of the package.
 
 Exit status: 0 all hold; 1 something does not, and is named; 2 bad arguments, or no CUDA build.
 """
@@ -92,7 +92,7 @@ _dump_nccl_trace_json(includeCollectives=False, onlyActive=False)
 torch.cuda.check_error(0)
 torch._C._cudart.cudaHostRegister, torch._C._cudart.cudaHostUnregister
 """
-# What a call says that was understood, and lacks a GPU or a communicator.
+# The error of a call whose arguments were accepted, and that lacks a GPU or a communicator.
 _NO_GPU = "no GPUs found|NVIDIA driver|Could not retrieve or create the backend"
 Results = dict[str, str]
 
@@ -115,8 +115,8 @@ def used_names(source: str) -> set[str]:
     return {name for name in found if name.split(".")[0] == "torch"}
 
 
-def lacking(name: str) -> str:
-    """Return how much of a dotted name it takes to find that it is not there; empty if it is."""
+def missing_prefix(name: str) -> str:
+    """Return the shortest prefix of a dotted name that does not exist; empty if the name does."""
     at: Any = torch
     path = "torch"
     for each in name.split(".")[1:]:
@@ -134,7 +134,9 @@ def names() -> Results:
     """See the module text."""
     files = [*PACKAGE.rglob("*.py"), *Path(__file__).with_name("proof").glob("*.py")]
     used = set[str]().union(*(used_names(file.read_text()) for file in files))
-    return {name: _answer(not (gone := lacking(name)), f"no {gone}") for name in sorted(used)}
+    return {
+        name: _answer(not (gone := missing_prefix(name)), f"no {gone}") for name in sorted(used)
+    }
 
 
 def modules() -> Results:
@@ -160,8 +162,8 @@ def calls() -> Results:
             exec(line, space)
             found[line] = HOLDS
         except Exception as error:
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            found[line] = _answer(re.search(_NO_GPU, said), said)
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            found[line] = _answer(re.search(_NO_GPU, text), text)
     return found
 
 
@@ -210,7 +212,7 @@ def depth() -> Results:
         ("the end of that", end, 0),
         ("is_left_open after a lost start", is_left_open, True),
     )
-    return {what: _answer((said := step()) == wanted, str(said)) for what, step, wanted in steps}
+    return {name: _answer((found := step()) == wanted, str(found)) for name, step, wanted in steps}
 
 
 def _answer(is_so: object, otherwise: str) -> str:
@@ -221,7 +223,7 @@ PARTS = {part.__name__: part for part in (names, modules, calls, variables, symb
 
 
 def facts() -> dict[str, Any]:
-    """Return what is looked at."""
+    """Return the versions and files that are checked."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
     files = (_CUDA, nccl_library(), Path(__file__))
     return {
@@ -234,19 +236,19 @@ def facts() -> dict[str, Any]:
     }
 
 
-def look(part: str) -> Results:
-    """Take one part in a process of its own, print its line, and return what it found."""
+def check(part: str) -> Results:
+    """Run one part in a process of its own, print its line, and return its results."""
     began = time.monotonic()
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         try:
             found = process.submit(PARTS[part]).result()
         except Exception as error:
             found = {"all of it": f"{type(error).__name__}: {error}"}
-    bad = {name: said for name, said in found.items() if not said.startswith(HOLDS)}
+    bad = {name: answer for name, answer in found.items() if not answer.startswith(HOLDS)}
     seconds = time.monotonic() - began
     print(f"{part:10} {len(found):4} looked at, {len(bad):3} not so, {seconds:3.0f} s", flush=True)
-    for name, said in bad.items():
-        print(f"  {name}: {said}", flush=True)
+    for name, answer in bad.items():
+        print(f"  {name}: {answer}", flush=True)
     return found
 
 
@@ -262,11 +264,11 @@ def main() -> int:
         return 2
     found = facts()
     print(f"torch {found['torch']}, NCCL {found['nccl']}, Python {found['python']}", flush=True)
-    checks = {part: look(part) for part in PARTS}
+    checks = {part: check(part) for part in PARTS}
     if out:
         out.write_text(json.dumps({**found, "checks": checks}, indent=1) + "\n")
-    said = [answer for part in checks.values() for answer in part.values()]
-    return 0 if all(answer.startswith(HOLDS) for answer in said) else 1
+    answers = [answer for part in checks.values() for answer in part.values()]
+    return 0 if all(answer.startswith(HOLDS) for answer in answers) else 1
 
 
 if __name__ == "__main__":

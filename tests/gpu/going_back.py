@@ -1,4 +1,4 @@
-"""A loop that can be put back to where it stood when it was captured, as a recovery does it."""
+"""A loop that can be put back to its captured state, as a recovery does it."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -2,9 +2,9 @@
 
 First Megatron's and Transformer Engine's own classes with tensors of the device, in the model of
 the embedded trainer: a step is interrupted in the middle of its forward passes, and of its backward
-passes; what it left is forgotten, the state put back, and the next steps must give the same bits.
+passes; its remains are dropped, the state put back, and the next steps must give the same bits.
 Then whole jobs that lose a node: the trainer with such a model, and pretrain_gpt.py with each flag,
-where the kit was given a checkout. What lacks a package, or a second GPU, is left out by its name.
+where the kit was given a checkout. A row that lacks a package or a second GPU is reported as such.
 
 As a program (``-m read_rows ROW ARGUMENTS``) it is the trainer with the model of a row.
 """
@@ -34,8 +34,8 @@ _NOTHING = {"needs": "", "model": {}, "optimizer": {}, "script": "pretrain_gpt.p
 ROWS = {name: SimpleNamespace(**_NOTHING | row) for name, row in _TABLE.items()}
 
 
-def look(task: Task) -> None:
-    """Each row by itself, then whole jobs for as long as there is time."""
+def check(task: Task) -> None:
+    """Check each row by itself, then run whole jobs while there is time."""
     import torch
 
     take_world(task.device)
@@ -52,11 +52,12 @@ def look(task: Task) -> None:
             task.save()
     size = trainings.model(task, {"--hidden-size": "128"})
     program = ["-m", "read_rows", _FINE, *size, "--train-iters", "6"]
-    trainings.beside(task, _FINE, trainings.strike, task.device.communicator, program)
+    compare = trainings.lose_and_compare
+    trainings.run_extra(task, _FINE, compare, task.device.communicator, program)
     for name, row in ROWS.items():
         if task.checkout and row.words and "left out" not in task.facts.get(name, ""):
             more = (*row.words.split(), "--deadpool-allow", name)
-            trainings.beside(task, name, trainings.megatron_lm, row.script, *more)
+            trainings.run_extra(task, name, trainings.megatron_lm, row.script, *more)
 
 
 @contextlib.contextmanager
@@ -72,13 +73,13 @@ def _changed(row: Any) -> Iterator[None]:
     hybrid, pool = optimizer.HybridDeviceOptimizer, offload.GPUTensorPool
 
     def of_torch(groups: Any, **given: Any) -> Any:
-        """Its Adams do not know a word of Transformer Engine's."""
+        """Build torch's Adams, which lack an argument of Transformer Engine's."""
         return hybrid(groups, **{k: v for k, v in given.items() if k != "bias_correction"})
 
     with contextlib.ExitStack() as stack:
 
-        def change(*what: Any) -> None:
-            stack.enter_context(patch.object(*what, create=True))
+        def change(*patched: Any) -> None:
+            stack.enter_context(patch.object(*patched, create=True))
 
         for name, fields in (("TransformerConfig", row.model), ("OptimizerConfig", row.optimizer)):
             change(megatron_api, name, functools.partial(getattr(megatron_api, name), **fields))
@@ -108,7 +109,7 @@ def _is_exact(task: Task, row: Any) -> bool:
         going = GoingBack(loop, 2)
         going.back()
         wanted = going.train()
-        last = [one for one in loop.models[0].modules() if isinstance(one, TransformerLayer)][-1]
+        last = [m for m in loop.models[0].modules() if isinstance(m, TransformerLayer)][-1]
         for hook in (last.register_forward_pre_hook, last.register_full_backward_pre_hook):
             calls, handle = itertools.count(1), hook(interrupt)
             try:

@@ -1,4 +1,4 @@
-"""scripts/gpu/conformance.py on a build without CUDA: what it reads of a module; its refusal."""
+"""scripts/gpu/conformance.py on a build without CUDA: the names it reads, and its refusal."""
 
 import subprocess
 import sys
@@ -21,8 +21,8 @@ def made_up(torch_like):
 """
 
 
-def test_a_name_that_torch_lacks_is_found():
-    found = {name: conformance.lacking(name) for name in conformance.used_names(_MODULE)}
+def test_conformance_finds_names_that_torch_lacks():
+    found = {name: conformance.missing_prefix(name) for name in conformance.used_names(_MODULE)}
     assert {name: gone for name, gone in found.items() if gone} == {
         "torch.cuda.lost": "torch.cuda.lost",
         "torch.nowhere": "torch.nowhere",
@@ -34,7 +34,7 @@ def test_a_name_that_torch_lacks_is_found():
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build")
-def test_a_build_without_cuda_is_refused_in_one_line():
+def test_conformance_refuses_build_without_cuda():
     command = [sys.executable, GPU / "conformance.py"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")

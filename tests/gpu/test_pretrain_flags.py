@@ -24,23 +24,25 @@ PLAIN = (KIT.parents[1] / "configs" / "megatron-lm" / "gpu-plain.args").read_tex
         (("transformer_engine", "fused_weight_gradient_mlp_cuda"), []),
     ],
 )
-def test_what_is_missing_is_left_out(monkeypatch, installed, wanted):
+def test_pretrain_flags_follow_installed_packages(monkeypatch, installed, wanted):
     monkeypatch.syspath_prepend(KIT)
     trainings = importlib.import_module("proof.trainings")
     monkeypatch.setattr(trainings, "find_spec", lambda name: name if name in installed else None)
     given: list[str] = []
-    monkeypatch.setattr(trainings, "strike", lambda task, kind, program: given.extend(program))
+    compare = "lose_and_compare"
+    monkeypatch.setattr(trainings, compare, lambda task, kind, program: given.extend(program))
     task = SimpleNamespace(is_on_gpu=True, checkout=Path("/m"), size=SimpleNamespace(iterations=4))
     trainings.megatron_lm(task)
     before, after = given.index("--bf16"), given.index("--deadpool")
     assert given[before + 1 : after] == wanted
 
 
-def test_each_flag_that_is_taken_by_name_is_tried():
+def test_rows_try_each_flag_that_is_taken_by_name():
     rows = tomllib.loads(Path(__file__).with_name("read_rows.toml").read_text())
     assert rows.keys() == {row.name for row in flags.READ}
     for name, row in rows.items():
         assert row.keys() & {"model", "optimizer", "words"}
         if "words" in row:
             found = judge((row.get("script", "pretrain_gpt.py"), *row["words"].split()))
-            assert [one.name for one in found if one.level is not flags.Level.ACCEPTED] == [name]
+            refused = [flag.name for flag in found if flag.level is not flags.Level.ACCEPTED]
+            assert refused == [name]

@@ -1,5 +1,5 @@
 """The proof kit of scripts/gpu, packed and rehearsed: from a tree without history, under a Python
-that has torch and numpy alone, without a network; and for real where a CUDA device is found."""
+that has torch and numpy alone, without a network."""
 
 import json
 import os
@@ -21,7 +21,7 @@ PARTS = ["smoke", "seam", "trainer", "rebuild", "copies", "overhead", "kernels",
 #: torch, numpy, and what they need themselves
 NEEDED = ["torch", "numpy", "typing_extensions", "sympy", "mpmath", "networkx", "Jinja2"]
 NEEDED += ["MarkupSafe", "fsspec", "filelock", "setuptools"]
-#: no network, shared memory of its own, and an end to all processes with the first of them
+#: without a network, with shared memory of its own, and killed as a whole with its first process
 ALONE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh"]
 ALONE += ["-c", 'mount -t tmpfs -o size=4g shm /dev/shm && ip link set lo up && exec "$@"', "sh"]
 
@@ -31,7 +31,7 @@ def works(*command: str | Path) -> bool:
 
 
 def this_python(folder: Path) -> Path:
-    """That of the tests, with nothing of its packages but torch, numpy and what these need."""
+    """Return a Python with torch, numpy and their requirements alone."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     [site] = folder.glob("lib/python*/site-packages")
     for name in NEEDED:
@@ -42,7 +42,7 @@ def this_python(folder: Path) -> Path:
 
 
 class Kit:
-    """The kit, unpacked; it is started alone where there are namespaces."""
+    """The kit, unpacked; isolated where there are namespaces."""
 
     def __init__(self, folder: Path) -> None:
         # PYTHON312: one with torch and numpy and nothing else, as on the machines it is made for.
@@ -70,7 +70,7 @@ def kit(tmp_path_factory):
 
 
 def results(out: Path) -> dict[str, Any]:
-    """Every result in the archive, by its name; but for what an end cut off it lies alone."""
+    """Return the results in the archive, which is alone in its folder."""
     [archive] = [path for path in out.iterdir() if path.suffix != ".part"]
     assert archive.stat().st_size < 16 << 20
     shutil.unpack_archive(archive, out, filter="data")
@@ -80,17 +80,17 @@ def results(out: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.timeout(660)  # one to two minutes on two idle cores
-def test_the_whole_kit_is_rehearsed_within_its_eight_minutes(kit, tmp_path):
+def test_kit_passes_its_rehearsal_within_eight_minutes(kit, tmp_path):
     started = kit.start(tmp_path, 8)
-    said, _ = started.communicate()
+    output, _ = started.communicate()
     found = results(tmp_path)
-    assert started.returncode == 0, said
-    assert found["summary"]["finished"] == PARTS, said
+    assert started.returncode == 0, output
+    assert found["summary"]["finished"] == PARTS, output
     facts = {part: found[part]["facts"] for part in PARTS}
     assert facts["seam"]["one-by-one"]["kills"] == 1
     ways = ("one-by-one", "split", "side-by-side")
     assert [facts["rebuild"][way]["kills"] for way in ways] == [1, 1, 1]
-    # Who was lost while communicators were made was replaced in an epoch more.
+    # A rank that was lost while communicators were made was replaced in another epoch.
     assert facts["losses"]["rebuild"]["epochs"] == 2
     assert len(facts["trainer"]["pipeline"]["recoveries"]) == 1
     assert facts["trainer"]["bit-identical to the undisturbed run"]
@@ -100,12 +100,12 @@ def test_the_whole_kit_is_rehearsed_within_its_eight_minutes(kit, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.full(every_time=True)
-def test_a_part_that_its_limit_ends_is_unfinished_and_not_failed(kit, tmp_path):
+def test_part_at_its_limit_is_unfinished_and_not_failed(kit, tmp_path):
     started = kit.start(tmp_path, 0.2)
-    said, _ = started.communicate()
+    output, _ = started.communicate()
     summary = results(tmp_path)["summary"]
-    assert started.returncode == 0, said
-    assert summary["unfinished"] == PARTS, said
+    assert started.returncode == 0, output
+    assert summary["unfinished"] == PARTS, output
     assert {part["state"] for part in summary["parts"].values()} == {"unfinished"}
 
 
@@ -113,7 +113,7 @@ def test_a_part_that_its_limit_ends_is_unfinished_and_not_failed(kit, tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("name", "seed"), [("TERM", 1), ("KILL", 2), ("TERM", 3), ("KILL", 4)])
-def test_an_end_at_any_moment_leaves_what_was_seen(kit, tmp_path, name, seed):
+def test_archive_survives_end_at_any_moment(kit, tmp_path, name, seed):
     if not kit.alone:
         pytest.skip("no namespaces here, so nothing ends all processes at once")
     started = kit.start(tmp_path, 8)
@@ -125,14 +125,12 @@ def test_an_end_at_any_moment_leaves_what_was_seen(kit, tmp_path, name, seed):
     subprocess.run(["kill", f"-{name}", *inside], check=True)
     started.communicate(timeout=60)
     summary = results(tmp_path)["summary"]
-    told = [*summary["finished"], *summary["unfinished"], *summary["not started"]]
-    assert told == PARTS
+    assert summary["finished"] + summary["unfinished"] + summary["not started"] == PARTS
     assert summary["ended"] == ("by a signal" if name == "TERM" else "not yet")
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_named_before_anything_is_run(kit, tmp_path):
-    """Here what is packed is not there, nor what the command names."""
+def test_kit_names_missing_requirements_before_it_runs(kit, tmp_path):
     command = [KIT / "prove.sh", "--device", "cpu", "--megatron-lm", "/nowhere", "--out", tmp_path]
     done = subprocess.run(command, env=kit.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -1,1 +1,1 @@
-"""The proof kit: what can be shown of the GPU path on one machine; see docs/gpu.md."""
+"""The proof kit: checks of the GPU path on one machine; see docs/gpu.md."""

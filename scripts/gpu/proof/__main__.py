@@ -1,7 +1,7 @@
 """Runs the parts within one limit, each in a process of its own, and keeps one archive of it all.
 
-A part is told when its time is up and killed a little later. What it had found by then is kept:
-such a part is unfinished, not failed.
+A part gets SIGTERM when its time is up and is killed a little later. Its results up to then are
+kept: such a part is unfinished, not failed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from proof.processes import TimeIsUp, adopt_orphans, end_children, end_in_order,
 from proof.result import Task, commit, first_line, read_json, versions, write_json
 
 _KEEP_SECONDS = 1.0
-#: between the word that time is up and the kill: this share of the limit, or so many seconds
+#: between SIGTERM and the kill: this share of the limit, and at most these seconds
 _NOTICE_SHARE, _NOTICE_SECONDS = 0.1, 4.0
-#: of all the time, for the end of the last part and the archive
+#: share and maximum of the whole time that are left for the end of the last part and the archive
 _END_SHARE, _END_SECONDS = 0.1, 10.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 if nothing failed, 1 if a part did, 2 for bad input, 143 if it was ended."""
+    """Return 0 if nothing failed, 1 if a part did, 2 for bad input, 143 after a signal."""
     options = _parser().parse_args(arguments)
     chosen = [p for p in PARTS if not options.part or p.name in options.part]
     if not options.megatron_lm:
@@ -68,9 +68,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inside(part: Part, options: argparse.Namespace) -> int:
-    """In the process of the part."""
+    """Run one part in its own process."""
     end_in_order()
-    # In which functions all threads are by then is in its log.
+    # The stacks of all threads at that moment are then in its log.
     faulthandler.register(signal.SIGTERM, chain=True)
     end_with_parent()
     task = Task(part.name, options.device, options.inside, options.until, options.megatron_lm)
@@ -91,8 +91,8 @@ def _inside(part: Part, options: argparse.Namespace) -> int:
 
 
 class StepRunner:
-    """One run of the chosen parts. Files lie in a folder of its own, of which the archive is made
-    again whenever a result has changed; when all is over only the archive is left."""
+    """One run of the chosen parts. Its files are in a folder of its own, which is packed whenever a
+    result has changed; at the end only the archive is left."""
 
     def __init__(self, parts: Sequence[Part], options: argparse.Namespace) -> None:
         self._began = time.monotonic()
@@ -105,7 +105,7 @@ class StepRunner:
         self._packed: object = None
 
     def run(self) -> int:
-        """All parts, each with its share of the time that is left."""
+        """Run all parts, each with its share of the time that is left."""
         end_in_order()
         adopt_orphans()
         print(f"{self._options.minutes:g} minutes for {self._archive}", flush=True)
@@ -125,7 +125,7 @@ class StepRunner:
         return status or int(any(part["state"] == "failed" for part in self._known.values()))
 
     def _run(self, part: Part, limit: float) -> None:
-        """The part in a session of its own; what it has left running is ended with it."""
+        """Run the part in a session of its own; end all processes that it has started."""
         began = time.monotonic()
         until = began + limit - min(_NOTICE_SECONDS, _NOTICE_SHARE * limit)
         command = [sys.executable, "-m", "proof", "--part", part.name, "--until", str(until)]
@@ -155,17 +155,18 @@ class StepRunner:
             self._keep("not yet")
             self._remove_shared_memory()
 
-    def _judge(self, part: Part, trouble: str) -> None:
+    def _judge(self, part: Part, exit_problem: str) -> None:
         found = read_json(self._folder / f"{part.name}.json")
         is_through = bool(found.get("finished"))
         problems = list(found.get("problems", []))
-        if trouble and not is_through:
-            problems.append(trouble)
+        if exit_problem and not is_through:
+            problems.append(exit_problem)
         state = "failed" if problems else "passed" if is_through else "unfinished"
-        told = {"problems": problems, "findings": found.get("findings", [])}
-        self._known[part.name] |= {"state": state, "finished": is_through, **told}
+        findings = found.get("findings", [])
+        self._known[part.name] |= {"state": state, "finished": is_through}
+        self._known[part.name] |= {"problems": problems, "findings": findings}
         print(f"{'':8}{state}", flush=True)
-        for line in [*problems, *told["findings"]]:
+        for line in [*problems, *findings]:
             print(f"{'':8}- {line}", flush=True)
 
     def _times(self) -> list[int]:
@@ -173,7 +174,7 @@ class StepRunner:
         return [path.stat().st_mtime_ns if path.exists() else 0 for path in paths]
 
     def _keep(self, ended: str) -> None:
-        """Write the summary, and pack all that there is."""
+        """Write the summary, and pack all results."""
         self._packed = self._times()
         begun = [name for name, known in self._known.items() if known["state"] != "not started"]
         finished = [name for name in begun if self._known[name].get("finished")]
@@ -193,7 +194,7 @@ class StepRunner:
         pack(self._folder, self._archive)
 
     def _remove_shared_memory(self) -> None:
-        """What runs leave whose agents were killed."""
+        """Remove the segments of runs whose agents were killed."""
         for path in self._folder.rglob("run.json"):
             if run := read_json(path).get("run_id"):
                 shutil.rmtree(f"/dev/shm/deadpool-{run}", ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The one archive of a run: what there is of it at this moment, results before logs."""
+"""The archive of a run: its results and logs so far, results first."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import tarfile
 from contextlib import suppress
 from pathlib import Path
 
-# Together, before they are packed: whatever they hold, the archive stays below 16 MiB.
+# Limit before compression: with incompressible data too, the archive stays below 16 MiB.
 _MAX_BYTES = 12 << 20
-#: the end of a file that is no result
+#: kept of the end of a log
 _TAIL_BYTES = 128 << 10
 _KEPT = {".json", ".jsonl", ".log"}
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Replace the archive by one of all results and the ends of all logs; whole or not at all."""
+    """Replace the archive atomically: all results, and the ends of all logs."""
     unfinished = archive.with_suffix(".part")
     free_bytes = _MAX_BYTES
     results = sorted(folder.glob("*.json"))

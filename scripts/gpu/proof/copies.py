@@ -1,4 +1,4 @@
-"""Part copies: what copying state into page-locked shared memory costs the step beside it."""
+"""Part copies: the cost for a step of a concurrent copy into page-locked shared memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def measure(task: Task) -> None:
                 at.append(time.monotonic())
                 seen.setdefault("enqueue_seconds", []).append(at[1] - at[0])
                 seen.setdefault("step_seconds_with_copy", []).append(at[2] - at[0])
-                # What the fence would have waited: the part that a step does not hide.
+                # The fence would wait for this: the part of a copy that a step does not hide.
                 seen.setdefault("left_after_step_seconds", []).append(at[3] - at[2])
             task.facts |= {name: statistics.median(values) for name, values in seen.items()}
             task.save()

@@ -1,4 +1,4 @@
-"""The place of the parts: NCCL and CUDA, or the fake of the tests on the CPU, to rehearse."""
+"""The device of the parts: NCCL and CUDA, or for a rehearsal the fake of the tests on the CPU."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from enum import StrEnum
 
 
 class Device(StrEnum):
-    """What the command line calls the two."""
+    """The values of ``--device``."""
 
     CUDA = "cuda"
     CPU = "cpu"
 
     @property
     def communicator(self) -> str:
-        """The kind of communicators, as settings name it."""
+        """The value of the setting ``communicator``."""
         return "nccl" if self is Device.CUDA else "fake_nccl:FakeNcclFabric"
 
     def environment(self, number: int) -> dict[str, str]:
-        """Returns what process or node ``number`` gets beside the environment that is there.
+        """Return the variables that process or node ``number`` gets in addition to its environment.
 
         Several ranks share a GPU: with a host identity each, NCCL takes them for processes of
-        different hosts, and with no path through memory it talks through sockets on loopback.
+        different hosts, and without a path through memory it uses sockets on loopback.
         """
         from deadpool_megatron.preflight.host import VISIBLE, visible_gpus
 
         if self is Device.CPU:
             return {VISIBLE: "", "OMP_NUM_THREADS": "1"}
-        seen = visible_gpus(os.environ)  # dealt out in turns
+        seen = visible_gpus(os.environ)  # assigned round-robin
         return {
             VISIBLE: seen[number % len(seen)] if seen else "",
             "NCCL_HOSTID": f"deadpool-proof-{number}",
@@ -36,17 +36,17 @@ class Device(StrEnum):
             "NCCL_SHM_DISABLE": "1",
             "NCCL_IB_DISABLE": "1",
             "NCCL_SOCKET_IFNAME": "lo",
-            # One order of sums, as far as NCCL and cuBLAS let us have it.
+            # A fixed order of sums, as far as NCCL and cuBLAS allow it.
             "NCCL_ALGO": "Ring",
             "NCCL_PROTO": "Simple",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            # Nothing is compiled at first use: that would take longer than a part has.
+            # Compilation at first use would take longer than a part has.
             "TORCHDYNAMO_DISABLE": "1",
         }
 
 
 def set_up(device: Device) -> None:
-    """The environment of the process of a part: it sees all GPUs, and deals them out."""
+    """Set the environment of a part's process, which sees all GPUs and assigns them."""
     from deadpool_megatron.preflight.host import VISIBLE
     from deadpool_megatron.support import environment as nccl_environment
 
@@ -58,7 +58,7 @@ def set_up(device: Device) -> None:
 
 
 def take_world(device: Device) -> None:
-    """This process becomes a world of one rank, on its device."""
+    """Initialize torch.distributed in this process, as a world of one rank on its device."""
     import torch.distributed as dist
 
     from deadpool_megatron.megatron import stand_ins
@@ -75,7 +75,7 @@ def take_world(device: Device) -> None:
 
 @dataclass(frozen=True)
 class Size:
-    """How much of each thing a part does; the limit of a part may end it before."""
+    """How often a part does each thing; its limit may end it before."""
 
     kills: int
     rounds: int
@@ -83,7 +83,7 @@ class Size:
     iterations: int
 
 
-#: the real one on a GPU; on the CPU as little as shows that the kit works
+#: on the CPU only enough to show that the kit works
 SIZES = {
     Device.CUDA: Size(kills=5, rounds=50, groups=12, iterations=12),
     Device.CPU: Size(kills=1, rounds=1, groups=5, iterations=8),

@@ -1,4 +1,4 @@
-"""Ranks under the seam, lost and replaced in turns; the conductor of rank.py."""
+"""Ranks on the package's communicators, lost and replaced in turns; the controller of rank.py."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
-from proof.rank import Fate, Report, Setup, play
+from proof.rank import Fate, Report, Setup, run_rank
 
 _REAP_SECONDS = 10.0
-#: a member that cannot go on is replaced, and its replacement may be lost: so often in one recovery
+#: of one recovery: a member that cannot continue is replaced, and the replacement may be lost too
 _MAX_EPOCHS = 6
 
 
 class FlockError(Exception):
-    """Ranks did not come back; the message says what was waited for."""
+    """Ranks did not come back; the message names what was waited for."""
 
 
 class Member:
@@ -33,21 +33,21 @@ class Member:
         self.warm = False
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process, if it is still there."""
+        """Send a signal to the process, if it still exists."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, number)
 
     def kill(self) -> None:
-        """As if its node was gone."""
+        """Kill it, as the loss of its node would."""
         self.process.kill()
 
     def meet(self, fate: Fate) -> None:
-        """Have it meet its end."""
+        """Order it to fail in this way, and wait for its end."""
         self.send(fate)
         self.process.join()
 
     def send(self, order: object) -> None:
-        """Nothing happens where the process has ended."""
+        """Send an order; do nothing if the process has ended."""
         with suppress(OSError):
             self.line.send(order)
 
@@ -60,7 +60,7 @@ class Member:
 
 @dataclass
 class Recovery:
-    """What one recovery cost: reports of survivors as they left and as all were ready again."""
+    """The cost of one recovery: reports of survivors that left, and of all ranks ready again."""
 
     left: list[Report] = field(default_factory=list)
     ready: dict[int, Report] = field(default_factory=dict)
@@ -68,25 +68,25 @@ class Recovery:
     seconds: float = 0.0
     epochs: int = 0
 
-    def longest(self, what: str) -> float:
-        """The longest of the seconds that were reported under this name."""
+    def longest(self, name: str) -> float:
+        """Return the longest of the seconds that were reported under this name."""
         reports = [*self.left, *self.ready.values()]
-        return max((float(r.values[what]) for r in reports if what in r.values), default=0.0)
+        return max((float(r.values[name]) for r in reports if name in r.values), default=0.0)
 
 
 Lose = Callable[[Member], None]
 
 
 class Flock:
-    """All ranks of an epoch and the spares behind them; ends all processes as its block ends.
+    """All ranks of an epoch and their spares; ends all processes as its block ends.
 
-    Who is slow has the time of the part, whose log then says what was waited for.
+    A slow rank may use the whole time of the part, whose log then shows what was waited for.
     """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.epoch = 1
-        #: how many communicators are made side by side from the next epoch on
+        #: how communicators are made from the next epoch on
         self.way = "one-by-one"
         self._context = mp.get_context("spawn")
         self._all_members: list[Member] = []
@@ -111,8 +111,8 @@ class Flock:
             member.end()
 
     def recover(self, victim: int, lose: Lose, fate: Fate) -> Recovery:
-        """``lose`` the victim, close the epoch, replace it (by one that meets this fate), and go
-        on until every rank communicates again. Raises FlockError if that does not come to be."""
+        """``lose`` the victim, close the epoch, replace the victim by a process with this fate, and
+        wait until every rank communicates again. Raises FlockError if that does not happen."""
         _await_warm(self._spares[0])
         began = time.monotonic()
         member = self.members.pop(victim)
@@ -137,18 +137,18 @@ class Flock:
         raise FlockError(f"not all ready after {_MAX_EPOCHS} epochs: {found.replaced}")
 
     def _watch(self, found: Recovery) -> dict[int, Fate]:
-        """Until all are ready in this epoch; returns who has to be replaced instead."""
+        """Wait until all are ready in this epoch; return the ranks to replace if they cannot be."""
         ready: dict[int, Report] = {}
         while len(ready) < self.setup.ranks:
             lines = {member.line: member for member in self.members.values()}
             for line in wait(list(lines)):
                 member = lines[line]  # type: ignore[index]
                 report = self._receive(member)
-                if report.what == "ruined":
+                if report.kind == "ruined":
                     found.replaced[member.rank] = str(report.values["reason"])
                     self.members.pop(member.rank).end()
                     return {member.rank: Fate.NONE}
-                if report.what == "left":
+                if report.kind == "left":
                     found.left.append(report)
                 elif report.epoch == self.epoch:
                     ready[member.rank] = report
@@ -167,7 +167,7 @@ class Flock:
         own_end, far_end = self._context.Pipe()
         number = len(self._all_members)
         process = self._context.Process(
-            target=play, args=(self.setup, number, far_end), daemon=True
+            target=run_rank, args=(self.setup, number, far_end), daemon=True
         )
         process.start()
         far_end.close()
@@ -176,7 +176,7 @@ class Flock:
         self._spares.append(member)
 
     def _give(self, rank: int, epoch: int, fate: Fate) -> None:
-        """Let the oldest spare play the role, and start another one in its place."""
+        """Give the role to the oldest spare, and start another spare for it."""
         member = self._spares.pop(0)
         _await_warm(member)
         member.rank = rank

@@ -1,8 +1,7 @@
 """Part kernels: optimizers of a GPU's stack, put back from what was captured.
 
-Training that goes on from a slot in shared memory, into which its state was copied as in a run, has
-to give the same bits as training that went on by itself. What is not installed is told, and is no
-failure.
+Training that continues from a slot in shared memory, into which its state was copied as in a run,
+has to give the same bits as undisturbed training. A missing package is reported, and is no failure.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _STEPS = 4
 
 
 def capture(task: Task) -> None:
-    """Each kind of optimizer."""
+    """Try each kind of optimizer."""
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -35,14 +34,14 @@ def capture(task: Task) -> None:
             task.facts[name] = f"not installed ({error})"
     for name, make in kinds.items():
         layer = torch.nn.Linear(_WIDTH, _WIDTH, device=task.device.value)
-        same = _goes_on_equal(task.device, layer, make(layer.parameters()), lambda x, m=layer: m(x))
+        same = _resumes_equal(task.device, layer, make(layer.parameters()), lambda x, m=layer: m(x))
         task.facts[name] = "same bits" if same else "other bits"
         task.expect(same, f"{name}: other bits after the state was put back")
         task.save()
 
 
-def _goes_on_equal(device: Device, layer: Any, optimizer: Any, run: Callable[[Any], Any]) -> bool:
-    """Steps, a copy of all state into a slot, more steps; back to the copy, and these again."""
+def _resumes_equal(device: Device, layer: Any, optimizer: Any, run: Callable[[Any], Any]) -> bool:
+    """Train, copy all state into a slot, train on; put the copy back, and train the same again."""
     import torch
 
     seeded = torch.Generator().manual_seed(5)
@@ -67,7 +66,7 @@ def _goes_on_equal(device: Device, layer: Any, optimizer: Any, run: Callable[[An
 
 
 def _state_tensors(layer: Any, optimizer: Any) -> list[Any]:
-    """Weights, buffers and the optimizer's state."""
+    """Return weights, buffers and the optimizer's state."""
     import torch
 
     kept = [v for state in optimizer.state.values() for v in state.values()]

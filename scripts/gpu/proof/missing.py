@@ -1,4 +1,4 @@
-"""What a run would miss, found in its first second: no torch is imported, no GPU asked."""
+"""Checks before a run: its requirements, without an import of torch or a call to a GPU."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 
 from proof.device import Device
 
-# Those that are light are imported: a package may be there, and compiled for another Python.
+# Light packages are imported: an installed package may be compiled for another Python.
 _LIGHT, _HEAVY = ("numpy", "xxhash"), ("torch", "megatron.core")
 _SHARED_BYTES = {Device.CUDA: 6 << 30, Device.CPU: 256 << 20}
 
 
 def missing(device: Device, out: Path, checkout: Path | None) -> Iterator[str]:
-    """Yields one line for each thing."""
+    """Yield a line for each missing requirement."""
     for name in (*_LIGHT, *_HEAVY):
         found = None
         with suppress(ImportError):
             found = import_module(name) if name in _LIGHT else util.find_spec(name)
         if found is None:
-            brought = "" if name in {"torch", "numpy"} else " (pack.sh brings it)"
-            yield f"{name} for {sys.executable}, Python {sys.version.split()[0]}{brought}"
+            source = "" if name in {"torch", "numpy"} else " (pack.sh brings it)"
+            yield f"{name} for {sys.executable}, Python {sys.version.split()[0]}{source}"
     if device is Device.CUDA:
         spec = util.find_spec("torch")
         built = Path(spec.origin).with_name("version.py") if spec and spec.origin else None

@@ -1,7 +1,7 @@
-"""Whether a wait for a future orders the current stream behind the operation (C1).
+"""Whether a wait for a future orders the current stream after the operation (C1).
 
-Two ranks add up what takes NCCL far longer than the host needs to go on. Who reads behind the wait
-has the sum if the wait ordered streams, and what was there before if not.
+Two ranks add up tensors so large that NCCL takes far longer than the host needs to continue. A read
+after the wait gives the sum if the wait ordered the streams, and the old value if not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WAYS = (_WORK, _SEAM, _TORCHS)
 
 
 def judge_futures(task: Task) -> dict[str, Any]:
-    """What was seen in each way to wait: as a finding, whatever it is."""
+    """Return the result of each way to wait, and note the verdict as a finding."""
     seen: dict[str, Any] = {}
     context = mp.get_context("spawn")
     seam, child_end = context.Pipe()
@@ -34,7 +34,7 @@ def judge_futures(task: Task) -> dict[str, Any]:
         ranks = []
         for rank in range(_RANKS):
             given = (task.device, rank, folder, child_end)
-            ranks.append(context.Process(target=_play, args=given, daemon=True))
+            ranks.append(context.Process(target=_run_rank, args=given, daemon=True))
             ranks[-1].start()
         child_end.close()
         with suppress(EOFError):
@@ -50,7 +50,7 @@ def judge_futures(task: Task) -> dict[str, Any]:
 
 
 def _verdict(seen: dict[str, Any]) -> str:
-    """One sentence."""
+    """Return the verdict as a sentence."""
     seam = seen.get(_SEAM, "no answer in time")
     if not isinstance(seam, list):
         return f"futures of the seam were not judged: {seam}"
@@ -59,7 +59,7 @@ def _verdict(seen: dict[str, Any]) -> str:
     return "a wait for a future of the seam orders no streams: gradients of DDP race"
 
 
-def _play(device: Device, rank: int, folder: str, line: Connection) -> None:
+def _run_rank(device: Device, rank: int, folder: str, line: Connection) -> None:
     os.environ.update(device.environment(rank))
     import torch
     import torch.distributed as dist
@@ -87,14 +87,14 @@ def _answer_of(way: str, device: Device) -> dict[str, Any]:
     import torch.distributed as dist
 
     value = torch.ones(_BYTES[device] // 4, device=device.value)
-    # To load a kernel at its first use would wait for all that runs; and nothing is to run now.
+    # The first use of a kernel loads it, which waits for the device: done while it is idle.
     value.min().item()
     world: Any = dist.group.WORLD
     torchs = world.inner.backend()
     is_torchs = way == _TORCHS
     work = torchs.allreduce([value]) if is_torchs else dist.all_reduce(value, async_op=True)
     (work if way == _WORK else work.get_future()).wait()
-    least = value.min()
-    # Asked first: to read it waits.
+    minimum = value.min()
+    # Before the value is read, which waits.
     in_flight = {"in flight": not work.is_completed()}
-    return in_flight | {"least": least.item(), "wanted": float(_RANKS)}
+    return in_flight | {"least": minimum.item(), "wanted": float(_RANKS)}

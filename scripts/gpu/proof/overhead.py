@@ -19,8 +19,8 @@ from proof.trainings import Job, model
 
 _WARM_UP = 5
 
-# 0.4 billion parameters: some tenths of a second a step, 5 GB of state and 20 GB of slots. Fewer
-# layers where shared memory has no room for them.
+# 0.4 billion parameters: some tenths of a second a step, 5 GB of state and 20 GB of slots. With
+# little shared memory it has fewer layers.
 _LARGE = {"--hidden-size": "2048", "--num-attention-heads": "16", "--seq-length": "2048"}
 _LARGE |= {"--lr": "1e-4", "--min-lr": "1e-5"}
 _MAX_LAYERS, _LAYER_BYTES = 8, 5 << 29
@@ -29,18 +29,18 @@ _CADENCES = {"plain": 1000, "protected": 1}
 
 
 def measure(task: Task) -> None:
-    """A, then B."""
+    """Run the side without protection, then the protected side."""
     from deadpool_megatron.preflight.host import visible_gpus
 
     nodes = min(2, len(visible_gpus(os.environ))) if task.is_on_gpu else 2
     scheme = "local" if nodes == 1 else "buddy"
-    room = shutil.disk_usage("/dev/shm").free // (_LAYER_BYTES * nodes)
-    layers = {"--num-layers": str(max(1, min(_MAX_LAYERS, room)))}
-    words = model(task, _LARGE | layers)
+    capacity = shutil.disk_usage("/dev/shm").free // (_LAYER_BYTES * nodes)
+    layers = {"--num-layers": str(max(1, min(_MAX_LAYERS, capacity)))}
+    arguments = model(task, _LARGE | layers)
     iterations = task.size.iterations
-    program = ["-m", "deadpool_megatron.trainer", *words, "--train-iters", str(iterations)]
+    program = ["-m", "deadpool_megatron.trainer", *arguments, "--train-iters", str(iterations)]
     job = Job(task.device, task.device.communicator, nodes, program)
-    task.facts |= {"nodes": nodes, "protection": scheme, "model": words}
+    task.facts |= {"nodes": nodes, "protection": scheme, "model": arguments}
     for side, cadence in _CADENCES.items():
         directory = task.folder / f"overhead-{side}"
         settings = ("--deadpool-cadence", str(cadence), "--deadpool-protection", scheme)
@@ -51,18 +51,18 @@ def measure(task: Task) -> None:
     plain, protected = (task.facts[side] for side in _CADENCES)
     ratio = task.facts["ratio"] = protected["mean_step_seconds"] / plain["mean_step_seconds"]
     task.findings.append(f"steps with protection take {ratio:.3f} times as long")
-    least, wanted = protected["committed"], nodes * iterations
-    task.expect(least >= wanted, f"{least} generations were committed, not {wanted} or more")
+    found, wanted = protected["committed"], nodes * iterations
+    task.expect(found >= wanted, f"{found} generations were committed, not {wanted} or more")
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    """One run: the time from each step to the next, and what its protection did meanwhile."""
+    """Return the step times of one run, and what its protection committed and sent."""
     from deadpool_megatron.cluster.run_directory.directory import RunDirectory
     from deadpool_megatron.events import Kind, read_events
 
     events = list(read_events(RunDirectory(directory).events))
     steps = {e.iteration or 0: e.monotonic_seconds for e in events if e.kind is Kind.STEP}
-    # Each of several generations and roles.
+    # Each event covers several generations and roles.
     committed = [event.data for event in events if event.kind is Kind.COMMITTED]
     if len(steps) <= _WARM_UP + 1:
         raise ValueError(f"it ended after {len(steps)} steps")

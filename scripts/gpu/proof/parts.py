@@ -1,4 +1,4 @@
-"""The parts of the proof, in the order of their worth, and how the time is shared out."""
+"""The parts of the proof, the most important first, and their shares of the time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proof.result import Task
 
 @dataclass(frozen=True)
 class Part:
-    """``seconds`` of eight minutes; what a part leaves goes to all behind it."""
+    """``seconds`` of eight minutes; the time that a part does not use goes to those after it."""
 
     name: str
     seconds: int
@@ -22,7 +22,7 @@ class Part:
 
 
 PARTS = (
-    Part("smoke", 70, "versions, streams, memory, futures: each alone", smoke.look),
+    Part("smoke", 70, "versions, streams, memory, futures: each alone", smoke.probe),
     Part("seam", 50, "two ranks: communicators aborted and made again", seam.first_kills),
     Part("trainer", 120, "the embedded trainer loses a node", trainings.embedded),
     Part("rebuild", 45, "more communicators, made in each way there is", seam.rebuilds),
@@ -34,7 +34,7 @@ PARTS = (
         "rows",
         30,
         "flags that are taken by name: classes, and jobs that lose a node",
-        read_rows.look,
+        read_rows.check,
     ),
     Part("pretrain", 120, "pretrain_gpt.py loses a node", trainings.megatron_lm),
 )

@@ -1,4 +1,4 @@
-"""Processes of a part are ended with it, also those that left its session or lost their parent."""
+"""The end of a part's processes, also of those that left its session or lost their parent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REAP_SECONDS = 3.0
 
 
 class TimeIsUp(BaseException):
-    """The word to end came; no fault of what is under way."""
+    """SIGTERM or SIGINT came; no fault of the part."""
 
 
 def end_in_order() -> None:
@@ -30,17 +30,17 @@ def end_in_order() -> None:
 
 
 def end_with_parent() -> None:
-    """SIGTERM, in order, when the conductor is gone."""
+    """Have this process get SIGTERM when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Have this process be the parent of whoever below it loses its own."""
+    """Make this process the parent of orphaned descendants."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_children() -> None:
-    """Kill all children, and theirs as they become ours."""
+    """Kill all children, and their children as this process inherits them."""
     until = time.monotonic() + _REAP_SECONDS
     while (children := _children()) and time.monotonic() < until:
         for pid in children:

@@ -1,4 +1,4 @@
-"""One rank under the seam, as a process that is told by the conductor what happens to it."""
+"""One rank on the package's communicators: a process that takes orders from flock.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONNECT_SECONDS = 30.0
 
 
 class Fate(StrEnum):
-    """What a rank does to itself when it is told to."""
+    """The way in which a rank fails when it is ordered to."""
 
     NONE = "none"
     DIE_IN_BATCH = "die in a batch of sends and receives"
@@ -32,7 +32,7 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class Setup:
-    """What all ranks of a flock have in common."""
+    """The settings that all ranks of a flock share."""
 
     device: Device
     ranks: int
@@ -45,15 +45,15 @@ class Setup:
 
 @dataclass(frozen=True)
 class Report:
-    """A word of a rank: ``ready`` in an epoch, ``left`` one, or ``ruined``: replace me."""
+    """A report of a rank: ``ready`` in an epoch, ``left`` it, or ``ruined``: to be replaced."""
 
-    what: str
+    kind: str
     epoch: int
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-def play(setup: Setup, number: int, line: Connection) -> None:
-    """Be warm; then play the role that the first order names, to the end of the process."""
+def run_rank(setup: Setup, number: int, line: Connection) -> None:
+    """Warm up, then take the role that the first order names until the process ends."""
     os.environ.update(setup.device.environment(number))
     from deadpool_megatron.support import environment as nccl_environment
 
@@ -63,25 +63,25 @@ def play(setup: Setup, number: int, line: Connection) -> None:
 
     if setup.device is Device.CUDA:
         torch.zeros(1, device="cuda")
-    # What takes long to load is there before it is needed.
+    # Slow imports happen before the role is needed.
     from deadpool_megatron.comms import Communicators
     from deadpool_megatron.member.session import drain_seconds
     from deadpool_megatron.settings import Settings
 
-    # The limits that a member has.
+    # The same limit as a member's.
     limit_seconds = drain_seconds("nccl", Settings(communicator="nccl"))
     if setup.warm:
         Communicators(setup.device.communicator).warm()
     line.send(Report("warm", -1))
     try:
         rank, epoch, way, fate = line.recv()
-        Rank(setup, rank, line, way, limit_seconds).go_on_from(epoch, fate)
+        Rank(setup, rank, line, way, limit_seconds).run_from(epoch, fate)
     except EOFError:
-        return  # the conductor has ended
+        return  # the controller has ended
 
 
-class Meeting:
-    """A store of torch behind that of a run: with it communicators may be made side by side."""
+class RendezvousStore:
+    """A store of torch in the form of a run's; with it communicators may be made side by side."""
 
     def __init__(self, path: str, ranks: int) -> None:
         from torch._C._distributed_c10d import FileStore
@@ -103,7 +103,7 @@ class Meeting:
 
 
 class Rank:
-    """Communicates in all groups, over and over, until told of the close of the epoch."""
+    """Communicates in all groups, over and over, until its epoch is closed."""
 
     def __init__(
         self, setup: Setup, rank: int, line: Connection, way: str, limit_seconds: float
@@ -125,7 +125,7 @@ class Rank:
         dist.init_process_group("nccl", rank=rank, world_size=setup.ranks)
         self._groups: list[tuple[list[int], Any]] = [(list(range(setup.ranks)), dist.group.WORLD)]
         while len(self._groups) < setup.groups:
-            # All ranks, then all but one, then neighbours, and again.
+            # In turns all ranks, all but a single rank, and two neighbours.
             index = len(self._groups)
             ranks = list(range(setup.ranks))
             if index % 3 == 1:
@@ -136,8 +136,8 @@ class Rank:
         threading.Thread(target=self._obey, daemon=True).start()
 
     def _obey(self) -> None:
-        """What the conductor says while the rank communicates: the number of an epoch that is
-        closed, and the way in which those of the next one are made; or a fate."""
+        """Carry out orders while the rank communicates: a fate, or the number of a closed epoch
+        with the way in which the next communicators are made."""
         while True:
             try:
                 order = self._line.recv()
@@ -151,8 +151,8 @@ class Rank:
             self._comms.interrupt(closed)
             self._interrupt_seconds = time.monotonic() - began
 
-    def go_on_from(self, epoch: int, fate: Fate) -> None:
-        """Enter this epoch and those that follow; ends when the process cannot enter another."""
+    def run_from(self, epoch: int, fate: Fate) -> None:
+        """Enter this epoch and its successors; return when the process cannot enter another."""
         from deadpool_megatron.comms import CommunicatorFault, EpochClosed
         from deadpool_megatron.comms.store import EpochStore
 
@@ -161,8 +161,9 @@ class Rank:
                 if fate is Fate.DIE_IN_REBUILD:
                     os.kill(os.getpid(), signal.SIGKILL)
                 began = time.monotonic()
-                meeting = Meeting(f"{self._setup.folder}/{epoch}", self._setup.ranks)
-                store = EpochStore(meeting, epoch, CONNECT_SECONDS)
+                path = f"{self._setup.folder}/{epoch}"
+                rendezvous = RendezvousStore(path, self._setup.ranks)
+                store = EpochStore(rendezvous, epoch, CONNECT_SECONDS)
                 self._comms.attach(epoch, store, self._rank, CONNECT_SECONDS)
                 attached = time.monotonic()
                 self._exchange()
@@ -180,7 +181,7 @@ class Rank:
                 return
 
     def _leave(self, epoch: int, error: Exception) -> bool:
-        """Come to rest, and say how long that took; False: this process must be replaced."""
+        """Drain, and report how long that took; False: this process must be replaced."""
         from deadpool_megatron.comms import EpochClosed
         from deadpool_megatron.platform.cuda import CudaPlatform
 
@@ -193,8 +194,8 @@ class Rank:
         try:
             if not reason and self._setup.device is Device.CUDA:
                 CudaPlatform().synchronize(self._limit_seconds)
-        except (RuntimeError, TimeoutError) as trouble:
-            reason = str(trouble).partition("\n")[0]
+        except (RuntimeError, TimeoutError) as problem:
+            reason = str(problem).partition("\n")[0]
         if reason:
             self._report("ruined", epoch, reason=reason)
             return False
@@ -203,7 +204,7 @@ class Rank:
         return True
 
     def _exchange(self) -> None:
-        """A sum in every group and a ring of messages. Raises RuntimeError for a wrong result."""
+        """Add up in every group and pass messages in a ring. Raises RuntimeError if it is wrong."""
         import torch
         import torch.distributed as dist
 
@@ -241,12 +242,12 @@ class Rank:
             "group left open": is_left_open(),
         }
 
-    def _report(self, what: str, epoch: int, **values: Any) -> None:
-        self._line.send(Report(what, epoch, values))
+    def _report(self, kind: str, epoch: int, **values: Any) -> None:
+        self._line.send(Report(kind, epoch, values))
 
 
 def _die_in_the_next_send(folder: str) -> None:
-    """By the point at which operations enter a communicator: the block is open then."""
+    """Have the next send kill this process at its fault point, while the batch's block is open."""
     from deadpool_megatron import failpoints
 
     fault = {"id": f"batch-{os.getpid()}", "point": "comm", "match": {"op": "send"}}

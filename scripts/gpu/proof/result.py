@@ -1,4 +1,4 @@
-"""What a part is given, and what it has found so far: one JSON file, whole at any moment."""
+"""The task of a part with its results so far: a JSON file that is complete at any moment."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine", "apex", "n
 
 @dataclass
 class Task:
-    """One part. ``problems`` say why it failed; ``findings`` are answers, good or bad, that are no
-    fault of the kit. ``until`` is the time on the monotonic clock at which it is ended."""
+    """One part. ``problems`` are the reasons of a failure; ``findings`` are answers, good or bad,
+    that are no fault of the kit. ``until``: time on the monotonic clock at which it is ended."""
 
     part: str
     device: Device
@@ -38,7 +38,7 @@ class Task:
 
     @property
     def size(self) -> Size:
-        """How much of each thing is done on this device."""
+        """The amounts for this device."""
         return SIZES[self.device]
 
     @property
@@ -48,7 +48,7 @@ class Task:
 
     @property
     def left_seconds(self) -> float:
-        """Until the part is ended."""
+        """The time until the part is ended."""
         return self.until - time.monotonic()
 
     def expect(self, holds: bool, problem: str) -> None:
@@ -57,7 +57,7 @@ class Task:
             self.problems.append(problem)
 
     def save(self) -> None:
-        """Leave what is known by now."""
+        """Write the results so far."""
         values = {
             "part": self.part,
             "device": self.device,
@@ -73,19 +73,19 @@ class Task:
 
 
 def first_line(error: BaseException) -> str:
-    """Its kind and the beginning of its text."""
+    """Return the type of an error and the first line of its text."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def write_json(path: Path, values: object) -> None:
-    """All of it or nothing."""
+    """Replace the file atomically."""
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(values, indent=1, default=str) + "\n")
     unfinished.rename(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What is there; empty for nothing."""
+    """Return the values of a file; empty if it cannot be read."""
     try:
         values: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -95,7 +95,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @functools.cache
 def commit() -> str:
-    """The commit, and whether there are changes that are not in it; else "unknown"."""
+    """Return the commit, and whether the tree has other changes; "unknown" without git."""
     if _COMMIT_FILE.exists():
         return _COMMIT_FILE.read_text().strip()
     try:
@@ -109,9 +109,9 @@ def commit() -> str:
 
 @functools.cache
 def versions() -> dict[str, Any]:
-    """Of all that takes part; the part ``smoke`` asks torch and the driver for theirs."""
+    """Return the versions of packages; the part ``smoke`` adds those of torch and the driver."""
     found: dict[str, Any] = {"python": platform.python_version(), "kernel": platform.release()}
-    # Of two the one that is found first is the one that is imported.
+    # If a package is installed twice, the first is imported; reversed, it overwrites the other.
     several = reversed([*metadata.distributions()])
     installed = {dist.name.lower().replace("_", "-"): dist.version for dist in several if dist.name}
     return found | {name: installed.get(name, "not installed") for name in _PACKAGES}

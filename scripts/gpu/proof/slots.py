@@ -14,7 +14,7 @@ _COPY_SECONDS = 30.0
 
 
 class Slot:
-    """Holds tensors, as a member has its shard there."""
+    """A slot that holds tensors, as it holds a member's shard."""
 
     def __init__(self, tensors: list[Any], directory: str) -> None:
         from deadpool_megatron.layout.records import Generation, Seat
@@ -32,7 +32,7 @@ class Slot:
         self._views = self._part.views(self.bytes)
 
     def start_copy(self) -> Any:
-        """Tensors into the slot, beside the work of the device; returns the copy."""
+        """Start a copy of the tensors into the slot, concurrent with the device's work."""
         return self.platform.side_copy(self._views, self._part.tensors)
 
     def capture(self) -> None:
@@ -51,7 +51,7 @@ class Slot:
 
 @contextlib.contextmanager
 def slot_of(tensors: list[Any]) -> Iterator[tuple[Slot, float]]:
-    """The slot, and the seconds that it took to have it page-locked."""
+    """Yield the slot, and the seconds that its page-locking took."""
     with tempfile.TemporaryDirectory(prefix="deadpool-proof-", dir="/dev/shm") as directory:
         slot = Slot(tensors, directory)
         is_pinned = slot.platform.is_cuda

@@ -1,6 +1,6 @@
-"""Part smoke: each thing that the path stands on, alone, and what torch's futures wait for.
+"""Part smoke: each requirement of the GPU path alone, and what torch's futures wait for.
 
-A probe that raises is a problem, and the next one runs all the same.
+A probe that raises is a problem; the following probes run nevertheless.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _WARM_UPS, _WARM_UP_SHARE = 30, 0.2
 _REHEARSED_BYTES, _SLOT_BYTES = 8 << 20, 1 << 30
 
 
-def look(task: Task) -> None:
-    """All probes, in the order in which one explains the next."""
+def probe(task: Task) -> None:
+    """Run all probes; a later probe may depend on an earlier."""
     probes: dict[str, Callable[[Task], dict[str, Any]]] = {
         "versions": _versions,
         "take_device": _take_device,
@@ -32,10 +32,10 @@ def look(task: Task) -> None:
         "group_depth": _group_depth,
         "futures": judge_futures,
     }
-    for name, probe in probes.items():
+    for name, run in probes.items():
         began = time.monotonic()
         try:
-            fact = probe(task)
+            fact = run(task)
         except (Exception, SystemExit) as error:
             task.problems.append(f"{name}: {first_line(error)}")
             fact = {"raised": traceback.format_exc().splitlines()[-8:]}
@@ -69,14 +69,14 @@ def _versions(task: Task) -> dict[str, Any]:
 
 
 def _take_device(task: Task) -> dict[str, Any]:
-    """Its line is in the part's log."""
+    """Select the device, whose line is in the part's log."""
     from deadpool_megatron.member.member_device import select_device
 
     return {"kind": select_device(task.device.communicator if task.is_on_gpu else "auto", 0)}
 
 
 def _warm(task: Task) -> dict[str, Any]:
-    """A communicator of one rank made, used and aborted, over and over."""
+    """Make, use and abort a communicator of one rank, over and over."""
     import torch
 
     from deadpool_megatron.comms.communicators import fabric_of
@@ -89,7 +89,7 @@ def _warm(task: Task) -> dict[str, Any]:
         began = time.monotonic()
         warm(device, lambda epoch: fabric_of(epoch, task.device.communicator, "127.0.0.1"))
         seconds.append(time.monotonic() - began)
-        # A hang in one of them leaves those before it.
+        # Saved each time, so that a hang leaves the earlier results.
         facts = task.facts.setdefault("warm", {"held_after_first": resources(task.is_on_gpu)})
         facts["seconds of each"] = seconds
         task.save()
@@ -97,7 +97,7 @@ def _warm(task: Task) -> dict[str, Any]:
 
 
 def resources(is_on_gpu: bool) -> dict[str, int]:
-    """What this process holds, and of the GPU what all of its processes do."""
+    """Return the resources of this process, and the GPU memory that all processes use."""
     found = {
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
@@ -125,7 +125,7 @@ def _own_stream(task: Task) -> dict[str, Any]:
 
 
 def _slot(task: Task) -> dict[str, Any]:
-    """Into a registered segment and back."""
+    """Copy into a registered segment and back."""
     import torch
 
     count = (_SLOT_BYTES if task.is_on_gpu else _REHEARSED_BYTES) // 4
@@ -141,7 +141,7 @@ def _slot(task: Task) -> dict[str, Any]:
 
 
 def _group_depth(task: Task) -> dict[str, Any]:
-    """Whether a group of NCCL is open in this thread after all that: NCCL itself is asked."""
+    """Ask NCCL whether the probes left a group open in this thread."""
     from deadpool_megatron.comms import nccl as blocks
 
     is_open = blocks.is_left_open()

@@ -1,8 +1,8 @@
 """Parts trainer and pretrain: whole jobs that lose a node, and the same job undisturbed.
 
 Each node is an agent of its own, as on a cluster, so that each has a host identity of its own and
-several may share a GPU. What is restored is verified by the job itself: each part against its
-checksum, and hashes of peers against each other; a replayed step with other numbers ends it.
+several may share a GPU. The job itself verifies the restored state: each part against its checksum,
+and hashes of peers against each other; a replayed step with other numbers ends the job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from proof.device import Device
 from proof.result import ROOT, Task, read_json
 
 _END_SECONDS = 2.0
-#: what a job and the same undisturbed take
+#: time that a job and the same job undisturbed need
 _MIN_SECONDS = {Device.CUDA: 45.0, Device.CPU: 10.0}
 _HASHED = ("--deadpool-set", "hash-interval=1")
 #: the iteration in which a node is lost
@@ -37,42 +37,42 @@ _LARGER = {"--hidden-size": "512", "--num-attention-heads": "8", "--lr": "1e-3"}
 
 
 def model(task: Task, sizes: Mapping[str, str]) -> list[str]:
-    """Arguments of the trainer; these sizes are those on a GPU."""
-    words = _MODEL.split()
+    """Return arguments of the trainer; the sizes apply on a GPU."""
+    arguments = _MODEL.split()
     if task.is_on_gpu:
         for flag, value in sizes.items():
-            words[words.index(flag) + 1] = value
-        words.append("--bf16")
-    return words
+            arguments[arguments.index(flag) + 1] = value
+        arguments.append("--bf16")
+    return arguments
 
 
 def embedded(task: Task) -> None:
-    """Part trainer: data parallel 2 loses role 1; the same undisturbed; a pipeline loses role 0."""
+    """Run part trainer: data parallel 2 loses role 1, the same undisturbed, a pipeline loses 0."""
     program = ["-m", "deadpool_megatron.trainer", *model(task, _LARGER)]
     program += ["--train-iters", str(task.size.iterations)]
-    strike(task, task.device.communicator, program)
+    lose_and_compare(task, task.device.communicator, program)
     pipeline = [*program, "--pipeline-model-parallel-size", "2"]
     nodes = 4 if task.is_on_gpu else 2
     _take(task, "pipeline", Job(task.device, task.device.communicator, nodes, pipeline), 0)
 
 
 def megatron_lm(task: Task, script: str = "pretrain_gpt.py", *more: str) -> None:
-    """Part pretrain, with the flags that what is installed asks for, and ``more``."""
+    """Run part pretrain, with ``more`` flags and those that the installed packages need."""
     assert task.checkout is not None
     folder = ROOT / "configs" / "megatron-lm"
-    words = (folder / "small.args").read_text().split() + ["--bf16"] * task.is_on_gpu
+    shared = (folder / "small.args").read_text().split() + ["--bf16"] * task.is_on_gpu
     plain = (folder / ("gpu-plain.args" if task.is_on_gpu else "cpu.args")).read_text().split()
     if task.is_on_gpu and find_spec("transformer_engine") is not None:
         # The output layer, which is Megatron's own, still wants Apex to fuse.
         fuses = find_spec("fused_weight_gradient_mlp_cuda") is not None
         plain = [] if fuses else ["--no-gradient-accumulation-fusion"]
-    program = [str(task.checkout / script), *words, *plain, "--deadpool"]
+    program = [str(task.checkout / script), *shared, *plain, "--deadpool"]
     program += ["--train-iters", str(task.size.iterations), "--lr-warmup-iters", "2", *more]
-    strike(task, "nccl" if task.is_on_gpu else "gloo", program)
+    lose_and_compare(task, "nccl" if task.is_on_gpu else "gloo", program)
 
 
-def strike(task: Task, communicator: str, program: Sequence[str]) -> None:
-    """First with a loss, then without; the states at the end are compared."""
+def lose_and_compare(task: Task, communicator: str, program: Sequence[str]) -> None:
+    """Run a job with a loss, then without, and compare the states at the end."""
     from deadpool_megatron.cli.compare import compare_results
     from deadpool_megatron.cli.run_result import ResultError, read_result
 
@@ -89,12 +89,12 @@ def strike(task: Task, communicator: str, program: Sequence[str]) -> None:
     task.findings.append(f"struck: {same} the undisturbed run at its end")
     task.facts["first differences"] = [str(difference) for difference in comparison.differences[:4]]
     if not task.is_on_gpu:
-        # There sums have one order; on a GPU kernels and NCCL may choose another one.
+        # On a CPU sums have a fixed order; on a GPU kernels and NCCL may choose another.
         task.expect(comparison.identical, "not bit-identical to the undisturbed run")
 
 
-def beside(task: Task, name: str, run: Callable[..., None], *given: Any) -> None:
-    """A further job of a part, with facts of its own; if there is time for it."""
+def run_extra(task: Task, name: str, run: Callable[..., None], *given: Any) -> None:
+    """Run a further job of a part, with facts of its own, if there is time for it."""
     part = replace(task, part=f"{task.part}-{name.partition('=')[0]}")
     part = replace(part, facts={}, problems=[], findings=[])
     if task.left_seconds < _MIN_SECONDS[task.device]:
@@ -110,12 +110,12 @@ def beside(task: Task, name: str, run: Callable[..., None], *given: Any) -> None
 
 
 def _take(task: Task, name: str, job: Job, *lost: int) -> Path:
-    """One job, and what it has told by its end, or by ours."""
+    """Run one job, and note its events up to its end or that of the part."""
     directory = task.folder / f"{task.part}-{name}"
     try:
         job.run(directory, len(lost), [_fault(role) for role in lost], _HASHED)
     finally:
-        facts = task.facts[name] = {"lost roles": lost, **_told(directory)}
+        facts = task.facts[name] = {"lost roles": lost, **_facts(directory)}
         task.save()
     status, recoveries = facts["exit_status"], facts["recoveries"]
     task.expect(status == 0, f"{name}: status {status}, {facts['reason']}")
@@ -128,8 +128,8 @@ def _take(task: Task, name: str, job: Job, *lost: int) -> Path:
     return directory
 
 
-def _told(directory: Path) -> dict[str, Any]:
-    """What the events of a job say, be it over or not."""
+def _facts(directory: Path) -> dict[str, Any]:
+    """Return the outcome and the recoveries of a job, which may not be over."""
     from deadpool_megatron.cluster.run_directory.directory import RunDirectory
     from deadpool_megatron.events import Kind, read_events
 
@@ -153,7 +153,7 @@ def _fault(role: int) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Job:
-    """The same training, with agents that are started by hand."""
+    """A training whose agents are started without the launcher."""
 
     device: Device
     communicator: str
@@ -163,7 +163,7 @@ class Job:
     def run(
         self, directory: Path, spares: int, faults: Sequence[object], settings: Sequence[str]
     ) -> None:
-        """To its end, or to that of the part."""
+        """Run it to its end, or to that of the part."""
         from deadpool_megatron.failpoints import ENVIRONMENT_NAME
 
         plan = directory.with_suffix(".faults")
@@ -190,6 +190,6 @@ class Job:
             for agent in agents:
                 agent.terminate()
             for agent in agents:
-                # Who does not end is ended with the part.
+                # An agent that does not end is killed with the part.
                 with suppress(subprocess.TimeoutExpired):
                     agent.wait(_END_SECONDS / len(agents))
