@@ -51,7 +51,7 @@ from deadpool_megatron.wire.auth import AuthenticationError
 _FLUSH_SECONDS = 2.0
 _NAMES_SECONDS = 10.0
 # A first coordinator may take this long to start on a busy host.
-_SAID_SECONDS = 10.0
+_TROUBLE_SECONDS = 10.0
 
 
 class Agent:
@@ -118,12 +118,12 @@ class Agent:
             listing_changed=self._write_listing,
             logs=self._logs,
         )
-        self._examiner = NodeChecker(self._options, self._link.send, lambda: self._shown)
+        self._checker = NodeChecker(self._options, self._link.send, lambda: self._shown)
         vault, send = self._vault, self._link.send
         self._exports = NodeExports(self._options, vault.take, self._logs, send)
         run_id = self._options.info.run_id
         self._names = held_names(run, run_id, self._node, self._segments)
-        self._looked, self._began, self._said = 0.0, time.monotonic(), ""
+        self._looked, self._began, self._shown_trouble = 0.0, time.monotonic(), ""
         self._leaving = Departure(self._options, partial(self._end, "agent got SIGTERM", True))
         try:
             if self._standby is not None:
@@ -136,7 +136,7 @@ class Agent:
                 asyncio.shield(self._serving),
                 self._vault.supervise(),
                 self._work(),
-                self._examiner.run(),
+                self._checker.run(),
                 self._tick(),
                 self._stopping.wait(),
             )
@@ -169,7 +169,7 @@ class Agent:
             "closed": self._closed,
             "restored": self._members.restored(),
             "found": self._found.to_dict() if self._found and not self._record else None,
-            "facts": self._examiner.told(),
+            "facts": self._checker.facts(),
         }
 
     def _on_order(self, message: Mapping[str, Any]) -> None:
@@ -251,13 +251,13 @@ class Agent:
     def _order_close(self, epoch: int, cause: str) -> None:
         """Report a closed epoch at once: a new coordinator may ask while a dump is written."""
         if epoch <= self._closed:
-            self._tell_inventory(epoch)
+            self._send_inventory(epoch)
         else:
             self._orders.put_nowait(self._close(epoch, cause))
 
     async def _close(self, epoch: int, cause: str) -> None:
         if epoch <= self._closed:  # by an earlier order in the queue
-            self._tell_inventory(epoch)
+            self._send_inventory(epoch)
             return
         failpoints.hit("agent.close", epoch=epoch)
         self._closed, self._inventory = epoch, None
@@ -274,9 +274,9 @@ class Agent:
         await wait_drained(seated, epoch, self._drained, self._settings)
         self._inventory = (await self._vault.inventory(epoch)).to_dict()
         failpoints.hit("agent.inventory", epoch=epoch)
-        self._tell_inventory(epoch)
+        self._send_inventory(epoch)
 
-    def _tell_inventory(self, epoch: int) -> None:
+    def _send_inventory(self, epoch: int) -> None:
         if self._inventory is not None and self._inventory["epoch"] == epoch:
             self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
 
@@ -301,8 +301,8 @@ class Agent:
         self._members.send_all({"t": "record", "record": record.to_dict()})
 
     async def _dump(self, message: dict[str, Any]) -> None:
-        which = {"generation": message["generation"], "boundary": message["boundary"]}
-        answer = {"t": "dumped", **which, "files": [], "error": ""}
+        request = {key: message[key] for key in ("generation", "boundary")}
+        answer = {"t": "dumped", **request, "files": [], "error": ""}
         try:
             answer |= await self._vault.dump(message)
         except (OSError, TimeoutError, VaultError) as error:
@@ -338,9 +338,9 @@ class Agent:
             self._members.report_lost(member.local_rank, member.incarnation, how, cause)
             self._write_listing()
             if kind_of_end(cause) is FailureKind.DEVICE_ERROR:
-                self._examiner.ask_health()
+                self._checker.ask_health()
 
-    def _told(self) -> dict[str, Any]:
+    def _shown_facts(self) -> dict[str, Any]:
         """Return the facts about this node that the coordinator shows to users."""
         return {"members": self._members.beats(), "vault": self._vault.status}
 
@@ -354,7 +354,7 @@ class Agent:
             self._members.check()
             self._logs.trim()
             if self._link.beat_is_due:
-                self._link.beat(self._told)
+                self._link.beat(self._shown_facts)
             self._look_for_cut(time.monotonic())
             # The period that the coordinator asks for need not be a multiple of the setting.
             await asyncio.sleep(self._settings.beat_interval_seconds / 2)
@@ -388,14 +388,14 @@ class Agent:
         """Before the first contact, print early what prevents it; end the agent if the node's own
         standby cannot claim a term, because another start would not help."""
         waited, standby = now - self._began, self._standby
-        if self._boot or standby is None or waited < _SAID_SECONDS:
+        if self._boot or standby is None or waited < _TROUBLE_SECONDS:
             return
         trouble = standby.trouble or (self._link.trouble if standby.address else "")
         if standby.trouble and standby.address is None and waited > self._settings.connect_seconds:
-            why = f"no coordinator for {self._settings.connect_seconds:g} s: {trouble}"
-            self._fence(why, keep=True, code=ExitStatus.BAD_INPUT)
-        elif trouble and trouble != self._said:
-            self._said = trouble
+            reason = f"no coordinator for {self._settings.connect_seconds:g} s: {trouble}"
+            self._fence(reason, keep=True, code=ExitStatus.BAD_INPUT)
+        elif trouble and trouble != self._shown_trouble:
+            self._shown_trouble = trouble
             text = f"agent of node {self._node} waits for a coordinator: {trouble}"
             print(text, file=sys.stderr, flush=True)
 
@@ -416,16 +416,16 @@ class Agent:
         self._link.supersede("the launcher is gone")  # else the run would end for lack of nodes
         self._fence("the launcher is gone", keep=True)
 
-    def _fence(self, why: str, *, keep: bool = False, code: int = ExitStatus.FENCED) -> None:
+    def _fence(self, reason: str, *, keep: bool = False, code: int = ExitStatus.FENCED) -> None:
         """End at once: no process relies on this node. ``keep``: its slots may be needed later."""
         if self._ending is None:
             for member in self._members.by_local_rank.values():
-                member.kill(why)
+                member.kill(reason)
         if not self._exit_code:
             self._exit_code = code
-            print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
+            print(f"agent of node {self._node} ends: {reason}", file=sys.stderr, flush=True)
         comes_again = self._options.keeps_slots and code != ExitStatus.EXCLUDED
-        self._end(why, not (keep or (comes_again and not self._leaving.is_ordered)))
+        self._end(reason, not (keep or (comes_again and not self._leaving.is_ordered)))
 
     def _end(self, reason: str, remove: bool) -> None:
         if self._ending is None:
@@ -442,8 +442,10 @@ class Agent:
             await self._members.kill_all(reason, self._settings.close_seconds)
         self._members.close()
         # Steps of kept lineages count even if the run no longer needs this node.
-        heard = self._link.connected or (self._options.launcher_fd is None and self._exit_code)
-        await self._link.flush(_FLUSH_SECONDS if heard else 0.0)
+        is_acknowledged = self._link.connected or (
+            self._options.launcher_fd is None and self._exit_code
+        )
+        await self._link.flush(_FLUSH_SECONDS if is_acknowledged else 0.0)
         if self._serving is not None:
             self._serving.cancel()
         self._link.close()
@@ -467,7 +469,7 @@ class Departure:
         self._drain: asyncio.Task[None] | None = None
         self.exit_status = 0
         self.is_ordered = False
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._told)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminate)
 
     def status(self, exit_code: int) -> int:
         """Return the exit status of an agent; ``exit_code`` is its own reason to end, or 0.
@@ -475,7 +477,7 @@ class Departure:
         is_ordered = exit_code and self.is_ordered
         return ExitStatus.TERMINATED if is_ordered else exit_code or self.exit_status
 
-    def _told(self) -> None:
+    def _terminate(self) -> None:
         self.is_ordered = True
         if self._drain is not None or not self._options.leave_seconds:
             self._end()
@@ -488,12 +490,12 @@ class Departure:
         drain = ("drain", str(options.run.path), "--wait", "--node", str(options.node))
         try:
             log = options.segments / "drain.txt"
-            said = (
+            result = (
                 await answer_of(["-m", "deadpool_megatron", *drain], log, options.leave_seconds)
                 or "it was drained"
             )
         except (OSError, TimeoutError) as error:
-            said = f"its roles have not moved: {error!r}"
-        text = f"agent of node {options.node} got SIGTERM: {said}"
+            result = f"its roles have not moved: {error!r}"
+        text = f"agent of node {options.node} got SIGTERM: {result}"
         print(text, file=sys.stderr, flush=True)
         self._end()

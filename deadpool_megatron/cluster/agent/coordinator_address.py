@@ -25,12 +25,12 @@ class CoordinatorAddress:
     ) -> None:
         self._text = TimedRead(partial(read, run.coordinator, 0, _MAX_BYTES))
         self._seen = seen
-        self._told = fixed
+        self._known = fixed
 
     def newest(self) -> Address | None:
         """Return the address, None while it is not known; never block."""
         if (seen := self._seen()) is not None:
             return seen
         with contextlib.suppress(TimeoutError):  # the next call finds the result of this read
-            self._told = address_in(self._text.look(0.0)) or self._told
-        return self._told
+            self._known = address_in(self._text.look(0.0)) or self._known
+        return self._known

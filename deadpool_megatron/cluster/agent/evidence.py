@@ -22,8 +22,8 @@ from deadpool_megatron.layout.records import EpochRecord, Seat
 
 _ANSWER_SECONDS = 0.5
 _LOOK_SECONDS = 0.02
-_MOST_STACK_BYTES = 1 << 18
-_MOST_FRAMES = 24
+_MAX_STACK_BYTES = 1 << 18
+_MAX_FRAMES = 24
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 Report = Callable[[Mapping[str, Any]], None]
@@ -58,12 +58,12 @@ class LastStacks:
 
     async def _take(self, member: Member, cause: str) -> None:
         try:
-            self._tell(member, await ask(member.pid, member.log, _ANSWER_SECONDS))
+            self._report_stacks(member, await ask(member.pid, member.log, _ANSWER_SECONDS))
         finally:
             member.kill(cause)
             del self._asked[member]
 
-    def _tell(self, member: Member, stacks: Stacks) -> None:
+    def _report_stacks(self, member: Member, stacks: Stacks) -> None:
         record, role = self._record(), None
         if record is not None:
             seat = Seat(self._node, member.local_rank, member.incarnation)
@@ -103,7 +103,7 @@ def read_stacks(text: str) -> Stacks:
             threads[-1].append(f"{frame['function']} ({file}:{frame['line']})")
     if not threads:
         return Stacks(missing="it wrote no stacks")
-    return Stacks(tuple(threads[-1][:_MOST_FRAMES]), len(threads))
+    return Stacks(tuple(threads[-1][:_MAX_FRAMES]), len(threads))
 
 
 async def ask(pid: int, log: Path, limit_seconds: float) -> Stacks:
@@ -116,12 +116,12 @@ async def ask(pid: int, log: Path, limit_seconds: float) -> Stacks:
     try:
         async with asyncio.timeout(limit_seconds):
             start = log.stat().st_size if log.exists() else 0
-            if missing := _why_it_cannot(pid):
+            if missing := _obstacle(pid):
                 return Stacks(missing=missing)
             posix.kill(pid, posix.ASK_SIGNAL)
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
-                text = read(log, start, _MOST_STACK_BYTES)
+                text = read(log, start, _MAX_STACK_BYTES)
                 if text == before and "Current thread" in text:
                     break
                 before = text
@@ -131,7 +131,7 @@ async def ask(pid: int, log: Path, limit_seconds: float) -> Stacks:
     return read_stacks(before)
 
 
-def _why_it_cannot(pid: int) -> str:
+def _obstacle(pid: int) -> str:
     """Return why a process cannot answer, or "": without a handler the signal would end it."""
     found = posix.state_and_cpu_ticks(pid)
     if found is None or found[0] in "ZX":

@@ -40,7 +40,7 @@ class NodeExports:
         send: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._options, self._segments = options, options.segments
-        self._take_aside = take
+        self._take_snapshots = take
         self._log = logs.log(f"node{options.node}-persist")
         self._send = send
         self._name = ""
@@ -61,7 +61,7 @@ class NodeExports:
                 unfinished = run_files.unfinished_export(Path("/"), self._options.info.run_id, name)
                 run_files.export_directory(str(message["directory"]), unfinished.name)
         except run_files.OutsideError as error:
-            self._tell(name, "failed", text=f"the order was refused: {error}")
+            self._report(name, "failed", text=f"the order was refused: {error}")
             return
         if message["t"] == "export-dump":
             self.drop()
@@ -104,7 +104,7 @@ class NodeExports:
         limit = self._options.info.settings.persist_seconds
         failure, code, taken = "", Code.FAILED, list[Snapshot]()
         try:
-            taken = await self._take_aside(name, iteration, limit)
+            taken = await self._take_snapshots(name, iteration, limit)
         except (VaultError, OSError, TimeoutError) as error:
             failure = str(error) or type(error).__name__
             code = error.code if isinstance(error, VaultError) else code
@@ -113,17 +113,17 @@ class NodeExports:
         if name != self._name:
             return  # dropped meanwhile
         if failure:
-            self._tell(name, "failed", text=failure, code=code)
+            self._report(name, "failed", text=failure, code=code)
             return
         self._taken = taken
-        places = {str(one.role): [one.generation.to_list(), one.boundary] for one in self._taken}
-        self._tell(name, "taken", roles=places)
+        places = {str(s.role): [s.generation.to_list(), s.boundary] for s in self._taken}
+        self._report(name, "taken", roles=places)
 
     def _start_writing(self, message: Mapping[str, Any]) -> None:
         try:
             self._write(message)
         except OSError as error:  # a full disk, a log that cannot be opened, no more processes
-            self._tell(self._name, "failed", text=f"the exporter was not started: {error}")
+            self._report(self._name, "failed", text=f"the exporter was not started: {error}")
             self.drop()
 
     def _write(self, message: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ class NodeExports:
             "directory": message["directory"],
             "iteration": message["iteration"],
             "skeletons": str(templates),
-            "taken": [one.to_dict() for one in self._taken],
+            "taken": [snapshot.to_dict() for snapshot in self._taken],
             "dump": dump,
             "roles": message["roles"],
             "deadline_seconds": self._options.info.settings.persist_seconds,
@@ -161,10 +161,10 @@ class NodeExports:
             return
         self._writer = None
         if ending.exit_code == 0:
-            self._tell(name, "written")
+            self._report(name, "written")
         else:
-            words = last_line(self._log)
-            self._tell(name, "failed", text=f"the exporter {ending}: {words}".rstrip(": "))
+            text = f"the exporter {ending}: {last_line(self._log)}"
+            self._report(name, "failed", text=text.rstrip(": "))
         self._taken = []
         drop_snapshots(self._segments)
 
@@ -173,5 +173,5 @@ class NodeExports:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _tell(self, name: str, step: str, **facts: Any) -> None:
+    def _report(self, name: str, step: str, **facts: Any) -> None:
         self._send({"t": "export", "name": name, "step": step, **facts})

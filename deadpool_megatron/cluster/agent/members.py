@@ -98,9 +98,9 @@ class FramePipe:
         if not self._unsent:
             self._loop.remove_writer(self._connection.fileno())
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         self.close()
-        self._on_end(why)
+        self._on_end(reason)
 
 
 class FreezeDetector:
@@ -160,7 +160,7 @@ class MemberReports(Protocol):
 
 
 class Member:
-    """One member process. ``said`` holds its newest message of each sticky kind."""
+    """One member process. ``newest`` holds its newest message of each sticky kind."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Member:
         self.incarnation = spec.place.incarnation
         self.log = spec.log
         self.beat: dict[str, Any] = {}
-        self.said: dict[str, dict[str, Any]] = {}
+        self.newest: dict[str, dict[str, Any]] = {}
         self.started_at = time.monotonic()
         self.ended = asyncio.Event()  # set when the process is reaped and its end is reported
         self._kill_cause = ""
@@ -188,22 +188,22 @@ class Member:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send an order; a request that it answers is not repeated to a new coordinator."""
-        asked = self.said.get("durable-request", {})
+        asked = self.newest.get("durable-request", {})
         if message.get("t") == "durable-done" and message["iteration"] == asked.get("iteration"):
-            del self.said["durable-request"]
+            del self.newest["durable-request"]
         self._pipe.send(message)
 
     def drained(self, epoch: int) -> bool | None:
         """Return whether the member left the closed epoch cleanly; None while it has not left."""
-        said = self.said.get("drained")
-        if said is None or int(said.get("epoch", 0)) < epoch:
+        report = self.newest.get("drained")
+        if report is None or int(report.get("epoch", 0)) < epoch:
             return None
-        return bool(said.get("clean"))
+        return bool(report.get("clean"))
 
     def reports_since(self, closed: int) -> list[dict[str, Any]]:
         """Return the sticky messages that a new coordinator needs: all but those of closed
         epochs."""
-        return [m for m in self.said.values() if int(m.get("epoch", closed + 1)) > closed]
+        return [m for m in self.newest.values() if int(m.get("epoch", closed + 1)) > closed]
 
     def kill(self, cause: str) -> None:
         """Send SIGKILL to its process group, and keep the cause for the report."""
@@ -212,7 +212,7 @@ class Member:
 
     def check(self, now: float) -> None:
         """Kill the process when it is frozen, or has not sent its hello in time."""
-        if "hello" not in self.said:
+        if "hello" not in self.newest:
             if now - self.started_at > self._settings.start_seconds:
                 self.kill(f"no hello within start_seconds ({self._settings.start_seconds:g} s)")
             return
@@ -227,12 +227,12 @@ class Member:
             self.beat = message
             return
         if kind in STICKY:
-            self.said[kind] = message
+            self.newest[kind] = message
         self._reports.member_reported(self, message)
 
-    def _stream_ended(self, why: str) -> None:
-        if why != "end of stream":
-            self.kill(f"sent garbage: {why}")
+    def _stream_ended(self, reason: str) -> None:
+        if reason != "end of stream":
+            self.kill(f"sent garbage: {reason}")
 
     def _ended(self, ending: ProcessEnd) -> None:
         self._pipe.read_rest()
@@ -313,9 +313,9 @@ class NodeMembers:
     def restored(self) -> dict[str, int]:
         """Return the newest epoch that each member has restored, by local rank."""
         return {
-            str(m.local_rank): m.said["restored"]["epoch"]
+            str(m.local_rank): m.newest["restored"]["epoch"]
             for m in self.by_local_rank.values()
-            if "restored" in m.said
+            if "restored" in m.newest
         }
 
     def check(self) -> None:
@@ -373,8 +373,8 @@ class NodeMembers:
             asyncio.get_running_loop().call_later(moment, self.repeat, closed, 0.0)
             return
         for member in self.by_local_rank.values():
-            for said in member.reports_since(closed()):
-                self.pass_on(member, said)
+            for message in member.reports_since(closed()):
+                self.pass_on(member, message)
 
     def signal_part(self, message: Mapping[str, Any], vault: int | None) -> None:
         """Carry out ``deadpool kill``: signal a part of this node, so that a user can watch a run

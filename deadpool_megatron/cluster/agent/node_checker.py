@@ -45,7 +45,7 @@ class NodeChecker:
         self._command = (*command, "--host", options.host, *health, *limit)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def told(self) -> dict[str, Any] | None:
+    def facts(self) -> dict[str, Any] | None:
         """Return the facts about the host for a join; None where checks are off."""
         return None if self._facts is None else self._facts.to_dict()
 
@@ -67,7 +67,7 @@ class NodeChecker:
             text = f"node {self._options.node}: its host was not looked at again: {error!r}"
             print(text, file=sys.stderr, flush=True)
             return
-        self._send({"t": "facts", "facts": self.told()})
+        self._send({"t": "facts", "facts": self.facts()})
 
     def ask_health(self) -> None:
         """Check again at once after a device failure, if the site has a health command."""

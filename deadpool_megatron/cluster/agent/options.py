@@ -21,7 +21,7 @@ NO_NUMBER = -1
 class AgentOptions:
     """Options of one node. ``fixed_address``: the coordinator's, for unshared run directories.
 
-    ``server`` forks members, if there is one; a parked process imports ``modules``. ``standby`` is
+    ``server``, if any, forks members; a parked process imports ``modules``. ``standby`` is
     the command of the standby, () for none. ``launcher_fd`` exists where a launcher on this host
     started the agent: its end of file means that the launcher is gone, which ends the node, and a
     byte from it starts the standby, which elsewhere starts with the agent. In that case no network

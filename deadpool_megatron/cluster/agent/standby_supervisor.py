@@ -46,7 +46,7 @@ class StandbySupervisor:
         self._coordinators: list[ChildWatch] = []
         self._line: socket.socket | None = None  # carries orders out and reports in
         self._unread = b""
-        self.address: Address | None = None  # of the newest coordinator
+        self.address: Address | None = None  # the newest coordinator's
         self._contact = False
         self._order: Callable[[int | None], int] | None = None
         self._coordinator: int | None = None
@@ -64,41 +64,41 @@ class StandbySupervisor:
             return
         loop = asyncio.get_running_loop()
 
-        def said() -> None:
+        def on_launcher() -> None:
             if os.read(launcher_fd, 1):
                 self.start()
             else:
                 loop.remove_reader(launcher_fd)
                 on_launcher_gone()
 
-        loop.add_reader(launcher_fd, said)
+        loop.add_reader(launcher_fd, on_launcher)
 
     def start(self) -> None:
         """Start a standby, now or as soon as that is possible."""
         if self._closing:
             return
-        loop, ours = asyncio.get_running_loop(), None
+        loop, own_end = asyncio.get_running_loop(), None
         try:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                self._watcher = self._start(theirs.fileno())
+            own_end, child_end = socket.socketpair()
+            with child_end:
+                self._watcher = self._start(child_end.fileno())
         except OSError as error:
-            if ours is not None:
-                ours.close()
+            if own_end is not None:
+                own_end.close()
             print(f"no standby yet: {error}", file=sys.stderr, flush=True)
             loop.call_later(self._pause, self.start)
             self._pause = min(2 * self._pause, _MAX_PAUSE_SECONDS)
             return
         self._pause = _RESTART_SECONDS
-        self._line, self._unread = ours, b""
-        ours.setblocking(False)
-        loop.add_reader(ours.fileno(), self._readable)
+        self._line, self._unread = own_end, b""
+        own_end.setblocking(False)
+        loop.add_reader(own_end.fileno(), self._readable)
         if self._place is not None:
-            self._tell(f"place {self._place}")
+            self._send(f"place {self._place}")
         if self._was_in_touch:  # a standby that has just been started may have to take over too
-            self._tell("found")
+            self._send("found")
             if not self._contact:
-                self._tell("lost")
+                self._send("lost")
 
     def _start(self, line: int) -> ChildWatch:
         command = [*self._command, "--report-fd", "0"]
@@ -108,13 +108,13 @@ class StandbySupervisor:
         """Set the order of succession: by the newest record, ``order(coordinator)`` standbys may
         claim before this standby if the coordinator on that node is lost."""
         self._order = order
-        self._tell_place()
+        self._send_place()
 
-    def _tell_place(self) -> None:
+    def _send_place(self) -> None:
         place = None if self._order is None else self._order(self._coordinator)
         if place is not None and place != self._place:
             self._place = place
-            self._tell(f"place {place}")
+            self._send(f"place {place}")
 
     def contact(self, there_is: bool) -> None:
         """Inform the standby whether the coordinator answers this agent: while it does not, the
@@ -122,7 +122,7 @@ class StandbySupervisor:
         if there_is != self._contact:
             self._contact = there_is
             self._was_in_touch = self._was_in_touch or there_is
-            self._tell("found" if there_is else "lost")
+            self._send("found" if there_is else "lost")
 
     async def close(self, grace_seconds: float) -> None:
         """End the standby; a coordinator gets time to finish with the other agents."""
@@ -170,7 +170,7 @@ class StandbySupervisor:
 
     def _look(self, line: Mapping[str, Any], term: int, beat: str) -> None:
         self._coordinator, address = line["node"], line["address"]
-        self._tell_place()
+        self._send_place()
         if address is not None:
             self.address = (str(address[0]), int(address[1]))
         self._on_look(term, beat, float(line["at"]))
@@ -191,7 +191,7 @@ class StandbySupervisor:
             if not self._closing:
                 asyncio.get_running_loop().call_later(_RESTART_SECONDS, self.start)
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         if self._line is not None:
             with contextlib.suppress(OSError):  # it has ended; the next standby gets this at start
                 self._line.send(f"{line}\n".encode())

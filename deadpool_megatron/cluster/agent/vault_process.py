@@ -43,7 +43,7 @@ _LONGEST_PAUSE_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0
 _SHORTAGE_SECONDS = 5.0
 # In a row, in about ten seconds; a successful start resets the count.
-_MOST_FAILED_STARTS = 8
+_MAX_FAILED_STARTS = 8
 _BACKLOG = 512
 # Events of every role in every iteration.
 _ROUTINE = (Kind.SEALED, Kind.COMMITTED)
@@ -141,13 +141,13 @@ class VaultSupervisor:
             assert watch is not None
             began = time.monotonic()
             try:
-                await self._bring_up()
+                await self._set_up()
             except _ERRORS as error:
                 failed += 1
                 self._log(f"vault of node {self._node} does not come up: {error}")
-                if failed == _MOST_FAILED_STARTS:
-                    why = f"its vault does not come up, {failed} times in a row: {error}"
-                    raise VaultGivenUp(why) from error
+                if failed == _MAX_FAILED_STARTS:
+                    reason = f"its vault does not come up, {failed} times in a row: {error}"
+                    raise VaultGivenUp(reason) from error
                 await self._reap(watch, "it does not come up")
             else:
                 failed = 0
@@ -184,13 +184,13 @@ class VaultSupervisor:
         """
         clock, stage = asyncio.get_running_loop().time, self._settings.stage_seconds
         deadline = clock() + 4 * stage
-        why = f"no inventory of epoch {epoch}"
+        reason = f"no inventory of epoch {epoch}"
         for _ in range(2):
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._ready.wait()
             except TimeoutError:
-                self._log(f"{why}: vault of node {self._node} is still starting")
+                self._log(f"{reason}: vault of node {self._node} is still starting")
                 break
             assert self._control is not None
             limit = min(stage, deadline - clock())
@@ -198,9 +198,9 @@ class VaultSupervisor:
                 return await self._control.inventory(limit)
             except _ERRORS as error:
                 if deadline - clock() < stage:
-                    self._log(f"{why}: {error}")
+                    self._log(f"{reason}: {error}")
                     break  # too little time is left for a kill and a new vault
-                await self._kill(f"{why}: {error}")
+                await self._kill(f"{reason}: {error}")
         return Inventory(self._node, epoch)
 
     async def adopt(self, record: EpochRecord) -> None:
@@ -225,7 +225,7 @@ class VaultSupervisor:
         control = await self._connected()
         generation = Generation.from_list(message["generation"])
         limit = self._settings.first_step_seconds
-        held = [Generation.from_list(one) for one in message.get("held", ())]
+        held = [Generation.from_list(values) for values in message.get("held", ())]
         return await control.dump(directory, generation, str(message["boundary"]), limit, held)
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
@@ -253,7 +253,7 @@ class VaultSupervisor:
         self._tcp.close()
         self._unix.close()
 
-    async def _bring_up(self) -> None:
+    async def _set_up(self) -> None:
         """Connect, and repeat the close and the record that the former vault had received."""
         path = self._segments / VAULT_SOCKET
         limit = self._settings.connect_seconds
@@ -298,21 +298,21 @@ class VaultSupervisor:
         assert self._control is not None
         return self._control
 
-    async def _kill(self, why: str) -> None:
+    async def _kill(self, reason: str) -> None:
         watch = self._watch
         if watch is None or watch.ending is not None:
             return
-        self._log(f"vault of node {self._node} is killed: {why}")
+        self._log(f"vault of node {self._node} is killed: {reason}")
         self._ready.clear()
-        await self._reap(watch, why)
+        await self._reap(watch, reason)
 
-    async def _reap(self, watch: ChildWatch, why: str) -> None:
+    async def _reap(self, watch: ChildWatch, reason: str) -> None:
         """Kill a vault and wait for its end. Raises VaultGivenUp if the kernel does not release it,
         because a second vault must not be started on the same slots.
         """
         if not await watch.end(self._settings.stage_seconds):
             raise VaultGivenUp(
-                f"its vault (process {watch.pid}) was killed, as {why}, and did not end within"
+                f"its vault (process {watch.pid}) was killed, as {reason}, and did not end within"
                 f" {self._settings.stage_seconds:g} s"
             )
 

@@ -298,11 +298,11 @@ class Coordinator:
         if not peer.dropped:
             self.feed(inputs.NodeLost(peer.node, cause))
 
-    def refused(self, who: str, why: str, **more: bool) -> None:
+    def refused(self, sender: str, reason: str, **more: bool) -> None:
         """Report a refusal. After a pause of its process a coordinator first checks its term: the
         messages of that time may be for its successor.
         """
-        data = {"who": who, "why": why, **more}
+        data = {"who": sender, "why": reason, **more}
         self.spawn(self._tell_awake(Event(Kind.REFUSED, self._epoch, data=data)))
 
     async def _tell_awake(self, event: Event) -> None:
@@ -336,8 +336,8 @@ class Coordinator:
     def _is_stale(self, event: Event) -> bool:
         """Return whether the event is of a closed epoch; if so, refuse it."""
         if is_stale := event.epoch < self._epoch:
-            who, why = f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed"
-            self.refused(who, why, late=True)
+            reason = f"{event.kind} of epoch {event.epoch}, now closed"
+            self.refused(f"node {event.node}", reason, late=True)
         return is_stale
 
     # Time and ends.
@@ -381,11 +381,11 @@ class Coordinator:
         limit = HeartbeatTiming.of(self._settings).alone
         return self.peers.reaches_majority(limit, time.monotonic(), self.options.term.node)
 
-    def superseded(self, why: str) -> None:
+    def superseded(self, reason: str) -> None:
         """Step down and send nothing more: another coordinator has a newer term, according to the
         journal or an agent that changed to it."""
         if self.exit_status is None:
-            text = f"coordinator of term {self.options.term.number} steps down: {why}"
+            text = f"coordinator of term {self.options.term.number} steps down: {reason}"
             print(text, file=sys.stderr, flush=True)
             self.files.take_digests()  # collected events are dropped
             self.end(ExitStatus.SUPERSEDED)

@@ -18,32 +18,32 @@ _ROLES_REPEATED_PER_SECOND = 2000.0
 _EARLY = 0.95
 # The fraction of the fence limit after which contact is uncertain. It covers two beats, and leaves
 # more than three times itself for attempts at other connections.
-_DOUBT = 1 / 6
+_UNCERTAIN_FRACTION = 1 / 6
 
 
 def beat_seconds(agents: int, settings: Settings) -> float:
     """Return the time between two beats of an agent: settings.beat_interval_seconds in a small
-    cluster, more in a large cluster, but so short that one late beat does not look like a cut.
+    cluster, more in a large cluster, but short enough that a late beat does not look like a cut.
     """
-    longest = _DOUBT * settings.fence_seconds
+    longest = _UNCERTAIN_FRACTION * settings.fence_seconds
     return max(settings.beat_interval_seconds, min(agents / _BEATS_PER_SECOND, longest))
 
 
 def acknowledge_seconds(settings: Settings) -> float:
     """Return the time in which one acknowledgement is enough, however many beats arrive."""
-    return _DOUBT * settings.fence_seconds / 4
+    return _UNCERTAIN_FRACTION * settings.fence_seconds / 4
 
 
 def contact_seconds(beat_seconds: float, settings: Settings) -> float:
     """Return the silence after which an agent tries a second connection in parallel."""
-    return max(_DOUBT * settings.fence_seconds, 2 * beat_seconds)
+    return max(_UNCERTAIN_FRACTION * settings.fence_seconds, 2 * beat_seconds)
 
 
 def answer_seconds(settings: Settings) -> float:
     """Return the time after which an agent with an unanswered greeting sends another in parallel,
     and the next after twice that. The first two end before the limit of the fence.
     """
-    return 2 * _DOUBT * settings.fence_seconds
+    return 2 * _UNCERTAIN_FRACTION * settings.fence_seconds
 
 
 def repeat_seconds(roles: int) -> float:

@@ -9,7 +9,7 @@ refused and acknowledged: its agent stays, and the message is not repeated to a 
 
 An order is numbered and kept until its agent acknowledges it, in its beats and when it connects.
 On a new connection the order is sent again; the agent drops duplicates. Numbers rise in the order
-of sending, over all agents, so that one frame serves them all; they hold for this coordinator
+of sending, over all agents, so that the same frame serves all; they hold for this coordinator
 (``boot``) only.
 """
 
@@ -41,7 +41,7 @@ _RECONNECT_SECONDS = 0.5
 _SENDING_SECONDS = 0.01
 MAXIMUM_PENDING_BYTES = 256 << 20
 # Far above the number of orders in the time after which a silent agent is given up.
-_MOST_ORDERS = 10_000
+_MAX_ORDERS = 10_000
 _REASON_CHARACTERS = 300
 Message = Mapping[str, Any]
 
@@ -67,7 +67,7 @@ class AgentPeer:
     dropped: bool = False
     pinged: bool = False
     orders: RetransmitQueue = field(
-        default_factory=lambda: RetransmitQueue(_MOST_ORDERS, MAXIMUM_PENDING_BYTES)
+        default_factory=lambda: RetransmitQueue(_MAX_ORDERS, MAXIMUM_PENDING_BYTES)
     )
 
     def ping(self) -> None:
@@ -119,13 +119,13 @@ class PeerEvents(Protocol):
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
         """Take the end of the connection of a node that was not dropped."""
 
-    def superseded(self, why: str) -> None:
+    def superseded(self, reason: str) -> None:
         """Step down, because another coordinator holds a newer term."""
 
     async def command(self, message: Message) -> dict[str, Any]:
         """Return the answer to a command of a user."""
 
-    def refused(self, who: str, why: str) -> None:
+    def refused(self, sender: str, reason: str) -> None:
         """Report a connection or message that was refused."""
 
 
@@ -242,7 +242,7 @@ class Peers:
             del self.agents[peer.node]
         peer.writer.close()
 
-    async def serve(self, reader: RecordReader, writer: asyncio.StreamWriter, who: str) -> None:
+    async def serve(self, reader: RecordReader, writer: asyncio.StreamWriter, sender: str) -> None:
         """Serve one authenticated connection until it ends."""
         try:
             async with asyncio.timeout(self._connect_seconds):
@@ -250,48 +250,48 @@ class Peers:
         except ConnectionClosed:
             return  # a probe that only checked whether the handshake works
         except WireError as error:
-            self.refuse(who, f"WireError: {error}")
+            self.refuse(sender, f"WireError: {error}")
             return
         except TimeoutError:
-            self.refuse(who, f"no first message within {self._connect_seconds:g} s")
+            self.refuse(sender, f"no first message within {self._connect_seconds:g} s")
             return
         except OSError:
             return  # reset by the peer
         if first.get("t") == "join":
             await self._serve_agent(reader, writer, first)
         elif first.get("t") == "control":
-            await self._serve_command(writer, who, first)
+            await self._serve_command(writer, sender, first)
         else:
-            self.refuse(who, f"unknown first message {str(first.get('t'))[:40]!r}")
+            self.refuse(sender, f"unknown first message {str(first.get('t'))[:40]!r}")
 
     async def _serve_command(
-        self, writer: asyncio.StreamWriter, who: str, message: Message
+        self, writer: asyncio.StreamWriter, sender: str, message: Message
     ) -> None:
         try:
             answer = await self._events.command(message)
             # The status of a large run is megabytes.
             frame = framing.frame(await asyncio.to_thread(framing.dumps_in_parts, answer))
         except Exception as error:
-            self.refuse_broken(who, f"command {str(message.get('command'))[:40]!r}", error)
+            self.refuse_broken(sender, f"command {str(message.get('command'))[:40]!r}", error)
             return
         writer.write(frame)
         with contextlib.suppress(OSError, TimeoutError):  # the command has ended
             await asyncio.wait_for(writer.drain(), self._connect_seconds)
 
-    def refuse(self, who: str, why: str) -> None:
+    def refuse(self, sender: str, reason: str) -> None:
         """Count a refused connection or message, and report the first of them."""
         self.refusals += 1
         if self.refusals <= _REPORTED_REFUSALS:
             try:
-                self._events.refused(who, why)
+                self._events.refused(sender, reason)
             except Exception as error:  # must not look like the end of a connection
                 traceback.print_exception(error)
 
-    def refuse_broken(self, who: str, what: str, error: BaseException) -> None:
+    def refuse_broken(self, sender: str, subject: str, error: BaseException) -> None:
         """Refuse a message at which our own code failed, and print the traceback."""
         if self.refusals < _REPORTED_REFUSALS:
             traceback.print_exception(error)
-        self.refuse(who, f"{what}: {error!r}"[:_REASON_CHARACTERS])
+        self.refuse(sender, f"{subject}: {error!r}"[:_REASON_CHARACTERS])
 
     async def _serve_agent(
         self, reader: RecordReader, writer: asyncio.StreamWriter, first: Message
@@ -309,7 +309,7 @@ class Peers:
         cause = "its first message was refused"
         try:
             if self._hand_over(peer, first, partial(self._events.agent_joined, again=again)):
-                cause = await self._hear(peer, reader)
+                cause = await self._read_reports(peer, reader)
             else:
                 peer.send({"t": "refused", "why": cause})
         finally:
@@ -345,7 +345,7 @@ class Peers:
         self.agents[node] = peer
         return peer, again
 
-    async def _hear(self, peer: AgentPeer, reader: RecordReader) -> str:
+    async def _read_reports(self, peer: AgentPeer, reader: RecordReader) -> str:
         """Take an agent's messages until its connection ends, and return how it ended."""
         frames = framing.FrameBuffer()
 

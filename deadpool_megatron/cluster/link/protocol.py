@@ -72,7 +72,7 @@ def from_agent(
         case "given-up":
             return inputs.NodeLost(node, str(message["why"]))
         case "dumped":
-            bad = frozenset(BadPart.from_list(node, one) for one in message.get("damaged", ()))
+            bad = frozenset(BadPart.from_list(node, part) for part in message.get("damaged", ()))
             return replace(_read(inputs.Dumped, node, {**message, "damaged": ()}), damaged=bad)
         case "member":
             return _from_member(seat_of(node, message), message["m"])
@@ -89,10 +89,11 @@ def _inventory(values: Message, known: Mapping[int, RoleLayout]) -> Inventory:
     """Return an inventory that shares the known layouts with equal hash, to save work: after a loss
     all nodes send theirs at the same moment."""
     layouts = []
-    for one in values["layouts"]:
-        same = known.get(one["role"])
-        is_same = same is not None and same.layout_hash == one["layout_hash"]
-        layouts.append(same if same is not None and is_same else RoleLayout.from_dict(one))
+    for layout in values["layouts"]:
+        same = known.get(layout["role"])
+        if same is None or same.layout_hash != layout["layout_hash"]:
+            same = RoleLayout.from_dict(layout)
+        layouts.append(same)
     return replace(Inventory.from_dict({**values, "layouts": ()}), layouts=tuple(layouts))
 
 

@@ -36,7 +36,7 @@ _MAXIMUM_TEXT = (MAXIMUM_VALUE_BYTES + 2) // 3 * 4
 MAXIMUM_EPOCH_BYTES = 256 << 20
 _PIECE_BYTES = 1 << 20
 _ENTRY_BYTES = 64  # the cost of a key in addition to its text
-Who = TypeVar("Who")
+Client = TypeVar("Client")
 
 
 def folder_of(key: str) -> str:
@@ -67,23 +67,23 @@ def _is_text(value: object, limit: int) -> bool:
 
 
 @dataclass
-class _Folder(Generic[Who]):
+class _Folder(Generic[Client]):
     """One folder. ``served`` have received all but ``fresh``, ``newcomers`` nothing."""
 
     values: dict[str, str] = field(default_factory=dict)
     fresh: dict[str, str] = field(default_factory=dict)
-    served: dict[Who, None] = field(default_factory=dict)
-    newcomers: dict[Who, None] = field(default_factory=dict)
+    served: dict[Client, None] = field(default_factory=dict)
+    newcomers: dict[Client, None] = field(default_factory=dict)
 
 
-class StoreHub(Generic[Who]):
+class StoreHub(Generic[Client]):
     """The values of one epoch and the clients that want them. Used from one thread."""
 
     def __init__(self, maximum_bytes: int = MAXIMUM_EPOCH_BYTES) -> None:
         self.epoch = 0
         self._maximum_bytes = maximum_bytes
         self._bytes = 0
-        self._folders: dict[str, _Folder[Who]] = {}
+        self._folders: dict[str, _Folder[Client]] = {}
         self._due: dict[str, None] = {}
 
     def enter(self, epoch: int) -> None:
@@ -105,20 +105,20 @@ class StoreHub(Generic[Who]):
                 self._due[name] = None
         return new
 
-    def want(self, who: Who, name: str) -> bool:
+    def want(self, client: Client, name: str) -> bool:
         """Deliver all values of a folder, present and future; a repeated request delivers the
         present values again. Returns whether this is the first request for the folder. Raises
         ValueError when too much is requested.
         """
         folder = self._folder(name)
         first = not folder.served and not folder.newcomers
-        if folder.served.pop(who, 0) == 0 and who not in folder.newcomers:
+        if folder.served.pop(client, 0) == 0 and client not in folder.newcomers:
             self._count(len(name))
-        folder.newcomers[who] = None
+        folder.newcomers[client] = None
         self._due[name] = None
         return first
 
-    def deliveries(self) -> Iterator[tuple[list[Who], dict[str, str]]]:
+    def deliveries(self) -> Iterator[tuple[list[Client], dict[str, str]]]:
         """Yield the deliveries that are due: receivers and values, in pieces of a bounded size.
         Each delivery is yielded once.
         """
@@ -133,7 +133,7 @@ class StoreHub(Generic[Who]):
                     for piece in _pieces(values):
                         yield receivers, piece
 
-    def _folder(self, name: str) -> _Folder[Who]:
+    def _folder(self, name: str) -> _Folder[Client]:
         folder = self._folders.get(name)
         if folder is None:
             self._count(len(name))
@@ -187,7 +187,7 @@ class CoordinatorStore:
                 self._send_frame(node, frame)
 
 
-class Speaker(Protocol):
+class StoreMember(Protocol):
     """A member as the relay sees it."""
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -202,10 +202,10 @@ class StoreRelay:
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
-        self._hub: StoreHub[Speaker] = StoreHub()
+        self._hub: StoreHub[StoreMember] = StoreHub()
         self._own: dict[str, str] = {}
         self._wanted: dict[str, None] = {}
-        self._unsaid: tuple[dict[str, str], dict[str, None]] = {}, {}
+        self._unsent: tuple[dict[str, str], dict[str, None]] = {}, {}
         self._is_due = False
 
     @property
@@ -217,16 +217,16 @@ class StoreRelay:
         """Serve ``epoch``; 0: none."""
         if epoch != self._hub.epoch:
             self._hub.enter(epoch)
-            self._own, self._wanted, self._unsaid = {}, {}, ({}, {})
+            self._own, self._wanted, self._unsent = {}, {}, ({}, {})
 
-    def from_member(self, member: Speaker, message: Mapping[str, Any]) -> None:
+    def from_member(self, member: StoreMember, message: Mapping[str, Any]) -> None:
         """Take a member's message; kill the member if it is invalid."""
         try:
-            epoch, said, wanted = unpack(message)
+            epoch, written, wanted = unpack(message)
             if epoch != self._hub.epoch or not epoch:
                 return  # the close has not reached this member yet
-            values, want = self._unsaid
-            new = self._hub.put(said)
+            values, want = self._unsent
+            new = self._hub.put(written)
             self._own |= new
             values |= new
             for folder in wanted:
@@ -251,7 +251,7 @@ class StoreRelay:
         may be lost.
         """
         if self._own or self._wanted:
-            self._unsaid = dict(self._own), dict(self._wanted)
+            self._unsent = dict(self._own), dict(self._wanted)
             self._flush_soon()
 
     def _flush_soon(self) -> None:
@@ -263,9 +263,9 @@ class StoreRelay:
     def _flush(self) -> None:
         self._is_due = False
         epoch = self._hub.epoch
-        values, want = self._unsaid
+        values, want = self._unsent
         if values or want:
-            self._unsaid = {}, {}
+            self._unsent = {}, {}
             # Values and folders of an epoch may each be too large for one frame.
             nothing: dict[str, str] = {}
             folders = _pieces(dict.fromkeys(want, ""))

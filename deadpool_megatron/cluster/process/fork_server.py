@@ -69,41 +69,41 @@ class ForkServer:
         this process make that unsafe."""
         if posix.thread_count() != 1:
             raise StartError(f"{posix.thread_count()} threads are here, which no fork is safe with")
-        ours, theirs = connection_pair()
+        own_end, child_end = connection_pair()
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        with theirs:
+        with child_end:
             try:
                 pid = os.fork()
             except OSError:
-                ours.close()
+                own_end.close()
                 raise
             if pid == 0:
-                run_server(theirs, modules, parent)
-        return ForkServer(pid, ours)
+                run_server(child_end, modules, parent)
+        return ForkServer(pid, own_end)
 
     def ready(self) -> ForkServer:
         """Wait until everything is imported. Raises StartError where that fails, or where the
         server may not fork."""
-        said, _ = receive_message(self.connection)
-        if not said:
-            said = {"why": "the process that imports what members need has ended"}
-        if said["why"]:
+        answer, _ = receive_message(self.connection)
+        if not answer:
+            answer = {"why": "the process that imports what members need has ended"}
+        if answer["why"]:
             self.end()
-            raise (BrokenImport if said.get("broken") else StartError)(said["why"])
+            raise (BrokenImport if answer.get("broken") else StartError)(answer["why"])
         return replace(self, is_ready=True)
 
     def serve_node(self) -> ForkServer | None:
         """Return another server, None where the connection is lost."""
-        ours, theirs = connection_pair()
-        with theirs:
+        own_end, child_end = connection_pair()
+        with child_end:
             try:
-                send_message(self.connection, {"serve": True}, theirs.fileno())
+                send_message(self.connection, {"serve": True}, child_end.fileno())
             except OSError:
-                ours.close()
+                own_end.close()
                 return None
-        return ForkServer(0, ours, self.is_ready)
+        return ForkServer(0, own_end, self.is_ready)
 
     def end(self) -> None:
         """End the server and the members that it has forked for this process."""
@@ -159,9 +159,9 @@ def run_server(connection: socket.socket, modules: Sequence[str], parent: int) -
         # Members share the pages of frozen objects: the collector would write into each object.
         gc.collect()
         gc.freeze()
-        why = fork_refusal()
-        send_answer(connection, {"why": why})
-        if not why:
+        refusal = fork_refusal()
+        send_answer(connection, {"why": refusal})
+        if not refusal:
             _serve(connection)
     except BaseException:
         traceback.print_exc()
@@ -336,19 +336,19 @@ class Starter:
 
     async def start(self, spec: MemberSpec) -> StartedMember:
         """Start a member. Raises StartError, or OSError after closing everything it opened."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        own_end, child_end = socket.socketpair()
+        with child_end:
             try:
                 # The environment of a server is that of another process, perhaps of other nodes.
                 whole = replace(spec, environment={**os.environ, **spec.environment})
                 request = {"member": whole.to_dict()}
                 if self._forks:
-                    return StartedMember(await self._fork(request, theirs.fileno()), ours)
+                    return StartedMember(await self._fork(request, child_end.fileno()), own_end)
                 return StartedMember(
-                    self._unpark(spec.place.local_rank, request, theirs.fileno()), ours
+                    self._unpark(spec.place.local_rank, request, child_end.fileno()), own_end
                 )
             except BaseException:
-                ours.close()
+                own_end.close()
                 raise
 
     def prepare(self, local_rank: int) -> None:
@@ -380,27 +380,29 @@ class Starter:
     def _readable(self) -> None:
         assert self._server is not None
         try:
-            said, handles = receive_message(self._server)
+            answer, handles = receive_message(self._server)
         except BlockingIOError:
             return
-        if not said or said.get("why"):
+        if not answer or answer.get("why"):
             self._lose_server()
-        elif "why" in said:
+        elif "why" in answer:
             self._forks = True
             self._drop_parked()
-        elif "ended" in said:
-            ended = self._forked.pop(int(said["ended"]), None)
+        elif "ended" in answer:
+            ended = self._forked.pop(int(answer["ended"]), None)
             if ended is not None:
-                ended.finish(ProcessEnd.from_wait_status(int(said["status"])))
-        elif "started" in said:
-            watch = self._forked[int(said["started"])] = _Forked(int(said["started"]), handles[0])
+                ended.finish(ProcessEnd.from_wait_status(int(answer["status"])))
+        elif "started" in answer:
+            watch = self._forked[int(answer["started"])] = _Forked(
+                int(answer["started"]), handles[0]
+            )
             asked = self._asked.popleft()
             if asked.done():
                 watch.kill()  # its start is no longer awaited
             else:
                 asked.set_result(watch)
         else:
-            self._refuse(OSError(int(said["errno"]), os.strerror(int(said["errno"]))))
+            self._refuse(OSError(int(answer["errno"]), os.strerror(int(answer["errno"]))))
 
     def _refuse(self, error: OSError) -> None:
         if not (asked := self._asked.popleft()).done():
@@ -437,19 +439,19 @@ class Starter:
             return
         if local_rank in self._parked:
             self._parked.pop(local_rank)[1].close()
-        ours, theirs = connection_pair()
-        with theirs:
+        own_end, child_end = connection_pair()
+        with child_end:
             try:
                 watch = start_child(
-                    ["-W", "ignore", "-m", MODULE, str(theirs.fileno()), self._modules],
+                    ["-W", "ignore", "-m", MODULE, str(child_end.fileno()), self._modules],
                     environment=self._environment(local_rank),
-                    sockets=(theirs.fileno(),),
+                    sockets=(child_end.fileno(),),
                     dies_with_us=True,
                 )
             except OSError:
-                ours.close()
+                own_end.close()
                 raise
-        self._parked[local_rank] = watch, ours
+        self._parked[local_rank] = watch, own_end
 
 
 if __name__ == "__main__":

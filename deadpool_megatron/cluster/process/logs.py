@@ -157,7 +157,7 @@ class LogCopier:
 
     def _copy_all(self, grown: list[os.DirEntry[str]], over: list[str]) -> None:
         """Copy under the lock, after reading how far other processes have copied."""
-        # An unreadable record (such as one of another version) costs duplicate lines.
+        # An unreadable record (perhaps of another version) costs duplicate lines.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             record = json.loads((self._logs / _COPIED).read_text())
             self._copied = record["copied"]
@@ -239,13 +239,13 @@ class Files:
         done = asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def tell() -> None:
+        def finish() -> None:
             if error := self._copier.copy():
                 print(f"not copied: {error}", file=sys.stderr)
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(done.set)
 
-        self._work.put(tell)
+        self._work.put(finish)
         self._work.put(None)
         try:
             await asyncio.wait_for(done.wait(), limit_seconds)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-#: asks one of our processes for its stacks
+#: asks a process of ours for its stacks
 ASK_SIGNAL = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 # env_start of /proc/PID/stat, counted from the field after the name
@@ -205,9 +205,9 @@ def raise_limit(needed: int) -> str:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return ""
-    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most == needed:
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit == needed:
         return ""
     return (
         f"a run of this size may need {needed} open files, and the limit of this host is {hard}:"

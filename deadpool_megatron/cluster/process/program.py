@@ -88,13 +88,16 @@ class LoadedProgram:
 
     def note_data(self, paths: Iterable[Path]) -> None:
         """Note the identity of these files, or of the files in a folder; none is read."""
-        inside = (one.iterdir() if one.is_dir() else [one] for one in paths)
+        inside = (path.iterdir() if path.is_dir() else [path] for path in paths)
         for path in filter(Path.is_file, itertools.chain(*inside)):
             found = path.stat()
-            words = [f"size={found.st_size}", f"mtime={found.st_mtime_ns}"]
+            values = [f"size={found.st_size}", f"mtime={found.st_mtime_ns}"]
             # Hosts may have separate copies.
-            self.facts[f"file {path}"] = words if file_systems.is_shared(path) else words[:1]
-            self.facts[f"file {path} on {socket.gethostname()}"] = [*words, f"inode={found.st_ino}"]
+            self.facts[f"file {path}"] = values if file_systems.is_shared(path) else values[:1]
+            self.facts[f"file {path} on {socket.gethostname()}"] = [
+                *values,
+                f"inode={found.st_ino}",
+            ]
 
     def agree(self, run: Path, start: int) -> str:
         """Compare with the processes of this start of the run, and add the new facts to its files.
@@ -162,7 +165,7 @@ def _newest(run: Path, before: float = math.inf) -> Facts:
     """Return the facts of the newest start before the start ``before``."""
     start = max((number for number in _starts(run) if number < before), default=_BEFORE)
     found = sorted((run / FOLDER / str(start)).glob("*.json"))
-    return {name: words for path in found for name, words in _read(path).items()}
+    return {name: values for path in found for name, values in _read(path).items()}
 
 
 def _starts(run: Path) -> list[int]:

@@ -26,9 +26,9 @@ HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 RECENT_HOURS = 72.0
 # If many nodes are quarantined by mistake, enough nodes must remain for training.
 MAX_EXCLUDED = 8
-_MOST_KEPT = 1000
+_MAX_KEPT = 1000
 _LOCK_SECONDS = 10.0
-_MOST_EVIDENCE_CHARACTERS = 500
+_MAX_EVIDENCE_CHARACTERS = 500
 _LATEST_SECONDS = 1e11  # in some thousand years
 
 
@@ -57,7 +57,7 @@ class BadNode:
         if not isinstance(when, int | float) or not 0 <= when < _LATEST_SECONDS:
             raise ValueError(f"{str(when)[:30]} is no time")
         alone = bool(values.get("alone", True))
-        return BadNode(host, kind, float(when), run, shown[:_MOST_EVIDENCE_CHARACTERS], alone)
+        return BadNode(host, kind, float(when), run, shown[:_MAX_EVIDENCE_CHARACTERS], alone)
 
 
 def bad_nodes_file(runs: Path) -> Path:
@@ -78,7 +78,7 @@ def read_bad_nodes(runs: Path) -> list[BadNode]:
         return []
     with os.fdopen(handle) as file:
         try:
-            return [BadNode.from_dict(one) for one in json.load(file)["nodes"]]
+            return [BadNode.from_dict(node) for node in json.load(file)["nodes"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{bad_nodes_file(runs)} is damaged: {error}") from error
 
@@ -90,7 +90,7 @@ def add_bad_node(runs: Path, bad: BadNode) -> None:
     """
     with _locked(runs):
         known = read_bad_nodes(runs)
-        if not any((one.host, one.run) == (bad.host, bad.run) for one in known):
+        if not any((node.host, node.run) == (bad.host, bad.run) for node in known):
             _write(runs, [*known, bad])
 
 
@@ -101,7 +101,7 @@ def forget_host(runs: Path, host: str) -> int:
     """
     with _locked(runs):
         known = read_bad_nodes(runs)
-        kept = [one for one in known if one.host != host]
+        kept = [node for node in known if node.host != host]
         if len(kept) < len(known):
             _write(runs, kept)
         return len(known) - len(kept)
@@ -114,10 +114,10 @@ def exclusion_reason(runs: Path, host: str, run_id: str, now_wall_seconds: float
     Raises as :func:`read_bad_nodes` does.
     """
     since = now_wall_seconds - RECENT_HOURS * 3600
-    known = [one for one in read_bad_nodes(runs) if one.alone and one.run != run_id]
+    known = [node for node in read_bad_nodes(runs) if node.alone and node.run != run_id]
     if host not in recent_hosts(known, since, MAX_EXCLUDED):
         return ""
-    newest = max((one for one in known if one.host == host), key=lambda one: one.wall_seconds)
+    newest = max((node for node in known if node.host == host), key=lambda node: node.wall_seconds)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest.wall_seconds))
     return (
         f"run {newest.run} quarantined {host} on {when} ({newest.kind}: {newest.evidence});"
@@ -140,7 +140,9 @@ def noted_against(host: str, runs: Path, run_id: str) -> str:
 
 def recent_hosts(bad: Sequence[BadNode], since_wall_seconds: float, at_most: int) -> list[str]:
     """Return the latest ``at_most`` hosts that were quarantined since then, sorted by name."""
-    last = {one.host: one.wall_seconds for one in sorted(bad, key=lambda one: one.wall_seconds)}
+    last = {
+        node.host: node.wall_seconds for node in sorted(bad, key=lambda node: node.wall_seconds)
+    }
     recent = [host for host, when in last.items() if when >= since_wall_seconds]
     newest = sorted(recent, key=lambda host: last[host], reverse=True)
     return sorted(newest[:at_most])
@@ -154,13 +156,13 @@ def _locked(runs: Path) -> Iterator[None]:
         try:
             file_systems.lock(lock, bad_nodes_file(runs), _LOCK_SECONDS)
         except BlockingIOError as error:  # a stopped process holds it, or storage hangs
-            what = f"another run has been writing it for {_LOCK_SECONDS:g} s"
-            raise OSError(errno.ETIMEDOUT, what, str(bad_nodes_file(runs))) from error
+            text = f"another run has been writing it for {_LOCK_SECONDS:g} s"
+            raise OSError(errno.ETIMEDOUT, text, str(bad_nodes_file(runs))) from error
         yield
     finally:
         os.close(lock)
 
 
 def _write(runs: Path, bad: Sequence[BadNode]) -> None:
-    values = {"nodes": [asdict(one) for one in bad[-_MOST_KEPT:]]}
+    values = {"nodes": [asdict(node) for node in bad[-_MAX_KEPT:]]}
     write_json(bad_nodes_file(runs), values, lasting=True)

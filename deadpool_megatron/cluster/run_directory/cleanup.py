@@ -132,8 +132,8 @@ def working_processes(run: RunDirectory, run_id: str) -> list[int]:
     found = []
     for pid in run_processes(run, run_id):
         with contextlib.suppress(OSError):  # the process has just ended
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            found += [] if b"deadpool_megatron.vault" in words else [pid]
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            found += [] if b"deadpool_megatron.vault" in command else [pid]
     return found
 
 
@@ -253,13 +253,13 @@ def kept_memory(run: RunDirectory, run_id: str) -> str:
 def may_be_alive(run: RunDirectory) -> bool:
     """Return whether an agent may be alive, so that a new coordinator may start: a live agent of
     this host, or any agent of another host, which cannot be seen from here."""
-    agents = [(one, one["agent"]) for one in run.node_listings().values()]
+    agents = [(listing, listing["agent"]) for listing in run.node_listings().values()]
     if not agents:
         return not run.coordinator.exists() or bool(coordinator_processes(run))
     # The pid may belong to another process by now.
     return any(
-        not is_here(one) or posix.is_alive(pid, one.get("started", {}).get(str(pid)))
-        for one, pid in agents
+        not is_here(listing) or posix.is_alive(pid, listing.get("started", {}).get(str(pid)))
+        for listing, pid in agents
     )
 
 

@@ -44,7 +44,7 @@ LOGS = "logs"
 SEGMENT_ROOT = Path("/dev/shm")
 RUN_FILE = "run.json"
 # Enough for logs, events and records of a short run.
-_LEAST_ROOM_BYTES = 256 << 10
+_MIN_FREE_BYTES = 256 << 10
 ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
 RUN_ID = re.compile(r"[0-9a-f]{8}")
@@ -134,7 +134,7 @@ class RunDirectory:
         self.dump = path / "dump"
         self.latest = path / "latest.json"  # newest durable checkpoint or dump
         # Checkpoints written in the background, unless a setting names another directory; and their
-        # list, by which a new checkpoint prunes old ones.
+        # list, by which a new checkpoint prunes its predecessors.
         self.exports = path / "exports"
         self.exported = path / "exported.json"
         self.templates = path / "skeletons"  # each role's additions to a checkpoint
@@ -143,8 +143,8 @@ class RunDirectory:
         self.saves = path / "saves.json"
         # Every checkpoint that this run has named, and its requester (see durable.py).
         self.named = path / "named.txt"
-        self.launcher_lock = path / "launcher.lock"  # of the ``deadpool run`` that uses it
-        # Written once role 0 has made the data's index files; has the parameter kinds of all roles.
+        self.launcher_lock = path / "launcher.lock"  # held by the ``deadpool run`` that uses it
+        # Has the parameter kinds of all roles; written once role 0 has made the data's index files.
         self.built = path / "datasets-ready"
         # A file for each agent that has written the slots that an earlier run left on its host.
         self.resuming = path / "resuming"
@@ -162,7 +162,7 @@ class RunDirectory:
         return segment_root(run_id) / f"node{node}"
 
     def make(self) -> None:
-        """Make the directory, for this user alone; an existing one may be open to readers.
+        """Make the directory, for this user alone; an existing directory may be open to readers.
 
         Raises OwnershipError when others own it or may write to it.
         """
@@ -179,7 +179,7 @@ class RunDirectory:
         self._check_owner()
         text = json.dumps(info.to_dict(), indent=1) + "\n"
         # A full disk is better reported now than found by each process at its first write.
-        return write_once(self.path / RUN_FILE, text.encode(), _RUN_MODE, _LEAST_ROOM_BYTES)
+        return write_once(self.path / RUN_FILE, text.encode(), _RUN_MODE, _MIN_FREE_BYTES)
 
     def replace_run(self, info: RunInfo) -> None:
         """Replace ``run.json`` for a new start of the run. Raises OSError."""
@@ -280,7 +280,7 @@ def _listing(path: Path) -> dict[str, Any]:
     values = read_json(path)
     started = values.get("started", {})
     numbers = [values["agent"], *(ticks or 0 for ticks in dict(started).values())]
-    if not all(isinstance(one, int) for one in numbers) or not all(map(str.isdigit, started)):
+    if not all(isinstance(number, int) for number in numbers) or not all(map(str.isdigit, started)):
         raise TypeError(f"{path} names what is no process")
     return values
 
@@ -311,10 +311,10 @@ def segment_root(run_id: str) -> Path:
     unpredictable ending, and the oldest directory of this user is the run's.
     """
     named = SEGMENT_ROOT / f"deadpool-{run_id}"
-    ours = sorted(filter(ownership.is_private, SEGMENT_ROOT.glob(f"{named.name}*")))
-    if not ours and ownership.is_taken(named):
+    own = sorted(filter(ownership.is_private, SEGMENT_ROOT.glob(f"{named.name}*")))
+    if not own and ownership.is_taken(named):
         return named.with_name(f"{named.name}.{time.time_ns():x}")
-    return ours[0] if ours else named
+    return own[0] if own else named
 
 
 def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
@@ -351,7 +351,7 @@ def read_valid(latest: Path) -> tuple[Restore, ...]:
     """Return the noted checkpoints. Raises OSError, or ValueError when the file is damaged."""
     try:
         found = valid_in(read_json(latest))
-        return tuple(replace(one, path=one.path and str(latest.parent / one.path)) for one in found)
+        return tuple(replace(r, path=r.path and str(latest.parent / r.path)) for r in found)
     except DAMAGE as error:
         raise ValueError(f"{latest} is damaged: {error!r}") from error
 
@@ -365,15 +365,15 @@ def valid_in(values: Mapping[str, Any]) -> tuple[Restore, ...]:
 def as_dict(valid: Sequence[Restore]) -> dict[str, Any]:
     """Return the JSON form of a non-empty list: the first, with the others under a key of it."""
     first, *older = valid
-    beside = {"older": [one.to_dict() for one in older]} if older else {}
-    return {**first.to_dict(), **beside}
+    others = {"older": [restore.to_dict() for restore in older]} if older else {}
+    return {**first.to_dict(), **others}
 
 
 def point_at(latest: Path, valid: Sequence[Restore]) -> None:
     """Let the next start continue from the first of these that it can use. Raises OSError."""
-    paths = [one.path and noted(one.path, latest.parent) for one in valid[:_MAX_VALID]]
-    found = [replace(one, path=path) for one, path in zip(valid, paths, strict=False)]
-    write_json(latest, as_dict(found), lasting=True)
+    parent = latest.parent
+    kept = [replace(r, path=r.path and noted(r.path, parent)) for r in valid[:_MAX_VALID]]
+    write_json(latest, as_dict(kept), lasting=True)
 
 
 def still_valid(latest: Path, without: Restore) -> list[Restore]:
@@ -382,13 +382,13 @@ def still_valid(latest: Path, without: Restore) -> list[Restore]:
         known = read_valid(latest)
     except (FileNotFoundError, ValueError):
         return []
-    return [one for one in known if one.path not in ("", without.path) and is_there(one)]
+    return [r for r in known if r.path not in ("", without.path) and is_there(r)]
 
 
 def is_there(restore: Restore) -> bool:
     """Return whether the directory and the index exist; True when that cannot be read now."""
     try:
-        names = [one.name for one in Path(restore.path).iterdir()]
+        names = [path.name for path in Path(restore.path).iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
@@ -457,7 +457,7 @@ def found_in(saves: Path) -> list[Restore]:
         if (directory / _WRITER).read_text() != read_json(saves.parent / RUN_FILE)["run_id"]:
             return []
         for path in directory.glob("iter_[0-9]*"):
-            times = [one.stat().st_mtime for one in path.glob("*.distcp")]
+            times = [shard.stat().st_mtime for shard in path.glob("*.distcp")]
             is_whole = (path / _INDEX).exists() and (path / "metadata.json").exists()
             is_whole = is_whole and not extras_file.lacks_some(path)
             if is_whole and since <= max(times) <= (path / _INDEX).stat().st_mtime:
@@ -465,14 +465,14 @@ def found_in(saves: Path) -> list[Restore]:
                 found.append(Restore("durable", generation, "save", str(path)))
     except (OSError, *DAMAGE):
         pass  # the noted checkpoints remain in any case
-    return sorted(found, key=lambda one: one.generation.iteration, reverse=True)
+    return sorted(found, key=lambda restore: restore.generation.iteration, reverse=True)
 
 
 def paths_gone(valid: Sequence[Restore]) -> frozenset[str]:
     """Return the paths that no longer exist. May block as long as a file system does."""
     with ThreadPoolExecutor(_MAX_VALID) as threads:
         found = list(threads.map(is_there, valid))
-    return frozenset(one.path for one, there in zip(valid, found, strict=True) if not there)
+    return frozenset(r.path for r, exists in zip(valid, found, strict=True) if not exists)
 
 
 class OutsideError(ValueError):

@@ -89,7 +89,7 @@ def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason
     # After the checks, as a file system that fails when the run has begun.
     junk = launcher.directory.journal / "junk"
     monkeypatch.setattr(launch, "preload_modules", lambda *_: junk.touch())
-    monkeypatch.setattr(service, "_SAID_SECONDS", 0.5)
+    monkeypatch.setattr(service, "_TROUBLE_SECONDS", 0.5)
     with capfd.disabled():  # an agent keeps no descriptors but its own
         assert launcher.run() == 2
     why = f"{junk} does not belong into a journal"

@@ -203,7 +203,7 @@ def test_facts_are_read_by_a_process_of_its_own(segments):
     assert sent[0]["t"] == "facts"
     told = HostFacts.from_dict(sent[0]["facts"])
     assert (told.address, told.noted) == ("127.0.0.1", FACTS.noted)
-    assert made.told() == sent[0]["facts"]
+    assert made.facts() == sent[0]["facts"]
 
 
 __all__ = ["info", "keeper"]

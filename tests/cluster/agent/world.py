@@ -217,7 +217,7 @@ class World:
         patch.setattr(VaultControl, "connect", self._connect)
         patch.setattr(posix, "kill", self._signal)
         patch.setattr(posix, "state_and_cpu_ticks", lambda pid: self.cpu.get(pid, ("R", 0)))
-        patch.setattr(evidence, "_why_it_cannot", lambda pid: "")
+        patch.setattr(evidence, "_obstacle", lambda pid: "")
         patch.setattr(members.random, "uniform", lambda begin, end: end)
         patch.setattr(exporter.threading, "Thread", _AtOnce)
 
