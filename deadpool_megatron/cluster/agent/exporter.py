@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +63,20 @@ class NodeExports:
         except run_files.OutsideError as error:
             self._report(name, "failed", text=f"the order was refused: {error}")
             return
-        if message["t"] == "export-dump":
+        kind = message["t"]
+        if kind in ("export-take", "export-dump"):
             self.drop()
             self._name = name
-            self._start_writing(message)
-        elif message["t"] == "export-take":
-            self.drop()
-            self._name = name
-            self._spawn(self._take(name, message["iteration"]))
-        elif name != self._name:
+        if name != self._name:
             return  # an order for an export that is over here
-        elif message["t"] == "export-write":
-            self._start_writing(message)
-        else:
+        if kind == "export-take":
+            task = asyncio.create_task(self._take(name, message["iteration"]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif kind == "export-drop":
             self.drop()
+        else:
+            self._start_writing(message)
 
     def drop(self) -> None:
         """End the current export and free its memory."""
@@ -167,11 +167,6 @@ class NodeExports:
             self._report(name, "failed", text=text.rstrip(": "))
         self._taken = []
         drop_snapshots(self._segments)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _report(self, name: str, step: str, **facts: Any) -> None:
         self._send({"t": "export", "name": name, "step": step, **facts})

@@ -48,7 +48,7 @@ def run_agent(options: AgentOptions) -> int:
     if complaint := posix.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     lock = orphaned_slots.claim(options.segments, options.node)
-    run_id = options.info.run_id
+    run_id = info.run_id
     orphaned_slots.end_orphaned_processes(options.run, run_id, options.node, options.segments)
     former = orphaned_slots.take_up(options.run, run_id, options.segments, options.siblings)
     if former is not None:
@@ -59,7 +59,7 @@ def run_agent(options: AgentOptions) -> int:
     found = found_slots(options.node, options.segments)
     # Before the loop: nvidia-smi and the health command may take long.
     options = replace(options, gpus=host.visible_gpus(os.environ))
-    settings = options.info.settings
+    settings = info.settings
     if settings.check != "off":
         facts = host.read_facts(options.host, settings.health_command, settings.health_seconds)
         noted = noted_against(facts.hostname, options.run.path.parent, run_id)

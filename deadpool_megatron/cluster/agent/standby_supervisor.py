@@ -81,7 +81,10 @@ class StandbySupervisor:
         try:
             own_end, child_end = socket.socketpair()
             with child_end:
-                self._watcher = self._start(child_end.fileno())
+                command, stdin = [*self._command, "--report-fd", "0"], child_end.fileno()
+                self._watcher = start_child(
+                    command, self._ended, log=self._log, stdin=stdin, dies_with_us=True
+                )
         except OSError as error:
             if own_end is not None:
                 own_end.close()
@@ -99,10 +102,6 @@ class StandbySupervisor:
             self._send("found")
             if not self._contact:
                 self._send("lost")
-
-    def _start(self, line: int) -> ChildWatch:
-        command = [*self._command, "--report-fd", "0"]
-        return start_child(command, self._ended, log=self._log, stdin=line, dies_with_us=True)
 
     def place(self, order: Callable[[int | None], int]) -> None:
         """Set the order of succession: by the newest record, ``order(coordinator)`` standbys may

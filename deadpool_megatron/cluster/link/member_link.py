@@ -74,7 +74,7 @@ class MemberLink:
         self._retransmit_queue = bytearray()
         self._retransmit_lock = threading.Lock()
         self._record: EpochRecord | None = None
-        self._closed_epoch = 0
+        self.closed_epoch = 0  # the newest that is known to be closed
         self._stop_reason: str | None = None
         self._handlers: Handlers | None = None
         self._thread: threading.Thread | None = None
@@ -134,12 +134,7 @@ class MemberLink:
         if self._stop_reason is not None:
             return True
         record = self._record
-        return record is not None and record.epoch > max(after_epoch, self._closed_epoch)
-
-    @property
-    def closed_epoch(self) -> int:
-        """Return the newest epoch known to be closed; 0 before the first close."""
-        return self._closed_epoch
+        return record is not None and record.epoch > max(after_epoch, self.closed_epoch)
 
     @property
     def stopped(self) -> bool:
@@ -218,7 +213,7 @@ class MemberLink:
                 self._state.notify_all()
         elif kind == "pause":
             record = self._record
-            if record and self._closed_epoch < record.epoch == message["epoch"]:
+            if record and self.closed_epoch < record.epoch == message["epoch"]:
                 self._handlers.on_pause(int(message["iteration"]))
         elif kind == "durable-done":
             self._handlers.on_durable(int(message["iteration"]))
@@ -226,9 +221,9 @@ class MemberLink:
     def _on_close(self, epoch: int, cause: str) -> None:
         assert self._handlers is not None
         with self._state:
-            if epoch <= self._closed_epoch:
+            if epoch <= self.closed_epoch:
                 return  # a duplicate, as after a reconnect of the agent
-            self._closed_epoch = epoch
+            self.closed_epoch = epoch
             os.eventfd_write(self.interrupt_fd, 1)
         self.store.close(epoch)
         self._handlers.on_close(epoch, cause)
@@ -236,7 +231,7 @@ class MemberLink:
     def _on_record(self, record: EpochRecord) -> None:
         with self._state:
             known = 0 if self._record is None else self._record.epoch
-            if record.epoch <= max(known, self._closed_epoch):
+            if record.epoch <= max(known, self.closed_epoch):
                 return
             self._record = record
             self._state.notify_all()

@@ -342,11 +342,10 @@ class Starter:
                 # The environment of a server is that of another process, perhaps of other nodes.
                 whole = replace(spec, environment={**os.environ, **spec.environment})
                 request = {"member": whole.to_dict()}
+                handle = child_end.fileno()
                 if self._forks:
-                    return StartedMember(await self._fork(request, child_end.fileno()), own_end)
-                return StartedMember(
-                    self._unpark(spec.place.local_rank, request, child_end.fileno()), own_end
-                )
+                    return StartedMember(await self._fork(request, handle), own_end)
+                return StartedMember(self._unpark(spec.place.local_rank, request, handle), own_end)
             except BaseException:
                 own_end.close()
                 raise
@@ -393,9 +392,8 @@ class Starter:
             if ended is not None:
                 ended.finish(ProcessEnd.from_wait_status(int(answer["status"])))
         elif "started" in answer:
-            watch = self._forked[int(answer["started"])] = _Forked(
-                int(answer["started"]), handles[0]
-            )
+            pid = int(answer["started"])
+            watch = self._forked[pid] = _Forked(pid, handles[0])
             asked = self._asked.popleft()
             if asked.done():
                 watch.kill()  # its start is no longer awaited

@@ -81,15 +81,12 @@ def fatal_error(text: str) -> str:
         if line.startswith("Fatal Python error:"):
             return line[:_LINE_CHARACTERS]
         if line.endswith(_TRACEBACK) and len(lines) - number <= _TRACEBACK_LINES:
-            found = _exception(lines[number + 1 :])
+            # The first line after the frames of a traceback, which are indented.
+            after = lines[number + 1 :]
+            found = next((line for line in after if not line.startswith((" ", "\t", "|"))), "")
             if found:
                 return found[:_LINE_CHARACTERS]
     return ""
-
-
-def _exception(lines: list[str]) -> str:
-    """Return the first line after the frames of a traceback, which are indented."""
-    return next((line for line in lines if not line.startswith((" ", "\t", "|"))), "")
 
 
 class LocalLogs:

@@ -65,9 +65,7 @@ def is_alive(pid: int, started: int | None = None) -> bool:
     """Return whether the process exists and is not a zombie; ``started`` guards against a reused
     pid."""
     fields = _stat(pid)
-    if fields is None or fields[0] in "ZX":
-        return False
-    return started is None or int(fields[19]) == started
+    return fields is not None and fields[0] not in "ZX" and started in (None, int(fields[19]))
 
 
 def _stat(pid: int) -> list[str] | None:

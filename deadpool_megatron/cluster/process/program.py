@@ -91,13 +91,14 @@ class LoadedProgram:
         inside = (path.iterdir() if path.is_dir() else [path] for path in paths)
         for path in filter(Path.is_file, itertools.chain(*inside)):
             found = path.stat()
-            values = [f"size={found.st_size}", f"mtime={found.st_mtime_ns}"]
-            # Hosts may have separate copies.
-            self.facts[f"file {path}"] = values if file_systems.is_shared(path) else values[:1]
-            self.facts[f"file {path} on {socket.gethostname()}"] = [
-                *values,
+            values = [
+                f"size={found.st_size}",
+                f"mtime={found.st_mtime_ns}",
                 f"inode={found.st_ino}",
             ]
+            self.facts[f"file {path} on {socket.gethostname()}"] = values
+            # Hosts may have separate copies.
+            self.facts[f"file {path}"] = values[: 2 if file_systems.is_shared(path) else 1]
 
     def agree(self, run: Path, start: int) -> str:
         """Compare with the processes of this start of the run, and add the new facts to its files.

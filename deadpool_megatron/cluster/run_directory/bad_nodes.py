@@ -140,12 +140,9 @@ def noted_against(host: str, runs: Path, run_id: str) -> str:
 
 def recent_hosts(bad: Sequence[BadNode], since_wall_seconds: float, at_most: int) -> list[str]:
     """Return the latest ``at_most`` hosts that were quarantined since then, sorted by name."""
-    last = {
-        node.host: node.wall_seconds for node in sorted(bad, key=lambda node: node.wall_seconds)
-    }
-    recent = [host for host, when in last.items() if when >= since_wall_seconds]
-    newest = sorted(recent, key=lambda host: last[host], reverse=True)
-    return sorted(newest[:at_most])
+    recent = [(node.wall_seconds, node.host) for node in bad]
+    newest = [host for when, host in sorted(recent, reverse=True) if when >= since_wall_seconds]
+    return sorted([*dict.fromkeys(newest)][:at_most])
 
 
 @contextlib.contextmanager
