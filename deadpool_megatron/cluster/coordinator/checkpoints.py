@@ -59,7 +59,7 @@ _SHARE_OF_EXPORT = 0.5
 _SHARE_OF_REMOVAL = 0.1
 # Longest wait of a finished dump for its entry in latest.json before it is exported.
 _POINT_SECONDS = 10.0
-_LAST = "the run is about to end, and writes its own last export"
+_LAST_EXPORT = "the run is about to end, and writes its own last export"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Export:
     step: str = "taking"
     boundary: str = "save"
     generation: Generation | None = None
-    said: dict[int, tuple[Generation, str]] = field(default_factory=dict)
+    pinned: dict[int, tuple[Generation, str]] = field(default_factory=dict)
 
     @property
     def is_publishing(self) -> bool:
@@ -129,7 +129,9 @@ class Checkpoints:
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
         self._saves: set[tuple[int, int]] = set()
         # Paths of checkpoints that the program has loaded: not the progress of this run.
-        self.loaded = {one.path for one in options.recovered.valid if not one.generation.lineage}
+        self.loaded = {
+            restore.path for restore in options.recovered.valid if not restore.generation.lineage
+        }
         self._interval = ExportInterval(self._settings.export_iterations)
         # Without an interval of iterations: when the next export is due, by the monotonic clock.
         self._due = time.monotonic() + _USUAL_SECONDS
@@ -140,12 +142,12 @@ class Checkpoints:
         self._margin = MIN_MARGIN
         self._count = 0
         self._request: ExportRequest | None = None
-        self._leaving: PendingEnd | None = None
+        self._pending_end: PendingEnd | None = None
         self._dumped: ExportDump | None = None
         self._export: Export | None = None
         self._last: dict[str, Any] = {}
         # Inputs for the machine, fed last: the machine may answer with the next order at once.
-        self._told: list[inputs.Input] = []
+        self._inputs: list[inputs.Input] = []
 
     def carry_out(self, order: BeginExport | EndRun | ExportDump) -> None:
         """Carry out an order of the machine; its end is fed back as an input."""
@@ -153,21 +155,21 @@ class Checkpoints:
         match order:
             case BeginExport(number, directory):
                 self._request, self._margin = ExportRequest(Path(directory), number), MIN_MARGIN
-                if self._leaving is not None:
-                    self._refuse_request(_LAST)
+                if self._pending_end is not None:
+                    self._refuse_request(_LAST_EXPORT)
             case EndRun(reason, seconds):
                 self._end_run(reason, seconds)
             case ExportDump():
                 # The export may take long: even if it or this coordinator fails, the next run
                 # continues from the dump on the disk.
-                self._context.spawn(self._point(order))
+                self._context.spawn(self._enter_dump(order))
                 if self._export is not None and not self._export.is_publishing:
                     self._abandon("the run ends")
-        self._tell()
+        self._feed()
 
     def pending(self) -> list[str]:
         """Return descriptions of the checkpoints that are being made valid."""
-        found = [f"the checkpoint of iteration {one}" for _, one in sorted(self._saves)]
+        found = [f"the checkpoint of iteration {iteration}" for _, iteration in sorted(self._saves)]
         if self._export is not None:
             found.append(f"the background checkpoint of iteration {self._export.iteration}")
         return found
@@ -182,13 +184,13 @@ class Checkpoints:
         """Make a checkpoint with all its files valid, if its epoch is still open. After a takeover
         agents that have received no result request it again.
         """
-        which = int(m["epoch"]), int(m["iteration"])
-        if which not in self._saves:
-            self._saves.add(which)
+        save = int(m["epoch"]), int(m["iteration"])
+        if save not in self._saves:
+            self._saves.add(save)
             try:
-                await self._make_valid(m, *which)
+                await self._make_valid(m, *save)
             finally:
-                self._saves.remove(which)
+                self._saves.remove(save)
 
     def take_report(self, node: int, message: Mapping[str, Any]) -> None:
         """Take an agent's report. Raises LookupError, TypeError or ValueError if malformed."""
@@ -200,32 +202,32 @@ class Checkpoints:
             self._abandon(f"node {node}: {message['text']}", again=is_late)
         elif step == "taken" and export.step == "taking":
             for role, (generation, boundary) in message["roles"].items():
-                export.said[int(role)] = Generation.from_list(generation), str(boundary)
+                export.pinned[int(role)] = Generation.from_list(generation), str(boundary)
             export.awaited.remove(node)
             if not export.awaited:
                 self._begin_writing(export)
         elif step == "written" and export.step == "writing":
             export.awaited.remove(node)
-        self._tell()
+        self._feed()
 
     def tick(self) -> None:
         """Begin due exports, give up those that cannot finish, publish those that are written."""
         state, now = self._context.state, time.monotonic()
         self._interval.observe(state.reached)
-        export, leaving = self._export, self._leaving
-        is_late = leaving is not None and now > leaving.until
-        if leaving is not None and is_late and (export is None or export.is_publishing):
-            self._leave(leaving.reason, leaving.ends)  # even if the disk hangs
-        elif export is None and (leaving is None or leaving.removed):
+        export, end = self._export, self._pending_end
+        is_late = end is not None and now > end.until
+        if end is not None and is_late and (export is None or export.is_publishing):
+            self._leave(end.reason, end.ends)  # even if the disk hangs
+        elif export is None and (end is None or end.removed):
             self._begin_if_due(state)
         elif export is not None and not export.is_publishing:
             wanted = self._phases(export, state)
-            if why := self._trouble(export, state, wanted, is_late, now):
-                self._abandon(why)
+            if reason := self._trouble(export, state, wanted, is_late, now):
+                self._abandon(reason)
             elif export.step == "writing" and not export.awaited and state.phase in wanted:
                 export.step = "publishing"
                 self._context.spawn(self._publish(export))
-        self._tell()
+        self._feed()
 
     # The end of a run.
 
@@ -235,18 +237,18 @@ class Checkpoints:
         counts.
         """
         now, state = time.monotonic(), self._context.state
-        said, export = self._leaving, self._export
+        end, export = self._pending_end, self._export
         if seconds is None or not self._settings.exports or state.phase is not Phase.RUNNING:
-            ends = None if said is None else said.ends
+            ends = None if end is None else end.ends
             self._leave(reason, ends if seconds is None else now + seconds)
             return
         until, ends = now + _SHARE_OF_EXPORT * seconds, now + seconds
-        if said is not None:
-            said.until, said.ends = min(until, said.until), min(ends, said.ends)
+        if end is not None:
+            end.until, end.ends = min(until, end.until), min(ends, end.ends)
             return
-        self._leaving = PendingEnd(reason, until, ends, _SHARE_OF_REMOVAL * seconds)
+        self._pending_end = PendingEnd(reason, until, ends, _SHARE_OF_REMOVAL * seconds)
         if export is None or export.request.directory != self._directory:
-            self._refuse_request(_LAST)
+            self._refuse_request(_LAST_EXPORT)
             self._request, self._margin = ExportRequest(self._directory), MIN_MARGIN
         text = (
             f"{reason}: the run ends within {seconds:g} s; a last checkpoint is written in the"
@@ -256,14 +258,14 @@ class Checkpoints:
         self._context.files.write(Event(Kind.LOG, epoch, data={"level": "info", "text": text}))
 
     def _leave(self, reason: str, ends: float | None) -> None:
-        self._leaving = None
+        self._pending_end = None
         self._refuse_request("the run ends")
         if self._export is not None and not self._export.is_publishing:
             self._abandon("the run ends")  # it must not write while the nodes dump
         seconds = None if ends is None else max(0.0, ends - time.monotonic())
-        self._told.append(inputs.DumpRequested(reason, seconds))
+        self._inputs.append(inputs.DumpRequested(reason, seconds))
 
-    async def _point(self, order: ExportDump) -> None:
+    async def _enter_dump(self, order: ExportDump) -> None:
         """Make the next start continue from this dump, if it can be written; its export begins at
         the next tick."""
         dump, latest = order.restore, self._run.latest
@@ -273,8 +275,8 @@ class Checkpoints:
                     lambda: run_files.point_at(latest, [dump, *run_files.still_valid(latest, dump)])
                 )
         except OSError as error:  # TimeoutError is an OSError
-            why = str(error) or "it does not answer"
-            self._context.warn(f"{latest} cannot be written yet: {why}")
+            reason = str(error) or "it does not answer"
+            self._context.warn(f"{latest} cannot be written yet: {reason}")
         self._dumped = order
 
     # The course of an export.
@@ -317,9 +319,9 @@ class Checkpoints:
             self._begin_dump(self._dumped)
             return
         if state.phase is not Phase.RUNNING or state.record is None:
-            if (leaving := self._leaving) is not None:
+            if (end := self._pending_end) is not None:
                 # A recovery began before the last export did.
-                self._leave(leaving.reason, leaving.ends)
+                self._leave(end.reason, end.ends)
             return
         # With a cadence only every n-th iteration has a generation.
         epoch, every = state.record.epoch, state.record.protection.every
@@ -365,8 +367,8 @@ class Checkpoints:
         there = frozenset(nodes)
         return Export(name, epoch, iteration, request, unfinished, limit, there, set(there))
 
-    def _order(self, export: Export, what: str, nodes: Iterable[int], **content: Any) -> None:
-        order = {"t": f"export-{what}", "name": export.name, "iteration": export.iteration}
+    def _order(self, export: Export, step: str, nodes: Iterable[int], **content: Any) -> None:
+        order = {"t": f"export-{step}", "name": export.name, "iteration": export.iteration}
         for node in sorted(nodes):
             self._context.peers.order(node, {**order, **content})
 
@@ -377,9 +379,11 @@ class Checkpoints:
         self._order(export, kind, nodes, **where, **content)
 
     def _begin_writing(self, export: Export) -> None:
-        found = set(export.said.values())
-        if export.said.keys() != self._context.state.seats.keys() or len(found) != 1:
-            moments = ", ".join(sorted({f"{one.iteration} after {m}" for one, m in found}))
+        found = set(export.pinned.values())
+        if export.pinned.keys() != self._context.state.seats.keys() or len(found) != 1:
+            moments = ", ".join(
+                sorted({f"{generation.iteration} after {moment}" for generation, moment in found})
+            )
             self._abandon(f"the roles have pinned different moments: {moments}")
             return
         self._margin = MIN_MARGIN
@@ -388,7 +392,7 @@ class Checkpoints:
         ((export.generation, _),) = found
         export.step, export.awaited = "writing", set(export.nodes)
         failpoints.hit("coordinator.export", iteration=export.iteration)
-        self._order_writing(export, "write", export.nodes, export.said)
+        self._order_writing(export, "write", export.nodes, export.pinned)
 
     async def _publish(self, export: Export) -> None:
         """Give the export its name, prune older exports, then report it."""
@@ -406,14 +410,14 @@ class Checkpoints:
         publish = functools.partial(new.publish, may_be_pruned=is_own)
         if error := await self._valid(publish, restore, background=True):
             self._abandon(f"it did not become valid: {error}")
-            self._tell()
+            self._feed()
             return
         self._last = {"iteration": export.iteration, "path": restore.path, "error": ""}
         if is_own:
             state = self._context.state
             # A recovery may be loading an older checkpoint: then the next export prunes.
             keep = self._settings.persist_keep if state.phase is Phase.RUNNING else 0
-            needed = {one.path for one in state.lineage.valid[:1]}
+            needed = {restore.path for restore in state.lineage.valid[:1]}
             place_of_list = (self._run, self._run_id, final, keep, needed)
             try:
                 await asyncio.to_thread(remember_and_prune, *place_of_list)
@@ -421,17 +425,17 @@ class Checkpoints:
                 self._context.warn(f"old checkpoints are not removed: {error}")
         self._export = None
         self._answer(export, restore.path)
-        if (leaving := self._leaving) is not None and self._request is None and export.dump is None:
-            self._leave(leaving.reason, leaving.ends)
-        self._tell()
+        if (end := self._pending_end) is not None and self._request is None and export.dump is None:
+            self._leave(end.reason, end.ends)
+        self._feed()
 
-    def _abandon(self, why: str, *, again: bool = False) -> None:
+    def _abandon(self, reason: str, *, again: bool = False) -> None:
         """Give up the export and remove its files; ``again``: try a later iteration, because this
         iteration was overwritten before it was pinned."""
-        export, self._export, leaving = self._export, None, self._leaving
+        export, self._export, end = self._export, None, self._pending_end
         assert export is not None
         self._order(export, "drop", export.nodes)
-        is_of_interval = not export.request.number and leaving is None
+        is_of_interval = not export.request.number and end is None
         if again and self._margin < MAX_MARGIN:
             self._margin *= 2
             if not is_of_interval:  # an export of the interval is still due
@@ -442,15 +446,15 @@ class Checkpoints:
                 self._interval.failed(export.epoch, export.iteration)
             if is_of_interval and self._context.state.standing_epoch == export.epoch:
                 self._due = time.monotonic() + _USUAL_SECONDS  # after a recovery it stays due
-        self._last = {"iteration": export.iteration, "path": "", "error": why}
+        self._last = {"iteration": export.iteration, "path": "", "error": reason}
         self._context.warn(
-            f"no checkpoint of iteration {export.iteration} in the background: {why}"
+            f"no checkpoint of iteration {export.iteration} in the background: {reason}"
         )
         is_last = self._request is None and export.dump is None
-        if leaving is not None and is_last:
+        if end is not None and is_last:
             # The dump may need the space of this export, so it waits for the removal.
-            leaving.until = time.monotonic() + leaving.removal_seconds
-            leaving.removed = False
+            end.until = time.monotonic() + end.removal_seconds
+            end.removed = False
         self._context.spawn(self._remove(export.unfinished, is_last))
         self._answer(export, "")
 
@@ -460,9 +464,9 @@ class Checkpoints:
         remove = functools.partial(shutil.rmtree, unfinished, ignore_errors=True)
         await asyncio.get_running_loop().run_in_executor(self._remover, remove)
         # If the wait had timed out, the run would have left already.
-        if is_last and (leaving := self._leaving) is not None and not leaving.removed:
-            self._leave(leaving.reason, leaving.ends)
-            self._tell()
+        if is_last and (end := self._pending_end) is not None and not end.removed:
+            self._leave(end.reason, end.ends)
+            self._feed()
 
     def _answer(self, export: Export, path: str) -> None:
         """Report the end of an export to the machine, unless it is tried again. ``path``: empty if
@@ -470,20 +474,20 @@ class Checkpoints:
         number = export.request.number
         if number and (self._request is None or self._request.number != number):
             error = "" if path else self._last["error"]
-            self._told.append(inputs.Exported(number, export.iteration, path, error))
+            self._inputs.append(inputs.Exported(number, export.iteration, path, error))
         if export.dump is not None:
-            self._told.append(inputs.DumpExported(export.dump.restore.generation, path))
+            self._inputs.append(inputs.DumpExported(export.dump.restore.generation, path))
 
-    def _refuse_request(self, why: str) -> None:
+    def _refuse_request(self, reason: str) -> None:
         """Drop the pending request; report it as refused if it is a user's."""
         request, self._request = self._request, None
         if request is not None and request.number:
-            self._told.append(inputs.Exported(request.number, 0, "", why))
+            self._inputs.append(inputs.Exported(request.number, 0, "", reason))
 
-    def _tell(self) -> None:
-        told, self._told = self._told, []
-        for one in told:
-            self._context.feed(one)
+    def _feed(self) -> None:
+        waiting, self._inputs = self._inputs, []
+        for item in waiting:
+            self._context.feed(item)
 
     # Saves.
 

@@ -92,9 +92,9 @@ class Commands:
             return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
         verb, token = Verb(str(command)), str(message["token"])
         seconds = None if message.get("seconds") is None else float(message["seconds"])
-        return await self.requests.ask(verb, lambda: self._what(verb, message), token, seconds)
+        return await self.requests.ask(verb, lambda: self._content(verb, message), token, seconds)
 
-    def _what(self, verb: Verb, message: Mapping[str, Any]) -> dict[str, Any] | str:
+    def _content(self, verb: Verb, message: Mapping[str, Any]) -> dict[str, Any] | str:
         """Return the content of a request, or one line with the reason why it is refused."""
         match verb:
             case Verb.DRAIN:
@@ -131,8 +131,8 @@ class Commands:
                 return _refused(f"there is no role {of} (there are 0 to {len(state.seats) - 1})")
             of = seat.node
             order |= {"slot": seat.local_rank, "incarnation": seat.incarnation}
-        elif why := not_connected(state, of):
-            return _refused(why)
+        elif reason := not_connected(state, of):
+            return _refused(reason)
         later(self._context.peers.order, of, order)
         return {"ok": True}
 
@@ -145,14 +145,14 @@ class Commands:
             plan = schemes.plan_of_kind(str(message["scheme"]), settings, plan.every, group)
         if message.get("every") is not None:
             plan = replace(plan, every=int(message["every"]))
-        words = schemes.format_plan(plan)
-        why = plan_refusal(plan, len(state.fleet.nodes), settings, state.protection.plan)
-        why = why or memory_refusal(plan, state, settings)
-        if why:
-            return f"{words} cannot be: {why}"
+        text = schemes.format_plan(plan)
+        reason = plan_refusal(plan, len(state.fleet.nodes), settings, state.protection.plan)
+        reason = reason or memory_refusal(plan, state, settings)
+        if reason:
+            return f"{text} cannot be: {reason}"
         if plan == state.protection.plan:
-            return f"the run is protected by {words} already"
-        return {"plan": plan.to_dict(), "words": words}
+            return f"the run is protected by {text} already"
+        return {"plan": plan.to_dict(), "words": text}
 
     def _attach(self, hostname: str, taken: Collection[int]) -> dict[str, Any]:
         """Return a number that no node of the run has had or will have. May block."""
@@ -193,7 +193,7 @@ class UserRequests:
         # The requests in the journal, None where that is uncertain; and those that are taken but
         # not known to the machine yet.
         self._noted: tuple[Request, ...] | None = ()
-        self._coming: tuple[Request, ...] = ()
+        self._pending: tuple[Request, ...] = ()
 
     async def begin(self) -> None:
         """Read the requests to earlier coordinators, and stop these from writing more."""
@@ -230,21 +230,21 @@ class UserRequests:
     async def ask(
         self,
         verb: Verb,
-        what: Callable[[], Mapping[str, Any] | str],
+        make_content: Callable[[], Mapping[str, Any] | str],
         token: str,
         seconds: float | None = None,
     ) -> dict[str, Any]:
         """Return the request in its present state; a command repeats it, but it is taken once.
 
-        ``what()`` returns its content, or one line with the reason for a refusal; for a plan of
-        protection it is called in another thread. ``seconds``: the time in which a run has to end.
+        ``make_content()`` returns its content, or one line with the reason for a refusal; a plan of
+        protection is made in another thread. ``seconds``: the time in which a run has to end.
         """
         patience = _STOP_SECONDS if verb is Verb.STOP else _ASK_SECONDS
         async with self._asking:
             limit = time.monotonic() + patience
             is_known = await self.wait_until_known(patience)
-            taken = (*self._context.state.requests, *self._coming)
-            known = next((one for one in taken if one.token == token), None)
+            taken = (*self._context.state.requests, *self._pending)
+            known = next((request for request in taken if request.token == token), None)
             if known is not None:
                 return {"ok": True, "request": known.to_dict()}
             if not is_known and verb is not Verb.STOP:  # an earlier coordinator may have it
@@ -252,26 +252,28 @@ class UserRequests:
             began = time.monotonic()
             # A plan is computed over all roles, which takes a second for tens of thousands. The
             # machine checks for changes in the meantime when it takes the request.
-            wanted = await asyncio.to_thread(what) if verb is Verb.PROTECT else what()
+            content = (
+                await asyncio.to_thread(make_content) if verb is Verb.PROTECT else make_content()
+            )
             limit += time.monotonic() - began
-            if isinstance(wanted, str):
-                return _refused(wanted)
-            if why := refusal(self._context.state, verb, wanted):
-                return _refused(why)
-            request = self._new(verb, wanted, token, seconds)
+            if isinstance(content, str):
+                return _refused(content)
+            if reason := refusal(self._context.state, verb, content):
+                return _refused(reason)
+            request = self._new(verb, content, token, seconds)
             error = await self._note(request, limit - time.monotonic()) if is_known else ""
             if error and verb is not Verb.STOP:
                 return _not_now(error)
             failpoints.hit("coordinator.request")
             self._context.feed(inputs.Asked(request))
             self._forget_known()
-            newest = (one for one in self._context.state.requests if one.token == token)
+            newest = (request for request in self._context.state.requests if request.token == token)
             return {"ok": True, "request": next(newest, request).to_dict()}
 
     def _forget_known(self) -> None:
         """Forget the coming requests that the machine has taken by now."""
         known = {request.token for request in self._context.state.requests}
-        self._coming = tuple(one for one in self._coming if one.token not in known)
+        self._pending = tuple(request for request in self._pending if request.token not in known)
 
     def note(self) -> None:
         """Journal the machine's requests after a change."""
@@ -279,24 +281,24 @@ class UserRequests:
         self._context.spawn(self._write())
 
     def _new(
-        self, verb: Verb, what: Mapping[str, Any], token: str, seconds: float | None
+        self, verb: Verb, content: Mapping[str, Any], token: str, seconds: float | None
     ) -> Request:
-        state, what = self._context.state, dict(what)
-        number = max((r.number for r in (*state.requests, *self._coming)), default=0) + 1
+        state, content = self._context.state, dict(content)
+        number = max((r.number for r in (*state.requests, *self._pending)), default=0) + 1
         if verb is Verb.STOP:  # on the clock that all hosts share
-            what["ends"] = None if seconds is None else time.time() + seconds
+            content["ends"] = None if seconds is None else time.time() + seconds
         until = None if seconds is None else time.monotonic() + seconds
-        return Request(number, token, verb, what, until=until)
+        return Request(number, token, verb, content, until=until)
 
     async def _note(self, request: Request, seconds: float) -> str:
         """Return why the request could not be journalled in that time, empty if it was."""
-        self._coming = (*self._coming, request)
+        self._pending = (*self._pending, request)
         writing = asyncio.ensure_future(self._write())
         done, _ = await asyncio.wait({writing}, timeout=max(0.0, seconds))
         if done and not (error := writing.result()):
             return ""
         if request.verb is not Verb.STOP:
-            self._coming = tuple(one for one in self._coming if one is not request)
+            self._pending = tuple(other for other in self._pending if other is not request)
             # The journal may have it nevertheless, or get it later: then the next coordinator
             # would carry out a request that was refused.
             self._context.spawn(self._write())
@@ -307,7 +309,7 @@ class UserRequests:
         async with self._writing:
             await self._ready.wait()
             while not self._is_superseded:
-                newest = user_requests.kept((*self._context.state.requests, *self._coming))
+                newest = user_requests.kept((*self._context.state.requests, *self._pending))
                 if newest == self._noted:
                     return ""
                 number, self._noted = self._entry + 1, None
@@ -343,24 +345,24 @@ class UserRequests:
         return True
 
 
-def _refused(why: str) -> dict[str, Any]:
-    return {"ok": False, "refused": why, "error": why}
+def _refused(reason: str) -> dict[str, Any]:
+    return {"ok": False, "refused": reason, "error": reason}
 
 
 def _not_now(error: str) -> dict[str, Any]:
     """Return the answer for a failing journal: not a refusal, since the same request may have been
     taken, or be taken later."""
-    why = f"{error}: nothing was taken on{_UNLESS}, ask again"
-    return {"ok": False, "again": True, "error": why}
+    reason = f"{error}: nothing was taken on{_UNLESS}, ask again"
+    return {"ok": False, "again": True, "error": reason}
 
 
 def _with_time_left(found: tuple[Request, ...]) -> tuple[Request, ...]:
     """Return the requests with the moment by which a run has to end, on this host's clock."""
     return tuple(
-        replace(one, until=time.monotonic() + float(one.content["ends"]) - time.time())
-        if one.content.get("ends") is not None
-        else one
-        for one in found
+        replace(request, until=time.monotonic() + float(request.content["ends"]) - time.time())
+        if request.content.get("ends") is not None
+        else request
+        for request in found
     )
 
 

@@ -48,7 +48,7 @@ class DurableError(Exception):
 
 
 @contextlib.contextmanager
-def _in_a_line(place: Path) -> Iterator[None]:
+def _as_durable_error(place: Path) -> Iterator[None]:
     """Raise errors as DurableError of one line, with ``place`` if they name no file (full disk)."""
     try:
         yield
@@ -140,7 +140,7 @@ class NewCheckpoint:
         After a takeover the request is repeated, and the earlier coordinator may still be writing.
         """
         temporary, final = self.temporary, self.final
-        with _in_a_line(final):
+        with _as_durable_error(final):
             run_files.check_save(temporary, final)
             if temporary == final:
                 check_checkpoint(final)
@@ -152,17 +152,17 @@ class NewCheckpoint:
             sync(final.parent)
             if temporary != final:
                 shutil.rmtree(temporary, ignore_errors=True)
-            for leftover in final.parent.glob(".iter_*.epoch*"):
+            for unfinished in final.parent.glob(".iter_*.epoch*"):
                 # From saves that a failure interrupted. Saves of this epoch and of later epochs may
                 # be in progress: this epoch may have been closed meanwhile.
-                if _epoch_of(leftover) < self.restore.generation.lineage:
-                    shutil.rmtree(leftover, ignore_errors=True)
+                if _epoch_of(unfinished) < self.restore.generation.lineage:
+                    shutil.rmtree(unfinished, ignore_errors=True)
             return self._point_at(replaces_equal=True)
 
     def remember(self) -> Restore:
         """Enter a checkpoint that the program has loaded into ``latest.json``. Its owner stays the
         same. Raises DurableError."""
-        with _in_a_line(self.final):
+        with _as_durable_error(self.final):
             return self._point_at(replaces_equal=False)
 
     def _give_name(self) -> None:
@@ -170,12 +170,12 @@ class NewCheckpoint:
         if not temporary.is_dir() and not self._has_named():
             raise DurableError(f"{temporary} is not a directory")
         try:
-            _take(temporary)
+            _prepare(temporary)
             self._require()
             # Checked after the sync: a checkpoint that another coordinator has made valid meanwhile
             # stays. That coordinator notes the name before it gives it.
             if final.exists() and (str(final) in self.struck or not self._is_named()):
-                self._set_aside()
+                self._rename_existing()
             self._note(_SAVED)
             temporary.rename(final)
         except OSError:
@@ -193,12 +193,12 @@ class NewCheckpoint:
         """
         temporary, final = self.temporary, self.final
         iteration = self.restore.generation.iteration
-        with _in_a_line(final):
-            _take(temporary)
+        with _as_durable_error(final):
+            _prepare(temporary)
             if not self.counts():
                 raise DurableError("training has continued from an earlier state")
             if str(final) in self.struck and final.exists():
-                self._set_aside()
+                self._rename_existing()
             if not final.exists():
                 self._note(_EXPORTED)
                 if may_be_pruned:
@@ -220,12 +220,12 @@ class NewCheckpoint:
             remove_unfinished(final.parent, self.run_id)
             return self._point_at(replaces_equal=False)
 
-    def _note(self, who: str) -> None:
+    def _note(self, owner: str) -> None:
         """Append a line with the name, and sync it before anything gets the name."""
         self.run.check_own()
         written = self.temporary if self.temporary.is_dir() else self.final
         name = run_files.noted(self.final, self.run.path)
-        line = f"{who} {name} {run_files.fingerprint(written)}"
+        line = f"{owner} {name} {run_files.fingerprint(written)}"
         if line in _named(self.run):
             return
         how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -240,31 +240,31 @@ class NewCheckpoint:
     def _is_named(self) -> bool:
         """Return whether the existing checkpoint got its name from this run, for either owner."""
         name = f"{run_files.noted(self.final, self.run.path)} {run_files.fingerprint(self.final)}"
-        ours = {f"{_SAVED} {name}", f"{_EXPORTED} {name}"}
-        return not _named(self.run).isdisjoint(ours)
+        own_lines = {f"{_SAVED} {name}", f"{_EXPORTED} {name}"}
+        return not _named(self.run).isdisjoint(own_lines)
 
     def _has_named(self) -> bool:
         """Return whether the checkpoint exists, and got its name from this run."""
         return self.final.exists() and self._is_named()
 
-    def _set_aside(self) -> None:
+    def _rename_existing(self) -> None:
         """Rename the existing checkpoint, even if another was renamed for this run before."""
-        aside = self.final.with_name(f"{self.final.name}.before-{self.run_id}")
-        if aside.exists():
-            aside = aside.with_name(f"{aside.name}-{secrets.token_hex(4)}")
-        self.final.rename(aside)
+        renamed = self.final.with_name(f"{self.final.name}.before-{self.run_id}")
+        if renamed.exists():
+            renamed = renamed.with_name(f"{renamed.name}-{secrets.token_hex(4)}")
+        self.final.rename(renamed)
 
     def _point_at(self, *, replaces_equal: bool) -> Restore:
         """Make the next start continue from it, or from a newer checkpoint; return it as noted."""
         self.run.check_own()
         restore, latest = run_files.identified(self.restore), self.run.latest
         iteration = restore.generation.iteration
-        least = iteration + 1 if replaces_equal else iteration
+        min_iteration = iteration + 1 if replaces_equal else iteration
         with _pointing:
             valid = run_files.still_valid(latest, restore)
-            left = [one for one in valid if one.path not in self.struck]
-            newer = [one for one in left if one.generation.iteration >= least]
-            older = [one for one in left if one not in newer]
+            left = [entry for entry in valid if entry.path not in self.struck]
+            newer = [entry for entry in left if entry.generation.iteration >= min_iteration]
+            older = [entry for entry in left if entry not in newer]
             run_files.point_at(latest, [*newer, restore, *older])
         return restore
 
@@ -280,10 +280,10 @@ def remove_unfinished(directory: Path, run_id: str, term: str = "0") -> None:
     """
     for left in directory.glob(f"{run_files.EXPORT_PREFIX}{run_id}-*"):
         if not left.name.startswith(f"{run_files.EXPORT_PREFIX}{run_id}-{term}."):
-            doomed = run_files.unfinished_export(directory, run_id, secrets.token_hex(8))
+            renamed = run_files.unfinished_export(directory, run_id, secrets.token_hex(8))
             with contextlib.suppress(OSError):
-                left.rename(doomed)
-                shutil.rmtree(doomed)
+                left.rename(renamed)
+                shutil.rmtree(renamed)
 
 
 def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
@@ -297,20 +297,20 @@ def remember_and_prune(
     run: RunDirectory, run_id: str, final: Path, keep: int, needed: Collection[str]
 ) -> None:
     """Enter a valid export into the run's list and remove old exports. Raises DurableError."""
-    with _in_a_line(run.exported):
+    with _as_durable_error(run.exported):
         named = _named(run)
         listed = [*_listed(run, final), str(final)]
         # Checkpoints that the program itself saved under such a name belong to it.
-        saved = "\n".join(one for one in named if one.startswith(_SAVED))
+        saved = "\n".join(line for line in named if line.startswith(_SAVED))
         noted = run_files.noted
-        listed = [one for one in listed if f"{_SAVED} {noted(one, run.path)}" not in saved]
+        listed = [path for path in listed if f"{_SAVED} {noted(path, run.path)}" not in saved]
         gone = to_prune(listed, keep, {*needed, *_tracked(listed)})
         for path in map(Path, gone):
             # Renamed first, so that no reader begins to load half of it.
-            doomed = run_files.unfinished_export(path.parent, run_id, path.name)
+            renamed = run_files.unfinished_export(path.parent, run_id, path.name)
             if run_files.is_checkpoint(path) and path.is_dir():
-                path.rename(doomed)
-                shutil.rmtree(doomed)
+                path.rename(renamed)
+                shutil.rmtree(renamed)
         _list(run, [path for path in listed if path not in gone])
 
 
@@ -326,7 +326,7 @@ def _listed(run: RunDirectory, final: Path) -> list[str]:
 
 
 def _list(run: RunDirectory, paths: Sequence[str]) -> None:
-    noted = [run_files.noted(one, run.path) for one in paths]
+    noted = [run_files.noted(path, run.path) for path in paths]
     run_files.write_json(run.exported, {"paths": noted}, lasting=True)
 
 
@@ -351,7 +351,7 @@ def _tracked(checkpoints: Sequence[str]) -> set[str]:
     """Return the checkpoints named by the trackers in these checkpoints' directories: ``--load``
     uses them."""
     folders = {Path(path).parent for path in checkpoints}
-    return {str(one / f"iter_{_newest_by(one / _TRACKER):07d}") for one in folders}
+    return {str(folder / f"iter_{_newest_by(folder / _TRACKER):07d}") for folder in folders}
 
 
 def _epoch_of(unfinished: Path) -> int:
@@ -360,7 +360,7 @@ def _epoch_of(unfinished: Path) -> int:
     return int(number) if number.isdecimal() else sys.maxsize
 
 
-def _take(temporary: Path) -> None:
+def _prepare(temporary: Path) -> None:
     """Sync a new checkpoint, and give it the access rights of the directory above."""
     check_checkpoint(temporary)
     _sync_all(temporary)

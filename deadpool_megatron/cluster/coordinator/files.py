@@ -44,7 +44,7 @@ DETAIL_VARIABLE = "DEADPOOL_EVENT_DETAIL"
 # by role: one line for all roles is written per period.
 PERIOD_SECONDS = 10.0
 # How the digest combines the times of several commits.
-_TOLD = {"ship_seconds": max, "window_seconds": min, "commit_seconds": max}
+_COMBINED = {"ship_seconds": max, "window_seconds": min, "commit_seconds": max}
 _MAX_BYTES = 64 << 20
 _BATCH_BYTES = 1 << 20
 _SYNC_SECONDS = 1.0
@@ -54,7 +54,7 @@ _LONG_SECONDS = 5.0
 # Maximum of waiting events in the status: the newest, without those of single processes, and only
 # the last of consecutive steps.
 _SHOWN_EVENTS = 512
-_OF_ONE = (
+_NOT_SHOWN = (
     *(Kind.LOG, Kind.SEALED, Kind.COMMITTED, Kind.GATE_WAIT, Kind.PHASE, Kind.STATE_HASH),
     *(Kind.STACK, Kind.MEMBER_STARTED, Kind.MEMBER_WARM, Kind.MEMBER_DONE, Kind.VAULT_STARTED),
 )
@@ -228,9 +228,9 @@ class EventWriter:
         self._bytes = 0
         self._in_hand = 0
         self._dropped = 0
-        self._told = 0  # the dropped events that were reported
+        self._reported = 0  # the dropped events that were reported
         self._since: float | None = None  # the start of the unfinished write
-        self._why = ""  # the error of a failed write
+        self._error = ""  # the error of a failed write
         self._is_closing = False
         self._thread = threading.Thread(target=self._work, name="events", daemon=True)
         self._thread.start()
@@ -239,7 +239,7 @@ class EventWriter:
         """Queue an event, or drop it if the queue is full. Does not block."""
         line = to_line(event)
         with self._changed:
-            if event.kind not in _OF_ONE:
+            if event.kind not in _NOT_SHOWN:
                 if event.kind is Kind.STEP and self._recent and self._recent[-1].kind is Kind.STEP:
                     self._recent.pop()
                 self._recent.append(event)
@@ -264,9 +264,9 @@ class EventWriter:
                 "waiting": len(self._lines) + self._in_hand,
                 "dropped": self._dropped,
                 "trouble": trouble,
-                "why": self._why or "it does not answer",
+                "why": self._error or "it does not answer",
                 "seconds": 0.0 if self._since is None else now - self._since,
-                "unwritten": [one.to_dict() for one in self._recent] if trouble else [],
+                "unwritten": [event.to_dict() for event in self._recent] if trouble else [],
             }
 
     def close(self, limit_seconds: float) -> int:
@@ -278,12 +278,12 @@ class EventWriter:
             self._changed.notify()
         self._thread.join(limit_seconds)
         with self._changed:
-            return len(self._lines) + self._in_hand + self._dropped - self._told
+            return len(self._lines) + self._in_hand + self._dropped - self._reported
 
     def _trouble(self, now: float) -> str:
         seconds = 0.0 if self._since is None else now - self._since
-        if self._why:
-            return f"events cannot be written for {seconds:.0f} s: {self._why}"
+        if self._error:
+            return f"events cannot be written for {seconds:.0f} s: {self._error}"
         is_long = seconds > _LONG_SECONDS
         return f"a write of events has not returned for {seconds:.0f} s" if is_long else ""
 
@@ -324,22 +324,22 @@ class EventWriter:
 
     def _fail(self, error: OSError) -> None:
         with self._changed:
-            self._why = str(error.strerror or error)
+            self._error = str(error.strerror or error)
             self._changed.wait_for(lambda: self._is_closing, _RETRY_SECONDS)
         if self._is_closing:
             time.sleep(_RETRY_SECONDS)
 
     def _works_again(self) -> None:
         with self._changed:
-            why, lost = self._why, self._dropped - self._told
+            reason, lost = self._error, self._dropped - self._reported
             seconds = 0.0 if self._since is None else time.monotonic() - self._since
-            self._in_hand, self._since, self._why, self._told = 0, None, "", self._dropped
+            self._in_hand, self._since, self._error, self._reported = 0, None, "", self._dropped
             if not self._lines:
                 self._recent.clear()
-            if not why and seconds < _LONG_SECONDS and not lost:
+            if not reason and seconds < _LONG_SECONDS and not lost:
                 return
-            why = why or "the file system did not answer"
-            text = f"events could not be written for {seconds:.0f} s: {why}; {lost} were dropped"
+            reason = reason or "the file system did not answer"
+            text = f"events could not be written for {seconds:.0f} s: {reason}; {lost} were dropped"
             # Even above the limit.
             self._append(to_line(Event(Kind.LOG, data={"level": "warning", "text": text})))
 
@@ -381,7 +381,7 @@ class BadNodes:
                 runs, host, self._run_id, event["wall_seconds"]
             ):
                 return
-            there = [one["hostname"] for one in self._run.node_listings().values()]
+            there = [listing["hostname"] for listing in self._run.node_listings().values()]
             values = {"host": host, "run": self._run_id, "evidence": notice["text"]}
             values |= {"kind": kind, "wall_seconds": event["wall_seconds"]}
             bad = BadNode.from_dict({**values, "alone": there.count(host) < 2})
@@ -400,7 +400,7 @@ class CommitDigest:
         self._began: float | None = None
         self._roles: set[int | None] = set()
         self._counts = {"reports": 0, "released": 0, "bytes": 0}
-        self._times: dict[str, float | None] = dict.fromkeys(_TOLD)
+        self._times: dict[str, float | None] = dict.fromkeys(_COMBINED)
         self._newest = Event(Kind.COMMITTED, wall_seconds=0.0, monotonic_seconds=0.0)
 
     def add(self, event: Event, now: float) -> Event | None:
@@ -412,9 +412,9 @@ class CommitDigest:
         data, known = event.data, self._newest
         counts = {"reports": 1, "released": bool(data.get("released"))}
         counts["bytes"] = int(data.get("bytes", 0))
-        for name, told in _TOLD.items():
+        for name, combine in _COMBINED.items():
             times = [float(s) for s in (self._times[name], data.get(name)) if s is not None]
-            self._times[name] = told(times, default=None)
+            self._times[name] = combine(times, default=None)
         self._began = now if self._began is None else self._began
         self._counts = {name: count + counts[name] for name, count in self._counts.items()}
         self._roles.add(event.role)
@@ -454,8 +454,8 @@ class WaitDigest:
         """
         key, seconds = (event.epoch, event.iteration), float(event.data["seconds"])
         if not event.data.get("over"):
-            told = self._lasting.get(key)
-            if told is not None and now - told < PERIOD_SECONDS:
+            reported_at = self._lasting.get(key)
+            if reported_at is not None and now - reported_at < PERIOD_SECONDS:
                 return []
             self._lasting = {key: now}
             return [event]

@@ -62,7 +62,7 @@ class Orders:
         match order:
             case actions.Announce(record):
                 failpoints.hit("coordinator.announce", epoch=record.epoch)
-                self._peers.in_turn(self._peers.active(), lambda peer: self._tell(peer, record))
+                self._peers.in_turn(self._peers.active(), lambda peer: self._send(peer, record))
             case actions.DropNode():
                 self._drop(order)
             case actions.StartMembers(node) | actions.KillMember(node):
@@ -109,7 +109,7 @@ class Orders:
         self._frames = frames = RecordFrames(record)
         return frames
 
-    def _tell(self, peer: AgentPeer, record: EpochRecord) -> None:
+    def _send(self, peer: AgentPeer, record: EpochRecord) -> None:
         if frames := self._lacked(peer, record):
             peer.send_frame(frames)
 

@@ -78,9 +78,9 @@ class RunEnd:
         durable, loaded = state.lineage.durable, self._checkpoints.loaded
         finish = finish.going_on(durable if durable and durable.path not in loaded else None)
         self._status = finish.exit_status
-        said = {"exit_status": finish.exit_status, "reason": finish.reason, "kind": finish.kind}
+        data = {"exit_status": finish.exit_status, "reason": finish.reason, "kind": finish.kind}
         epoch = 0 if state.record is None else state.record.epoch
-        self._context.files.write(Event(Kind.RUN_ENDED, epoch, data=said))
+        self._context.files.write(Event(Kind.RUN_ENDED, epoch, data=data))
         result = self._context.files.result(finish, state)
         limit = time.monotonic() + self.patience_seconds
         error = await self._write(finish, result, limit)
@@ -106,7 +106,7 @@ class RunEnd:
     async def _settle(self, finish: Finish) -> None:
         is_complete = finish.is_early or not finish.exit_status
         limit_seconds = self._save_seconds if is_complete else self.close_seconds
-        began, told = time.monotonic(), False
+        began, is_reported = time.monotonic(), False
         while left := ", ".join(self._checkpoints.pending()):
             waited = time.monotonic() - began
             if waited > limit_seconds or self._is_expedited:
@@ -114,8 +114,8 @@ class RunEnd:
                     f"the run ends before this is valid, after {waited:.0f} s: {left}"
                 )
                 return
-            if waited > _SILENT_SECONDS and not told:
-                told = True
+            if waited > _SILENT_SECONDS and not is_reported:
+                is_reported = True
                 self._context.warn(
                     f"the run ends when this is valid, in {limit_seconds:g} s at most: {left}"
                 )
@@ -137,13 +137,13 @@ class RunEnd:
             except TimeoutError:
                 return known or f"it did not answer for {self.patience_seconds:g} s"
             except OSError as error:
-                why = error.strerror or str(error)
+                reason = error.strerror or str(error)
             if time.monotonic() > limit:
-                return why
-            if why != known:
-                known = why
+                return reason
+            if reason != known:
+                known = reason
                 self._context.warn(
-                    f"the result cannot be written to {self._path}: {why};"
+                    f"the result cannot be written to {self._path}: {reason};"
                     f" tried again for {self.patience_seconds:g} s"
                 )
             await asyncio.sleep(_PAUSE_SECONDS)

@@ -83,7 +83,7 @@ class Coordinator:
             self._journal,
             term,
             HeartbeatTiming.of(self._settings),
-            is_reachable=self._is_heard,
+            is_reachable=self._is_reachable,
             on_gap=self.peers.reset_timers,
             on_newer=self.superseded,
             on_trouble=self.warn,
@@ -303,9 +303,9 @@ class Coordinator:
         messages of that time may be for its successor.
         """
         data = {"who": sender, "why": reason, **more}
-        self.spawn(self._tell_awake(Event(Kind.REFUSED, self._epoch, data=data)))
+        self.spawn(self._report_when_fresh(Event(Kind.REFUSED, self._epoch, data=data)))
 
-    async def _tell_awake(self, event: Event) -> None:
+    async def _report_when_fresh(self, event: Event) -> None:
         while not self.sign.is_fresh(time.monotonic()):
             await asyncio.sleep(self._settings.beat_interval_seconds)
         self.files.write(event)
@@ -377,7 +377,7 @@ class Coordinator:
 
     # The end of this coordinator.
 
-    def _is_heard(self) -> bool:
+    def _is_reachable(self) -> bool:
         limit = HeartbeatTiming.of(self._settings).alone
         return self.peers.reaches_majority(limit, time.monotonic(), self.options.term.node)
 
@@ -409,24 +409,24 @@ class Coordinator:
             except ValueError as error:
                 self.warn(str(error))
                 return
-        line, nonfinite = self.state.lineage, self.state.blame.nonfinite
-        for one in found:
-            known = one.path in {other.path for other in line.valid} | line.struck
-            bad = is_rolled_back(one.generation, nonfinite)
-            if one.kind == "durable" and not known and not bad:
-                where = (one.generation.iteration, one.path, one.boundary, one.identity)
-                self.feed(inputs.DurableValid(*where))
+        lineage, nonfinite = self.state.lineage, self.state.blame.nonfinite
+        for restore in found:
+            known = restore.path in {other.path for other in lineage.valid} | lineage.struck
+            bad = is_rolled_back(restore.generation, nonfinite)
+            if restore.kind == "durable" and not known and not bad:
+                facts = (restore.path, restore.boundary, restore.identity)
+                self.feed(inputs.DurableValid(restore.generation.iteration, *facts))
 
-    def spawn(self, coroutine: Coroutine[Any, Any, object], who: str = "") -> None:
-        """Run it as a task; its failure ends this process, unless peer ``who`` asked for it."""
+    def spawn(self, coroutine: Coroutine[Any, Any, object], peer: str = "") -> None:
+        """Run it as a task; its failure ends this process, unless ``peer`` requested it."""
 
         def finished(task: asyncio.Task[object]) -> None:
             self.tasks.discard(task)
             if task.cancelled() or (error := task.exception()) is None:
                 return
-            if not who:
+            if not peer:
                 end_process(error)
-            self.peers.refuse_broken(who, "what it asked for", error)
+            self.peers.refuse_broken(peer, "what it asked for", error)
 
         task = asyncio.get_running_loop().create_task(coroutine)
         self.tasks.add(task)

@@ -127,7 +127,7 @@ class Standby:
         if self._term is not None and self._term.number > info.ended_term:
             if not self._succession.is_stale(time.monotonic()):
                 return None
-            refused = self._nobody_listens(self._term.address)
+            refused = self._is_refused(self._term.address)
         now = time.monotonic()
         if not self._succession.may_claim(self._place, refused, now, in_touch=not self._lost):
             return None
@@ -154,7 +154,7 @@ class Standby:
         self._report({"claimed": term.number, "at": now, "node": node, "address": address})
         return term, listener
 
-    def _nobody_listens(self, address: tuple[str, int]) -> bool:
+    def _is_refused(self, address: tuple[str, int]) -> bool:
         info, limit = self._options.info, self._rhythm.beat
         try:
             with auth.connect(address, self._options.secret, info.run_id, limit) as connection:
@@ -171,15 +171,15 @@ class Standby:
         calm = 1 if self._lost else _CALM_BEATS
         if not readable(0, calm * self._rhythm.beat):
             return True
-        said = os.read(0, 4096)
-        *lines, self._unread = (self._unread + said).split(b"\n")
+        received = os.read(0, 4096)
+        *lines, self._unread = (self._unread + received).split(b"\n")
         for word in lines:
             if word.startswith(b"place "):
                 self._place = int(word.removeprefix(b"place "))
             else:
                 self._lost = word == b"lost"
                 self.was_in_touch = self.was_in_touch or not self._lost
-        return bool(said)
+        return bool(received)
 
     def _complain(self, text: str) -> None:
         if text != self._trouble:

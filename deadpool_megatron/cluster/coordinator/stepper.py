@@ -54,11 +54,11 @@ class Stepper:
         """Handle the waiting inputs; let other tasks of the loop run in between."""
         until = time.monotonic() + _TURN_SECONDS
         while self._queue and not self._is_over:
-            item, who = self._queue.popleft()
+            item, sender = self._queue.popleft()
             try:
                 actions = self._machine.handle(item, time.monotonic())
             except Exception as error:
-                if not who:
+                if not sender:
                     end_process(error)
                 self._is_over = True
                 asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, end_process, error)

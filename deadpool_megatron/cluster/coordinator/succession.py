@@ -106,4 +106,4 @@ def valid_checkpoints(run: RunDirectory) -> Valid:
     if not run.latest.exists():
         return ()
     # A run that ended before its first iteration has an entry for that, which is no checkpoint.
-    return tuple(one for one in run_files.read_valid(run.latest) if one.kind != "initial")
+    return tuple(entry for entry in run_files.read_valid(run.latest) if entry.kind != "initial")

@@ -68,7 +68,7 @@ class Watchdog:
         found: list[inputs.Input] = [] if hang is None else [hang]
         events = [_slow_event(epoch, verdict) for verdict in self._slow(state, beats)]
         if (moved := self._to_move(state)) is not None:
-            events.append(_aside_event(epoch, moved))
+            events.append(_quarantine_event(epoch, moved))
             found.append(inputs.DrainRequested(moved.node))
         return events, found
 
@@ -136,7 +136,7 @@ class Watchdog:
         hang = find_hang(statuses, self._settings, self._hang_limit.seconds)
         if hang is None:
             return None
-        self._hang_limit.was_reached(hang.still_seconds)
+        self._hang_limit.note_hang(hang.still_seconds)
         verdict = (hang.culprits, hang.cause, table_of(statuses), hang.still_seconds)
         return inputs.RolesHung(record.epoch, *verdict)
 
@@ -199,7 +199,7 @@ def _slow_event(epoch: int, verdict: windows.Slowness) -> Event:
     return Event(Kind.SLOW_NODE, epoch, verdict.node, verdict.role, data=data)
 
 
-def _aside_event(epoch: int, verdict: windows.Slowness) -> Event:
+def _quarantine_event(epoch: int, verdict: windows.Slowness) -> Event:
     """Return the event of the move to a spare; it excludes the host from the next run too."""
     text = f"{verdict.seconds:.3f} s of its own per iteration, its peers {verdict.peer_seconds:.3f}"
     cause = f"node {verdict.node} is quarantined, it is slow: {text} s"

@@ -224,8 +224,10 @@ def notes_since(
                 found[node] = str(journal.read(kind, node)[key])
             except _NOT_UNDERSTOOD as error:
                 found[node] = unknown
-                why = f"{type(error).__name__}: {error}"
-                on_trouble(f"{kind} node {node}: its note in the journal is not understood: {why}")
+                reason = f"{type(error).__name__}: {error}"
+                on_trouble(
+                    f"{kind} node {node}: its note in the journal is not understood: {reason}"
+                )
     return found
 
 

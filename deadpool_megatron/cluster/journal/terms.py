@@ -141,7 +141,7 @@ class SignOfLife:
     ``is_reachable()``: whether enough agents are connected. A coordinator that is cut off from most
     agents stops its heartbeat, so that a standby takes over before all agents fence themselves.
     ``on_gap(now)``: the sign was unchanged long enough for standbys and agents to assume the
-    coordinator dead. ``on_newer(why)``: another coordinator has taken over.
+    coordinator dead. ``on_newer(reason)``: another coordinator has taken over.
     ``on_trouble(text)``: the journal cannot be reached; once for each text.
     """
 
@@ -158,7 +158,7 @@ class SignOfLife:
         self._journal = journal
         self._term = term
         self._rhythm = rhythm
-        self._is_heard = is_reachable
+        self._is_reachable = is_reachable
         self._on_gap = on_gap
         self._on_newer = on_newer
         self._on_trouble = on_trouble
@@ -176,7 +176,7 @@ class SignOfLife:
         loop = asyncio.get_running_loop()
         known = ""
         while True:
-            show = self._is_heard()
+            show = self._is_reachable()
             trouble = "" if show else "more than half of the agents are silent at once"
             try:
                 is_followed = await loop.run_in_executor(self._thread, self._once, show)
@@ -233,9 +233,9 @@ def claim_order(
             return max(0, nodes + spares - 1 - node)
         return nodes - 1 - node + (spares + _TURNS_FOR_SPARES if spares else 0)
     ready = {n for n, address in record.nodes.items() if address.spare}
-    everybody = [*sorted(ready, reverse=True), *sorted(record.nodes.keys() - ready, reverse=True)]
-    everybody.sort(key=lambda other: other == coordinator)
-    return everybody.index(node) if node in everybody else len(everybody)
+    candidates = [*sorted(ready, reverse=True), *sorted(record.nodes.keys() - ready, reverse=True)]
+    candidates.sort(key=lambda other: other == coordinator)
+    return candidates.index(node) if node in candidates else len(candidates)
 
 
 class Succession:

@@ -151,13 +151,13 @@ def newest(journal: Journal) -> Found:
     except (DamagedEntry, *DAMAGE) as error:
         reason = f"earlier requests are not known, ask again: request entry {number}"
         return Found(number, troubles=(f"{reason}: {type(error).__name__}: {error}",))
-    for one in listed:
+    for values in listed:
         try:
-            requests.append(Request.from_dict(one))
+            requests.append(Request.from_dict(values))
         except DAMAGE as error:
             reason = f"{type(error).__name__}: {error}"
             troubles.append(
-                f"a request is not understood and is skipped ({reason}): {one}"[:_CHARACTERS]
+                f"a request is not understood and is skipped ({reason}): {values}"[:_CHARACTERS]
             )
     return Found(number, term, tuple(requests), tuple(troubles))
 

@@ -37,13 +37,13 @@ IDLE_SECTIONS = frozenset({"parked", "paused", "done"})
 # Including the time between two looks, a hang is found within three of the longest steps.
 _LIMIT_STEPS = 2.5
 # Busy storage or a garbage collection is no hang, even of a run with fast steps.
-_LEAST_LIMIT_SECONDS = 20.0
+_MIN_LIMIT_SECONDS = 20.0
 _STEPS_BEFORE_TRUST = 5
 # In a table.
-MOST_GROUPS = 16
+MAX_GROUPS = 16
 # In a group of a table.
-MOST_ROLES = 64
-_MOST_NAME_CHARACTERS = 200
+MAX_ROLES = 64
+_MAX_NAME_CHARACTERS = 200
 # Operations that each role numbers for itself, so that numbers of different roles do not compare.
 MESSAGES = frozenset({"send", "recv", "recv_anysource"})
 
@@ -205,7 +205,7 @@ def _culprits(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:
 
 def _culprits_by_device(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:
     known = {role: s.device for role, s in busy.items() if s.device is not None}
-    pending = {role: [one for one in on if one.is_pending] for role, on in known.items()}
+    pending = {role: [device for device in on if device.is_pending] for role, on in known.items()}
     if len(known) < len(busy):
         return (), "not every role reports the state of its device"
     outside = {role for role, on in pending.items() if not on}
@@ -220,7 +220,7 @@ def _culprits_by_device(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...]
     absent, missed = _absent({role: on for role, on in known.items() if role not in outside})
     if absent:
         return absent, f"{_name(absent)} did not enqueue {missed}, which others are in"
-    inside = {role: {one.is_inside for one in on} for role, on in pending.items()}
+    inside = {role: {device.is_inside for device in on} for role, on in pending.items()}
     stuck = tuple(sorted(role for role, found in inside.items() if found == {False}))
     if stuck and any(True in found for found in inside.values()):
         return stuck, f"the device of {_name(stuck)} does not start what others are in"
@@ -233,23 +233,23 @@ def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...],
     """
     newest: dict[str, int] = {}
     for on in known.values():
-        for one in on:
-            if one.collective and one.is_pending:
-                newest[one.group] = max(newest.get(one.group, 0), one.completed + 1)
+        for device in on:
+            if device.collective and device.is_pending:
+                newest[device.group] = max(newest.get(device.group, 0), device.completed + 1)
     missing: dict[int, str] = {}
     for role, on in sorted(known.items()):
-        for one in on:
-            if one.collective and one.enqueued < newest.get(one.group, 0):
-                missing.setdefault(role, one.group)
+        for device in on:
+            if device.collective and device.enqueued < newest.get(device.group, 0):
+                missing.setdefault(role, device.group)
     groups = set(missing.values())
     # A role in a group where another role is missing is held up, and only thereby blocks others.
     held = {
         role
         for role, on in known.items()
-        for one in on
-        if one.is_pending
-        and one.group in groups
-        and not (one.collective and one.enqueued < newest[one.group])
+        for device in on
+        if device.is_pending
+        and device.group in groups
+        and not (device.collective and device.enqueued < newest[device.group])
     }
     roles = tuple(sorted(missing.keys() - held))
     if not roles:
@@ -260,13 +260,13 @@ def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...],
 
 def _entered_by_others(busy: Mapping[int, RoleStatus]) -> str:
     """Describe the operation in which most roles wait, which the culprits did not enter."""
-    waits = Counter(s.waiting for s in busy.values() if s.waiting is not None)
-    if not waits:
+    waiting = Counter(s.waiting for s in busy.values() if s.waiting is not None)
+    if not waiting:
         return ""
-    (inside, count), *_ = waits.most_common(1)
-    who = "role waits" if count == 1 else "roles wait"
+    (inside, count), *_ = waiting.most_common(1)
+    waits = "role waits" if count == 1 else "roles wait"
     return (
-        f"; {count} {who} in operation {inside.sequence} ({inside.operation})"
+        f"; {count} {waits} in operation {inside.sequence} ({inside.operation})"
         f" of group {inside.group}"
     )
 
@@ -290,7 +290,7 @@ class HangLimit:
         self._hang_seconds = settings.hang_seconds
         # A lost node is no hang, and a wait at the gate is reported before it can become a hang.
         early = max(settings.node_silence_seconds, settings.gate_report_seconds)
-        self._least_seconds = max(_LEAST_LIMIT_SECONDS, 2 * early)
+        self._min_seconds = max(_MIN_LIMIT_SECONDS, 2 * early)
         self._longest = 0.0
         self._seen = 0
         self._iteration = -1
@@ -301,7 +301,7 @@ class HangLimit:
         """Return the limit in force."""
         if self._seen < _STEPS_BEFORE_TRUST:
             return self._hang_seconds
-        return min(self._hang_seconds, max(self._least_seconds, _LIMIT_STEPS * self._longest))
+        return min(self._hang_seconds, max(self._min_seconds, _LIMIT_STEPS * self._longest))
 
     def look(self, statuses: Mapping[int, RoleStatus], now: float) -> None:
         """Take the statuses of all roles at the time ``now``. A step in which a role was in another
@@ -318,7 +318,7 @@ class HangLimit:
             self._since = now
         self._iteration = iteration
 
-    def was_reached(self, still_seconds: float) -> None:
+    def note_hang(self, still_seconds: float) -> None:
         """Note that a hang was found after this time. If it was only slow, as storage can be, the
         next step gets more than twice the time.
         """
@@ -386,8 +386,8 @@ def table_of(statuses: Mapping[int, RoleStatus]) -> dict[str, Any]:
     # If every role is waiting, there is no culprit.
     found.sort(key=lambda group: group.order)
     return {
-        "groups": [group.to_dict() for group in found[:MOST_GROUPS]],
-        "left_out": max(0, len(found) - MOST_GROUPS),
+        "groups": [group.to_dict() for group in found[:MAX_GROUPS]],
+        "left_out": max(0, len(found) - MAX_GROUPS),
     }
 
 
@@ -398,10 +398,10 @@ class _Group:
         self._name = name
         self._operation, self._number = _furthest(known.values())
         # Hosts number operations in another way than the recorders of devices.
-        self._is_on_devices = any(one.device is not None for one in known.values())
+        self._is_on_devices = any(role.device is not None for role in known.values())
         places: dict[GroupPlace, list[int]] = defaultdict(list)
-        for role, one in sorted(known.items()):
-            places[self._place(one)].append(role)
+        for role, facts in sorted(known.items()):
+            places[self._place(facts)].append(role)
         order = list(Where)
         # Places with the fewest roles come first.
         self._rows = sorted(
@@ -415,20 +415,20 @@ class _Group:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the form in an event."""
-        rows, room = [], MOST_ROLES
-        shown = self._rows[:MOST_ROLES]
+        rows, left = [], MAX_ROLES
+        shown = self._rows[:MAX_ROLES]
         for number, (place, roles) in enumerate(shown):
             # Each row shows at least one role, however many roles the rows before it have.
-            kept = roles[: room - (len(shown) - number - 1)]
-            room -= len(kept)
-            told = {key: value for key, value in asdict(place).items() if value not in (None, "")}
-            rows.append({"roles": kept, **told})
+            kept = roles[: left - (len(shown) - number - 1)]
+            left -= len(kept)
+            facts = {key: value for key, value in asdict(place).items() if value not in (None, "")}
+            rows.append({"roles": kept, **facts})
         return {
-            "group": self._name[:_MOST_NAME_CHARACTERS],
+            "group": self._name[:_MAX_NAME_CHARACTERS],
             "operation": self._operation,
             "number": self._number,
             "rows": rows,
-            "left_out": sum(len(roles) for _, roles in self._rows) - (MOST_ROLES - room),
+            "left_out": sum(len(roles) for _, roles in self._rows) - (MAX_ROLES - left),
         }
 
     def _place(self, known: _Known) -> GroupPlace:
@@ -462,8 +462,8 @@ class _Group:
 
 
 def _known_by_group(status: RoleStatus) -> Iterable[tuple[str, _Known]]:
-    hosts = {one.group: one for one in status.host}
-    devices = {one.group: one for one in status.device or ()}
+    hosts = {host.group: host for host in status.host}
+    devices = {device.group: device for device in status.device or ()}
     waiting = status.waiting
     entered = {} if waiting is None else {waiting.group: waiting}
     for group in hosts.keys() | devices.keys() | entered.keys():
@@ -473,9 +473,9 @@ def _known_by_group(status: RoleStatus) -> Iterable[tuple[str, _Known]]:
 def _furthest(known: Iterable[_Known]) -> tuple[str, int | None]:
     """Return the collective in which the furthest roles wait: its name, if known, and its number;
     for messages, which each role numbers for itself, only the name."""
-    one_by_one = list(known)
-    devices = [one.device for one in one_by_one if one.device is not None]
-    hosts = [one.collective for one in one_by_one if one.collective is not None]
+    roles = list(known)
+    devices = [role.device for role in roles if role.device is not None]
+    hosts = [role.collective for role in roles if role.collective is not None]
     numbers = [entered.sequence for entered in hosts]
     if devices:
         comparable = all(device.collective for device in devices)
@@ -483,10 +483,10 @@ def _furthest(known: Iterable[_Known]) -> tuple[str, int | None]:
         hosts, numbers = [], pending if comparable else []
     number = max(numbers, default=None)
     if number is None:
-        entered = [one.waiting for one in one_by_one if one.waiting is not None]
+        entered = [role.waiting for role in roles if role.waiting is not None]
     else:
-        entered = [one for one in hosts if one.sequence == number]
-    names = Counter(one.operation for one in entered).most_common(1)
+        entered = [host for host in hosts if host.sequence == number]
+    names = Counter(waiting.operation for waiting in entered).most_common(1)
     return (names[0][0] if names else ""), number
 
 

@@ -37,8 +37,8 @@ CALM_STRETCHES = 10
 _TOO_MUCH = 0.05  # share of the time in which training waits
 _CALM = 0.01
 # Margin that is left when the cadence is raised, and that must exist before it is lowered.
-_ROOM_UP = 1.1
-_ROOM_DOWN = 1.6
+_MARGIN_UP = 1.1
+_MARGIN_DOWN = 1.6
 
 
 @dataclass(frozen=True)
@@ -193,13 +193,13 @@ def next_cadence(every: int, stretch: Stretch, calm: int) -> int:
     if stretch.share > _TOO_MUCH:
         # Copies were in progress all that time, so it is their duration, with all overheads.
         commit = stretch.seconds / stretch.iterations * every
-        needed = math.ceil(commit * _ROOM_UP / stretch.step_seconds)
+        needed = math.ceil(commit * _MARGIN_UP / stretch.step_seconds)
         return min(LONGEST_CADENCE, max(needed, every + 1))
     if calm >= CALM_STRETCHES and stretch.ship_seconds and stretch.window_seconds:
         # The vault's window ends at a gate's request, so it leaves out the end of a step; but the
         # smaller of the two figures counts.
         window = min(stretch.window_seconds / every, stretch.step_seconds)
-        return min(every, max(1, math.ceil(stretch.ship_seconds * _ROOM_DOWN / window)))
+        return min(every, max(1, math.ceil(stretch.ship_seconds * _MARGIN_DOWN / window)))
     return every
 
 
