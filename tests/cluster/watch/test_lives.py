@@ -52,7 +52,7 @@ def live_with_hangs(script: Sequence[str], options: dict[str, Any], _: Path) -> 
                     told += [f"    {json.dumps(group)}", *rows]
                 told += [f"    {table['left_out']} more groups"] * bool(table["left_out"])
             told += [f"    the limit is {limit.seconds} s"]
-        elif word in ("was_reached", "forget_step"):
+        elif word in ("note_hang", "forget_step"):
             getattr(limit, word)(*map(float, rest.split()))
         else:
             first, _sep, last = word.partition("-")
