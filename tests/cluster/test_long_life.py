@@ -1,6 +1,5 @@
 """Runs that are long or large: neither their events nor their agents have a say in them."""
 
-import asyncio
 import errno
 import json
 import os
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli.common import CommandError, ask
-from deadpool_megatron.cluster.coordinator.commands import PacedStatus
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.events import Event, Kind, term_file, to_line
 from tests.cluster.running import Agents, deadpool
@@ -171,18 +169,3 @@ def test_simulated_agents_live_through_a_loss_and_a_takeover(tmp_path):
     assert size["stall_second_connections"] > 0
     assert size["standby_looks_per_second"] > 0
     assert {"start", "loss of a node", "second connections", "takeover"} <= size["blocks"].keys()
-
-
-def test_a_costly_status_is_not_made_for_every_question():
-    made: list[int] = []
-
-    def make() -> dict[str, int]:
-        made.append(sum(range(300_000)))
-        return {"number": len(made)}
-
-    async def ask() -> list[int]:
-        status = PacedStatus(make)
-        asked = await asyncio.gather(*(status.newest() for _ in range(3)))
-        return [one["number"] for one in asked]
-
-    assert asyncio.run(ask()) == [1, 1, 1]

@@ -129,9 +129,8 @@ class Checkpoints:
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
         self._saves: set[tuple[int, int]] = set()
         # Paths of checkpoints that the program has loaded: not the progress of this run.
-        self.loaded = {
-            restore.path for restore in options.recovered.valid if not restore.generation.lineage
-        }
+        valid = options.recovered.valid
+        self.loaded = {restore.path for restore in valid if not restore.generation.lineage}
         self._interval = ExportInterval(self._settings.export_iterations)
         # Without an interval of iterations: when the next export is due, by the monotonic clock.
         self._due = time.monotonic() + _USUAL_SECONDS
@@ -381,9 +380,7 @@ class Checkpoints:
     def _begin_writing(self, export: Export) -> None:
         found = set(export.pinned.values())
         if export.pinned.keys() != self._context.state.seats.keys() or len(found) != 1:
-            moments = ", ".join(
-                sorted({f"{generation.iteration} after {moment}" for generation, moment in found})
-            )
+            moments = ", ".join(sorted({f"{each.iteration} after {step}" for each, step in found}))
             self._abandon(f"the roles have pinned different moments: {moments}")
             return
         self._margin = MIN_MARGIN

@@ -7,6 +7,7 @@ each request to the journal, and reads it from there when a coordinator takes ov
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import secrets
@@ -79,7 +80,7 @@ class Commands:
                 # The status includes requests to earlier coordinators, unless the journal hangs.
                 await self.requests.wait_until_known(_STATUS_SECONDS)
                 term = {"term": self._term.number, **self._term.to_dict()}
-                return {"ok": True, "status": {**await self._status.newest(), "coordinator": term}}
+                return {"ok": True, "status": {**self._status.newest(), "coordinator": term}}
             case "info":
                 return {"ok": True, "info": self._info.to_dict()}
             case "attach":
@@ -220,12 +221,10 @@ class UserRequests:
 
     async def wait_until_known(self, limit_seconds: float) -> bool:
         """Wait for the requests of earlier coordinators; return False at the limit."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_seconds):
                 await self._ready.wait()
-        except TimeoutError:
-            return False
-        return True
+        return self._ready.is_set()
 
     async def ask(
         self,
@@ -252,9 +251,10 @@ class UserRequests:
             began = time.monotonic()
             # A plan is computed over all roles, which takes a second for tens of thousands. The
             # machine checks for changes in the meantime when it takes the request.
-            content = (
-                await asyncio.to_thread(make_content) if verb is Verb.PROTECT else make_content()
-            )
+            if verb is Verb.PROTECT:
+                content = await asyncio.to_thread(make_content)
+            else:
+                content = make_content()
             limit += time.monotonic() - began
             if isinstance(content, str):
                 return _refused(content)
@@ -336,7 +336,8 @@ class UserRequests:
         """
         name = (user_requests.KIND, number)
         try:
-            await write_patiently(self._journal, name, entry, self._patience, _ignore)
+            # The writer of epochs to this journal reports its problems.
+            await write_patiently(self._journal, name, entry, self._patience, lambda _: None)
         except LostRace:
             there = await asyncio.to_thread(self._journal.read, *name)
             if there.get("term") != self._term:
@@ -366,10 +367,6 @@ def _with_time_left(found: tuple[Request, ...]) -> tuple[Request, ...]:
     )
 
 
-def _ignore(_: str) -> None:
-    """Drop a warning: the writer of epochs to this journal reports its problems."""
-
-
 class PacedStatus:
     """The description of a run, which covers all roles; that of a large run is made again only
     after a while. For the coordinator's loop.
@@ -379,17 +376,15 @@ class PacedStatus:
         self._make = make
         self._made: dict[str, Any] = {}
         self._good_until = 0.0
-        self._making = asyncio.Lock()
 
-    async def newest(self) -> dict[str, Any]:
+    def newest(self) -> dict[str, Any]:
         """Return the present description, or a recent description if renewal is too costly."""
-        async with self._making:
-            began = time.monotonic()
-            if began >= self._good_until:
-                self._made = self._make()
-                ended = time.monotonic()
-                self._good_until = ended + (ended - began) / _SHARE_OF_TIME
-            return self._made
+        began = time.monotonic()
+        if began >= self._good_until:
+            self._made = self._make()
+            ended = time.monotonic()
+            self._good_until = ended + (ended - began) / _SHARE_OF_TIME
+        return self._made
 
 
 def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str, Any]:

@@ -79,8 +79,10 @@ class RunFiles:
         self._run = run
         self._info = info
         self._progress = progress
-        self._is_brief = os.environ.get(DETAIL_VARIABLE) != "all"
-        self._commits, self._waits = CommitDigest(), WaitDigest()
+        commits, waits = CommitDigest(), WaitDigest()
+        self._digests: dict[Kind, CommitDigest | WaitDigest] = {}
+        if os.environ.get(DETAIL_VARIABLE) != "all":
+            self._digests = {Kind.SEALED: commits, Kind.COMMITTED: commits, Kind.GATE_WAIT: waits}
         self.writer = EventWriter(EventLog(run.events, term))
         notify, on_event = info.settings.notify, info.settings.on_event
         self._notices = Notices(info.run_id, notify, on_event, self._warn)
@@ -102,13 +104,8 @@ class RunFiles:
         now = time.monotonic()
         event = replace(event, wall_seconds=self._clock_zero + now)
         self._stepped_at = now if event.kind is Kind.STEP else self._stepped_at
-        if self._is_brief and event.kind in (Kind.SEALED, Kind.COMMITTED):
-            digest = self._commits.add(event, time.monotonic())
-            self._write_all([] if digest is None else [digest])
-        elif self._is_brief and event.kind is Kind.GATE_WAIT:
-            self._write_all(self._waits.add(event, time.monotonic()))
-        else:
-            self._write_all([event])
+        digest = self._digests.get(event.kind)
+        self._write_all([event] if digest is None else digest.add(event, now))
 
     def result(self, end: Finish, state: State) -> dict[str, Any]:
         """Return the object of ``final.json``. It has the newest recoveries that this coordinator
@@ -196,8 +193,8 @@ class RunFiles:
 
     def take_digests(self) -> list[Event]:
         """Return the collected digests that are not written yet."""
-        digest = self._commits.take()
-        return [*([] if digest is None else [digest]), *self._waits.take()]
+        digests = dict.fromkeys(self._digests.values())
+        return [event for digest in digests for event in digest.take()]
 
     def close(self, limit_seconds: float) -> None:
         """Write the remaining events, for ``limit_seconds`` at most."""
@@ -403,12 +400,12 @@ class CommitDigest:
         self._times: dict[str, float | None] = dict.fromkeys(_COMBINED)
         self._newest = Event(Kind.COMMITTED, wall_seconds=0.0, monotonic_seconds=0.0)
 
-    def add(self, event: Event, now: float) -> Event | None:
+    def add(self, event: Event, now: float) -> list[Event]:
         """Add an event; return the line of the period if it ends now. ``now``: monotonic seconds.
         Raises KeyError, TypeError or ValueError for a damaged event.
         """
         if event.kind is not Kind.COMMITTED:
-            return None
+            return []
         data, known = event.data, self._newest
         counts = {"reports": 1, "released": bool(data.get("released"))}
         counts["bytes"] = int(data.get("bytes", 0))
@@ -426,16 +423,16 @@ class CommitDigest:
             wall_seconds=max(known.wall_seconds, event.wall_seconds),
             monotonic_seconds=max(known.monotonic_seconds, event.monotonic_seconds),
         )
-        return self.take() if now - self._began >= PERIOD_SECONDS else None
+        return self.take() if now - self._began >= PERIOD_SECONDS else []
 
-    def take(self) -> Event | None:
+    def take(self) -> list[Event]:
         """Return the line of the collected events, if any, and start the next line."""
         if self._began is None:
-            return None
+            return []
         data = {"roles": len(self._roles), **self._counts, **self._times}
         event = replace(self._newest, data=data)
         self._begin()
-        return event
+        return [event]
 
 
 class WaitDigest:

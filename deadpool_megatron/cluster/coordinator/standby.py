@@ -106,10 +106,9 @@ class Standby:
                 return None
 
     def _look_for_result(self) -> Mapping[str, Any] | None:
-        try:
+        with contextlib.suppress(TimeoutError):
             return self._result.look(_GLANCE_SECONDS)
-        except TimeoutError:
-            return None
+        return None
 
     def _look(self) -> None:
         at = time.monotonic()

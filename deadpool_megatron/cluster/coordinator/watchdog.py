@@ -95,9 +95,8 @@ class Watchdog:
         fixed = self._settings.cadence != "auto" or schemes.recomputes(plan)
         if every == plan.every or fixed:
             return []
-        return [
-            inputs.ProtectionRequested(replace(plan, every=every), windows.cadence_reason(stretch))
-        ]
+        reason = windows.cadence_reason(stretch)
+        return [inputs.ProtectionRequested(replace(plan, every=every), reason)]
 
     def describe(self, state: State) -> dict[str, Any]:
         """Return the part of ``deadpool status``: ``slow``, which maps a node to its seconds per

@@ -50,11 +50,6 @@ class DamagedEntry(JournalError):
     """An entry exists but has no readable content; a retry is of no use."""
 
 
-# Errors from a note of another version, or of a host that died during the write. Its reader has
-# claimed a term: each successor would fail at the note, too, and use up another term.
-_NOT_UNDERSTOOD = (DamagedEntry, *DAMAGE)
-
-
 class Journal:
     """Write-once entries named (kind, number), and a sign of life, in a directory of any POSIX file
     system, NFS included.
@@ -222,11 +217,13 @@ def notes_since(
         if node not in known:
             try:
                 found[node] = str(journal.read(kind, node)[key])
-            except _NOT_UNDERSTOOD as error:
+            except (DamagedEntry, *DAMAGE) as error:
+                # Of another version, or of a host that died during the write. The reader has
+                # claimed a term: each successor would fail at the note, too, and use up another.
                 found[node] = unknown
-                reason = f"{type(error).__name__}: {error}"
+                cause = f"{type(error).__name__}: {error}"
                 on_trouble(
-                    f"{kind} node {node}: its note in the journal is not understood: {reason}"
+                    f"{kind} node {node}: its note in the journal is not understood: {cause}"
                 )
     return found
 

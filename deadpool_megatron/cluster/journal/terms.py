@@ -133,6 +133,7 @@ class HeartbeatTiming:
         return HeartbeatTiming(beat, 2 * beat, 4 * beat, 4 * beat)
 
 
+@dataclass
 class SignOfLife:
     """Writer of the sign of life, which also looks for newer terms, in a thread of its own: a
     network file system may hang. The thread does nothing else, so that only the journal itself can
@@ -145,23 +146,15 @@ class SignOfLife:
     ``on_trouble(text)``: the journal cannot be reached; once for each text.
     """
 
-    def __init__(
-        self,
-        journal: Journal,
-        term: int,
-        rhythm: HeartbeatTiming,
-        is_reachable: Callable[[], bool],
-        on_gap: Callable[[float], None],
-        on_newer: Callable[[str], None],
-        on_trouble: Callable[[str], None],
-    ) -> None:
-        self._journal = journal
-        self._term = term
-        self._rhythm = rhythm
-        self._is_reachable = is_reachable
-        self._on_gap = on_gap
-        self._on_newer = on_newer
-        self._on_trouble = on_trouble
+    journal: Journal
+    term: int
+    rhythm: HeartbeatTiming
+    is_reachable: Callable[[], bool]
+    on_gap: Callable[[float], None]
+    on_newer: Callable[[str], None]
+    on_trouble: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._count = 0
         self._written_at = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sign-of-life")
@@ -169,14 +162,14 @@ class SignOfLife:
     def is_fresh(self, now: float) -> bool:
         """Return whether readers have seen the sign change without a gap: only then does a silence
         count."""
-        return now - self._written_at <= self._rhythm.gap
+        return now - self._written_at <= self.rhythm.gap
 
     async def run(self) -> None:
         """Write the sign until cancelled, or until another coordinator has taken over."""
         loop = asyncio.get_running_loop()
         known = ""
         while True:
-            show = self._is_reachable()
+            show = self.is_reachable()
             trouble = "" if show else "more than half of the agents are silent at once"
             try:
                 is_followed = await loop.run_in_executor(self._thread, self._once, show)
@@ -186,22 +179,22 @@ class SignOfLife:
                 if show:
                     now = time.monotonic()
                     if not self.is_fresh(now):
-                        self._on_gap(now)
+                        self.on_gap(now)
                     self._written_at = now
                 if is_followed:
-                    self._on_newer(f"term {self._term + 1} has begun")
+                    self.on_newer(f"term {self.term + 1} has begun")
                     return  # any other finding has no meaning now
             if trouble and trouble != known:
-                self._on_trouble(f"{trouble}; nothing is decided until that is over")
+                self.on_trouble(f"{trouble}; nothing is decided until that is over")
             known = trouble
-            await asyncio.sleep(self._rhythm.beat)
+            await asyncio.sleep(self.rhythm.beat)
 
     def look(self) -> int:
         """Return the newest term from a list of all, read now in the calling thread: for acts that
         no other coordinator may repeat. Raises JournalError.
         """
-        found = newest_term(self._journal)
-        return self._term if found is None else found.number
+        found = newest_term(self.journal)
+        return self.term if found is None else found.number
 
     def close(self) -> None:
         """Stop the thread, without waiting for a hanging look."""
@@ -210,9 +203,9 @@ class SignOfLife:
     def _once(self, show: bool) -> bool:
         """Return whether a newer term has begun; if not, change the sign, if it is to be shown."""
         self._count += 1
-        is_followed = has_begun_after(self._journal, self._term)
+        is_followed = has_begun_after(self.journal, self.term)
         if show and not is_followed:
-            self._journal.beat(sign(self._term, self._count))
+            self.journal.beat(sign(self.term, self._count))
         return is_followed
 
 

@@ -364,7 +364,8 @@ class _Known:
     @property
     def collective(self) -> Entered | None:
         """Return the collective in which the host waits."""
-        return None if self.waiting is None or _is_message(self.waiting) else self.waiting
+        is_message = self.waiting is not None and self.waiting.operation in MESSAGES
+        return None if is_message else self.waiting
 
     @property
     def waits(self) -> bool:
@@ -446,18 +447,17 @@ class _Group:
 
     def _on_host(self, known: _Known) -> GroupPlace:
         waiting = known.waiting
+        where = Where.ELSEWHERE if waiting is None else Where.WAITS
+        operation = "" if waiting is None else waiting.operation
         if self._is_on_devices:
-            where = Where.ELSEWHERE if waiting is None else Where.WAITS
-            return GroupPlace(where, None, operation="" if waiting is None else waiting.operation)
+            return GroupPlace(where, None, operation=operation)
         begun = None if known.host is None else known.host.collectives
         if self._number is None:  # a group of messages
             begun = None if known.host is None else known.host.messages
         if begun is None and waiting is not None and (known.collective or self._number is None):
             begun = waiting.sequence
-        where = Where.ELSEWHERE if waiting is None else Where.WAITS
         if self._number is not None and begun is not None and begun < self._number:
             where = Where.MISSING
-        operation = "" if waiting is None else waiting.operation
         return GroupPlace(where, begun, operation="" if operation == self._operation else operation)
 
 
@@ -488,7 +488,3 @@ def _furthest(known: Iterable[_Known]) -> tuple[str, int | None]:
         entered = [host for host in hosts if host.sequence == number]
     names = Counter(waiting.operation for waiting in entered).most_common(1)
     return (names[0][0] if names else ""), number
-
-
-def _is_message(waiting: Entered) -> bool:
-    return waiting.operation in MESSAGES

@@ -84,12 +84,8 @@ class SlownessWatch:
         self._epoch = 0
         self._began: dict[int, OwnTime] = {}
         self._suspected: dict[int, int] = {}
-        self._slow: dict[int, Slowness] = {}
-
-    @property
-    def slow(self) -> Mapping[int, Slowness]:
-        """Return the verdicts on nodes that are slow now."""
-        return self._slow
+        # The verdicts on nodes that are slow now.
+        self.slow: dict[int, Slowness] = {}
 
     def look(self, epoch: int, compared: Mapping[int, ComparedRole]) -> list[Slowness]:
         """Return the changed verdicts, given all roles of the open epoch; none until a window is
@@ -98,7 +94,7 @@ class SlownessWatch:
             self._epoch = epoch
             self._begin(compared)
             nodes = {entry.node for entry in compared.values()}
-            self._slow = {n: verdict for n, verdict in self._slow.items() if n in nodes}
+            self.slow = {n: verdict for n, verdict in self.slow.items() if n in nodes}
             return []
         if any(
             entry.own.iterations - self._began[role].iterations < WINDOW_ITERATIONS
@@ -118,15 +114,15 @@ class SlownessWatch:
             behind = found.seconds - found.peer_seconds
             if behind < _MIN_SECONDS or found.factor <= self._factor:
                 self._suspected.pop(node, None)
-                if self._slow.pop(node, None) is not None:
+                if self.slow.pop(node, None) is not None:
                     over = Slowness(node, found.role, found.seconds, found.peer_seconds, over=True)
                     changed.append(over)
                 continue
             self._suspected[node] = self._suspected.get(node, 0) + 1
             if self._suspected[node] >= WINDOWS:
-                if node not in self._slow:
+                if node not in self.slow:
                     changed.append(found)
-                self._slow[node] = found
+                self.slow[node] = found
         return changed
 
 
