@@ -42,7 +42,7 @@ def _contents(inner: Any, names: dict[int, str]) -> Iterator[str]:
     models = {
         id(updated): (model, start) for model, updated, start in optimizer.model_parameters(inner)
     }
-    for updated in (tensor for group in inner.optimizer.param_groups for tensor in group["params"]):
+    for updated in optimizer.parameters_of(inner):
         parameter, start = models.get(id(updated), (updated, 0))
         if id(parameter) not in names:
             shape = tuple(parameter.shape)

@@ -24,8 +24,12 @@ from torch import Tensor
 
 from deadpool_megatron.megatron import fp8, optimizer
 from deadpool_megatron.megatron.loop import MegatronLoop, trains_in_fp8
-from deadpool_megatron.member.frozen_weights import MAX_FROZEN_BYTES
-from deadpool_megatron.state.extras import ExtrasError, capture_random_states, restore_random_states
+from deadpool_megatron.member.frozen_weights import are_large
+from deadpool_megatron.state.extras import (
+    capture_random_states,
+    refuse_other_tensors,
+    restore_random_states,
+)
 
 try:
     from megatron.core.transformer.moe import moe_logging
@@ -195,8 +199,7 @@ def frozen_and_buffers(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
     found: list[tuple[str, Tensor]] = []
     for index, chunk in enumerate(loop.model_chunks):
         found += [(f"{index}.{name}", buffer) for name, buffer in lasting_buffers(chunk)]
-    frozen = _frozen_weights(loop)
-    return found if _are_large(frozen) else found + frozen
+    return found if large_frozen_weights(loop) else found + _frozen_weights(loop)
 
 
 def lasting_buffers(chunk: torch.nn.Module) -> list[tuple[str, Tensor]]:
@@ -216,9 +219,9 @@ def lasting_buffers(chunk: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def large_frozen_weights(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
-    """Return all frozen weights of the role where they have more than :data:`MAX_FROZEN_BYTES`."""
+    """Return all frozen weights of the role where they are large."""
     frozen = _frozen_weights(loop)
-    return frozen if _are_large(frozen) else []
+    return frozen if are_large(parameter for _, parameter in frozen) else []
 
 
 def _frozen_weights(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
@@ -230,20 +233,12 @@ def _frozen_weights(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _are_large(frozen: list[tuple[str, Tensor]]) -> bool:
-    return sum(parameter.nbytes for _, parameter in frozen) > MAX_FROZEN_BYTES
-
-
 def _check_buffers(loop: MegatronLoop, values: dict[str, Any]) -> None:
     """Raise ExtrasError for a buffer that only the live or only the captured loop has."""
-    live = {f"buffer.{name}": tensor.shape for name, tensor in frozen_and_buffers(loop)}
-    kept = {name: value.shape for name, value in values.items() if name.startswith("buffer.")}
-    if live != kept:
-        differing = sorted({name for name, _ in live.items() ^ kept.items()})
-        raise ExtrasError(
-            "buffers and frozen parameters differ from those that were captured:"
-            f" {', '.join(differing[:5])}"
-        )
+    live = {f"buffer.{name}": tensor for name, tensor in frozen_and_buffers(loop)}
+    kept = {name: value for name, value in values.items() if name.startswith("buffer.")}
+    subject = "buffers and frozen parameters differ from those that were captured"
+    refuse_other_tensors(live, kept, subject)
 
 
 def _restore_buffers(loop: MegatronLoop, values: dict[str, Any]) -> None:
@@ -305,12 +300,11 @@ def _attention(loop: MegatronLoop) -> Iterator[tuple[str, torch.nn.Module, torch
 
 def capture_loss_sums() -> dict[str, Any]:
     """Return the sums, and the groups over which they are summed; tensors are not copied."""
-    found = {name: (_sums_of(entry), entry) for name, entry in logged_losses().items()}
     return {
         _SUMS: {
             name: {"sums": sums, "groups": _summed_over(entry)}
-            for name, (sums, entry) in found.items()
-            if sums
+            for name, entry in logged_losses().items()
+            if (sums := _sums_of(entry))
         }
     }
 

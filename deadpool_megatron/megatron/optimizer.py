@@ -11,8 +11,7 @@ optimizers/fused_adam.py; Megatron-core 0.16.1, core/optimizer/{__init__,distrib
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from torch import Tensor
 
-from deadpool_megatron import failpoints
 from deadpool_megatron.member.framework import StepCalls
 from deadpool_megatron.state import initial_state, optimizer_state
 from deadpool_megatron.state.optimizer_state import OptimizerState, Place, UnsupportedState
@@ -401,20 +399,4 @@ def install_step_hooks(optimizer: Any, calls: StepCalls) -> None:
 
     optimizer.step = gated_step
     for index, inner in enumerate(inner_optimizers(optimizer)):
-        for call in (_hit_inside, *calls.before):
-            inner.optimizer.register_step_pre_hook(functools.partial(_call, call, index))
-        for call in (_hit_updated, *calls.after):
-            inner.optimizer.register_step_post_hook(functools.partial(_call, call, index))
-
-
-def _hit_inside(index: int) -> None:
-    failpoints.hit("optimizer.inside", optimizer=index)
-
-
-def _hit_updated(index: int) -> None:
-    failpoints.hit("optimizer.updated", optimizer=index)
-
-
-def _call(call: Callable[[int], None], index: int, *_: object) -> None:
-    """Drop the arguments that torch gives a hook: the optimizer and those of its step."""
-    call(index)
+        calls.surround(inner.optimizer, index)

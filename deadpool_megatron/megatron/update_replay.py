@@ -18,13 +18,16 @@ from torch import Tensor
 
 from deadpool_megatron.megatron import optimizer as optimizers
 from deadpool_megatron.state.initial_state import same_bytes, without_hooks
-from deadpool_megatron.state.optimizer_state import UnsupportedState
-from deadpool_megatron.state.parts import Part
+from deadpool_megatron.state.optimizer_state import (
+    UnsupportedState,
+    group_values,
+    restore_group_values,
+)
+from deadpool_megatron.state.parts import Part, batches
 from deadpool_megatron.wire.forms import Coded
 
 # Device memory that a rehearsal takes at a time for previous state and gradients, approximately.
 _CHUNK_BYTES = 64 << 20
-_PLAIN = (int, float, bool, str, type(None))
 # Optimizers whose update depends only on parameters, state, gradients and values of the groups.
 _KNOWN = frozenset({"Adam", "AdamW", "FusedAdam"})
 
@@ -70,14 +73,7 @@ def refuse_unreplayable(optimizer: Any) -> None:
 
 def used_values(inner: Any) -> tuple[dict[str, Any], ...]:
     """Return the plain values of each parameter group: learning rate, betas, ..."""
-    return tuple(
-        {
-            key: value
-            for key, value in group.items()
-            if key != "params" and (isinstance(value, _PLAIN) or _is_plain_tuple(value))
-        }
-        for group in inner.optimizer.param_groups
-    )
+    return tuple(group_values(inner.optimizer.param_groups))
 
 
 def replay(inner: Any, update: InnerUpdate, gradients: list[Tensor]) -> None:
@@ -85,8 +81,7 @@ def replay(inner: Any, update: InnerUpdate, gradients: list[Tensor]) -> None:
     device; those of parameters without one are not looked at."""
     parameters = optimizers.parameters_of(inner)
     absent = set(update.without_gradient)
-    for group, values in zip(inner.optimizer.param_groups, update.groups, strict=True):
-        _set_values(group, values)
+    restore_group_values(inner.optimizer.param_groups, update.groups)
     for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
         parameter.grad = None if number in absent else gradient.to(parameter.device)
     try:
@@ -165,16 +160,12 @@ def update_copies(
     """
     shadow = without_hooks(inner.optimizer)
     shadow.state = defaultdict(dict, {copy.parameter: copy.state for copy in copies})
-    shadow.param_groups = []
-    for number, (group, values) in enumerate(
-        zip(inner.optimizer.param_groups, groups, strict=True)
-    ):
-        chosen = [copy.parameter for copy in copies if copy.group == number]
-        if chosen:
-            copied = dict(group)
-            _set_values(copied, values)
-            copied["params"] = chosen
-            shadow.param_groups.append(copied)
+    copied = [
+        {**group, "params": [copy.parameter for copy in copies if copy.group == number]}
+        for number, group in enumerate(inner.optimizer.param_groups)
+    ]
+    restore_group_values(copied, groups)
+    shadow.param_groups = [group for group in copied if group["params"]]
     _step(shadow)
 
 
@@ -195,20 +186,6 @@ def _step(adam: Any) -> None:
         type(adam).step(adam)
 
 
-def _set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """As they were used; a value that was not there then (a count of steps) is taken away."""
-    for key, value in list(group.items()):
-        plain = isinstance(value, _PLAIN) or _is_plain_tuple(value)
-        if key != "params" and plain and key not in values:
-            del group[key]
-    for key, value in values.items():
-        group[key] = tuple(value) if isinstance(value, list | tuple) else value
-
-
-def _is_plain_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)
-
-
 def all_tensors(inner: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a parameter, under the empty name, then what its optimizer keeps for it."""
     yield "", parameter
@@ -216,14 +193,9 @@ def all_tensors(inner: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def chunks(inner: Any) -> Iterator[list[Tensor]]:
-    """Yield the parameters in groups that take, with their state, about ``_CHUNK_BYTES``."""
-    found: list[Tensor] = []
-    nbytes = 0
-    for parameter in optimizers.parameters_of(inner):
-        found.append(parameter)
-        nbytes += sum(t.numel() * t.element_size() for _, t in all_tensors(inner, parameter))
-        if nbytes >= _CHUNK_BYTES:
-            yield found
-            found, nbytes = [], 0
-    if found:
-        yield found
+    """Yield the parameters in batches that need, with their state, ``_CHUNK_BYTES`` at most."""
+
+    def bytes_of(parameter: Tensor) -> int:
+        return sum(tensor.nbytes for _, tensor in all_tensors(inner, parameter))
+
+    return batches(optimizers.parameters_of(inner), bytes_of, _CHUNK_BYTES)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.member.update_capture import UpdateCapture
 from deadpool_megatron.platform import Platform
@@ -37,6 +39,22 @@ class StepCalls(NamedTuple):
     before: Sequence[Callable[[int], None]]
     after: Sequence[Callable[[int], None]]
     judge: Callable[[float], None]
+
+    def surround(self, optimizer: Optimizer, index: int) -> None:
+        """Have inner optimizer ``index`` make the calls around its updates."""
+
+        def call_before(*_: object) -> None:
+            failpoints.hit("optimizer.inside", optimizer=index)
+            for call in self.before:
+                call(index)
+
+        def call_after(*_: object) -> None:
+            failpoints.hit("optimizer.updated", optimizer=index)
+            for call in self.after:
+                call(index)
+
+        optimizer.register_step_pre_hook(call_before)
+        optimizer.register_step_post_hook(call_after)
 
 
 class ScheduleDifference(NamedTuple):

@@ -9,7 +9,7 @@ that changes them could not be restored exactly, and ends.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -22,6 +22,11 @@ from deadpool_megatron.vault.errors import OutOfSpace
 #: limit for a role; up to it frozen weights are copied and sent with each generation, above it they
 #: are written once
 MAX_FROZEN_BYTES = 64 << 20
+
+
+def are_large(weights: Iterable[Tensor]) -> bool:
+    """Return whether the frozen weights of a role are above the limit."""
+    return sum(tensor.nbytes for tensor in weights) > MAX_FROZEN_BYTES
 
 
 class FrozenWeights:

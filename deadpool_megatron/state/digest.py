@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deadpool_megatron.state.parts import flat_bytes
+
 #: a name, and a tensor or text
 Entry = tuple[str, Tensor | str]
 
@@ -44,5 +46,4 @@ def _add(digest: hashlib._Hash, name: str, value: Tensor | str) -> None:
         digest.update(value.encode())
         return
     digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
-    data = value.detach().cpu().contiguous().reshape(-1)
-    digest.update(data.view(torch.uint8).numpy().data)
+    digest.update(flat_bytes(value).cpu().numpy().data)

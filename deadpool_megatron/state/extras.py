@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deadpool_megatron.state.parts import flat_bytes
+
 Extras: TypeAlias = Mapping[str, Any]
 _LENGTH = struct.Struct("<Q")
 # The keys of an object that stands for a blob.
@@ -39,8 +41,7 @@ def encode(values: Extras) -> bytes:
         dtype, shape, start = "", list[int](), len(blobs)
         if isinstance(value, Tensor):
             dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-            flat = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-            value = flat.numpy().tobytes()
+            value = flat_bytes(value).cpu().numpy().tobytes()
         elif not isinstance(value, bytes):
             raise TypeError(f"a {type(value).__name__}")
         blobs.extend(value)
@@ -71,6 +72,16 @@ def decode(payload: bytes | memoryview, device: torch.device | str = "cpu") -> d
     except (struct.error, ValueError, TypeError, AttributeError, RuntimeError) as error:
         # The last two come of a dtype that torch does not have and of a wrong shape.
         raise ExtrasError(f"not encoded extras: {error}") from error
+
+
+def refuse_other_tensors(
+    live: Mapping[str, Tensor], kept: Mapping[str, Tensor], subject: str
+) -> None:
+    """Raise ExtrasError, which begins with ``subject``, unless names and shapes are equal."""
+    here, there = ({name: t.shape for name, t in some.items()} for some in (live, kept))
+    if here != there:
+        differing = sorted({name for name, _ in here.items() ^ there.items()})
+        raise ExtrasError(f"{subject}: {', '.join(differing[:5])}")
 
 
 def _blob(place: Mapping[str, Any], body: memoryview, device: torch.device | str) -> Any:

@@ -246,9 +246,9 @@ def _description(tensors: Named) -> str:
 
 def _pieces(tensors: Named) -> Iterator[memoryview]:
     """Yield their bytes on the host, in pieces that need little memory."""
-    import torch
+    from deadpool_megatron.state.parts import flat_bytes
 
     for _, tensor in tensors:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = flat_bytes(tensor)
         for start in range(0, flat.numel(), _PIECE_BYTES):
             yield flat[start : start + _PIECE_BYTES].cpu().numpy().data

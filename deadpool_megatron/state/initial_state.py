@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deadpool_megatron.state.optimizer_state import UnsupportedState, local_tensor, parameters_of
+from deadpool_megatron.state.parts import flat_bytes
 
 _KEEPABLE = (Tensor, int, float, bool, str, tuple, type(None))
 
@@ -127,11 +128,7 @@ def _same_state(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 def same_bytes(first: Tensor, second: Tensor) -> bool:
     """Compare two tensors bit for bit, wherever they are."""
-
-    def raw(tensor: Tensor) -> Tensor:
-        return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-    return torch.equal(raw(first), raw(second))
+    return torch.equal(flat_bytes(first).cpu(), flat_bytes(second).cpu())
 
 
 def without_hooks(optimizer: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Part:
         end = 0
         for tensor in self.tensors:
             self._offsets.append(end)
-            end += aligned(tensor.numel() * tensor.element_size())
+            end += aligned(tensor.nbytes)
         self.nbytes = end
 
     def views(self, buffer: memoryview) -> list[Tensor]:
@@ -74,7 +74,6 @@ class Part:
 
         Raises KeyError for any other tensor, and for a tensor without bytes.
         """
-        size = tensor.numel() * tensor.element_size()
         if self._starts is None:
             starts = [(t.data_ptr(), i) for i, t in enumerate(self.tensors) if t.numel()]
             self._starts = sorted(starts)
@@ -83,7 +82,7 @@ class Part:
         if place >= 0:
             start, index = self._starts[place]
             owner = self.tensors[index]
-            end = start + owner.numel() * owner.element_size()
+            end, size = start + owner.nbytes, tensor.nbytes
             if size and address + size <= end and owner.device == tensor.device:
                 return self._offsets[index] + address - start
         raise KeyError(f"part {self.name} does not hold that tensor")
@@ -128,17 +127,24 @@ def move_into_arenas(tensors: Sequence[Tensor]) -> list[Tensor]:
             movable.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         else:
             rest.append(tensor)
-    arenas = [_fill_arena(some) for group in movable.values() for some in _by_arena(group)]
+    arenas = [
+        _fill_arena(some)
+        for group in movable.values()
+        for some in batches(group, lambda tensor: aligned(tensor.nbytes), ARENA_BYTES)
+    ]
     return [*arenas, *rest]
 
 
-def _by_arena(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Yield the tensors in order, each time as many as fit into an arena."""
+def batches(
+    tensors: Iterable[Tensor], bytes_of: Callable[[Tensor], int], max_bytes: int
+) -> Iterator[list[Tensor]]:
+    """Yield the tensors in order, as many at a time as need ``max_bytes`` at most; a larger tensor
+    alone."""
     some: list[Tensor] = []
     nbytes = 0
     for tensor in tensors:
-        size = aligned(tensor.numel() * tensor.element_size())
-        if some and nbytes + size > ARENA_BYTES:
+        size = bytes_of(tensor)
+        if some and nbytes + size > max_bytes:
             yield some
             some, nbytes = [], 0
         some.append(tensor)
@@ -147,12 +153,16 @@ def _by_arena(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         yield some
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor on its device, flat; a view of it if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def _owns_storage(tensor: Tensor) -> bool:
-    size = tensor.numel() * tensor.element_size()
     return (
         tensor.is_contiguous()
         and tensor.storage_offset() == 0
-        and tensor.untyped_storage().nbytes() == size
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
 
 

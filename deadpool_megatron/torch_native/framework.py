@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deadpool_megatron import failpoints
 from deadpool_megatron.member.framework import Framework, StepCalls
+from deadpool_megatron.member.frozen_weights import are_large
 from deadpool_megatron.member.peer_comparison import PeerMismatch, gathered
 from deadpool_megatron.state import initial_state
 from deadpool_megatron.state.digest import short_digests
@@ -29,9 +28,6 @@ from deadpool_megatron.torch_native.wrappers import Wrappers, is_sharded, slice_
 
 if TYPE_CHECKING:
     from deadpool_megatron.torch_native.loop import TorchLoop
-
-# Of frozen weights; more are written once and do not travel with each generation.
-_MAX_FROZEN_BYTES = 64 << 20
 
 
 class TorchFramework(Framework):
@@ -70,12 +66,8 @@ class TorchFramework(Framework):
     def install(self, calls: StepCalls) -> None:
         """See :class:`Framework`."""
         optimizer = self._loop.optimizer
-        before = [lambda _: calls.gate(), _inside, *calls.before]
-        after = [_updated, self._readopt_updated, *calls.after]
-        for call in before:
-            optimizer.register_step_pre_hook(functools.partial(_call, call))
-        for call in after:
-            optimizer.register_step_post_hook(functools.partial(_call, call))
+        optimizer.register_step_pre_hook(lambda *_: calls.gate())
+        calls._replace(after=[self._readopt_updated, *calls.after]).surround(optimizer, 0)
 
     def capture(self) -> dict[str, Any]:
         """See :class:`Framework`."""
@@ -131,24 +123,11 @@ class TorchFramework(Framework):
     def _small(self) -> dict[str, Tensor]:
         """Return the tensors that travel with the extras."""
         found = self._values.beside()
-        frozen = [name for name in found if name.startswith("model.")]
-        if sum(found[name].nbytes for name in frozen) > _MAX_FROZEN_BYTES:
+        frozen = {name: tensor for name, tensor in found.items() if name.startswith("model.")}
+        if are_large(frozen.values()):
             found = {name: tensor for name, tensor in found.items() if name not in frozen}
         return found
 
     def _readopt_updated(self, _: int) -> None:
         if not changes_in_place(self._loop.optimizer):
             self._state.readopt()
-
-
-def _inside(index: int) -> None:
-    failpoints.hit("optimizer.inside", optimizer=index)
-
-
-def _updated(index: int) -> None:
-    failpoints.hit("optimizer.updated", optimizer=index)
-
-
-def _call(call: Callable[[int], None], *_: object) -> None:
-    """As torch calls a hook: with the optimizer and the arguments of its step."""
-    call(0)

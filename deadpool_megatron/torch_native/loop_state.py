@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deadpool_megatron.state.digest import Entry, generator_entries
-from deadpool_megatron.state.extras import ExtrasError, encode
+from deadpool_megatron.state.extras import encode, refuse_other_tensors
 from deadpool_megatron.state.optimizer_state import (
     UnsupportedState,
     group_values,
@@ -110,10 +110,7 @@ class LoopState:
 
 def copy_by_name(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Copy tensors in place. Raises ExtrasError where they are those of another model."""
-    shapes, expected = ({k: v.shape for k, v in some.items()} for some in (saved, live))
-    if shapes != expected:
-        differing = sorted({name for name, _ in shapes.items() ^ expected.items()})
-        raise ExtrasError(f"tensors of the model differ: {', '.join(differing[:5])}")
+    refuse_other_tensors(live, saved, "tensors of the model differ")
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(saved[name])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deadpool_megatron.megatron import loop_extras as extras
+from deadpool_megatron.member import frozen_weights
 from deadpool_megatron.member.frozen_weights import FrozenWeights
 from deadpool_megatron.state import frozen_file
 from deadpool_megatron.state.frozen_file import FrozenFileError
@@ -49,7 +50,7 @@ def program_of(model: torch.nn.Module) -> Any:
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr(extras, "MAX_FROZEN_BYTES", 64)
+    monkeypatch.setattr(frozen_weights, "MAX_FROZEN_BYTES", 64)
     made = torch.nn.Linear(8, 8)
     made.weight.requires_grad_(False)
     return made

@@ -20,10 +20,10 @@ from torch import Tensor
 from deadpool_megatron.megatron import update_replay
 from deadpool_megatron.megatron.optimizer import parameters_of, plain_values
 from deadpool_megatron.state import extras as codec
+from deadpool_megatron.state.parts import aligned, flat_bytes
 from deadpool_megatron.state.template import dtype_name, dtype_of
 from deadpool_megatron.wire.forms import Coded, Listed
 
-_ALIGNMENT = 16
 _GRADIENT = "gradient"
 
 
@@ -89,7 +89,7 @@ def parse(payload: bytes) -> Description:
 
 def chunk_bytes(chunk: Sequence[Parameter]) -> int:
     """Return the length of the flat tensor of a chunk."""
-    return sum(_padded(meta.nbytes) for each in chunk for meta in each.tensors.values())
+    return sum(aligned(meta.nbytes) for each in chunk for meta in each.tensors.values())
 
 
 def pack(
@@ -101,9 +101,9 @@ def pack(
     for each, places in _places(chunk, flat):
         parameter = parameters[each.number]
         for name, tensor in update_replay.all_tensors(inner, parameter):
-            places[name].copy_(_as_bytes(before(tensor)))
-        if _GRADIENT in places:
-            places[_GRADIENT].copy_(_as_bytes(parameter.grad))
+            places[name].copy_(flat_bytes(before(tensor)))
+        if parameter.grad is not None:
+            places[_GRADIENT].copy_(flat_bytes(parameter.grad))
     return flat
 
 
@@ -144,14 +144,5 @@ def _places(
         places = {}
         for name, meta in each.tensors.items():
             places[name] = flat[start : start + meta.nbytes]
-            start += _padded(meta.nbytes)
+            start += aligned(meta.nbytes)
         yield each, places
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _as_bytes(tensor: Any) -> Tensor:
-    flat: Tensor = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return flat

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deadpool_megatron.megatron import loop_extras as extras
+from deadpool_megatron.member import frozen_weights
 from deadpool_megatron.member.entry import EpochEntry
 from deadpool_megatron.trainer import __main__ as trainer, gpt_loop, model
 from tests.persist.harness.held_trainer import held
@@ -37,7 +38,7 @@ def build_without_the_weights(self: EpochEntry, role: int, world_size: int) -> N
 
 if __name__ == "__main__":
     told, *rest = sys.argv[1:]
-    extras.MAX_FROZEN_BYTES = 0
+    frozen_weights.MAX_FROZEN_BYTES = 0
     model.build_chunk = frozen_chunk
     EpochEntry.build_detached = build_without_the_weights  # type: ignore[method-assign]
     gpt_loop.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
