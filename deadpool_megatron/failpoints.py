@@ -203,7 +203,7 @@ def _resume_later(pids: list[int], seconds: float) -> None:
     subprocess.Popen(command, start_new_session=True, **silent)
 
 
-def maybe_spoil(parameters: Iterable[Any], point: str, **details: object) -> None:
+def maybe_corrupt_gradients(parameters: Iterable[Any], point: str, **details: object) -> None:
     """Make the gradients of these parameters NaN where a fault marks ``point``."""
     if hit(point, **details) is not None:
         for parameter in parameters:
@@ -211,7 +211,7 @@ def maybe_spoil(parameters: Iterable[Any], point: str, **details: object) -> Non
                 parameter.main_grad.fill_(math.nan)
 
 
-def maybe_damaged(chunk: memoryview, point: str, **details: object) -> memoryview:
+def maybe_corrupted(chunk: memoryview, point: str, **details: object) -> memoryview:
     """Return the bytes, or where a fault marks ``point`` a copy with a wrong first byte."""
     if hit(point, **details) is None:
         return chunk

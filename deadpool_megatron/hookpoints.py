@@ -94,7 +94,7 @@ _always = frozenset(point.function for point in POINTS if point.always)
 
 
 def hookpoint(function: _Function) -> _Function:
-    """Mark ``function`` as one of :data:`POINTS`, found by its name."""
+    """Mark ``function``, which is in :data:`POINTS` by its name."""
     name = function.__name__
 
     @functools.wraps(function)

@@ -45,9 +45,9 @@ class Communicators(Observation):
 
     ``kind`` is the library of groups that ask for NCCL (or for nothing): "gloo", "nccl", or the
     factory of a fabric (:func:`fabric_of`). ``on_fault(group, operation, text)`` is called at a
-    fault, once per epoch, on the thread that communicates or calls :meth:`look`. ``rebuild`` is the
-    way in which the communicators of an epoch are made, as in the settings: "auto" is side by side,
-    and sequential over NCCL. No other way has been tried on a device.
+    fault, once per epoch, on the thread that communicates or calls :meth:`report_faults`.
+    ``rebuild`` is the way in which the communicators of an epoch are made, as in the settings:
+    "auto" is side by side, and sequential over NCCL. No other way has been tried on a device.
 
     All methods but interrupt, those of Observation and the properties belong to the main thread.
     """
@@ -84,7 +84,7 @@ class Communicators(Observation):
         # Rebuilds of closed epochs with threads that hang in the making of communicators.
         self._hanging_builds: list[tuple[waiters.Builders | waiters.Waiter, ...]] = []
         #: the reason why this process must not enter another epoch; empty while it may
-        self.ruin = ""
+        self.unusable_reason = ""
 
     # -- installation --------------------------------------------------------------------------
 
@@ -138,12 +138,12 @@ class Communicators(Observation):
         epoch.check("new_group")
         limits, made = self._limits, Made()
         usual, longest = limits.operation_timeout_seconds, limits.long_operation_seconds
-        limit_seconds = longest if epoch.is_patient else usual
+        limit_seconds = longest if epoch.allows_long_waits else usual
         builders = waiters.Builders([self._job(epoch, group, self._store, made)], 1)
         activity = Activity(group.spec().place, "new_group")
         self._build(epoch, builders, builders.run, activity, limit_seconds)
         group.inner = made[group]
-        group.inner.be_patient(epoch.is_patient)
+        group.inner.allow_long_waits(epoch.allows_long_waits)
 
     def forget(self, group: ReconfigurableGroup) -> None:
         """Drop a group on which destroy_process_group was called."""
@@ -204,33 +204,33 @@ class Communicators(Observation):
             if old is not None:
                 self._release(old)
         self._become(new, made, drained=False)
-        self.be_patient(self._limits.long_operation_seconds > 0)
+        self.allow_long_waits(self._limits.long_operation_seconds > 0)
         trim_heap()
 
-    def be_patient(self, is_patient: bool) -> None:
+    def allow_long_waits(self, allows_long_waits: bool) -> None:
         """Give operations time for the long work of a peer (build, load, save, evaluate), as they
         have it from attach on, or the usual time."""
         epoch = self._current
         if epoch is not None:
-            epoch.in_first_step = epoch.in_first_step and is_patient
-        if epoch is not None and epoch.is_patient != is_patient:
-            epoch.is_patient = is_patient
+            epoch.in_first_step = epoch.in_first_step and allows_long_waits
+        if epoch is not None and epoch.allows_long_waits != allows_long_waits:
+            epoch.allows_long_waits = allows_long_waits
             for group in epoch.groups:
-                group.be_patient(is_patient)
+                group.allow_long_waits(allows_long_waits)
 
     def renumber(self, rank: int) -> None:
         """Let the groups become those of ``rank``, object by object; only while detached.
 
-        Then a framework's initialisation may be called again within :meth:`found_again`. Raises
+        Then a framework's initialisation may be called again within :meth:`reusing_groups`. Raises
         ValueError if that rank has groups of another shape; nothing has changed then.
         """
         self._roster.renumber(rank)
 
-    def found_again(self) -> AbstractContextManager[None]:
+    def reusing_groups(self) -> AbstractContextManager[None]:
         """In the block, new_group creates nothing: the calls of before, made again in the same
         order, return the groups that they returned then. Raises RuntimeError for another call."""
         assert self._installation is not None
-        return self._installation.answering(self._roster.entries())
+        return self._installation.reusing(self._roster.entries())
 
     def detach(self) -> None:
         """Let all groups complete their operations locally; see detached.py."""
@@ -264,8 +264,8 @@ class Communicators(Observation):
 
         Waits at most ``drain_seconds`` until no operation of the epoch can write into its outputs
         any more. False: an operation still can, or a thread cannot communicate again, and the
-        process must be replaced; :attr:`ruin` has the reason. On CUDA the caller also has to
-        synchronise the device. Does nothing unless the epoch is closed.
+        process must be replaced; the reason is in :attr:`unusable_reason`. On CUDA the caller also
+        has to synchronise the device. Does nothing unless the epoch is closed.
         """
         epoch = self._current
         if epoch is not None and epoch.closed and not self._drained:
@@ -275,8 +275,10 @@ class Communicators(Observation):
         ]
         # Those of gloo end with the timeout of an operation.
         if self._kind != "gloo" and len(self._hanging_builds) > _MAX_HANGING_REBUILDS:
-            self.ruin = f"{len(self._hanging_builds)} rebuilds hang in the making of communicators"
-        return not self.ruin
+            self.unusable_reason = (
+                f"{len(self._hanging_builds)} rebuilds hang in the making of communicators"
+            )
+        return not self.unusable_reason
 
     def _drain(self, epoch: Epoch) -> None:
         self._set_all(lambda group: ClosedGroup(epoch.number))
@@ -285,13 +287,13 @@ class Communicators(Observation):
         for group in self._roster.groups():
             _c10d._world.pg_coalesce_state.pop(group, None)
         until = time.monotonic() + self._limits.drain_seconds
-        while not epoch.ruin() and epoch.may_write():
+        while not epoch.unusable_reason() and epoch.may_write():
             if time.monotonic() >= until:
-                self.ruin = "an operation of the closed epoch may still write"
+                self.unusable_reason = "an operation of the closed epoch may still write"
                 break
             epoch.abort()
             time.sleep(_DRAIN_STEP_SECONDS)
-        self.ruin = epoch.ruin() or self.ruin
+        self.unusable_reason = epoch.unusable_reason() or self.unusable_reason
         self._release(epoch)
         self._drained = True
 
@@ -373,7 +375,7 @@ class Communicators(Observation):
         for groups in rounds:
             own = next((group for group in groups if group is not None), None)
             if own is None:
-                found.append(waiters.Job("WORLD (split)", fabric.leave_out))
+                found.append(waiters.Job("WORLD (split)", fabric.skip_split))
             else:
                 self._colours[own] = groups.index(own)
                 found.append(jobs.pop(own))
@@ -400,7 +402,7 @@ class Communicators(Observation):
         epoch.waits[get_ident()] = activity
         try:
             self._pool.call(enter_and_build, epoch, deadline_seconds)
-        except waiters.Left as left:
+        except waiters.Abandoned as left:
             # The first error ends the wait for the builders, and others may hang for ever.
             self._hanging_builds.append((builders, left.waiter))
             late = left.deadline

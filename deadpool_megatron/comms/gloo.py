@@ -35,7 +35,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.comms import inner
 from deadpool_megatron.comms.gathers import REPLACEMENTS, SeveralWorks
 from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch
-from deadpool_megatron.comms.in_flight.waiters import Left
+from deadpool_megatron.comms.in_flight.waiters import Abandoned
 from deadpool_megatron.comms.in_flight.works import HostWork, communication_failed, is_asynchronous
 from deadpool_megatron.comms.inner import COMMUNICATION, POINT_TO_POINT, GroupSpec
 
@@ -84,7 +84,7 @@ class GlooFabric(inner.Fabric):
             if self._device is not None:
                 cut_connections(self._epoll)
 
-    def quiescent(self) -> bool:
+    def is_quiescent(self) -> bool:
         with self._lock:
             try:
                 return self._device is None or all(listens for _, listens in _sockets(self._epoll))
@@ -144,8 +144,8 @@ class GlooGroup(inner.InnerGroup):
         after = work.copy_results if private else None
         return HostWork(work, self, operation, sequence, args, handed, tracked, writes, after)
 
-    def begun(self) -> inner.Begun:
-        return inner.Begun(self.collectives, self.messages)
+    def operation_counts(self) -> inner.OperationCounts:
+        return inner.OperationCounts(self.collectives, self.messages)
 
     def backend(self) -> Any:
         return self._backend
@@ -162,7 +162,7 @@ class GlooGroup(inner.InnerGroup):
         epoch.waits[get_ident()] = Activity(self.place, "monitored_barrier")
         try:
             epoch.pool.call(lambda: plain.monitored_barrier(timeout, wait_all_ranks), epoch)
-        except Left:
+        except Abandoned:
             pass
         except RuntimeError:
             # It names the missing ranks for the caller, unless the close ended it.
@@ -174,10 +174,10 @@ class GlooGroup(inner.InnerGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._usual = timeout
-        self.be_patient(self.epoch.is_patient)
+        self.allow_long_waits(self.epoch.allows_long_waits)
 
-    def be_patient(self, is_patient: bool) -> None:
-        limit = max(self._usual, self._longest) if is_patient else self._usual
+    def allow_long_waits(self, allows_long_waits: bool) -> None:
+        limit = max(self._usual, self._longest) if allows_long_waits else self._usual
         self._backend._set_default_timeout(limit)
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Begun:
+class OperationCounts:
     """The operations that the host has begun in a group, by numbers from 1 in each epoch.
 
     Collectives are the same on all ranks, messages are not.
@@ -175,7 +175,7 @@ class InnerGroup(ABC):
         self.collectives += 1
         return self.collectives
 
-    def begun(self) -> Begun | None:
+    def operation_counts(self) -> OperationCounts | None:
         """Return the operations that the host has begun; None where a device runs them. Any
         thread."""
         return None
@@ -183,7 +183,7 @@ class InnerGroup(ABC):
     def set_timeout(self, timeout: timedelta) -> None:  # noqa: B027
         """Use ``timeout`` for operations that start from now on."""
 
-    def be_patient(self, is_patient: bool) -> None:  # noqa: B027
+    def allow_long_waits(self, allows_long_waits: bool) -> None:  # noqa: B027
         """Let later operations wait for long work of a peer, or only the usual time."""
 
     def close(self) -> None:  # noqa: B027
@@ -200,7 +200,7 @@ class Fabric(ABC):
         ``store`` is not used after this call.
         """
 
-    def leave_out(self) -> None:  # noqa: B027
+    def skip_split(self) -> None:  # noqa: B027
         """Take part in a split of WORLD's communicator without a part for this process."""
 
     @abstractmethod
@@ -211,7 +211,7 @@ class Fabric(ABC):
         """Return whether another thread has not finished an abort."""
         return False
 
-    def ruin(self) -> str:
+    def unusable_reason(self) -> str:
         """After abort: return the reason why this process must not communicate again, or
         nothing."""
         return ""
@@ -227,7 +227,7 @@ class Fabric(ABC):
         return None
 
     @abstractmethod
-    def quiescent(self) -> bool:
+    def is_quiescent(self) -> bool:
         """After abort: return whether no peer's data can arrive in local memory any more."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ byte as their group is made (collectives connect there with ``NCCL_RUNTIME_CONNE
 
 An abort frees a communicator, also with a thread inside. So the close of an epoch first sets its
 flag, then waits until no thread is inside, then aborts; a thread first marks itself as inside, and
-then reads the flag. In CPython at least one of the two sees the other, without a lock.
+then reads the flag. In CPython at least one thread sees the other, without a lock.
 
 From start to end of a coalescing block nothing may raise, either. NCCL counts the open blocks of
 each thread (group.cc, ncclGroupDepth). torch abandons a block by an exception
@@ -63,10 +63,10 @@ _INVALID_USAGE = 5  # ncclInvalidUsage of nccl.h: no group is open on this threa
 class Blocks:
     """The open blocks of all threads on the communicators of one epoch."""
 
-    def __init__(self, is_left_open: Callable[[], bool]) -> None:
-        """``is_left_open()``: whether the calling thread is in a group of NCCL that no block here
+    def __init__(self, is_group_open: Callable[[], bool]) -> None:
+        """``is_group_open()``: whether the calling thread is in a group of NCCL that no block here
         has opened."""
-        self._is_left_open = is_left_open
+        self._is_group_open = is_group_open
         self._known: set[int] = set()
         self._lost = ""
         self._depths: dict[int, int] = {}
@@ -76,7 +76,7 @@ class Blocks:
         #: collect for ever
         self.cut = False
 
-    def lose(self, operation: str) -> None:
+    def mark_left_open(self, operation: str) -> None:
         """Note that an exception of NCCL left the group open that ``operation`` had opened."""
         self._lost = self._lost or f"{operation} failed in a group of NCCL, and left it open"
 
@@ -85,16 +85,16 @@ class Blocks:
         be replaced, or nothing."""
         if get_ident() not in self._known:
             self._known.add(get_ident())
-            self.ruin()
+            self.unusable_reason()
         return self._lost
 
-    def ruin(self) -> str:
+    def unusable_reason(self) -> str:
         """Return the reason why a thread launches nothing any more (NCCL is asked about the calling
         thread); empty while all do."""
         if self.cut:
             return "a thread was stuck in an operation of NCCL, or in a block of them"
-        if not self.is_open_here() and self._is_left_open():
-            self.lose("something unknown")
+        if not self.is_open_here() and self._is_group_open():
+            self.mark_left_open("something unknown")
         return self._lost
 
     def enter(self) -> bool:
@@ -111,7 +111,7 @@ class Blocks:
         """Return whether the calling thread is in a block, so that nothing may raise."""
         return get_ident() in self._depths
 
-    def keep(self, problem: RuntimeError) -> None:
+    def keep_error(self, problem: RuntimeError) -> None:
         """Keep the first error of an operation in the block until its end."""
         self._problems.setdefault(get_ident(), problem)
 
@@ -149,15 +149,15 @@ class NcclFabric(inner.Fabric):
         # Aborts that have begun, or are about to begin, and have not ended.
         self._aborts = 0
         self._failed_abort = ""
-        self._blocks = Blocks(self._is_left_open)
+        self._blocks = Blocks(self._is_group_open)
         epoch.progress.stream_waits.clock = self._clock()
 
     def _clock(self) -> CudaClock:
         return CudaClock()
 
-    def _is_left_open(self) -> bool:
+    def _is_group_open(self) -> bool:
         """Return whether the calling thread is in a group of NCCL that no block will end."""
-        return is_left_open()
+        return is_group_open()
 
     def create(self, spec: inner.GroupSpec, store: Store) -> NcclGroup:
         # torch numbers them as they are made; only their connecting takes time.
@@ -178,7 +178,7 @@ class NcclFabric(inner.Fabric):
         self._groups.append(group)
         return group
 
-    def leave_out(self) -> None:
+    def skip_split(self) -> None:
         world = self._groups[0]
         world.backend().perform_nocolor_split(world._device)
 
@@ -273,10 +273,10 @@ class NcclFabric(inner.Fabric):
             # A close sets the flag of the epoch, waits for blocks, and only then aborts.
             return self._aborts > 0 or (self._epoch.closed and bool(self._backends))
 
-    def ruin(self) -> str:
-        return self._blocks.ruin() or self._failed_abort
+    def unusable_reason(self) -> str:
+        return self._blocks.unusable_reason() or self._failed_abort
 
-    def quiescent(self) -> bool:
+    def is_quiescent(self) -> bool:
         """Return whether all aborts returned; the caller still has to synchronise the device."""
         return not self.aborting()
 
@@ -312,10 +312,10 @@ class NcclGroup(inner.InnerGroup):
         self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dist.Work | None:
         epoch = self.epoch
-        if ruin := self._blocks.begin(operation):
-            epoch.fault(self.description, operation, ruin)
+        if unusable_reason := self._blocks.begin(operation):
+            epoch.fault(self.description, operation, unusable_reason)
         if operation in inner.OPENS_A_GROUP and not self._blocks.is_open_here():
-            self._ask(operation)
+            self._report_known_error(operation)
         if failpoints.ACTIVE:
             failpoints.hit("comm", op=operation, group=self.description, size=self.size)
         problem: str | None = None
@@ -333,9 +333,9 @@ class NcclGroup(inner.InnerGroup):
             work = self._start(getattr(self._plain, operation), args, kwargs)
         except RuntimeError as error:
             if operation in inner.OPENS_A_GROUP:
-                self._blocks.lose(operation)
+                self._blocks.mark_left_open(operation)
             if self._blocks.is_open_here():
-                self._blocks.keep(error)
+                self._blocks.keep_error(error)
                 return None
             if not works.communication_failed(error) and not epoch.closed:
                 raise
@@ -405,7 +405,7 @@ class NcclGroup(inner.InnerGroup):
         if not self._blocks.is_open_here():
             self.epoch.check(operation)
 
-    def _ask(self, operation: str) -> None:
+    def _report_known_error(self, operation: str) -> None:
         """Report a known error before a group is opened that it would leave open."""
         if error := self.error():
             self.epoch.fault(self.description, operation, f"torch's watchdog reports {error}")
@@ -413,7 +413,7 @@ class NcclGroup(inner.InnerGroup):
     def _start_block(self, device: torch.device) -> None:
         self._check("start of a block")
         if not self._blocks.is_open_here():
-            self._ask("coalesced")
+            self._report_known_error("coalesced")
         if not self._blocks.enter():
             raise inner.EpochClosed(self.epoch.number, "start of a block")
         try:
@@ -432,8 +432,8 @@ class NcclGroup(inner.InnerGroup):
             if not self._blocks.cut:
                 answer = self._plain._end_coalescing(device)
         except RuntimeError as error:
-            self._blocks.lose("the end of a block")
-            self._blocks.keep(error)
+            self._blocks.mark_left_open("the end of a block")
+            self._blocks.keep_error(error)
         finally:
             del waits[ident]
         problem = self._blocks.leave()
@@ -520,7 +520,7 @@ def _group_end() -> Callable[[], int] | None:
     return function
 
 
-def is_left_open() -> bool:
+def is_group_open() -> bool:
     """Ask NCCL whether the calling thread, which should be in no group, is in an open group.
 
     Needs no device.

@@ -1,14 +1,14 @@
 """The life of a protected training process, whatever framework it trains with.
 
-``Session`` is what a training program uses; ``Program`` and ``ProtectedLoop`` (most simply a
-``SteppedLoop``) are what it provides.
+``Session`` is the entry for a training program, which provides a ``Program`` and a
+``ProtectedLoop`` (most simply a ``SteppedLoop``).
 
-loop               what a training program provides
-framework          the seam: what a member asks of the training framework
+loop               the interface of a training program
+framework          the seam to the training framework
 session            one process: takes roles, trains, leaves closed epochs, takes roles again
 member_device      the device of the process, and its kind of communicator
 entry              the entry into an epoch: build, connect, restore, synchronise, verify one role
-epoch_runner       the way of one role through an open epoch: each iteration is protected
+epoch_runner       runs the iterations and segments of one role in an open epoch, protected
 protection         generations: start the copy, seal it in a helper thread, gate the update
 update_capture     the seam for schemes that keep something of each update
 role_layout        the layout of a role's generations, from its parts

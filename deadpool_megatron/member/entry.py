@@ -220,7 +220,7 @@ class EpochEntry:
             framework.restore_last(pristine)
             if (frozen := self.built.frozen) is not None:
                 frozen.forget()
-            if kept := self._extras_beside(Path(restore.path)):
+            if kept := self._extras_of(Path(restore.path)):
                 self._compare_schedule(record, kept)
             self._load(Path(restore.path))
             framework.readopt()
@@ -230,7 +230,7 @@ class EpochEntry:
             # By value: a reset of the loop changes some of the tensors in place.
             self._late = kept or extras_codec.decode(self.capture_extras())
         elif loaded := self.loop.loaded:
-            self._late = self._extras_beside(loaded)
+            self._late = self._extras_of(loaded)
             if self._late:
                 framework.restore_passing(self._late)
         # A program may have loaded a checkpoint of its own while it was built.
@@ -333,7 +333,7 @@ class EpochEntry:
         if self.role == 0:
             self._warn(f"{found.text}, which counts ({found.override_flag})")
 
-    def _extras_beside(self, checkpoint: Path) -> dict[str, Any]:
+    def _extras_of(self, checkpoint: Path) -> dict[str, Any]:
         """Return the extras of this role in a checkpoint's folder; empty if there are none for it:
         then the state is that of the program's own load. Raises RestoreFailed."""
         try:
@@ -429,7 +429,7 @@ class EpochEntry:
         self.built.framework.release()
         os.environ["RANK"] = str(role)
         self.role = role
-        with self.communicators.found_again():
+        with self.communicators.reusing_groups():
             self._protect(self.program.renumber(loop, self.reports.emit))
         return True
 

@@ -51,7 +51,7 @@ class EpochRunner(StepRunner):
         self._checkpoints = checkpoints
         own_time.reset()
 
-    def is_behind(self, boundary: str) -> bool:
+    def includes(self, boundary: str) -> bool:
         """See :class:`StepRunner`."""
         return BOUNDARIES.index(boundary) <= BOUNDARIES.index(self._boundary)
 
@@ -62,7 +62,7 @@ class EpochRunner(StepRunner):
         generation = Generation(self.epoch, iteration)
         reports.iteration = iteration
         reports.section = "first-step" if iteration == self._first_iteration else "step"
-        self._communicators.be_patient(iteration == self._first_iteration)
+        self._communicators.allow_long_waits(iteration == self._first_iteration)
         failpoints.set_context(iteration=iteration)
         protection.announce(generation)
         if self._entry.built.audit is not None:
@@ -88,10 +88,10 @@ class EpochRunner(StepRunner):
 
     def segment(self, boundary: str, run: Callable[[], None]) -> None:
         """See :class:`StepRunner`."""
-        if self.is_behind(boundary):
+        if self.includes(boundary):
             return
         self._reports.section = boundary
-        self._communicators.be_patient(True)
+        self._communicators.allow_long_waits(True)
         self._reports.iteration = self.generation.iteration
         failpoints.set_context(iteration=self.generation.iteration, section=boundary)
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The seam to a training framework: everything that a member needs of it.
+"""The seam to a training framework: everything that a member needs from it.
 
 A :class:`Framework` stands for the state of one built role. There are two implementations:
 :mod:`deadpool_megatron.megatron.framework` and :mod:`deadpool_megatron.torch_native`. Nothing in
@@ -32,7 +32,7 @@ class StepCalls(NamedTuple):
 
     ``gate``: at the entry, before anything of it. ``before`` and ``after``: around the update of
     each inner optimizer, with its index; before it the gradients are what the update uses.
-    ``judge``: with each gradient norm of an update that was applied, where one is computed.
+    ``judge``: with each gradient norm of an update that was applied, where it is computed.
     """
 
     gate: Callable[[], None]
@@ -118,33 +118,33 @@ class Framework(ABC):
 
     @abstractmethod
     def restore(self, values: dict[str, Any]) -> None:
-        """Put extras back in place, except what :meth:`restore_last` does. Raises ExtrasError where
-        they are those of another model."""
+        """Restore extras in place, except those of :meth:`restore_last`. Raises ExtrasError for
+        the extras of another model."""
 
     @abstractmethod
     def restore_last(self, values: dict[str, Any]) -> None:
-        """Put back what making iterators again may touch: random states."""
+        """Restore random states, which the rebuilding of iterators may change."""
 
     @abstractmethod
     def readopt(self) -> None:
-        """Move what a load of a checkpoint has replaced back into the parts. Values do not
-        change."""
+        """Move tensors that the load of a checkpoint has replaced back into the parts. Values do
+        not change."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give the model memory of its own again: another framework object takes it over."""
+        """Give the model its own memory again, as another framework object takes it over."""
 
     @abstractmethod
     def synchronise(self) -> None:
-        """Collectively derive from peers what need not be restored from a slot."""
+        """Collectively derive from peers the state that no slot holds."""
 
     @abstractmethod
     def verify(self) -> None:
-        """Collectively compare what peers must hold equal. Raises PeerMismatch."""
+        """Collectively compare the state that peers must hold equal. Raises PeerMismatch."""
 
     @abstractmethod
     def forget_in_flight(self) -> None:
-        """Drop what an interrupted step has left, without communication."""
+        """Drop the state of an interrupted step, without communication."""
 
     @abstractmethod
     def entry_digests(self) -> dict[str, str]:
@@ -153,8 +153,8 @@ class Framework(ABC):
     # Methods with a default, as not every framework has these features.
 
     def restore_passing(self, values: dict[str, Any]) -> None:
-        """Put back the state that a forward and backward pass changes, gradients excepted, if a
-        checkpoint that the program has loaded holds the rest."""
+        """Restore the state that a forward and backward pass changes, without gradients. The
+        program has loaded a checkpoint with the rest."""
         self.restore_last(values)
 
     def schedule_difference(self, values: dict[str, Any]) -> ScheduleDifference | None:
@@ -166,14 +166,14 @@ class Framework(ABC):
         return ()
 
     def template(self, layout: RoleLayout) -> StateTemplate:
-        """Return the recipe for exports of this role; a refused one where there is none."""
+        """Return the recipe for exports of this role; a refused recipe if there are none."""
         refusal = "the program does not say what its checkpoints hold"
         return StateTemplate(layout.role, layout.layout_hash, refusal=refusal)
 
     def capture_of_updates(
         self, platform: Platform, vault: VaultClient, report: Callable[[Mapping[str, Any]], None]
     ) -> UpdateCapture:
-        """Return what the scheme ``recompute`` keeps of each update. Raises UnsupportedState."""
+        """Return the capture of updates for the scheme ``recompute``. Raises UnsupportedState."""
         raise UnsupportedState(
             "--deadpool-protection recompute: updates of this framework cannot be computed again;"
             " use --deadpool-protection buddy"

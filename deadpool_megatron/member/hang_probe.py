@@ -36,13 +36,13 @@ class HangProbe:
             self._since = now
             begun = [
                 [group, counts.collectives, counts.messages]
-                for group, counts in sorted(communicators.begun().items())
+                for group, counts in sorted(communicators.operation_counts().items())
             ]
             self._evidence = {**self._evidence, "begun": begun}
             found = None
             # The recorder of another version gives no evidence; the heartbeat is sent without it.
             with contextlib.suppress(ValueError, AttributeError, RuntimeError):
-                communicators.look()
+                communicators.report_faults()
                 found = communicators.positions()
             if found is not None:
                 self._evidence["device"] = [

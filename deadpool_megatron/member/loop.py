@@ -28,7 +28,7 @@ class StepRunner(Protocol):
     #: count of finished iterations that this epoch computes again, as known at its opening
     recomputed: int
 
-    def is_behind(self, boundary: str) -> bool:
+    def includes(self, boundary: str) -> bool:
         """Return whether the state already includes segment ``boundary`` of the newest
         iteration."""
 

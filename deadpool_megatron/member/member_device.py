@@ -1,7 +1,7 @@
 """The device of a member and its communicator, chosen before anything uses a device.
 
-Whatever asks for "the current device" afterwards (the memory next to it, the groups on it) gets the
-member's own. Before that it would get the first device, in all members of a node.
+Code that asks for "the current device" afterwards gets the member's own. Before that it would get
+the first device, in all members of a node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deadpool_megatron.support import environment as nccl_environment
 
 
 def select_device(communicator: str, local_rank: int) -> str:
-    """Make the GPU that the agent shows this member the current device, if there is one.
+    """Make the GPU that the agent shows this member, if any, the current device.
 
     Returns the kind of communicator, which is the same for all members of the run: "gloo", "nccl"
     or the path of a test communicator. Ends the process, with one line, where NCCL could not

@@ -16,9 +16,9 @@ Cadence. With ``ProtectionPlan.every`` = n only generations of iterations that n
 and that of the first iteration of an epoch. The other iterations capture nothing, take no slot and
 wait for no commit. They still have the fence before each update, since the copy of the last due
 generation may still read the shard, and an update after a close must not happen (rule 11). Slots
-and lag count due generations. Let p be a due iteration, p-n and p-2n the due ones before it; the
-slot for p is taken after the gate of p, right before the first inner update; where an update is
-skipped, at the first byte. The gate's argument (design, section 4) holds for every n:
+and lag count due generations. Let p be a due iteration, p-n and p-2n the due iterations before it.
+The slot for p is taken after the gate of p, right before the first inner update; where an update
+is skipped, at the first byte. The gate's argument (design, section 4) holds for every n:
 
 * 2+N slots. The slot for p holds p-2n (N = 0). The gate of p has waited for p-n in this role.
   Before any role overwrites anything in iteration p, the collective of that iteration has proved
@@ -27,9 +27,9 @@ skipped, at the first byte. The gate's argument (design, section 4) holds for ev
   collective is enqueued, and the host need not read its result (Megatron keeps the gradient norm
   on the device from 0.17 on). So before a slot is taken the host waits for the device.
 * 3+N slots. The slot for p holds p-3n. The update of p depends, through the peers' forward and
-  backward of p, on every role's update p-1, which is its update p-n or a later one; for these, too,
-  the host has waited when it takes the slot. Each of them came after that role's gate of p-n, which
-  had waited for p-2n: all roles have committed p-2n.
+  backward of p, on every role's update p-1, which is its update p-n or a later update; for these,
+  too, the host has waited when it takes the slot. Each of them came after that role's gate of p-n,
+  which had waited for p-2n: all roles have committed p-2n.
 
 The first gate of an epoch waits in whatever iteration it comes: until then the generation that the
 epoch has begun with may be in memory once only.
@@ -141,7 +141,7 @@ class Protection:
         self._epoch, self._every = 0, 1
         self._upcoming = self._newest_due = self._handed_over = Generation(0, 0)
         self.is_due, self._is_first_gate, self.is_gated = True, False, False
-        # The generation from which the coming updates begin; None until this epoch has one.
+        # The generation from which the coming updates begin; None until the epoch has a generation.
         self._previous: Generation | None = None
         self._writer: SlotWriter | None = None
         self._views = SlotViews()

@@ -1,19 +1,19 @@
 """One process of a protected run: takes roles, trains, leaves closed epochs, takes roles again.
 
 A training program calls ``Session.join().run(program)`` and never sees a failure. The same process
-may wait as a spare, adopt a role, lose its peers many times and finish; there is one path for all::
+may wait as a spare, adopt a role, lose its peers many times and finish; all take the same path::
 
     record of epoch e -> seated?  no:  build in a provisional role, detached, and wait
                                   yes: adopt, rebuild, restore, sync, verify -> train -> done
-    epoch closed      -> leave: drain, forget what was in flight, report it, wait for a record
+    epoch closed      -> leave: drain, forget operations in flight, report it, wait for a record
 
 The exceptions that end an epoch for this process, and how a failure of its own is recognised:
 
 * EpochClosed: a peer failed. The close is known already, or it is on its way.
 * a failed communication, vault or restore: reported; the coordinator closes the epoch.
-* any other exception: reported at once. After a close, or half a second before one, it counts as
-  a consequence (rule 11): a peer died in the middle of an operation, or an aborted operation left
-  junk. When no close comes it is the program's own and ends the process, with its traceback.
+* any other exception: reported at once. After a close, or half a second before a close, it counts
+  as a consequence (rule 11): a peer died in the middle of an operation, or an aborted operation
+  left junk. When no close comes it is the program's own and ends the process, with its traceback.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Session:
             self._entry.close()
             self._link.close()
 
-    # The way of the main thread through epochs.
+    # The main thread, epoch by epoch.
 
     @property
     def _built(self) -> EpochEntry:
@@ -148,8 +148,8 @@ class Session:
         return self._entry
 
     def _follow_records(self) -> None:
-        # Waits for records have no deadline here: how long a job may wait for a spare or for other
-        # nodes is the coordinator's to decide, and the end of the agent ends this process.
+        # Waits for records have no deadline here: the coordinator decides how long a job may wait
+        # for a spare or for other nodes, and the end of the agent ends this process.
         record = self._link.wait_record(0)
         while True:
             role = next((r for r, seat in record.seats.items() if seat == self._link.seat), None)
@@ -169,7 +169,7 @@ class Session:
     def _wait_as_spare(self, record: EpochRecord) -> None:
         """Build in a provisional role without peers, and wait for a role.
 
-        What is built once is kept over any number of epochs, so that it is ready when needed.
+        The model is built once and kept over any number of epochs, so that it is ready when needed.
         """
         reports, entry = self._reports, self._built
         reports.record = None
@@ -190,7 +190,7 @@ class Session:
         failpoints.hit("member.warm")
 
     def _is_restarted_in(self, record: EpochRecord) -> bool:
-        """Return whether this process replaces one that has a role, which it will be given."""
+        """Return whether this process replaces a process with a role, and will get that role."""
         place = self._link.seat.node, self._link.seat.local_rank
         return any((seat.node, seat.local_rank) == place for seat in record.seats.values())
 
@@ -264,7 +264,7 @@ class Session:
             ("sync", entry.synchronise),
             ("verify", entry.verify),
         ):
-            if phase == "verify":  # of all roles before any of them trains
+            if phase == "verify":  # before any role trains
                 self._compare_program(record)
             self._stage(phase, stage, record, role)
         self._reports.send("restored", generation=entry.generation.to_list())
@@ -353,7 +353,7 @@ class Session:
         # The watcher may not have done so yet; a drain of an open epoch would do nothing.
         self._communicators.interrupt(epoch)
         clean = self._communicators.drain()
-        if reason := self._communicators.ruin:
+        if reason := self._communicators.unusable_reason:
             print(f"this process has to be replaced: {reason}", file=sys.stderr, flush=True)
         # On a device only now: it cannot finish while an operation waits for a dead peer.
         clean = self._built.quiesce(self._drain_seconds) and clean
@@ -465,7 +465,7 @@ def forget_frames(error: BaseException) -> None:
         if failure is None or id(failure) in seen:
             continue
         seen.add(id(failure))
-        # A cause need not be the context: somebody may have kept an older exception.
+        # A cause need not be the context: code may have kept an older exception.
         waiting += [failure.__cause__, failure.__context__]
         if isinstance(failure, BaseExceptionGroup):
             waiting += failure.exceptions

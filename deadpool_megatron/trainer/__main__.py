@@ -48,7 +48,7 @@ class GptProgram(Program):
         return TrainingLoop(self._config, emit)
 
     def framework(self, loop: ProtectedLoop) -> MegatronFramework:
-        """Megatron's, of a loop on Megatron."""
+        """Return Megatron's framework for the loop."""
         from deadpool_megatron.megatron.framework import MegatronFramework
 
         return MegatronFramework(cast("TrainingLoop", loop))

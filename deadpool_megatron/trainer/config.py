@@ -263,9 +263,9 @@ def config_from(namespace: argparse.Namespace) -> TrainerConfig:
 
 
 def parse_args(argv: Sequence[str], world_size: int | None = None) -> TrainerConfig:
-    """Return the config of a command line; print a line and exit with 2 for a bad one.
+    """Return the config of a command line; print a line and exit with 2 for bad arguments.
 
-    ``world_size``: of a protected run; also check that the layout divides it.
+    For the ``world_size`` of a protected run, also check that the layout divides it.
     """
     parser = build_parser()
     try:

@@ -22,7 +22,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.megatron import identity as hashing
 from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.member.loop import SteppedLoop
-from deadpool_megatron.trainer import checkpoint, megatron_api as mcore, model
+from deadpool_megatron.trainer import loop_checkpoint, megatron_api as mcore, model
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
 from deadpool_megatron.trainer.megatron_api import parallel_state
 
@@ -123,7 +123,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
 
         failpoints.set_context(section="optimizer")
         weights = (weight for chunk in self.model_chunks for weight in chunk.parameters())
-        failpoints.maybe_spoil(weights, "optimizer.before")
+        failpoints.maybe_corrupt_gradients(weights, "optimizer.before")
         updated, grad_norm, _ = self.optimizer.step()
         failpoints.hit("optimizer.after")
         if updated:
@@ -156,7 +156,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         elif name == "save":
             assert self.config.save is not None
             failpoints.hit("save.begin")
-            checkpoint.write_and_publish(self, self.config.save)
+            loop_checkpoint.write_and_publish(self, self.config.save)
             failpoints.hit("save.written")
         else:
             raise ValueError(f"unknown segment {name!r}")
@@ -181,7 +181,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         failpoints.set_context(section="between")
 
     def synchronize_parameters(self) -> None:
-        """Bring all parameters up to date if gathering overlaps with the next iteration.
+        """Gather all current parameters, if gathering overlaps with the next iteration.
 
         Collective; does nothing without ``--overlap-param-gather``.
         """
@@ -196,15 +196,15 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
 
     def save_checkpoint(self, directory: Path) -> None:
         """Write a torch_dist checkpoint of the whole state into ``directory``. Collective."""
-        checkpoint.write(self, directory)
+        loop_checkpoint.write(self, directory)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the content of such a checkpoint; see :class:`MegatronLoop`."""
-        return checkpoint.saved_state(self)
+        return loop_checkpoint.saved_state(self)
 
     def load_checkpoint(self, directory: Path) -> None:
         """Load such a checkpoint in place, so that training continues exactly. Collective."""
-        checkpoint.read(self, directory)
+        loop_checkpoint.read(self, directory)
 
     def _configure_schedule(self) -> None:
         """Set the functions that Megatron's schedules call; the interleaved one unsets some."""

@@ -31,10 +31,10 @@ def train(config: TrainerConfig) -> dict[str, Any]:
     Each rank gets the same facts: ``steps`` and ``evaluations`` as emitted, ``hashes`` by rank,
     and the number of ``samples``. Raises BadArgumentsError, also if the checkpoint is missing.
     """
-    from deadpool_megatron.trainer import checkpoint
+    from deadpool_megatron.trainer import loop_checkpoint
     from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
-    start = checkpoint.latest(config.load) if config.load is not None else None
+    start = loop_checkpoint.latest(config.load) if config.load is not None else None
     if config.load is not None and start is None:
         raise BadArgumentsError(f"--load: {config.load} names no checkpoint that is there")
     emitted: dict[str, list[Mapping[str, Any]]] = {"step": [], "evaluation": [], "log": []}

@@ -311,7 +311,7 @@ class _Connection:
         for start in range(0, len(view), size):
             piece = view[start : start + size]
             digest.update(piece)
-            piece = failpoints.maybe_damaged(piece, "vault.chunk", part=place.name, **about)
+            piece = failpoints.maybe_corrupted(piece, "vault.chunk", part=place.name, **about)
             self._channel.send_bulk(piece)
             store.reports.counters["bytes fetched from here"] += len(piece)
         if digest.intdigest() != place.checksum:

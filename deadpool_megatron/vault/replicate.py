@@ -141,7 +141,7 @@ class Sender(threading.Thread, ABC):
         sent, iteration = 0, flow.generation.iteration
         about = {"role": self._layout.role, "iteration": iteration, "to": self._node}
         for piece in flow.pieces(view, self._going):
-            piece = failpoints.maybe_damaged(piece, "vault.chunk", part=place.name, **about)
+            piece = failpoints.maybe_corrupted(piece, "vault.chunk", part=place.name, **about)
             channel.send_bulk(piece)
             self._store.reports.counters["bytes shipped"] += len(piece)
             sent += len(piece)

@@ -200,17 +200,17 @@ def symbols() -> Results:
 
 def depth() -> Results:
     """See the module text."""
-    from deadpool_megatron.comms.nccl import is_left_open
+    from deadpool_megatron.comms.nccl import is_group_open
 
     library = ctypes.CDLL(str(nccl_library()))
     start, end = library.ncclGroupStart, library.ncclGroupEnd
     steps: tuple[tuple[str, Callable[[], int], int], ...] = (
         ("an end outside of a group", end, 5),
-        ("is_left_open outside of a group", is_left_open, False),
+        ("is_group_open outside of a group", is_group_open, False),
         ("a start that is lost", start, 0),
         ("a start after it", start, 0),
         ("the end of that", end, 0),
-        ("is_left_open after a lost start", is_left_open, True),
+        ("is_group_open after a lost start", is_group_open, True),
     )
     return {name: _answer((found := step()) == wanted, str(found)) for name, step, wanted in steps}
 

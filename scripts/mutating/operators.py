@@ -28,7 +28,7 @@ _NO_SLIPS = (
 _TEXT_CALLS = {
     *("print", "log", "_log", "debug", "info", "warn", "_warn", "warning", "error", "exception"),
     *("print_exception", "print_exc", "set_process_name", "add_argument", "say"),
-    *("hit", "set_context", "maybe_spoil", "maybe_damaged"),
+    *("hit", "set_context", "maybe_corrupt_gradients", "maybe_corrupted"),
     *("sleep", "freeze", "collect", "cast", "TypeVar", "NewType", "simplefilter"),
 }
 _TEXT_ARGUMENTS = {"strict", "daemon", "flush", "indent", "name", "help", "stacklevel"}

@@ -205,7 +205,7 @@ def test_groups_are_found_again_by_the_calls_that_made_them(communicators):
     before = row_and_column()
     communicators.renumber(3)
     assert dist.get_rank() == 3
-    with communicators.found_again():
+    with communicators.reusing_groups():
         again = row_and_column()
         with pytest.raises(RuntimeError, match="not created before"):
             dist.new_group([0, 3], group_desc="NEW")
@@ -213,7 +213,7 @@ def test_groups_are_found_again_by_the_calls_that_made_them(communicators):
     assert again["COLUMN"] is before["COLUMN"]
     assert dist.get_process_group_ranks(again["ROW"]) == [2, 3]
     assert dist.get_process_group_ranks(again["COLUMN"]) == [1, 3]
-    with communicators.found_again(), pytest.raises(RuntimeError, match="COLUMN"):
+    with communicators.reusing_groups(), pytest.raises(RuntimeError, match="COLUMN"):
         dist.new_group([0, 2], group_desc="COLUMN")
     # Outside of the block, groups are made as ever.
     assert isinstance(dist.new_group([0, 3], group_desc="NEW"), ReconfigurableGroup)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.in_flight import waiters
 from deadpool_megatron.comms.in_flight.epoch import Epoch, Limits, Progress
-from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
+from deadpool_megatron.comms.in_flight.waiters import Abandoned, Waiter, WaiterPool
 from deadpool_megatron.comms.in_flight.works import HostWork
 
 from .ranks import Member, run
@@ -39,15 +39,15 @@ def test_the_error_of_a_call_that_was_left_is_not_that_of_a_later_call(monkeypat
         if waiter.finished:
             ended.set()
 
-    class LateLeft(Left):
+    class LateAbandoned(Abandoned):
         def __init__(self, waiter: Waiter, deadline: bool) -> None:
             super().__init__(waiter, deadline)
             left.set()
             assert ended.wait(LIMIT_SECONDS)
 
     monkeypatch.setattr(Waiter, "notify", notified)
-    monkeypatch.setattr(waiters, "Left", LateLeft)
-    with pytest.raises(Left):
+    monkeypatch.setattr(waiters, "Abandoned", LateAbandoned)
+    with pytest.raises(Abandoned):
         pool.call(call, of_epoch(closed=True))
     pool.call(lambda: None, of_epoch(closed=False))
     pool.shut_down()

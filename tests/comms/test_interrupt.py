@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
-from deadpool_megatron.comms.inner import Begun
+from deadpool_megatron.comms.inner import OperationCounts
 from tests.common.wait import wait_for
 
 from .ranks import Member, Ranks, run
@@ -188,11 +188,11 @@ def test_interrupt_during_attach():
 
 def builds_for_long(member: Member) -> None:
     member.init(epoch=0)
-    for is_patient in (True, False):
-        member.comms.be_patient(is_patient)
+    for allows_long_waits in (True, False):
+        member.comms.allow_long_waits(allows_long_waits)
         if member.rank == 1:
             time.sleep(3)  # of a limit of 1 s: as a build, or a save
-        if is_patient:
+        if allows_long_waits:
             dist.barrier()
     with pytest.raises(CommunicatorFault) as caught:
         dist.barrier()
@@ -301,7 +301,7 @@ def test_waiting_for_names_the_culprit():
         wait_for("rank 0", lambda: ranks.ask(0, "ask", "waiting_for") == (pair, "allreduce", 2))
         assert ranks.ask(1, "ask", "waiting_for") is None
         for rank, begun in ((0, 2), (1, 1)):
-            assert ranks.ask(rank, "ask", "begun")[pair] == Begun(begun, 0)
+            assert ranks.ask(rank, "ask", "operation_counts")[pair] == OperationCounts(begun, 0)
         assert ranks.ask(1, "ask", "progress") == 3  # one of them attach's own barrier
         ranks.say(1, "order", "go")
         assert all(ranks.results().values())

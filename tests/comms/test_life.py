@@ -26,7 +26,7 @@ from deadpool_megatron.comms.nccl import NcclFabric
 from tests.common import lives
 
 ERRORS = [SimpleNamespace(name="SUCCESS"), SimpleNamespace(name="TIMEOUT")]
-_WORDS = ("attach", "each", "groups", "found_again", "about", "positions")
+_WORDS = ("attach", "each", "groups", "reusing_groups", "about", "positions")
 # What is asked for, and by whom; what fails or answers something, by the end of its name.
 asked: list[str] = []
 fails: dict[str, str] = {}
@@ -87,7 +87,7 @@ class Fabric(NcclFabric):
             forget=forget,
         )
 
-    def _is_left_open(self) -> bool:
+    def _is_group_open(self) -> bool:
         return bool(left_open)
 
     def _recorded(self) -> bytes:
@@ -177,13 +177,16 @@ class Life:
     def now(self) -> str:
         groups = self.comms._roster.groups()
         kinds = [f"{group.spec().place} {type(group.inner).__name__}" for group in groups]
-        words = [f"now: {short(kinds)}", f"ruin: {self.comms.ruin}" if self.comms.ruin else ""]
+        words = [
+            f"now: {short(kinds)}",
+            f"unusable_reason: {self.comms.unusable_reason}" if self.comms.unusable_reason else "",
+        ]
         if (epoch := self.comms._current) is not None:
             flying = [work.operation for work in epoch.in_flight.values()]  # type: ignore[attr-defined]
-            begun = list(map(vars, self.comms.begun().values()))
+            begun = list(map(vars, self.comms.operation_counts().values()))
             words.append(
                 f"epoch {epoch.number} closed {epoch.closed} drained {self.comms._drained}"
-                f" patient {epoch.is_patient} in first step {epoch.in_first_step}"
+                f" patient {epoch.allows_long_waits} in first step {epoch.in_first_step}"
                 f" in flight {flying} abandoned {len(epoch.abandoned)}"
                 f" begun {short(begun)} finished {self.comms.progress()}"
             )
@@ -215,8 +218,8 @@ class Life:
             if 1 in ranks:
                 assert self.names.setdefault(words, group) is group
 
-    def found_again(self) -> None:
-        with self.comms.found_again():
+    def reusing_groups(self) -> None:
+        with self.comms.reusing_groups():
             self.groups()
             dist.new_group([0, 3], group_desc="NEW")
 

@@ -64,7 +64,7 @@ class FakeCommunicators(Observation):
     def warm(self) -> None:
         self.times_warmed += 1
 
-    def be_patient(self, is_patient: bool) -> None:
+    def allow_long_waits(self, allows_long_waits: bool) -> None:
         """No operation takes time."""
 
     def interrupt(self, epoch: int) -> None:
@@ -76,7 +76,7 @@ class FakeCommunicators(Observation):
         return self.clean
 
     @property
-    def ruin(self) -> str:
+    def unusable_reason(self) -> str:
         return "" if self.clean else "something still writes"
 
     def finish_iteration(self) -> None:

@@ -7,4 +7,4 @@ from deadpool_megatron.megatron import stand_ins
 stand_ins.install()
 torch.set_num_threads(1)
 
-from deadpool_megatron.trainer import checkpoint, gpt_loop, plain  # noqa: E402, F401
+from deadpool_megatron.trainer import gpt_loop, loop_checkpoint, plain  # noqa: E402, F401

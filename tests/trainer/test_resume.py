@@ -114,16 +114,16 @@ def test_rates_of_the_command_line_count_where_they_are_asked_for(text, tmp_path
 
 def publish_over_a_torn_attempt(arguments: str, folder: Path) -> list[str]:
     """A save that was cut short before, then one that works."""
-    from deadpool_megatron.trainer import checkpoint
+    from deadpool_megatron.trainer import loop_checkpoint
 
     loop, _ = make_loop(arguments)
     loop.train_step()
     torn = folder / "iter_0000001.partial"
     torn.mkdir()
     (torn / "junk").write_text("half a file")
-    assert checkpoint.latest(folder) is None
+    assert loop_checkpoint.latest(folder) is None
     loop.run_segment("save")
-    assert checkpoint.latest(folder) == folder / "iter_0000001"
+    assert loop_checkpoint.latest(folder) == folder / "iter_0000001"
     return sorted(path.name for path in (folder / "iter_0000001").iterdir())
 
 

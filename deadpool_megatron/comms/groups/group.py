@@ -248,7 +248,7 @@ class Installation:
         sys.excepthook = self._excepthook
 
     @contextmanager
-    def answering(self, known: list[Entry]) -> Iterator[None]:
+    def reusing(self, known: list[Entry]) -> Iterator[None]:
         """Let new_group return ``known`` groups, in order, instead of creating any."""
         self._known = iter(known)
         try:

@@ -119,7 +119,7 @@ class Epoch:
     on_fault: FaultCallback | None
     main_ident: int | None = field(default_factory=lambda: threading.main_thread().ident)
     #: whether an operation may have to wait for long work of a peer
-    is_patient: bool = False
+    allows_long_waits: bool = False
     #: from the creation on: a first use may hold its thread for seconds
     in_first_step: bool = True
     closed: bool = False
@@ -177,7 +177,9 @@ class Epoch:
         Raises EpochClosed when the epoch is or gets closed, else CommunicatorFault.
         """
         if "Timed out" in text:
-            setting = "first_step_seconds" if self.is_patient else "operation_timeout_seconds"
+            setting = (
+                "first_step_seconds" if self.allows_long_waits else "operation_timeout_seconds"
+            )
             text += f" (the limit is {flag_name(setting)})"
         if not self.closed:
             self.report(description, operation, text)
@@ -220,17 +222,19 @@ class Epoch:
         stuck = [place for work in works.values() if (place := work.unfinished_in())]
         if not stuck:
             return False  # finished operations have no buffers left to receive into
-        if not all(fabric.quiescent() for fabric in list(self.fabrics.values())):
+        if not all(fabric.is_quiescent() for fabric in list(self.fabrics.values())):
             return True
         stuck = [place for place in stuck if not place.receives]
         alone = len({id(place.group) for place in stuck}) == len(stuck)
         threads = {place.waiter for place in stuck if place.waiter is not None}
         return bool(stuck) and not (alone and waiters.stays_asleep(threads))
 
-    def ruin(self) -> str:
+    def unusable_reason(self) -> str:
         """After close: return the reason why this process must not enter another epoch, or
         nothing."""
-        return next(filter(None, (fabric.ruin() for fabric in list(self.fabrics.values()))), "")
+        return next(
+            filter(None, (fabric.unusable_reason() for fabric in list(self.fabrics.values()))), ""
+        )
 
     def detach_resources(self) -> RetiredEpoch:
         """Return everything that holds sockets, threads or memory, and drop it here."""

@@ -43,18 +43,22 @@ class Observation:
         known = [found for fabric in fabrics if (found := fabric.positions()) is not None]
         return dict(item for found in known for item in found.items()) if known else None
 
-    def look(self) -> None:
+    def report_faults(self) -> None:
         """Report a fault that no thread has met, once for an epoch."""
         if (epoch := self._current) is not None:
             for fabric in list(epoch.fabrics.values()):
                 if (found := fabric.fault()) is not None and not epoch.closed:
                     epoch.report(*found)
 
-    def begun(self) -> Mapping[str, inner.Begun]:
+    def operation_counts(self) -> Mapping[str, inner.OperationCounts]:
         """Return how many operations the host has begun, by group, where devices do not run
         them."""
         groups = [] if (epoch := self._newest) is None else list(epoch.groups)
-        return {group.place: found for group in groups if (found := group.begun()) is not None}
+        return {
+            group.place: found
+            for group in groups
+            if (found := group.operation_counts()) is not None
+        }
 
     def progress(self) -> int:
         """Return the number of finished operations of this process."""

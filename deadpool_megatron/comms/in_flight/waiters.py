@@ -35,7 +35,7 @@ _BETWEEN_SECONDS = 0.025
 _STATUS = re.compile(r"^State:\s+(\S).*?^voluntary_ctxt_switches:\s+(\d+)", re.M | re.S)
 
 
-class Left(Exception):
+class Abandoned(Exception):
     """The caller left a call that continues in its thread; ``deadline``: not for a close."""
 
     def __init__(self, waiter: Waiter, deadline: bool) -> None:
@@ -65,7 +65,7 @@ class Waiter:
     def begin(self, call: Callable[[], Any]) -> None:
         """Start ``call`` in the thread, without traces of the call before."""
         self.finished = False
-        self.error = None  # of an earlier call that ended in the moment of its Left
+        self.error = None  # an earlier call may have ended while it was abandoned
         self.inbox.put(call)
 
     def _serve(self) -> None:
@@ -107,7 +107,7 @@ class WaiterPool:
     ) -> None:
         """Run ``function`` in a thread and wait for it; raises its exception.
 
-        Raises Left when the epoch is closed and the grace is over, or when the deadline passed.
+        Raises Abandoned when the epoch is closed and the grace is over, or after the deadline.
         """
         try:
             waiter = self._idle.pop()
@@ -122,7 +122,7 @@ class WaiterPool:
                 until = epoch.grace_over if closed else deadline
                 rest = None if until is None else until - time.monotonic()
                 if rest is not None and rest <= 0:
-                    raise Left(waiter, deadline=not closed)
+                    raise Abandoned(waiter, deadline=not closed)
                 waiter.wake.acquire(timeout=-1 if rest is None else rest)
         finally:
             self._busy.discard(waiter)

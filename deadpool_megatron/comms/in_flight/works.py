@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms.gathers import SeveralWorks, failure_of
 from deadpool_megatron.comms.in_flight.epoch import Epoch, Stuck
-from deadpool_megatron.comms.in_flight.waiters import Left, Waiter
+from deadpool_megatron.comms.in_flight.waiters import Abandoned, Waiter
 from deadpool_megatron.comms.inner import POINT_TO_POINT, RECEIVES, CommunicatorFault, EpochClosed
 
 #: a wait for a collective notices a close after this time; each slice that ends unfinished costs an
@@ -230,7 +230,7 @@ class HostWork(SeamWork):
             call = _in_mode_of_caller(call)
         try:
             self.epoch.pool.call(call, self.epoch)
-        except Left as left:
+        except Abandoned as left:
             self._left = left.waiter  # not the exception: its traceback holds this frame
         except RuntimeError as error:
             return str(error)

@@ -93,7 +93,7 @@ class PretrainLoop(MegatronLoop):
         self._runner = runner
         self.build.user_buffers.renew()
         # The first iteration whose lines are to be written (again).
-        logs_newest = self._newest.known and not runner.is_behind("evaluation")
+        logs_newest = self._newest.known and not runner.includes("evaluation")
         self._logbook.open(self._restored, self.counters["iteration"] + (not logs_newest))
         self._go_to_start()
         handlers: dict[str, Callable[..., Any]] = {
@@ -405,7 +405,7 @@ class PretrainLoop(MegatronLoop):
 
         given = bound_arguments(original, args, kwargs)
         self._newest.operations = given["num_floating_point_operations_so_far"]
-        if given["iteration"] == self._passed and self._running.is_behind("save"):
+        if given["iteration"] == self._passed and self._running.includes("save"):
             return False  # the run before may have ended there, by --exit-interval
         if self._saves.owed:
             # Its save was interrupted.
@@ -458,7 +458,7 @@ def _faults_in_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward_step)
     def wrapper(iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        failpoints.maybe_spoil(model.parameters(), "forward")
+        failpoints.maybe_corrupt_gradients(model.parameters(), "forward")
         return forward_step(iterator, model, *args, **kwargs)
 
     return wrapper

@@ -189,7 +189,7 @@ class Rank:
             self._report("ruined", epoch, reason=str(error))
             return False
         began = time.monotonic()
-        reason = "" if self._comms.drain() else self._comms.ruin or "it did not drain"
+        reason = "" if self._comms.drain() else self._comms.unusable_reason or "it did not drain"
         drained = time.monotonic()
         try:
             if not reason and self._setup.device is Device.CUDA:
@@ -233,13 +233,13 @@ class Rank:
             raise RuntimeError(f"wrong message: {value_received} instead of {before}")
 
     def _resources(self) -> dict[str, int]:
-        from deadpool_megatron.comms.nccl import is_left_open
+        from deadpool_megatron.comms.nccl import is_group_open
 
         return {
             **resources(self._setup.device is Device.CUDA),
             "reaping": self._comms.reaping,
             "communicators": sum(self._rank in ranks for ranks, _ in self._groups),
-            "group left open": is_left_open(),
+            "group left open": is_group_open(),
         }
 
     def _report(self, kind: str, epoch: int, **values: Any) -> None:

@@ -144,6 +144,6 @@ def _group_depth(task: Task) -> dict[str, Any]:
     """Ask NCCL whether the probes left a group open in this thread."""
     from deadpool_megatron.comms import nccl as blocks
 
-    is_open = blocks.is_left_open()
+    is_open = blocks.is_group_open()
     task.expect(not is_open, "a group of NCCL was left open")
     return {"left open": is_open, "asked": blocks._group_end() is not None}

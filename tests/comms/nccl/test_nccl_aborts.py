@@ -295,7 +295,7 @@ def fails(member: Member, operation: Callable[[int], None], is_asked: bool) -> b
     """The peer dies, and the next thing that this rank enqueues is refused by NCCL, which is not
     asked how deep the thread is: a torch with NCCL inside of it cannot ask. The watchdog may be, or
     know of nothing yet."""
-    fake_nccl.FakeNcclFabric._is_left_open = lambda _: False  # type: ignore[method-assign]
+    fake_nccl.FakeNcclFabric._is_group_open = lambda _: False  # type: ignore[method-assign]
     fake_nccl.allow_unbatched = operation is send
     os.environ[fake_nccl.DUMP_MILLISECONDS] = "0"
     sees_its_peer_die(member)
@@ -330,8 +330,8 @@ def fails_to_abort(member: Member, text: str) -> str:
     member.init("nccl", epoch=0)
     fake_nccl.abort_fails = text
     member.comms.interrupt(0)
-    assert member.comms.drain() is not bool(member.comms.ruin)
-    return member.comms.ruin
+    assert member.comms.drain() is not bool(member.comms.unusable_reason)
+    return member.comms.unusable_reason
 
 
 @pytest.mark.parametrize(("text", "ruins"), [("unhandled", True), ("already aborted", False)])

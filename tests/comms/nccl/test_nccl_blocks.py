@@ -102,7 +102,7 @@ def stuck_in_a_block(member: Member) -> bool:
     with pytest.raises(EpochClosed):
         batch(member)
     assert not member.comms.drain()
-    assert "block" in member.comms.ruin
+    assert "block" in member.comms.unusable_reason
     assert not member.comms.drain(), "and so it stays"
     return True
 
@@ -141,7 +141,7 @@ def connects(member: Member, description: str, in_first_step: bool) -> bool:
     member.init("nccl")
     group: Any = dist.new_group([0, 1], group_desc=description)
     member.attach(0)
-    member.comms.be_patient(in_first_step)
+    member.comms.allow_long_waits(in_first_step)
 
     def close() -> None:
         member.order("close").wait(SECONDS)
@@ -209,8 +209,8 @@ def test_an_abort_waits_until_no_block_is_open():
 
     threading.Thread(target=abort).start()
     first = RuntimeError("the first")
-    blocks.keep(first)
-    blocks.keep(RuntimeError("the second"))
+    blocks.keep_error(first)
+    blocks.keep_error(RuntimeError("the second"))
     assert blocks.leave() is None
     assert blocks.is_open_here()
     assert blocks.leave() is first
@@ -222,13 +222,13 @@ def test_an_abort_waits_until_no_block_is_open():
 def test_a_thread_that_is_in_a_group_already_begins_nothing():
     blocks = Blocks(lambda: True)
     assert "left it open" in blocks.begin("send")
-    assert "left it open" in blocks.ruin()
+    assert "left it open" in blocks.unusable_reason()
 
 
 def test_the_first_group_that_stays_open_is_the_reason():
     blocks = Blocks(lambda: False)
-    assert blocks.begin("send") == blocks.ruin() == ""
-    blocks.lose("send")
-    blocks.lose("recv")
+    assert blocks.begin("send") == blocks.unusable_reason() == ""
+    blocks.mark_left_open("send")
+    blocks.mark_left_open("recv")
     assert blocks.begin("recv").startswith("send failed")
-    assert blocks.ruin().startswith("send failed")
+    assert blocks.unusable_reason().startswith("send failed")

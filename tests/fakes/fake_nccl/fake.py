@@ -141,7 +141,7 @@ class FakeNcclFabric(NcclFabric):
     def _clock(self) -> FakeClock:
         return FakeClock()
 
-    def _is_left_open(self) -> bool:
+    def _is_group_open(self) -> bool:
         return collected.depth > 0
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
@@ -159,8 +159,8 @@ class FakeNcclFabric(NcclFabric):
         super().abort()
         self._gloo.abort()
 
-    def quiescent(self) -> bool:
-        return super().quiescent() and self._gloo.quiescent()
+    def is_quiescent(self) -> bool:
+        return super().is_quiescent() and self._gloo.is_quiescent()
 
     def close(self) -> None:
         super().close()

@@ -107,7 +107,7 @@ class Life:
 
     # What an open epoch lets a loop do.
 
-    def is_behind(self, boundary: str) -> bool:
+    def includes(self, boundary: str) -> bool:
         return BOUNDARIES.index(boundary) <= BOUNDARIES.index(self.boundary)
 
     def step(self, iteration: int, run: Callable[[], Any]) -> Any:
@@ -119,7 +119,7 @@ class Life:
 
     def segment(self, boundary: str, run: Callable[[], None]) -> None:
         self.small.note(f"segment {boundary}", self.loop.counters["iteration"])
-        if not self.is_behind(boundary):
+        if not self.includes(boundary):
             run()
             self.check(f"{boundary} {self.loop.counters['iteration']}")
             self._seal(boundary)
@@ -283,7 +283,7 @@ def a_spare_takes_roles(make: Callable[..., Life]) -> Life:
     life.small.note("spares", may=life.program.spares_may_build())
     os.environ["RANK"] = "1"
     communicators.renumber(1)
-    with communicators.found_again():
+    with communicators.reusing_groups():
         life.loop = life.program.renumber(life.loop, life.emit)
     chunk, args = life.loop.model_chunks[0], life.small.get_args()
     numbers = [layer.layer_number for layer in chunk.layers]
