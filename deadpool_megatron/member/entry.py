@@ -269,10 +269,6 @@ class EpochEntry:
         """Return the encoded extras of the loop in its current state."""
         return self._capture(self.built.framework, self.built.frozen)
 
-    def entry_digests(self) -> dict[str, str]:
-        """Return digests of all state but weights and optimizer state, for a comparison."""
-        return self.built.framework.entry_digests()
-
     def _capture(self, framework: Framework, frozen: FrozenWeights | None) -> bytes:
         others = {"told": self.reports.reported, "frozen": "" if frozen is None else frozen.name()}
         values = {**framework.capture(), **others, "identity": self._identity}

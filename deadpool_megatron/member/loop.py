@@ -179,7 +179,6 @@ class Program(ABC):
     def serves(self, loop: ProtectedLoop, role: int) -> bool:
         """Return whether the model of ``loop``, built for another role, serves ``role`` as it
         is."""
-        del loop, role
         return False
 
     def renumber(self, loop: ProtectedLoop, emit: Emit) -> ProtectedLoop:
@@ -193,7 +192,6 @@ class Program(ABC):
     def provisional_role(self, wanted: int, world_size: int) -> int:
         """The role that a spare builds for while it waits, where ``wanted`` is suggested, in a run
         of ``world_size`` roles."""
-        del world_size
         return wanted
 
     def checkpoint_directory(self) -> Path | None:
@@ -203,7 +201,6 @@ class Program(ABC):
     def loaded_checkpoint(self, iteration: int) -> Path | None:
         """Return the checkpoint that the loop has begun with, after ``iteration``, if a run can
         fall back to it."""
-        del iteration
         return None
 
     def spares_may_build(self) -> bool:

@@ -338,7 +338,7 @@ class Session:
             unsaved=loop.unsaved,
             extra={
                 "stall_seconds": self._built.protection.stall_seconds,
-                "entries": self._built.entry_digests(),
+                "entries": self._built.built.framework.entry_digests(),
             },
         )
         self._reports.section = "done"

@@ -62,7 +62,7 @@ class Platform(ABC):
     def thread_entry(self) -> Callable[[], None]:
         """Return the first call of a new thread that uses the device, even if only to poll a copy:
         it gives the thread the device of the calling thread."""
-        return _nothing
+        return lambda: None  # on the CPU all threads have the same device
 
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         """Page-lock writable host memory so that :meth:`side_copy` into it is asynchronous.
@@ -83,10 +83,6 @@ class Platform(ABC):
         Reads the sources after all work submitted so far. Shapes must agree pairwise; raises
         ValueError otherwise. The caller may reuse the lists, but not the tensors.
         """
-
-
-def _nothing() -> None:
-    """Do nothing, where the device is the same for all threads."""
 
 
 def check_pairs(dst: list[torch.Tensor], src: list[torch.Tensor]) -> None:

@@ -200,7 +200,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the content of such a checkpoint; see :class:`MegatronLoop`."""
-        return loop_checkpoint.saved_state(self)
+        return loop_checkpoint.sharded_state(self)
 
     def load_checkpoint(self, directory: Path) -> None:
         """Load such a checkpoint in place, so that training continues exactly. Collective."""

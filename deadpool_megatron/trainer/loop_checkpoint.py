@@ -34,7 +34,7 @@ def write(loop: TrainingLoop, directory: Path) -> None:
     loop.synchronize_parameters()
     # In the calling process; see :mod:`deadpool_megatron.megatron.in_process_writer`.
     writer = mcore.TorchDistSaveShardedStrategy("torch_dist", 1)
-    mcore.dist_checkpointing.save(_sharded_state(loop, is_loading=False), str(directory), writer)
+    mcore.dist_checkpointing.save(sharded_state(loop), str(directory), writer)
     own = extras.encode(loop_extras.capture(loop))
     extras_file.write(directory, dist.get_rank(), dist.get_world_size(), own)
     dist.barrier()  # complete when it returns, on each rank
@@ -46,9 +46,7 @@ def read(loop: TrainingLoop, directory: Path) -> None:
     Optimizer state keeps its tensors, so existing references see the loaded values.
     """
     with exact_load(loop.optimizer, loop.scheduler):
-        loaded = mcore.dist_checkpointing.load(
-            _sharded_state(loop, is_loading=True), str(directory)
-        )
+        loaded = mcore.dist_checkpointing.load(sharded_state(loop, is_loading=True), str(directory))
         for index, module in enumerate(loop.models):
             module.load_state_dict(loaded[_model_key(loop, index)])
         loop.optimizer.load_state_dict(loaded["optimizer"])
@@ -95,12 +93,8 @@ def write_and_publish(loop: TrainingLoop, folder: Path) -> None:
     dist.barrier()
 
 
-def saved_state(loop: TrainingLoop) -> dict[str, Any]:
-    """Return the state that :func:`write` shards; see :meth:`ProtectedLoop.checkpoint_state`."""
-    return _sharded_state(loop, is_loading=False)
-
-
-def _sharded_state(loop: TrainingLoop, is_loading: bool) -> dict[str, Any]:
+def sharded_state(loop: TrainingLoop, *, is_loading: bool = False) -> dict[str, Any]:
+    """Return the state of a checkpoint; see :meth:`MegatronLoop.checkpoint_state`."""
     metadata = {
         # Shards are written as they are in the optimizer: no gathering, any data-parallel size.
         "distrib_optim_sharding_type": "dp_reshardable",

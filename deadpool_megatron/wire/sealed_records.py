@@ -74,9 +74,7 @@ class Direction:
         """Return a record with these bytes."""
         return b"".join((_HEADER.pack(len(data)), data, self.tag(len(data), data)))
 
-    def check(
-        self, header: int, data: bytes | bytearray | memoryview, tag: bytes | bytearray
-    ) -> None:
+    def check(self, header: int, data: Buffer, tag: Buffer) -> None:
         """Raise AlteredError unless the tag is that of the next record."""
         if not hmac.compare_digest(self.tag(header, data), tag):
             raise AlteredError

@@ -168,7 +168,8 @@ class FakeEntry:
         self.boundary = "step"
         self.role = -1
         self.quiet = True
-        self.built = SimpleNamespace(audit=None)
+        framework = SimpleNamespace(entry_digests=dict)
+        self.built = SimpleNamespace(audit=None, framework=framework)
         self.program = SimpleNamespace(
             checkpoint_directory=lambda: None,
             spares_may_build=lambda: True,
@@ -178,9 +179,6 @@ class FakeEntry:
     @property
     def is_built(self) -> bool:
         return self.role >= 0
-
-    def entry_digests(self) -> dict[str, str]:
-        return {}
 
     def _stage(self, name: str) -> None:
         self.calls.append(name)
