@@ -54,17 +54,72 @@ _NAMES_SECONDS = 10.0
 _TROUBLE_SECONDS = 10.0
 
 
-class Agent:
-    """The supervisor of one node (see the module text); :meth:`run` is its whole life."""
+class AgentParts:
+    """The parts of an agent, which call it back. ``starter`` and ``files`` replace the real ones.
+    For the agent's loop.
+    """
 
-    def __init__(self, options: AgentOptions, found: Inventory | None = None) -> None:
-        self._options = options
-        self._found = found  # slots in memory before this agent's first vault
+    def __init__(
+        self,
+        options: AgentOptions,
+        agent: Agent,
+        starter: Starter | None = None,
+        files: Files | None = None,
+    ) -> None:
+        node, run, info, segments = options.node, options.run, options.info, options.segments
+        self.fence = Fence(info.settings)
+        self.logs = LocalLogs(options.logs)
+        self.files = files or Files(options.logs, run.logs, run.check_own)
+        self.standby: StandbySupervisor | None = None
+        if options.standby:
+            log = self.logs.log(f"node{node}-standby")
+            on_look, on_over = self.fence.record_read, agent.run_over
+            self.standby = StandbySupervisor(options.standby, log, on_look, on_over)
+        address = CoordinatorAddress(
+            run,
+            options.fixed_address,
+            seen=lambda: None if self.standby is None else self.standby.address,
+        )
+        self.link = CoordinatorLink(
+            address.newest,
+            options.secret,
+            info.run_id,
+            info.settings,
+            agent.first_message,
+            agent.take_order,
+            self.fence.record_contact,
+        )
+        send = self.link.send
+        of_local_rank = partial(device_environment, options)
+        starter = starter or Starter(options.server, options.modules, of_local_rank)
+        spec = partial(member_spec, options)
+        self.members = NodeMembers(node, spec, starter, info.settings, agent, send)
+        self.members.incarnations |= incarnations(node, segments)
+        self.store = StoreRelay(send)
+        self.stacks = LastStacks(node, lambda: agent.record, send)
+        self.vault = VaultSupervisor(options, send, agent.write_listing, self.logs)
+        self.checker = NodeChecker(options, send, lambda: agent.sent_record)
+        self.exports = NodeExports(options, self.vault.take, self.logs, send)
+        self.names = held_names(run, info.run_id, node, segments)
+
+
+class Agent:
+    """The supervisor of one node (see the module text); :meth:`run` is its whole life. Made and
+    used in one loop. ``found``: slots in memory before its first vault.
+    """
+
+    def __init__(
+        self,
+        options: AgentOptions,
+        found: Inventory | None = None,
+        make_parts: Callable[[AgentOptions, Agent], AgentParts] = AgentParts,
+    ) -> None:
+        self._options, self._found = options, found
         self._node, self._segments = options.node, options.segments
         self._settings = options.info.settings
-        self._record: EpochRecord | None = None
+        self.record: EpochRecord | None = None
         # The record sent to members; a node that joined late is in no record yet.
-        self._shown: EpochRecord | None = None
+        self.sent_record: EpochRecord | None = None
         self._restore = Restore("initial", Generation(0, 0))
         self._closed, self._boot = 0, ""
         self._inventory: dict[str, Any] | None = None
@@ -72,64 +127,23 @@ class Agent:
         self._serving: asyncio.Task[None] | None = None
         self._exit_code = 0
         self._ending: tuple[str, bool] | None = None
-        self._cut_limit = Fence(self._settings)
-        self._standby: StandbySupervisor | None = None
+        self._stopping, self._drained = asyncio.Event(), asyncio.Event()
+        self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
+        self._names_checked_at, self._began, self._shown_trouble = 0.0, time.monotonic(), ""
+        parts = make_parts(options, self)
+        self._link, self._standby, self._cut_limit = parts.link, parts.standby, parts.fence
+        self._members, self._stacks, self._store = parts.members, parts.stacks, parts.store
+        self._vault, self._exports, self._checker = parts.vault, parts.exports, parts.checker
+        self._logs, self._files, self._names = parts.logs, parts.files, parts.names
+        self._leaving = Departure(options, partial(self._end, "agent got SIGTERM", True))
 
     async def run(self) -> int:
         """Serve until the run is over, and return the exit status of the agent."""
-        self._stopping = asyncio.Event()
-        self._drained = asyncio.Event()
-        self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
-        self._logs = LocalLogs(self._options.logs)
-        run = self._options.run
-        self._files = Files(self._options.logs, run.logs, run.check_own)
-        if self._options.standby:
-            self._standby = StandbySupervisor(
-                self._options.standby,
-                self._logs.log(f"node{self._node}-standby"),
-                on_look=self._cut_limit.record_read,
-                on_over=self._run_over,
-            )
-        address = CoordinatorAddress(
-            self._options.run,
-            self._options.fixed_address,
-            seen=lambda: None if self._standby is None else self._standby.address,
-        )
-        self._link = CoordinatorLink(
-            address.newest,
-            self._options.secret,
-            self._options.info.run_id,
-            self._settings,
-            self._join,
-            self._on_order,
-            self._cut_limit.record_contact,
-        )
-        spec = partial(member_spec, self._options)
-        of_local_rank = partial(device_environment, self._options)
-        starter = Starter(self._options.server, self._options.modules, of_local_rank)
-        args = (self._settings, self, self._link.send)
-        self._members = NodeMembers(self._node, spec, starter, *args)
-        self._members.incarnations |= incarnations(self._node, self._segments)
-        self._store = StoreRelay(self._link.send)
-        self._stacks = LastStacks(self._node, lambda: self._record, self._link.send)
-        self._vault = VaultSupervisor(
-            self._options,
-            report=self._link.send,
-            listing_changed=self._write_listing,
-            logs=self._logs,
-        )
-        self._checker = NodeChecker(self._options, self._link.send, lambda: self._shown)
-        vault, send = self._vault, self._link.send
-        self._exports = NodeExports(self._options, vault.take, self._logs, send)
-        run_id = self._options.info.run_id
-        self._names = held_names(run, run_id, self._node, self._segments)
-        self._looked, self._began, self._shown_trouble = 0.0, time.monotonic(), ""
-        self._leaving = Departure(self._options, partial(self._end, "agent got SIGTERM", True))
         try:
             if self._standby is not None:
                 self._standby.begin(self._options.launcher_fd, self._launcher_gone)
             await self._vault.start()
-            self._write_listing()
+            self.write_listing()
             # Shielded, so that the last reports are acknowledged while everything else shuts down.
             self._serving = asyncio.create_task(self._link.run(self._patience_seconds()))
             await first_of(
@@ -151,7 +165,8 @@ class Agent:
 
     # Orders of the coordinator.
 
-    def _join(self) -> dict[str, Any]:
+    def first_message(self) -> dict[str, Any]:
+        """Return the message with which the agent joins."""
         return {
             "t": "join",
             "node": self._node,
@@ -164,15 +179,16 @@ class Agent:
                 str(m.local_rank): m.incarnation for m in self._members.by_local_rank.values()
             },
             "incarnations": {str(s): i for s, i in self._members.incarnations.items()},
-            "epoch": 0 if self._record is None else self._record.epoch,
-            "told": 0 if self._shown is None else self._shown.epoch,
+            "epoch": 0 if self.record is None else self.record.epoch,
+            "told": 0 if self.sent_record is None else self.sent_record.epoch,
             "closed": self._closed,
             "restored": self._members.restored(),
-            "found": self._found.to_dict() if self._found and not self._record else None,
+            "found": self._found.to_dict() if self._found and not self.record else None,
             "facts": self._checker.facts(),
         }
 
-    def _on_order(self, message: Mapping[str, Any]) -> None:
+    def take_order(self, message: Mapping[str, Any]) -> None:
+        """Carry out an order of the coordinator, or queue it."""
         kind = message.get("t")
         if kind == "welcome":
             self._welcome(message)
@@ -218,7 +234,7 @@ class Agent:
             self._boot = boot
         self._store.repeat()
         closed = int(message.get("closed", 0))
-        if self._record is not None and closed >= self._record.epoch:
+        if self.record is not None and closed >= self.record.epoch:
             self._order_close(closed, str(message.get("cause", "")))
 
     async def _work(self) -> None:
@@ -246,7 +262,7 @@ class Agent:
                 self._members.report_lost(
                     local_rank, int(incarnation), {"exit_code": 1}, str(error)
                 )
-        self._write_listing()
+        self.write_listing()
 
     def _order_close(self, epoch: int, cause: str) -> None:
         """Report a closed epoch at once: a new coordinator may ask while a dump is written."""
@@ -265,7 +281,7 @@ class Agent:
         await self._vault.close_epoch(epoch)
         self._members.send_all({"t": "close", "epoch": epoch, "cause": cause})
         # Every member with a seat must leave the epoch; otherwise it is killed and reaped.
-        seats = set() if self._record is None else set(self._record.seats.values())
+        seats = set() if self.record is None else set(self.record.seats.values())
         seated = [
             member
             for member in self._members.by_local_rank.values()
@@ -281,21 +297,21 @@ class Agent:
             self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
 
     async def _adopt(self, record: EpochRecord) -> None:
-        known = 0 if self._record is None else self._record.epoch
+        known = 0 if self.record is None else self.record.epoch
         if record.epoch <= max(self._closed, known):
             return
         if self._standby is not None:
             info = self._options.info
             run = (record, info.nodes, info.spares, self._node)
             self._standby.place(partial(claim_order, *run))
-        if self._node not in record.nodes and self._record is not None:
+        if self._node not in record.nodes and self.record is not None:
             self._fence(f"epoch {record.epoch} continues without this node")
             return
-        self._shown = record
+        self.sent_record = record
         self._closed = max(self._closed, record.epoch - 1)  # closing older epochs is too late
         if self._node in record.nodes:  # else it joined after the decision: a spare next time
             failpoints.hit("agent.record", epoch=record.epoch)
-            self._record = record
+            self.record = record
             self._store.enter(record.epoch)
             await self._vault.adopt(record)
         self._members.send_all({"t": "record", "record": record.to_dict()})
@@ -315,8 +331,8 @@ class Agent:
         """Forward a member's message with its seat."""
         kind = message.get("t")
         if kind == "hello":
-            if self._shown is not None and self._shown.epoch > self._closed:
-                member.send({"t": "record", "record": self._shown.to_dict()})
+            if self.sent_record is not None and self.sent_record.epoch > self._closed:
+                member.send({"t": "record", "record": self.sent_record.to_dict()})
             self._members.prepare(member.local_rank)
         elif kind == "drained":
             self._drained.set()
@@ -336,7 +352,7 @@ class Agent:
         if self._ending is None:
             how = {"exit_code": ending.exit_code, "signal": ending.signal, "ordered": ordered}
             self._members.report_lost(member.local_rank, member.incarnation, how, cause)
-            self._write_listing()
+            self.write_listing()
             if kind_of_end(cause) is FailureKind.DEVICE_ERROR:
                 self._checker.ask_health()
 
@@ -349,7 +365,7 @@ class Agent:
         while True:
             if orphans is not None:
                 orphans.reap()
-            if time.monotonic() - self._looked > _NAMES_SECONDS:
+            if time.monotonic() - self._names_checked_at > _NAMES_SECONDS:
                 self._keep_names()
             self._members.check()
             self._logs.trim()
@@ -362,7 +378,7 @@ class Agent:
     def _keep_names(self) -> None:
         """Restore names in shared memory that another program has removed: processes print to them
         and find their vault by them. The vault reports the removal."""
-        self._looked = time.monotonic()
+        self._names_checked_at = time.monotonic()
         try:
             for name in self._names:
                 name.look()
@@ -399,14 +415,15 @@ class Agent:
             text = f"agent of node {self._node} waits for a coordinator: {trouble}"
             print(text, file=sys.stderr, flush=True)
 
-    def _run_over(self, kept: bool) -> None:
+    def run_over(self, kept: bool) -> None:
         """End once the result is written: the coordinator's order to stop may have been lost."""
         if not self._link.connected:
             self._end("the run is over", not kept)
 
     # Beginning and end.
 
-    def _write_listing(self) -> None:
+    def write_listing(self) -> None:
+        """List the processes of the node in the run directory."""
         members = self._members.by_local_rank.values()
         listed = {member.local_rank: (member.pid, member.incarnation) for member in members}
         text = listing(self._vault.pid, listed, self._segments)

@@ -64,7 +64,11 @@ def run_agent(options: AgentOptions) -> int:
         facts = host.read_facts(options.host, settings.health_command, settings.health_seconds)
         noted = noted_against(facts.hostname, options.run.path.parent, run_id)
         options = replace(options, facts=replace(facts, noted=noted))
-    code = asyncio.run(Agent(options, found).run())
+
+    async def serve() -> int:
+        return await Agent(options, found).run()
+
+    code = asyncio.run(serve())
     os.close(lock)
     print(f"agent ended after {time.monotonic() - started:.1f} s", file=sys.stderr)
     return code

@@ -32,7 +32,7 @@ from deadpool_megatron.cluster.agent import (
     standby_supervisor,
     vault_process,
 )
-from deadpool_megatron.cluster.agent.agent import Agent
+from deadpool_megatron.cluster.agent.agent import Agent, AgentParts
 from deadpool_megatron.cluster.link import agent_link
 from deadpool_megatron.cluster.process import member_place, posix
 from deadpool_megatron.cluster.process.children import ProcessEnd, Watch
@@ -90,7 +90,8 @@ class _Process(Watch):
     def kill(self) -> None:
         if self.ending is None:
             self._world.note(f"kill {self._name}")
-            asyncio.get_running_loop().call_soon(self.finish, ProcessEnd(signal=signal.SIGKILL))
+            ending = ProcessEnd(signal=signal.SIGKILL)
+            asyncio.get_running_loop().call_later(self._world.dying_seconds, self.finish, ending)
 
     def finish(self, ending: ProcessEnd) -> None:
         if self.ending is None:
@@ -116,6 +117,9 @@ class _Control:
             if answer == "later":
                 await asyncio.sleep(1.0)
                 answer = _USUAL[name]
+            if answer == "never":
+                await asyncio.sleep(arguments[-1])
+                raise TimeoutError("no answer")
             if name == "shutdown":
                 self._world.processes["vault"].finish(ProcessEnd(exit_code=0))
             return answer
@@ -172,7 +176,7 @@ class _Printed:
 class World:
     """``lines``: what was seen. ``is_reachable``: there is a coordinator; ``acknowledges``: it
     answers beats. ``next``: outcomes of orders to the vault, of starts and of questions, by
-    name."""
+    name. ``dying_seconds``: how long a kill takes."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch, **options: Any) -> None:
         self.lines: list[str] = []
@@ -182,6 +186,7 @@ class World:
         self.next: dict[str, list[Any]] = {}
         self.cpu: dict[int, tuple[str, int]] = {}
         self.is_reachable = self.acknowledges = True
+        self.dying_seconds = options.pop("dying_seconds", 0.0)
         self.patch, self._directory = patch, directory
         run = RunDirectory(directory / "run")
         self.run_id = f"{os.getpid():08x}"
@@ -209,8 +214,6 @@ class World:
             patch.setattr(module, "start_child", self._start_child)
         for module in (agents, node_checker):
             patch.setattr(module, "answer_of", self._answer_of)
-        patch.setattr(agents, "Starter", self._starter)
-        patch.setattr(agents, "Files", lambda *_: self)
         patch.setattr(agents.sys, "stderr", _Printed(self.note))
         patch.setattr(agent_link, "open_stream", self._open_stream)
         patch.setattr(agent_link, "connect_stream", self._nothing)
@@ -256,7 +259,7 @@ class World:
             self.sockets[name][0].setblocking(False)
         return made
 
-    def _starter(self, server: object, modules: Sequence[str], of_local_rank: Any) -> Any:
+    def _starter(self) -> Any:
         async def start(spec: MemberSpec) -> StartedMember:
             name = f"member {spec.place.local_rank}.{spec.place.incarnation}"
             self.take(name)
@@ -387,7 +390,8 @@ class World:
         async def run() -> None:
             loop = asyncio.get_running_loop()
             self.patch.setattr(time, "monotonic", loop.time)
-            running = asyncio.create_task(Agent(self.options, self._found).run())
+            make_parts: Any = partial(AgentParts, starter=self._starter(), files=self)
+            running = asyncio.create_task(Agent(self.options, self._found, make_parts).run())
             for line in ("wait: 0", *script):
                 self.lines.append(line)
                 what, _, value = line.partition(": ")
