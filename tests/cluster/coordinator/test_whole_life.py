@@ -21,18 +21,24 @@ from deadpool_megatron.cluster.coordinator.files import EventWriter, RunFiles
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
+from deadpool_megatron.cluster.machine.actions import DropNode
 from deadpool_megatron.events import Event
 from deadpool_megatron.observe.notify import Outlet
 from deadpool_megatron.wire.framing import FrameBuffer
 from tests.cluster.coordinator.asked import deliver
-from tests.cluster.coordinator.test_life import Life, text_of
 from tests.cluster.journal.journal_steps import coordinator
+from tests.cluster.link.streams import Stream
 from tests.cluster.machine.rig import layout
 from tests.common import lives
 from tests.common.virtual_time import VirtualLoop
 
 PATH = Path(__file__).parent / "lives" / "whole.txt"
 _BEAT_SECONDS = 0.5
+# Keys of values that differ from one time to the next.
+_VOLATILE = re.compile(
+    r"seconds|^(now|phases|settings|schema|identity|boot|pid|hostname|token|host|secret|port|coordinator|started|address|beat)$"
+)
+text_of = partial(lives.text, volatile=_VOLATILE)
 
 
 class _AtOnceLoop(VirtualLoop):
@@ -56,6 +62,8 @@ class Whole:
         self._broken = self._full = ""
         self._beats: dict[int, dict[str, Any]] = {}
         self._silent: set[int] = set()
+        self._streams: dict[int, Stream] = {}
+        self._numbers: dict[int, int] = {}
         write, write_result, put = Journal.write, RunFiles.write_result, Outlet.put
 
         def written(journal: Journal, kind: str, number: int, entry: Any) -> None:
@@ -97,43 +105,58 @@ class Whole:
         self.lines.append(f"    {text}")
 
     def _begin(self) -> None:
-        one = coordinator(lambda name: self._journal, self._directory, "run")
-        self._life = Life(one, self._directory)
-        self._running = asyncio.create_task(one.run())
+        self._coordinator = coordinator(lambda name: self._journal, self._directory, "run")
+        self._streams.clear()
+        self._numbers.clear()
+        self._running = asyncio.create_task(self._coordinator.run())
+
+    def _join(self, node: int, again: bool = False, **more: object) -> None:
+        agents = self._coordinator.peers.agents
+        writer: Any = Stream()
+        old, peer = agents.get(node), AgentPeer(node, f"boot{node}", writer, 0.0)
+        if again and old is not None:
+            peer.orders, peer.welcomed = old.orders, old.welcomed
+        self._streams[node], agents[node] = writer, peer
+        message = {"t": "join", "node": node, "host": "h", "vault_port": 1, "domain": f"d{node}"}
+        self._coordinator.agent_joined(peer, {**message, **more}, again)
+
+    def _send(self, node: int, message: dict[str, Any]) -> None:
+        self._numbers[node] = number = self._numbers.get(node, 0) + 1
+        peers = self._coordinator.peers
+        deliver(peers, peers.agents[node], {**message, "n": number})
 
     async def _beating(self) -> None:
         while True:
             await asyncio.sleep(_BEAT_SECONDS)
-            for node in [*self._life.streams]:
-                if node in self._life.one.peers.agents and node not in self._silent:
+            for node in [*self._streams]:
+                peers = self._coordinator.peers
+                if node in peers.agents and node not in self._silent:
                     beat = {"t": "beat", "b": 0.0, "o": 99, **self._beats.get(node, {})}
-                    peers = self._life.one.peers
                     deliver(peers, peers.agents[node], beat)
 
     async def do(self, what: str, value: Any) -> None:
-        life = self._life
         match what.split():
             case ["wait"]:
                 await asyncio.sleep(value)
             case ["join", node]:
-                life.join(int(node), **value)
+                self._join(int(node), **value)
             case ["node", node]:
-                life.hear(int(node), value)
+                self._send(int(node), value)
             case ["members"]:
                 for node, m in value:
                     seat = {"slot": 0, "incarnation": m.pop("incarnation", 0)}
                     if m["t"] == "registered":
                         m["layout"] = layout(node, 2).to_dict()
-                    life.hear(node, {"t": "member", **seat, "m": m})
+                    self._send(node, {"t": "member", **seat, "m": m})
             case ["beats", node]:
                 self._beats[int(node)] = value
             case ["silent"]:
                 self._silent = set(value)
             case ["leaves", node]:
-                peer = life.one.peers.agents.pop(int(node))
-                life.one.agent_left(peer, value)
+                peer = self._coordinator.peers.agents.pop(int(node))
+                self._coordinator.agent_left(peer, value)
             case ["asks"]:
-                answer = await life.one.command({"token": "t", **value})
+                answer = await self._coordinator.command({"token": "t", **value})
                 self._note(f"answer: {text_of(answer)}")
             case ["journal"]:
                 self._broken = value
@@ -141,6 +164,12 @@ class Whole:
                 self._full = value
             case ["term"]:
                 claim_term(self._journal, value, "h", 1, 1)
+            case ["dropped", node]:
+                self._coordinator.orders.give(DropNode(int(node), value, left_out=True))
+            case ["file"]:
+                path = self._directory / value
+                path.parent.mkdir(parents=True)
+                path.touch()
             case ["removed"]:
                 shutil.rmtree(self._directory / value)
             case ["there"]:
@@ -156,7 +185,7 @@ class Whole:
     async def _settle(self) -> None:
         for _ in range(30):
             await asyncio.sleep(0)
-        for node, stream in sorted(self._life.streams.items()):
+        for node, stream in sorted(self._streams.items()):
             for message in FrameBuffer().feed(bytes(stream.sent)):
                 if message["t"] not in ("ack", "ping"):
                     self._note(f"to {node}: {text_of(message)}")
@@ -171,7 +200,7 @@ class Whole:
             await self._settle()
             for line in script:
                 self.lines.append(line)
-                what, _, value = line.partition(": ")
+                what, _, value = line.replace("DIR", str(self._directory)).partition(": ")
                 await self.do(what, json.loads(value))
                 await self._settle()
             if self._running.done():
