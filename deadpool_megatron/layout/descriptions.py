@@ -94,5 +94,5 @@ def difference(there: RoleLayout, here: RoleLayout) -> str:
 
 
 def _facts(layout: RoleLayout) -> dict[str, str]:
-    words = [fact.partition(" ") for fact in layout.meaning.split(SEPARATOR) if fact]
-    return {name: value for name, _, value in words}
+    facts = [fact.partition(" ") for fact in layout.meaning.split(SEPARATOR) if fact]
+    return {name: value for name, _, value in facts}

@@ -2,8 +2,8 @@
 
 In addition to shard parts and extras a slot may hold the *step* that led to it: for each shard part
 gradients that its update used (reduced and clipped), the values of the parameter groups which the
-update used, and the checksums of the shard parts after it. Who holds a whole copy of a generation
-and all later steps can compute every later generation, and knows whether the bytes are right. The
+update used, and the checksums of the shard parts after it. A whole copy of a generation and all
+later steps give every later generation, and the checksums show whether its bytes are right. The
 idea is REFT's asynchronous optimizer recompute (AOR).
 
 A *chain* of generation g: a whole copy of some base b and the steps of b+1 .. g, which are
@@ -26,7 +26,10 @@ REPLAY = "replay"
 
 
 def step_parts(gradients: Mapping[str, PartInfo], update_bytes: int, role: int) -> list[PartInfo]:
-    """The parts of a step: shard part -> its gradients (any name), and room for the values."""
+    """Return the parts of a step: gradients of each shard part, and space for the values.
+
+    ``gradients``: shard part -> its gradients, under any name.
+    """
     found = [
         PartInfo(records.gradients_part(shard), info.nbytes, info.replicas)
         for shard, info in gradients.items()
@@ -36,12 +39,12 @@ def step_parts(gradients: Mapping[str, PartInfo], update_bytes: int, role: int) 
 
 
 def pack_sums(sums: Mapping[str, tuple[int, int]]) -> bytes:
-    """Bytes of :data:`SUMS_PART`: shard part -> (bytes, checksum)."""
+    """Return the bytes of :data:`SUMS_PART`: shard part -> (bytes, checksum)."""
     return json.dumps({name: list(entry) for name, entry in sums.items()}).encode()
 
 
 def unpack_sums(payload: bytes | memoryview) -> dict[str, tuple[int, int]]:
-    """Inverse of :func:`pack_sums`. Raises ValueError, TypeError or AttributeError for garbage."""
+    """Invert :func:`pack_sums`. Raises ValueError, TypeError or AttributeError for other bytes."""
     values = json.loads(bytes(payload))
     return {str(name): (int(nbytes), int(digest)) for name, (nbytes, digest) in values.items()}
 
@@ -49,9 +52,9 @@ def unpack_sums(payload: bytes | memoryview) -> dict[str, tuple[int, int]]:
 def chain(
     held: Mapping[Generation, Collection[str]], last: Generation, shard: str
 ) -> list[Generation]:
-    """Generations from the base to ``last`` that produce part ``shard`` of it, oldest first.
+    """Return the generations that produce part ``shard`` of ``last``, from the base on.
 
-    ``held``: generation -> parts. Empty when there is no unbroken chain.
+    ``held``: generation -> parts. Empty when no unbroken chain exists.
     """
     gradients, found, wanted = records.gradients_part(shard), [last], last
     while shard not in held.get(wanted, ()):
@@ -66,29 +69,27 @@ def chain(
 
 
 def predecessor(held: Collection[Generation], generation: Generation) -> Generation | None:
-    """The generation of the iteration before, on the line that led here."""
+    """Return the generation of the previous iteration, in the lineage that led here."""
     before = generation.iteration - 1
     return max((g for g in held if g.iteration == before and g < generation), default=None)
 
 
 def key(generation: Generation, name: str) -> str:
-    """Return how a vault names a part of a generation that is not the restored one to its
-    member."""
+    """Return the name under which a member gets a part of another generation than the restored."""
     return f"{generation.lineage}.{generation.iteration}/{name}"
 
 
 def from_key(text: str) -> tuple[Generation, str] | None:
-    """Inverse of :func:`key`; None for the bare name of a part."""
+    """Invert :func:`key`; None for the bare name of a part."""
     match = re.fullmatch(r"(\d+)\.(\d+)/(.*)", text)
     return match and (Generation(int(match[1]), int(match[2])), match[3])
 
 
 def suspects(recipe: records.Recipe, restored: Generation, part: str) -> Iterator[BadPart]:
-    """Yield the sealed bytes that are not to be used again after a replay failed for lack of
-    ``part``.
+    """Yield the sealed bytes that must not be used again, because a replay failed on ``part``.
 
-    That is every place of the part. For :data:`REPLAY` it is every copy of the checksums of the
-    restored generation: without them it is not tried again, whatever chain it would be.
+    These are all places of the part. For :data:`REPLAY` they are all copies of the checksums of the
+    restored generation: without these no chain to it is tried again.
     """
     replay = recipe.replay
     if replay is None:
@@ -101,9 +102,9 @@ def suspects(recipe: records.Recipe, restored: Generation, part: str) -> Iterato
 
 
 class ChainIndex:
-    """The chains that lead to shard parts of which no whole copy is left.
+    """Chains that lead to shard parts without a whole copy.
 
-    ``generations``: all of which anything usable is held.
+    ``generations``: those of which usable parts exist.
     """
 
     def __init__(self, generations: Iterable[Generation], copies: records.WholeCopies) -> None:
@@ -117,9 +118,10 @@ class ChainIndex:
         names: Collection[str],
         generation: Generation,
     ) -> records.Recipe:
-        """Return the recipe with the way to recompute parts ``names`` together: from a whole copy
-        of an earlier generation and all steps since. Without it when a chain is broken, or when
-        chains start from different bases (what travels whole travels together).
+        """Return the recipe with the chain that recomputes all parts ``names``.
+
+        The recipe is unchanged when a chain is broken, or when the chains of the parts start from
+        different generations: parts that are sent whole are sent together.
         """
         if not names or not layout.step_parts:
             return recipe
@@ -138,5 +140,5 @@ class ChainIndex:
         return replace(recipe, replay=records.Replay(base, tuple(steps), sources))
 
     def alternatives(self, role: int, part: str, generation: Generation) -> list[records.Recipe]:
-        """Return none: a chain produces all parts of a role together."""
+        """Return no recipe: a chain produces all parts of a role together."""
         return []

@@ -1,16 +1,15 @@
 """The history of a run that a coordinator must know to take over: a part of each epoch record.
 
-The newest record is all that a successor reads, whatever the age of the run. So what happened
-before stands in it whole, and none of it grows without a limit. What changes between two records
-need not stand there, because the agents that come back say it, or because losing it does no harm:
+A successor reads only the newest record, whatever the age of the run. So the record holds the whole
+history, and no part of it grows without a limit. Changes between two records are left out, because
+the reconnecting agents report them again, or because their loss does no harm:
 
-- The newest iteration told, and its numbers: an agent repeats what its members reported last. Were
-  the agent of the reporting role lost together with the coordinator, log lines of the newest
-  iteration would be printed twice, and a divergence of it would stay unnoticed; no state depends on
-  either.
-- A node that is given up is noted in the journal by itself (kind ``gone``): no record may follow.
-  So is one that was found to be wrong (kind ``wrong``): it has its roles until one follows.
-- Damaged copies, slow nodes, crashes of a node that do not repeat: all found again.
+- The newest reported iteration and its numbers: an agent repeats the last reports of its members.
+  If the agent of the reporting role is lost together with the coordinator, log lines of that
+  iteration are printed twice, and its divergence stays unnoticed; no state depends on either.
+- A removed node has its own entry in the journal (kind ``gone``), since no record may follow. So
+  has a quarantined node (kind ``wrong``), which keeps its roles until the next record.
+- Damaged copies, slow nodes and crashes that do not repeat are all detected again.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ _MAX_CAUSES = 100
 
 @dataclass(frozen=True)
 class History:
-    """``kept``: lineages with this epoch (see layout.planner.keep_lineages). ``gone``: nodes that
-    were given up, with the cause. ``wrong``: nodes that get no role any more, because they computed
-    or held wrong numbers, or have a broken device; ``wrong_hosts``: hosts from which no node does.
-    ``distrusted``: nodes that get a role only where a failure leaves no other. ``nonfinite``:
-    iterations that were thrown away, because a number was not finite, with the last lineage in
-    which they, or later ones, were computed.
-    ``struck``: paths of checkpoints that could not be loaded.
+    """Facts that a successor cannot find out again.
 
-    ``failures``: those since the newest iteration, which count for a crash loop, each as
-    ``kind``, ``cause``, ``evidence`` (where to look further), ``signature`` (equal for the same
-    failure again), ``exited`` (a process ended by itself), ``iteration`` (newest finished one) and
-    ``node`` (or None). ``recoveries`` and
-    ``steps_recomputed``: counts that include the recovery which this epoch ends.
+    ``kept``: lineages with this epoch (see layout.planner.keep_lineages). ``gone``: removed nodes,
+    with the cause. ``wrong``: quarantined nodes, which computed or held wrong numbers, or have a
+    broken device; ``wrong_hosts``: hosts whose nodes are all quarantined. ``distrusted``: nodes
+    that get a role only where a failure leaves no other. ``nonfinite``: iterations that were thrown
+    away, because a number was not finite, with the last lineage in which they or later iterations
+    were computed. ``struck``: paths of checkpoints that could not be loaded.
+
+    ``failures``: those since the newest iteration, which count for a crash loop, each as ``kind``,
+    ``cause``, ``evidence`` (where to look further), ``signature`` (equal for a repeated failure),
+    ``exited`` (a process ended by itself), ``iteration`` (newest finished) and ``node`` (or None).
+    ``recoveries`` and ``steps_recomputed``: counts that include the recovery which this epoch ends.
     ``reported_plan``: the plan that was reported before this epoch, None before the first.
     ``start``: the newest epoch whose processes had all ended when the run was started again.
     """
@@ -66,7 +65,8 @@ class History:
     start: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, with the newest part of what would grow without end."""
+        """Return the JSON form, with only the newest entries of fields that would grow without
+        end."""
         known = sorted(self.gone)
         newest = [known.pop() for _ in known[-_MAX_CAUSES:]]
         written = write(self)
@@ -75,15 +75,15 @@ class History:
             **written,
             "kept": [[*pair] for pair in sorted(self.kept.items())[-_MAX_LINEAGES:]],
             "gone": {str(node): self.gone[node][:_MAX_CAUSE] for node in newest},
-            # To turn an old one away its number is enough. Numbers are given one after the other,
-            # so that these are a few stretches, between nodes that live.
+            # The number of an old node is enough to refuse it. Numbers are consecutive, so a few
+            # stretches between live nodes hold them all.
             "gone_before": _stretches(known),
             "nonfinite": [[*pair] for pair in sorted(self.nonfinite.items())[-_MAX_NONFINITE:]],
         }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> History:
-        """Inverse of :meth:`to_dict`."""
+        """Invert :meth:`to_dict`."""
         before = {
             node: "it was given up before"
             for first, last in values.get("gone_before", ())
@@ -95,7 +95,7 @@ class History:
 
 
 def _stretches(numbers: Iterable[int]) -> list[list[int]]:
-    """First and last of each stretch of ascending numbers without a gap."""
+    """Return first and last of each stretch of ascending numbers without a gap."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:

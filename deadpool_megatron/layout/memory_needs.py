@@ -59,7 +59,9 @@ def shortfall(
         return None
     needs = memory_needs(plan, topology)
     found = [Shortfall(n, needs[n], has) for n, has in budgets.items() if needs.get(n, 0) > has]
-    return max(found, key=lambda one: (one.needed_bytes - one.has_bytes, -one.node), default=None)
+    return max(
+        found, key=lambda lack: (lack.needed_bytes - lack.has_bytes, -lack.node), default=None
+    )
 
 
 def sized(nbytes: int) -> str:

@@ -162,10 +162,10 @@ def parity_numbers(layout: RoleLayout) -> tuple[int, int]:
 
     Raises ValueError for any other layout.
     """
-    words = layout.meaning.split()
-    if len(words) != 3 or words[0] != _STAGE:
+    fields = layout.meaning.split()
+    if len(fields) != 3 or fields[0] != _STAGE:
         raise ValueError(f"role {layout.role} is no parity block")
-    return int(words[1]), int(words[2])
+    return int(fields[1]), int(fields[2])
 
 
 def combines(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
@@ -220,7 +220,7 @@ class ParityIndex:
         self._layouts = layouts
         self._bad_parts = bad_parts
         self._copies = copies
-        self._of_role: dict[int, list[_Composition]] | None = None
+        self._of_role: dict[int, list[_HeldGroup]] | None = None
         self._held: dict[tuple[int, Generation], list[tuple[int, frozenset[str]]]] = {}
 
     def extend(
@@ -248,14 +248,14 @@ class ParityIndex:
         if self._of_role is None:
             self._of_role = self._index()
         found = [
-            records.Decoding(one.group, one.parities, blocks)
-            for one in self._of_role.get(role, ())
-            if len(blocks := self._blocks(one, role, part, generation)) >= len(one.group)
+            records.Decoding(group.roles, group.parities, blocks)
+            for group in self._of_role.get(role, ())
+            if len(blocks := self._blocks(group, role, part, generation)) >= len(group.roles)
         ]
-        return sorted(found, key=lambda one: (len(one.blocks), one.group), reverse=True)
+        return sorted(found, key=lambda way: (len(way.blocks), way.group), reverse=True)
 
-    def _index(self) -> dict[int, list[_Composition]]:
-        compositions: dict[tuple[tuple[int, ...], int, tuple[str, ...]], _Composition] = {}
+    def _index(self) -> dict[int, list[_HeldGroup]]:
+        groups: dict[tuple[tuple[int, ...], int, tuple[str, ...]], _HeldGroup] = {}
         hashes: dict[int, str] = {}
         for inventory in self._inventories:
             for layout in inventory.layouts:
@@ -266,28 +266,28 @@ class ParityIndex:
                 hashes[layout.role] = layout.layout_hash
                 number, parities = parity_numbers(layout)
                 key = (layout.peers, parities, tuple(part.name for part in layout.parts))
-                one = compositions.setdefault(key, _Composition(layout.peers, parities))
-                one.blocks.setdefault(len(layout.peers) + number, []).append(layout.role)
+                group = groups.setdefault(key, _HeldGroup(layout.peers, parities))
+                group.blocks.setdefault(len(layout.peers) + number, []).append(layout.role)
             same = {x.role for x in inventory.layouts if hashes.get(x.role) == x.layout_hash}
             for holding in inventory.holdings:
                 if holding.role in same and MEMBERS in holding.parts:
                     place = (inventory.node, holding.parts)
                     self._held.setdefault((holding.role, holding.generation), []).append(place)
-        of_role: dict[int, list[_Composition]] = {}
-        for one in compositions.values():
-            for role in one.group:
-                of_role.setdefault(role, []).append(one)
+        of_role: dict[int, list[_HeldGroup]] = {}
+        for group in groups.values():
+            for role in group.roles:
+                of_role.setdefault(role, []).append(group)
         return of_role
 
     def _blocks(
-        self, one: _Composition, wanted: int, part: str, generation: Generation
+        self, group: _HeldGroup, wanted: int, part: str, generation: Generation
     ) -> dict[int, tuple[Source, ...]]:
         blocks = {}
-        for number, role in enumerate(one.group):
+        for number, role in enumerate(group.roles):
             found = () if role == wanted else self._copies(role, part, generation)
             if found or not self._has(role, part):
                 blocks[number] = found
-        for number, roles in sorted(one.blocks.items()):
+        for number, roles in sorted(group.blocks.items()):
             if found := tuple(s for role in roles for s in self._parity(role, part, generation)):
                 blocks[number] = found
         return blocks
@@ -309,12 +309,12 @@ class ParityIndex:
 
 
 @dataclass
-class _Composition:
-    """One composition of a group; ``blocks``: number from k on -> parity roles, one for each plan
-    that led to the same group.
+class _HeldGroup:
+    """A group of which parity blocks are held; ``blocks``: number from k on -> parity roles, one
+    for each plan that led to the same group.
     """
 
-    group: tuple[int, ...]
+    roles: tuple[int, ...]
     parities: int
     blocks: dict[int, list[int]] = field(default_factory=dict)
 

@@ -21,7 +21,7 @@ from deadpool_megatron.layout.records import EpochRecord, nodes_of
 
 
 class CopyPlacement:
-    """All choices for one set of seats and live nodes; a choice looks only as far as it has to.
+    """The nodes that hold copies, for one set of seats and live nodes.
 
     ``seats`` maps role -> node, ``domains`` maps each *live* node -> failure domain; nodes without
     a domain are never chosen. Not thread-safe: it remembers the order of each group of peers.
@@ -50,11 +50,11 @@ class CopyPlacement:
 
     @staticmethod
     def of_record(record: EpochRecord) -> CopyPlacement:
-        """The placement that a record means."""
+        """Return the placement that a record means."""
         return CopyPlacement(*nodes_of(record.seats, record.nodes), record.replicas)
 
     def buddies(self, role: int, peers: Sequence[int]) -> tuple[int, ...]:
-        """The nodes that hold copies of ``role``, best first; fewer than wanted if too few live.
+        """Return the nodes that hold copies of ``role``, best first; fewer if too few are live.
 
         Order of preference: nodes of data-parallel ``peers`` in cyclic order, other training nodes
         likewise in the order of their lowest role, spares in an order drawn from (role, node).
@@ -63,9 +63,9 @@ class CopyPlacement:
         not chosen changes nothing, and a spare that takes over a node's roles takes over its place
         in the order.
 
-        Not from the next place: where neighbours share a rack, all of its nodes would choose the
-        first one of the next rack. From further away each finds another node; and with one copy,
-        nodes hold each other's, which makes fewer pairs whose loss is fatal than a ring does.
+        The search does not begin at the next place: where neighbours share a rack, all its nodes
+        would choose the first node of the next rack. From further away each finds another node.
+        With one copy, pairs of nodes hold each other's, so fewer pairs are fatal than with a ring.
         """
         own_node = self._seats.get(role, -1)
         used = {self._domains[own_node]} if own_node in self._domains else set()
@@ -89,7 +89,7 @@ class CopyPlacement:
         return tuple(chosen)
 
     def _preference(self, role: int, peers: Sequence[int], way_round: Fraction) -> Iterator[int]:
-        """All nodes, most wanted first (the own node, dead ones and repetitions included)."""
+        """Yield all nodes, the best first, with the own node, dead nodes and repetitions."""
         if peers not in self._peers:
             self._peers[peers] = sorted(set(peers))
         for peer in _cyclic(self._peers[peers], role, way_round):
@@ -108,7 +108,7 @@ def is_covered(
     domains: Mapping[int, str],
     replicas: int,
 ) -> bool:
-    """True when nothing of a part must be shipped: peers seal the same bytes far enough apart.
+    """Return whether peers seal a part far enough apart, so that it need not be shipped.
 
     That is so when the roles in ``replicas_of_part`` (PartInfo.replicas) and ``role`` itself sit on
     live nodes in at least ``replicas + 1`` distinct failure domains.
@@ -120,28 +120,28 @@ def is_covered(
 def missing_copies(
     seats: Mapping[int, int], domains: Mapping[int, str], spares: Collection[int], replicas: int
 ) -> frozenset[int]:
-    """Roles for which too few live nodes are left: the value of EpochRecord.fewer_copies.
+    """Return the roles with too few live nodes: the value of EpochRecord.fewer_copies.
 
-    How many buddies there are does not depend on which nodes are preferred, so nodes are counted.
+    The number of buddies does not depend on the preference of nodes, so nodes are counted.
     """
     live = {node for node in (*seats.values(), *spares) if node in domains}
     return frozenset(role for role, node in seats.items() if len(live) - (node in live) < replicas)
 
 
 class DomainsError(UserError, ValueError):
-    """The domains file cannot be understood; the message names the line."""
+    """A domains file with a malformed line, which the message names."""
 
 
 def parse_domains(text: str) -> dict[str, str]:
-    """NODE -> DOMAIN of a domains file's text. Raises DomainsError for a malformed line."""
+    """Return NODE -> DOMAIN of the text of a domains file. Raises DomainsError."""
     table: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        words = line.partition("#")[0].split()
-        if not words:
+        entry = line.partition("#")[0].split()
+        if not entry:
             continue
-        if len(words) != 2:
+        if len(entry) != 2:
             raise DomainsError(f"domains file, line {number}: expected 'NODE DOMAIN', got {line!r}")
-        node, domain = words
+        node, domain = entry
         if table.setdefault(node, domain) != domain:
             raise DomainsError(
                 f"domains file, line {number}: node {node} is in {table[node]} and in {domain}"
@@ -150,16 +150,16 @@ def parse_domains(text: str) -> dict[str, str]:
 
 
 def domain_of(table: Mapping[str, str], node: int, host: str = "") -> str:
-    """The failure domain of a node: by its id, else by its host name, else its own.
+    """Return the failure domain of a node: that of its id, of its host name, or its own.
 
-    A host may call itself by its whole name, where the file has the short one.
+    A host may report its full name where the file has the short name.
     """
     named = (table.get(name) for name in (str(node), host, host.partition(".")[0]))
     return next((domain for domain in named if domain), f"node{node}")
 
 
 def _cyclic(ordered: Sequence[int], own: int, way_round: Fraction) -> Iterator[int]:
-    """All of the ascending values in cyclic order, beginning so far round (0 to 1) from ``own``."""
+    """Yield the ascending values in cyclic order; ``way_round``: start, from ``own`` (0 to 1)."""
     begin = bisect.bisect_left(ordered, own)
     begin += len(ordered) * way_round.numerator // way_round.denominator
     for step in range(len(ordered)):
@@ -169,7 +169,7 @@ def _cyclic(ordered: Sequence[int], own: int, way_round: Fraction) -> Iterator[i
 def _draw(role: int, node: int) -> int:
     """Rendezvous hashing: each role ranks spares its own way, whatever other spares exist.
 
-    No CRC: of two texts whose last digits differ, all roles would find the same one the smaller.
+    No CRC: of two texts whose last digits differ, all roles would rank the same text first.
     """
     digest = hashlib.blake2b(f"{role}:{node}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -17,17 +17,17 @@ from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.rebuild import Rebuild, rebuilds_of
 from deadpool_megatron.layout.records import Generation, Recipe, Restore, RoleLayout, Seat, Source
 
-# Node and local slot of a member.
+# Node and local rank of a member.
 Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class RestoreQuery:
-    """The facts that are known when a restore has to be chosen.
+    """The facts from which a restore is chosen.
 
-    ``roles``: all roles of the epoch to open. ``inventories``: frozen, of live nodes only.
-    ``seats``: of the epoch to open (roles may be missing while a spare is awaited); ``owners``:
-    seats of the epoch that was closed. ``layouts``: as registered by the members; a role that is
+    ``roles``: all roles of the epoch to open. ``inventories``: frozen inventories of live nodes.
+    ``seats``: those of the epoch to open (roles may be missing while a spare is awaited);
+    ``owners``: those of the closed epoch. ``layouts``: as registered by the members; a role that is
     missing here is looked up in the inventories.
     ``kept``: lineage -> last iteration that is kept (:func:`keep_lineages`). ``durable``: the
     newest valid checkpoint (path, boundary, iteration). ``start``: the first state of the run,
@@ -51,7 +51,7 @@ class RestoreQuery:
 
 @dataclass(frozen=True)
 class NoRestore:
-    """There is nothing to continue from; ``reason`` is one clear line for people."""
+    """The reason why the run has no state to continue from: one line for people."""
 
     reason: str
 
@@ -65,15 +65,15 @@ class Seating:
 
 
 def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
-    """The newest state that every role can get back.
+    """Return the newest state that every role can get back.
 
-    In this order: newest generation in memory of which each role's shard parts and extras have a
-    source, or can be decoded or recomputed as far as shard parts go; the durable checkpoint; the
-    start of the run, if nothing was computed yet. A restore that is not from memory is a generation
-    of the new epoch: the members seal it first.
+    In this order: the newest generation in memory of which each role's shard parts and extras have
+    a source, or the shard parts can be decoded or recomputed; the durable checkpoint; the start of
+    the run, if nothing was computed yet. A restore that is not from memory is a generation of the
+    new epoch: the members seal it first.
 
-    Memory that the checkpoint has overtaken by more generations than slots hold is of a host that
-    left the run long ago, and not looked at.
+    Generations that are older than the checkpoint by more than the slots hold are ignored: they are
+    those of a host that left the run long ago.
     """
     index = PartIndex(query)
     refusals: list[str] = []
@@ -89,10 +89,10 @@ def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
             return replace(
                 fallback, generation=Generation(query.epoch, fallback.generation.iteration)
             )
-    what = "; ".join(refusals[:3]) or "no live node holds a sealed state"
+    reason = "; ".join(refusals[:3]) or "no live node holds a sealed state"
     return NoRestore(
         f"no generation can be restored for all {len(query.roles)} roles and there is no"
-        f" durable checkpoint: {what}"
+        f" durable checkpoint: {reason}"
     )
 
 
@@ -104,13 +104,13 @@ def assign_seats(
     leaving: frozenset[int] = frozenset(),
     deprioritized: frozenset[int] = frozenset(),
 ) -> Seating:
-    """Survivors keep their roles; the roles of a lost or leaving node move together to one spare.
+    """Keep the roles of survivors, and move those of each lost or leaving node to one spare.
 
-    ``seats``: of the last epoch (at the start: the wished ones). ``members``: incarnation of every
-    member on a live node; all of them run or are being started. A member that died on a live node
-    is replaced in its place (its incarnation in ``members`` is the replacement's). ``warm``:
-    members that have built. ``leaving``: live nodes that must lose their roles. ``deprioritized``:
-    live nodes that take roles only when no other spare is left.
+    ``seats``: those of the last epoch, or the planned seats of the first. ``members``: incarnation
+    of every member on a live node; all of them run or are being started. A member that died on a
+    live node is replaced in its place (its incarnation in ``members`` is the replacement's).
+    ``warm``: members that have built. ``leaving``: live nodes that must lose their roles.
+    ``deprioritized``: live nodes that take roles only when no other spare is left.
 
     A spare is a live node without a role that has every local rank the block needs: the node with
     the most warm members there, then the lowest id.
@@ -126,47 +126,44 @@ def assign_seats(
     taken = {seat.node for seat in found.values()} | leaving
     unseated: list[int] = []
     for node, roles in sorted(moving.items()):
-        slots = [seats[role].local_rank for role in roles]
+        ranks = [seats[role].local_rank for role in roles]
 
-        def rank(spare: int, slots: list[int] = slots) -> tuple[bool, int, int]:
-            return (
-                spare in deprioritized,
-                -sum((spare, local_rank) in warm for local_rank in slots),
-                spare,
-            )
+        def order(spare: int, ranks: list[int] = ranks) -> tuple[bool, int, int]:
+            warm_count = sum((spare, local_rank) in warm for local_rank in ranks)
+            return spare in deprioritized, -warm_count, spare
 
         fitting = [
             spare
             for spare in {spare for spare, _ in members} - taken - {node}
-            if all((spare, local_rank) in members for local_rank in slots)
+            if all((spare, local_rank) in members for local_rank in ranks)
         ]
         if not fitting:
             unseated += roles
             continue
-        spare = min(fitting, key=rank)
+        spare = min(fitting, key=order)
         taken.add(spare)
-        for role, local_rank in zip(roles, slots, strict=True):
+        for role, local_rank in zip(roles, ranks, strict=True):
             found[role] = Seat(spare, local_rank, members[spare, local_rank])
     return Seating(dict(sorted(found.items())), tuple(sorted(unseated)))
 
 
 def keep_lineages(kept: Mapping[int, int], restore: Restore, epoch: int) -> dict[int, int]:
-    """The kept line after ``epoch`` was opened from ``restore``; the rest is abandoned for good.
+    """Return the kept lineages after ``epoch`` was opened from ``restore``; others are abandoned.
 
     A run that was set back to generation (1, 7) in epoch 3 keeps lineage 1 up to iteration 7, drops
     lineage 2, and continues in lineage 3. State that did not come from memory keeps nothing older.
     """
-    line = {epoch: NO_LIMIT}
+    remaining = {epoch: NO_LIMIT}
     if restore.kind == "memory":
         newest = restore.generation
         for lineage, last in kept.items():
             if lineage <= newest.lineage:
-                line[lineage] = min(last, newest.iteration)
-    return line
+                remaining[lineage] = min(last, newest.iteration)
+    return remaining
 
 
 def is_kept(kept: Mapping[int, int], generation: Generation) -> bool:
-    """True when a generation lies on the kept line."""
+    """Return whether a generation belongs to a kept lineage."""
     return generation.iteration <= kept.get(generation.lineage, -1)
 
 
@@ -181,7 +178,7 @@ def is_rolled_back(generation: Generation, nonfinite: Mapping[int, int]) -> bool
 
 
 class PartIndex:
-    """All sealed parts in the inventories, as far as they may be used for the query."""
+    """The sealed parts in the inventories that may be used for the query."""
 
     def __init__(self, query: RestoreQuery) -> None:
         self._query = query
@@ -195,18 +192,17 @@ class PartIndex:
 
     @property
     def generations(self) -> set[Generation]:
-        """Every generation of which any usable part exists."""
+        """Return every generation with a usable part."""
         return {generation for generation, parts in self._holders.items() if parts}
 
     def is_overtaken(self, generation: Generation) -> bool:
-        """True when the checkpoint is newer than the slots of a run that continues could make
-        it."""
+        """Return whether the checkpoint is newer by more generations than slots can hold."""
         slots = max((layout.slots for layout in self._layouts.values()), default=0)
         durable, kept = self._query.durable, slots * self._query.every
         return durable is not None and durable.generation.iteration > generation.iteration + kept
 
     def produce(self, generation: Generation) -> Restore | str:
-        """The restore of one generation, or what is missing for it."""
+        """Return the restore of one generation, or the name of what it lacks."""
         sources: dict[int, dict[str, tuple[Source, ...]]] = {}
         recipes: dict[int, Recipe] = {}
         for role in self._query.roles:
@@ -228,7 +224,8 @@ class PartIndex:
         return self._at_latest_boundary(generation, sources, recipes)
 
     def recipe(self, layout: RoleLayout, generation: Generation) -> Recipe | None:
-        """Return how a role gets the parts that no node holds whole; None where it cannot."""
+        """Return the recipe for the parts of a role that no node holds whole; None if
+        impossible."""
         copies, role = self._whole_copies, layout.role
         lacking = [name for name in layout.shard_parts if not copies(role, name, generation)]
         found = self._recipe(layout, lacking, generation)
@@ -241,7 +238,7 @@ class PartIndex:
     def _recipe(
         self, layout: RoleLayout, lacking: list[str], generation: Generation
     ) -> Recipe | str:
-        """Return how a role gets parts that no node holds whole, or what is missing for it."""
+        """Return the recipe for parts that no node holds whole, or the name of what it lacks."""
         recipe, left = Recipe(), lacking
         for scheme in self._rebuilds if lacking else ():
             recipe = scheme.extend(recipe, layout, left, generation)
@@ -275,7 +272,7 @@ class PartIndex:
         return lacking
 
     def _whole_copies(self, role: int, name: str, generation: Generation) -> tuple[Source, ...]:
-        """Places of a part of any role of the run; none for a part that the role does not have."""
+        """Return the places of a part of any role; none for a part that the role does not have."""
         layout = self._layouts.get(role)
         parts = layout.parts if layout is not None else ()
         part = next((part for part in parts if part.name == name), None)
@@ -284,7 +281,7 @@ class PartIndex:
     def _sources(
         self, role: int, part: records.PartInfo, generation: Generation
     ) -> tuple[Source, ...]:
-        """New seat's node, previous owner's node, buddies, then the same of each replica role."""
+        """Return the new seat's node, the previous owner's, buddies, then those of each replica."""
         holders = self._holders.get(generation, {}).get(part.name, {})
         found = [Source(node, role) for node in self._nearest(role, holders.get(role, []))]
         for other in part.replicas:
@@ -295,7 +292,8 @@ class PartIndex:
         return tuple(found)
 
     def _nearest(self, role: int, nodes: list[int]) -> list[int]:
-        """Own node, previous owner's, then others cyclically, so that not all ask the same node."""
+        """Sort the own node and the previous owner's first, then others cyclically from the owner:
+        so not all roles ask the same node."""
         if len(nodes) < 2:
             return nodes
         own, owner = self._query.seats.get(role), self._query.owners.get(role)
@@ -307,7 +305,7 @@ class PartIndex:
         return sorted(nodes, key=rank)
 
     def _add(self, node: int, inventory: records.Inventory) -> None:
-        """Holdings on the kept line, of the right layout, without parts that are known bad."""
+        """Add the holdings of kept lineages with the right layout, without parts known as bad."""
         hashes = {layout.role: layout.layout_hash for layout in inventory.layouts}
         query = self._query
         for holding in inventory.holdings:
@@ -334,15 +332,15 @@ def _is_on(seat: Seat | None, node: int) -> bool:
 def common_layouts(
     roles: set[int], inventories: Iterable[records.Inventory]
 ) -> dict[int, RoleLayout]:
-    """The layout of each role that most nodes name; layouts of copies travel with the copies."""
+    """Return the most frequent layout of each role; layouts of copies travel with the copies."""
     found: dict[int, list[RoleLayout]] = {}
     if roles:
         for layout in (layout for inventory in inventories for layout in inventory.layouts):
             if layout.role in roles:
                 found.setdefault(layout.role, []).append(layout)
-    return {role: _most_common(layouts) for role, layouts in found.items()}
+    return {role: _majority(layouts) for role, layouts in found.items()}
 
 
-def _most_common(layouts: list[RoleLayout]) -> RoleLayout:
+def _majority(layouts: list[RoleLayout]) -> RoleLayout:
     counts = Counter(layout.layout_hash for layout in layouts)
-    return max(layouts, key=lambda one: (counts[one.layout_hash], one.layout_hash))
+    return max(layouts, key=lambda layout: (counts[layout.layout_hash], layout.layout_hash))

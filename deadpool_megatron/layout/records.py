@@ -1,14 +1,14 @@
 """Data of decisions, and the decision itself: plain, immutable, JSON-able.
 
 These types are shared by the coordinator, the agents, the vaults and the members; they hold no
-behaviour beyond their own encoding. Words are those of docs/design: role, node, epoch, generation.
-Parts are told apart by their names.
+behaviour beyond their own encoding. Terms are those of docs/design: role, node, epoch, generation.
+Parts are distinguished by their names.
 
-The cadence: only generations of every n-th iteration are protected. Which those are follows from
-their number alone, so that all roles protect the same ones: if a role skipped one on its own
-account, no later failure would find a state that all roles have. Slots and lag count protected
-generations. Why the gate of the design (section 4) still holds is written in
-:mod:`deadpool_megatron.member.protection`.
+The cadence: only generations of every n-th iteration are protected. The iteration number alone
+decides, so all roles protect the same generations: if a role skipped a generation by itself, no
+later failure would find a state that all roles have. Slots and lag count protected generations.
+:mod:`deadpool_megatron.member.protection` explains why the gate of the design (section 4) still
+holds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BOUNDARIES: tuple[str, ...] = ("step", "evaluation", "save", "validation", "test
 _EXTRAS = "extras@"
 _STEP = "step@"
 _GRADIENTS = "step@gradients."
-#: Values of the parameter groups as the update used them; of no bytes: no step for this generation.
+#: Values of the parameter groups that the update used; empty if this generation has no step.
 UPDATE_PART = "step@update"
 #: JSON: shard part -> [bytes, checksum] after the update. Written by the owner's vault.
 SUMS_PART = "step@sums"
@@ -38,7 +38,7 @@ PARITY_BASE = 1 << 32
 
 
 class PartKind(Enum):
-    """``SHARD``: of the optimizer's state. ``EXTRAS``: all else that an iteration changes, as of a
+    """``SHARD``: optimizer state. ``EXTRAS``: all other state that an iteration changes, at a
     boundary. ``STEP``: the data that recomputes an update (:mod:`.gradient_chain`)."""
 
     SHARD = "shard"
@@ -54,22 +54,22 @@ def kind_of(name: str) -> PartKind:
 
 
 def extras_part(boundary: str) -> str:
-    """Name of the part that holds the extras captured at ``boundary``."""
+    """Return the name of the part with the extras captured at ``boundary``."""
     return _EXTRAS + boundary
 
 
 def gradients_part(shard_part: str) -> str:
-    """Name of the part with the gradients of an update of ``shard_part``."""
+    """Return the name of the part with the gradients of an update of ``shard_part``."""
     return _GRADIENTS + shard_part
 
 
 def shard_of(name: str) -> str | None:
-    """Inverse of :func:`gradients_part`; None for any other part."""
+    """Invert :func:`gradients_part`; None for any other part."""
     return name.removeprefix(_GRADIENTS) if name.startswith(_GRADIENTS) else None
 
 
 def is_parity_role(number: int) -> bool:
-    """True for the number of a parity block, False for a role of the run."""
+    """Return whether a number is that of a parity block, not of a role of the run."""
     return number >= PARITY_BASE
 
 
@@ -92,12 +92,12 @@ class Generation(Listed):
 
 @dataclass(frozen=True)
 class PartInfo(Coded):
-    """One contiguous piece of a role's generation, e.g. the flat shard of one inner optimizer.
+    """A contiguous piece of a role's generation, for example the flat shard of an inner optimizer.
 
-    ``replicas``: all roles (this one included, ascending) whose bytes of this part are identical,
-    as on data-parallel peers without a distributed optimizer; ``(role,)`` for unique bytes.
-    ``identity`` says what the bytes mean (names, shapes, slices and dtypes, in their order): equal
-    in all replicas, and in nothing else. Empty where that is the whole role's to say.
+    ``replicas``: all roles (its own included, ascending) with identical bytes of this part, as on
+    data-parallel peers without a distributed optimizer; ``(role,)`` for unique bytes. ``identity``:
+    the meaning of the bytes (names, shapes, slices and dtypes, in order), equal in all replicas and
+    nowhere else. Empty for a part whose meaning follows from its role.
     """
 
     name: str
@@ -108,14 +108,14 @@ class PartInfo(Coded):
 
 @dataclass(frozen=True)
 class RoleLayout(Coded):
-    """The parts that a role's generation consists of; equal ``layout_hash`` means interchangeable
-    bytes: of the same parts, and of a role that is the same of the same model.
+    """The parts of a role's generation. Equal ``layout_hash`` means interchangeable bytes: the same
+    parts of the same role of the same model.
 
     ``peers``: the roles of its data-parallel group, itself included, ascending. ``parts`` holds the
-    shard parts first, then what recomputes an update (:mod:`.gradient_chain`) if that is kept, then
-    one extras part per boundary; an extras part's ``nbytes`` is its capacity. ``slots``: how many
-    generations the owner's segment (and a copy) holds, 2+N or 3+N. ``meaning``: which role of which
-    model it is, for people and for :func:`.words.difference`.
+    shard parts first, then the parts of a step (:mod:`.gradient_chain`) if steps are kept, then an
+    extras part per boundary; an extras part's ``nbytes`` is its capacity. ``slots``: the number of
+    generations in the owner's segment (and in a copy), 2+N or 3+N. ``meaning``: the role and its
+    model, for people and for :func:`.descriptions.difference`.
     """
 
     role: int
@@ -127,40 +127,40 @@ class RoleLayout(Coded):
 
     @cached_property
     def shard_parts(self) -> tuple[str, ...]:
-        """Names of the parts that are neither extras nor what recomputes an update."""
+        """Return the names of the parts with optimizer state."""
         return tuple(p.name for p in self.parts if kind_of(p.name) is PartKind.SHARD)
 
     @cached_property
     def step_parts(self) -> tuple[str, ...]:
-        """Names of the parts that recompute an update; none where slots have no room for them."""
+        """Return the names of the parts of a step; none where steps are not kept."""
         return tuple(p.name for p in self.parts if kind_of(p.name) is PartKind.STEP)
 
     def generations_kept(self, full_every: int) -> int:
-        """Return after how many newer generations no restore can need a generation, nor any that
-        is computed from it; so many steps are kept.
+        """Return the number of newer generations after which no restore needs a generation, or
+        any that is computed from it. It is also the number of steps that are kept.
 
-        The oldest generation that a restore may need is ``slots`` - 1 before the one that is being
-        received, and its base at most ``full_every`` - 1 older than that.
+        The oldest generation that a restore may need is ``slots`` - 1 before the generation that is
+        being received, and its base at most ``full_every`` - 1 older than that.
         """
         return self.slots + (full_every if self.step_parts else 0)
 
     @cached_property
     def shape(self) -> tuple[int, int, int, tuple[tuple[str, int, int], ...]]:
-        """Return what the size of its slots depends on, equal for most of the roles of a run:
-        slots, letters of the meaning, number of peers, and of each part name, bytes and replicas.
+        """Return the facts that determine the size of its slots: slots, letters of the meaning,
+        number of peers, and name, bytes and replicas of each part. Most roles of a run share them.
         """
         parts = tuple((part.name, part.nbytes, len(part.replicas)) for part in self.parts)
         return self.slots, len(self.meaning), len(self.peers), parts
 
     def has(self, part: PartInfo) -> bool:
-        """Return whether it has a part of which every byte means the same as in ``part``."""
+        """Return whether it has a part whose bytes have the same meaning as those of ``part``."""
         wanted = part.name, part.nbytes, part.identity
-        return any((one.name, one.nbytes, one.identity) == wanted for one in self.parts)
+        return any((own.name, own.nbytes, own.identity) == wanted for own in self.parts)
 
 
 @dataclass(frozen=True)
 class Holding(Coded):
-    """Sealed parts of one role's generation on one node: promised not to be overwritten."""
+    """Sealed parts of a role's generation on a node, which promises not to overwrite them."""
 
     role: int
     generation: Generation
@@ -179,7 +179,7 @@ class Inventory(Coded):
 
 @dataclass(frozen=True, order=True)
 class Seat(Listed):
-    """The member that plays a role: a process named by node, local rank and incarnation."""
+    """The member that has a role: a process named by node, local rank and incarnation."""
 
     node: int
     local_rank: int
@@ -191,24 +191,24 @@ WholeCopies = Callable[[int, str, Generation], tuple["Source", ...]]
 
 
 class SeatTable(dict[int, Seat]):
-    """Role -> seat, never changed, with the lookups that are made for every message.
+    """Role -> seat, immutable, with the lookups that every message needs.
 
-    Each index is built when it is first asked for and then kept. Thread-safe: two threads may at
-    worst build the same index twice.
+    Each index is built at its first use and then kept. Thread-safe: at worst two threads build the
+    same index.
     """
 
     @cached_property
     def role_by_place(self) -> Mapping[tuple[int, int], int]:
-        """(node, local rank) -> role, whatever the incarnation."""
+        """Return (node, local rank) -> role, for any incarnation."""
         return {(seat.node, seat.local_rank): role for role, seat in self.items()}
 
     @cached_property
     def nodes(self) -> frozenset[int]:
-        """Nodes that have a seat."""
+        """Return the nodes with a seat."""
         return frozenset(seat.node for seat in self.values())
 
     def role_of(self, node: int, local_rank: int, incarnation: int) -> int | None:
-        """The role this very process has a seat for."""
+        """Return the role whose seat this incarnation has, if any."""
         role = self.role_by_place.get((node, local_rank))
         return role if role is not None and self[role].incarnation == incarnation else None
 
@@ -233,7 +233,7 @@ class Source(Listed):
 
 @dataclass(frozen=True, order=True)
 class BadPart:
-    """Bytes found wrong: ``part`` of ``generation``, sealed under ``role`` on ``node``."""
+    """Corrupt bytes: ``part`` of ``generation``, sealed under ``role`` on ``node``."""
 
     node: int
     role: int
@@ -246,18 +246,18 @@ class BadPart:
 
     @staticmethod
     def from_list(node: int, values: Sequence[Any]) -> BadPart:
-        """Inverse of :meth:`to_list`. Raises TypeError or ValueError for anything else."""
+        """Invert :meth:`to_list`. Raises TypeError or ValueError for other values."""
         role, generation, part = values
         return BadPart(node, int(role), Generation.from_list(generation), str(part))
 
 
 @dataclass(frozen=True)
 class Decoding(Listed):
-    """A way to compute a shard part without a whole copy from ``k`` of k+m coded blocks.
+    """The blocks from which a shard part without a whole copy is decoded: any k of k+m.
 
-    Block i < k is the part of role ``group[i]`` (zeros behind its end), from k on parity blocks.
+    Block i < k is the part of role ``group[i]`` (zeros after its end), from k on parity blocks.
     ``blocks``: number of a block -> places that hold it, none where the role has no such part (all
-    zeros); the wanted one is not among them.
+    zeros); the wanted block is left out.
     """
 
     group: tuple[int, ...]
@@ -267,9 +267,9 @@ class Decoding(Listed):
 
 @dataclass(frozen=True)
 class Replay(Listed):
-    """A whole copy of ``base`` and the gradients of ``steps`` (ascending) that lead from it to the
-    generation which is restored. ``sources``: generation -> part -> places; whole shard parts for
-    the base, gradients and extras for each step.
+    """A whole copy of ``base`` and the gradients of ``steps`` (ascending), which lead from it to
+    the restored generation. ``sources``: generation -> part -> places; whole shard parts for the
+    base, gradients and extras for each step.
     """
 
     base: Generation
@@ -279,8 +279,8 @@ class Replay(Listed):
 
 @dataclass(frozen=True)
 class Recipe(Coded):
-    """Work of a role for shard parts that nobody holds whole: ``decodings`` by part, ``replay``
-    for all of them together."""
+    """The way to shard parts of a role without a whole copy: ``decodings`` by part, ``replay`` for
+    all of them together."""
 
     decodings: Mapping[str, Decoding] = field(default_factory=dict)
     replay: Replay | None = None
@@ -292,7 +292,7 @@ class Recipe(Coded):
         return part in self.decodings or is_replayed
 
     def sources(self) -> Iterator[Source]:
-        """Yield every place that it reads from."""
+        """Yield every place from which it reads."""
         for decoding in self.decodings.values():
             yield from itertools.chain.from_iterable(decoding.blocks.values())
         for parts in self.replay.sources.values() if self.replay is not None else ():
@@ -306,9 +306,9 @@ class Restore(Coded):
     ``kind``: ``initial`` (build and start at iteration 0), ``memory`` (sealed slots; ``sources``
     lists for every role and part the nodes to try, best first), ``durable`` (the torch_dist
     checkpoint at ``path``), ``dump`` (slot files that vaults wrote to directory ``path``).
-    ``generation`` is what the roles have afterwards and ``boundary`` the last moment after that
-    iteration which all roles had reached. ``recipes``: for roles of which no whole copy is left.
-    ``identity``: the content of ``path`` when it was noted; empty where it was not read.
+    ``generation``: that of all roles afterwards; ``boundary``: the last moment after that iteration
+    that all roles had reached. ``recipes``: those of roles without a whole copy. ``identity``: the
+    content of ``path`` when it was noted; empty if it was not read.
     """
 
     kind: str
@@ -328,13 +328,13 @@ class Restore(Coded):
 
 @dataclass(frozen=True)
 class EpochRecord(Coded):
-    """A decision of the coordinator: immutable, journalled before it is sent.
+    """A decision of the coordinator, which is immutable and journalled before it is sent.
 
     ``seats``: role -> member. ``nodes``: all live nodes, spares too. ``fewer_copies``: roles that
     may pass the commit gate with fewer copies than wanted, because no eligible node is left.
     ``emitted_up_to``: last iteration whose log lines have been accepted. ``replicas``: lost nodes
-    that the protection survives; ``protection``: how. ``begins``: none of this start of the run was
-    open before, so that its command may be another one. ``history``: of the run so far, for a
+    that the protection survives; ``protection``: its plan. ``begins``: the epoch is the first after
+    a start of the run, whose command may have changed. ``history``: that of the run so far, for a
     coordinator that takes over; agents do not receive it.
     """
 
@@ -368,17 +368,16 @@ def is_due(iteration: int, every: int) -> bool:
 
 
 def next_due(iteration: int, every: int) -> int:
-    """The first protected iteration that is not before ``iteration``."""
+    """Return the first protected iteration from ``iteration`` on."""
     return -(-iteration // every) * every
 
 
 def successors(generation: Generation, restored: Generation, newest: Generation, every: int) -> int:
-    """Return the number of generations after ``generation`` that a role has certainly written by
-    ``newest``.
+    """Return the minimum number of generations from ``generation`` to ``newest`` that a role wrote.
 
-    ``restored``: what the epoch of ``newest`` began with; from there on every due iteration was
-    written. How many lie between an older generation and ``restored`` is not known here, for the
-    cadence may have been another one: only ``restored`` itself is counted.
+    ``restored``: the first generation of the epoch of ``newest``; from there on every due iteration
+    was written. The number of those between an older generation and ``restored`` is unknown, as the
+    cadence may have changed: only ``restored`` itself is counted.
     """
     begin = max(generation.iteration, restored.iteration)
     since = max(0, newest.iteration // every - begin // every)
@@ -386,6 +385,6 @@ def successors(generation: Generation, restored: Generation, newest: Generation,
 
 
 def successors_by(record: EpochRecord, newest: Generation) -> Callable[[Generation], int]:
-    """:func:`successors` in the epoch of ``record``, of which ``newest`` is sealed somewhere."""
+    """Return :func:`successors` for the epoch of ``record``; ``newest``: its newest known seal."""
     restored, every = record.restore.generation, record.protection.every
     return lambda generation: successors(generation, restored, newest, every)

@@ -90,7 +90,7 @@ def format_scheme(scheme: SchemeNumbers) -> str:
 def describe_plan(plan: ProtectionPlan, replicas: int) -> str:
     """Return a description of a plan for users; ``replicas`` as in EpochRecord."""
     scheme, many = plan.scheme, "" if replicas == 1 else "s"
-    what = {
+    description = {
         SchemeKind.BUDDY: f"{replicas} cop{'y' if replicas == 1 else 'ies'}",
         SchemeKind.PARITY: f"{replicas} block{many} for up to {scheme.group} roles",
         SchemeKind.LOCAL: "no node may be lost",
@@ -98,7 +98,7 @@ def describe_plan(plan: ProtectionPlan, replicas: int) -> str:
         SchemeKind.RECOMPUTE: f"whole every {scheme.full_every} iterations, gradients in between",
     }[scheme.kind]
     each = "" if plan.every == 1 else f", every {plan.every} iterations"
-    return f"{scheme.kind} ({what}){each}"
+    return f"{scheme.kind} ({description}){each}"
 
 
 def recomputes(plan: ProtectionPlan) -> bool:

@@ -270,7 +270,7 @@ class Vault:
         """Report each invalid state word once: it comes from a stray write, or bad memory."""
         with self._gate.lock:
             segments = list(self.store.table.segments.values())
-            found = {(one, *word) for one in segments for word in one.foreign_words()}
+            found = {(one, *word) for one in segments for word in one.invalid_states()}
         for segment, slot, name, word in found - self._damaged:
             generation, where = segment.generation(slot), f"header of slot {slot}"
             role, where = segment.layout.role, f"{where} of {segment.path.name}"

@@ -166,8 +166,8 @@ class SlotStore:
         """
         self.open_part(segment, slot, place.name, epoch)
         target = segment.data(slot, place.name, place.nbytes)
-        go_on = partial(self.gate.require_open, epoch)
-        found = place.copy_into(target, self.settings.chunk_bytes, go_on)
+        keep_going = partial(self.gate.require_open, epoch)
+        found = place.copy_into(target, self.settings.chunk_bytes, keep_going)
         if found != place.checksum:
             return found
         return self.seal_copy(segment, slot, place.name, place.nbytes, place.checksum, epoch)

@@ -300,7 +300,7 @@ def _to_dict(subject: Subject, finding: Finding) -> dict[str, Any]:
     values = {
         "kind": subject.kind,
         "path": str(finding.path),
-        "what": finding.what,
+        "what": finding.name,
         "bytes": finding.nbytes,
         "verdict": str(finding.verdict),
         "reason": finding.reason,
@@ -324,7 +324,7 @@ def _lines(subjects: Iterable[Subject], found: list[tuple[Subject, Finding]]) ->
     lines = table(header, rows)
     for _, finding in found:
         if finding.verdict in (Verdict.BAD, Verdict.UNKNOWN):
-            where = f"{finding.path}: {finding.what}"
+            where = f"{finding.path}: {finding.name}"
             if finding.generation is not None:
                 where += f" of {finding.generation.lineage}:{finding.generation.iteration}"
             lines.append(f"  {finding.verdict.upper()} {where}: {finding.reason}")

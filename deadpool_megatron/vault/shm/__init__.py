@@ -1,1 +1,1 @@
-"""Slots in shared memory: files, what they hold, in which order they are written and read."""
+"""Slots in shared memory: the files, the table of a node's parts, and an offline check."""

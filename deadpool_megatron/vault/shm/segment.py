@@ -1,24 +1,23 @@
 """One file of slots in shared memory, readable after a kill of its writer at any instruction.
 
-File: words, the description (JSON: layout, seat, slots, page size), then the slots: as many as the
-layout says, or more where steps are kept (layout.gradient_chain). Everything that gets memory, or
-is locked in it, begins and ends with a page of the host that made the file.
-Slot: header (words below, one entry of 4 words per part), then the parts at fixed page-aligned
-offsets. An ``own-*`` file is written by one member incarnation and sealed by the vault,
-which puts restored parts there while that member waits for them; ``copy-*`` and ``steps-*`` files
-are written by the vault alone.
+File: header words, the description (JSON: layout, seat, slots, page size), then the slots: those of
+the layout, or more where steps are kept (layout.gradient_chain). Every range that gets memory, or
+is locked in it, begins and ends with a page of the host that made the file. Slot: header (words
+below, one entry of 4 words per part), then the parts at fixed page-aligned offsets. An ``own-*``
+file is written by its member incarnation and sealed by the vault, which puts restored parts there
+while that member waits for them; ``copy-*`` and ``steps-*`` files are written by the vault alone.
 
 Order of stores. Each state is one aligned 8-byte word, stored whole by CPython's memoryview (one
 ``mov``/``str``), so no reader sees half of it. A writer invalidates the state word first and
 validates it last. After a *kill* the order is settled: the kernel's context switch is a full
-barrier, so what a dead writer stored before the kill is seen in program order. Between *live*
-processes the reader learns of a change by a socket message (the send and receive calls order the
-stores before it, on x86 and ARM alike), or calls :func:`fence` before it reads. The one place where
-both sides store first and then read the other's word is freezing: the vault stores FROZEN, calls
-:func:`fence`, reads the states; the member stores WRITING and reads FROZEN. The asymmetric barrier
-(membarrier(2)) makes every running thread pass a full barrier between the vault's store and its
-reads, so one of the two must see the other; the member's fast path stays a plain store and load.
-FROZEN is a count of changes, so that the member sees a freeze that is over by then, too.
+barrier, so the stores of a dead writer are seen in program order. Between *live* processes the
+reader learns of a change by a socket message (the send and receive calls order the stores before
+it, on x86 and ARM alike), or calls :func:`fence` before it reads. Both sides store first and then
+read the other's word only when freezing: the vault stores FROZEN, calls :func:`fence`, reads the
+states; the member stores WRITING and reads FROZEN. The asymmetric barrier (membarrier(2)) makes
+every running thread pass a full barrier between the vault's store and its reads, so at least one
+side sees the other's store; the member's fast path stays a plain store and load. FROZEN is a count
+of changes, so the member also notices a freeze that has ended by then.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from deadpool_megatron.vault.errors import DamagedSegment, SegmentError
 from deadpool_megatron.vault.memory import BLOCK_BYTES, Budget
 
 MAGIC = 0x3230_4745_5350_4D44  # "DMPSEG02", little endian
-FIRST_BYTES = 4096  # of the file, whatever a page is: the words below; then the description
+FIRST_BYTES = 4096  # the words below, for any page size; then the description
 W_MAGIC, W_FROZEN, W_LENGTH, W_CHECKSUM = range(4)
-# Of a slot header, in words of 8 bytes: eight, then entries of four each.
+# A slot header in words of 8 bytes: eight, then entries of four each.
 ENTRIES = 8
-ENTRY_WORDS = 4
+ENTRY_FIELDS = 4
 _W_STATE, _W_LINEAGE, _W_ITERATION, _W_EPOCH = range(4)
 _E_STATE, _E_NBYTES, _E_CHECKSUM, _E_EPOCH = range(4)
 _HASH_BYTES = 16 << 20
@@ -57,21 +56,21 @@ _NAME = re.compile(r"(?:own-(\d+)-(\d+)\.(\d+)\.(\d+)|(?:copy|steps)-(\d+)|dump-
 
 
 class SlotState(IntEnum):
-    """The worth of the bytes of a slot."""
+    """The validity of the bytes of a slot."""
 
     EMPTY = 0
     WRITING = 1  # set before the first byte changes
     FILLED = 2  # own segments: the member has finished
-    SEALED = 3  # the generation words hold; parts count as their entries say
+    SEALED = 3  # the generation words are valid; the entries of parts have their own states
 
 
 class PartState(IntEnum):
-    """The worth of the bytes of one part."""
+    """The validity of the bytes of a part."""
 
     ABSENT = 0
     FILLED = 1  # the member has finished; no checksum yet
     SEALED = 2
-    BAD = 3  # the checksum did not match when it was read again
+    BAD = 3  # the checksum did not match at a later read
     ELSEWHERE = 4  # other roles hold the bytes; the checksum is that of the owner
 
 
@@ -82,8 +81,8 @@ _PART_STATES: Mapping[int, PartState] = {state.value: state for state in PartSta
 
 @dataclass(frozen=True)
 class PartEntry:
-    """One entry of a slot header; ``epoch`` is the one in which it was filled or sealed, the
-    ``checksum`` of a FILLED part is 0: any other value means that the header is damaged."""
+    """An entry of a slot header; ``epoch``: that in which it was filled or sealed. The ``checksum``
+    of a FILLED part is 0: any other value means that the header is damaged."""
 
     state: PartState
     nbytes: int
@@ -93,8 +92,8 @@ class PartEntry:
 
 class Filled(NamedTuple):
     """Parts of a slot that its member has finished, and that are not sealed yet, with their bytes.
-    ``damaged``: names in whose entry another generation stands than in the header of the slot;
-    ``is_foreign``: the slot was written in another epoch, and nothing of it counts."""
+    ``damaged``: parts whose entry has another generation than the header of the slot;
+    ``is_foreign``: the slot was written in another epoch, so it has no valid parts."""
 
     slot: int
     generation: Generation
@@ -113,7 +112,7 @@ def checksum(view: memoryview) -> int:
 
 class Segment:
     """A mapped segment file. Not thread-safe: the vault's lock or the member's one thread guards
-    the header; the owner of a slot at a time touches the bytes of its parts."""
+    the header; only the current owner of a slot touches the bytes of its parts."""
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class Segment:
             os.close(file)
             raise
         self.contents = memoryview(self._map)  # of the whole file
-        self._words = self.contents[:FIRST_BYTES].cast("Q")
+        self._file_header = self.contents[:FIRST_BYTES].cast("Q")
         self._slots = [
             self.contents[start : start + geometry.header].cast("Q")
             for start in (geometry.first + i * geometry.stride for i in range(geometry.slots))
@@ -161,10 +160,11 @@ class Segment:
         budget: Budget | None = None,
         page_bytes: int = PAGE_BYTES,
     ) -> Segment:
-        """Create the file with memory for the parts in ``reserve``; it gets its name when whole.
+        """Create the file with memory for the parts in ``reserve``; name it when it is whole.
 
-        ``slots``: their number, if not that of the layout. ``budget``: the limit for all files
-        there; none for a dump on disk. Raises NoRoom, naming where and the bytes needed.
+        ``slots``: their number, if not that of the layout. ``budget``: the limit for all files of
+        the directory; None for a dump on disk. Raises OutOfSpace with the place and the bytes
+        needed.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         slots = layout.slots if slots is None else slots
@@ -214,27 +214,27 @@ class Segment:
         return Segment(path, layout, seat, file, geometry, writable, budget)
 
     def __del__(self) -> None:
-        # The mapping goes with its last memoryview. Then the memory, if the file has no name any
-        # more: with the file, as os.close() does not hold the interpreter lock.
+        # The last memoryview frees the mapping. The memory of a file without a name is freed with
+        # the descriptor, since os.close() does not hold the interpreter lock.
         if getattr(self, "contents", None) is not None:
-            del self._words, self._slots, self.contents, self._map
+            del self._file_header, self._slots, self.contents, self._map
             with contextlib.suppress(OSError):
                 os.close(self._file)
 
     def _describe(self) -> None:
-        words, description = self._words, self._geometry.description
-        words[W_MAGIC] = 0
-        words[W_LENGTH] = len(description)
-        words[W_CHECKSUM] = xxhash.xxh3_64_intdigest(description)
+        header, description = self._file_header, self._geometry.description
+        header[W_MAGIC] = 0
+        header[W_LENGTH] = len(description)
+        header[W_CHECKSUM] = xxhash.xxh3_64_intdigest(description)
         self.contents[FIRST_BYTES : FIRST_BYTES + len(description)] = description
-        words[W_MAGIC] = MAGIC
+        header[W_MAGIC] = MAGIC
 
     def become(self, path: Path, layout: RoleLayout) -> bool:
-        """Turn it, while nothing was written into it, into the segment of another role with parts
-        of the same sizes; it gets that name when whole. False for other sizes."""
+        """Turn an unwritten segment into that of another role with parts of the same sizes, and
+        name it when it is whole. False for other sizes."""
         own = self._geometry
         geometry = Geometry(layout, self.seat, self.slots, own.page_bytes)
-        places = [(one.first, one.stride, one.offsets) for one in (geometry, own)]
+        places = [(found.first, found.stride, found.offsets) for found in (geometry, own)]
         if places[0] != places[1] or layout.slots != self.slots:
             return False
         self.layout, self._geometry = layout, geometry
@@ -244,8 +244,8 @@ class Segment:
         return True
 
     def is_now(self, path: Path) -> bool:
-        """Take over the name ``path`` if another process has made it the name of this very file by
-        :meth:`become`; False if it has not. The mapping stays."""
+        """Adopt the name ``path`` if another process has given it to this file by :meth:`become`;
+        False if it has not. The mapping stays."""
         if not self.maps(path):
             return False
         self.layout, self._geometry = read_description(self._file, path, self.seat)
@@ -254,23 +254,23 @@ class Segment:
         return True
 
     def maps(self, path: Path) -> bool:
-        """Return whether ``path`` is this very file."""
+        """Return whether ``path`` names this file."""
         return os.path.samestat(path.stat(), os.fstat(self._file))
 
     def keep_name(self) -> bool:
-        """Restore a name that another program has removed, for as long as this process lives;
-        return whether it was gone. Raises OSError."""
+        """Restore a name that another program has removed, for the lifetime of this process;
+        return whether it was missing. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             if self.maps(self.path):
                 return False
-        # A file without a name cannot get one any more.
+        # No new name can be linked to a file that has lost its last name.
         self.path.symlink_to(f"/proc/{os.getpid()}/fd/{self._file}")
         return True
 
     def reserve(self, names: Collection[str], slots: Collection[int] | None = None) -> None:
-        """Allocate memory for the named parts of all or some slots, once.
+        """Allocate memory for the named parts of all or some slots, if they have none.
 
-        Raises NoRoom. A copy allocates memory for parts as they are shipped.
+        Raises OutOfSpace. A copy allocates memory for parts as they are shipped.
         """
         wanted = {
             (slot, name)
@@ -283,8 +283,8 @@ class Segment:
         self._reserved |= wanted
 
     def give_back(self, names: Collection[str], slot: int) -> int:
-        """Free the memory of parts of a slot, which must not be read any more, and return its
-        bytes. A file system without support keeps it.
+        """Free the memory of parts of a slot, whose bytes are lost, and return its size. A file
+        system without support keeps it.
         """
         before = os.fstat(self._file).st_blocks
         for name in names:
@@ -302,59 +302,58 @@ class Segment:
     # Reading.
 
     def is_frozen(self) -> bool:
-        """True while the member must not write. Another process changes it at any time."""
+        """Return whether the member must not write. Another process changes it at any time."""
         return self.freezes() % 2 == 1
 
     def freezes(self) -> int:
-        """Return how often the member was forbidden to write, or allowed again; odd while
-        forbidden."""
-        return int(self._words[W_FROZEN])
+        """Return the number of changes between allowed and forbidden; odd while forbidden."""
+        return int(self._file_header[W_FROZEN])
 
     def freeze(self, value: bool) -> None:
-        """Forbid the member to write, or let it again.
+        """Forbid the member to write, or allow it again.
 
-        The changes are counted: a member that was stopped while it took a slot sees that it was
-        forbidden to, even if it is allowed again.
+        The changes are counted: a member that was stopped while it took a slot notices that writing
+        was forbidden meanwhile, even if it is allowed again.
         """
         if self.is_frozen() != value:
-            # Bounded, so that a damaged word cannot overflow when it is counted on.
-            self._store(self._words, W_FROZEN, (self.freezes() + 1) % (1 << 32))
+            # Bounded, so that a damaged word cannot overflow.
+            self._store(self._file_header, W_FROZEN, (self.freezes() + 1) % (1 << 32))
 
     def state(self, slot: int) -> SlotState:
-        """Return the state of a slot, EMPTY for a word without meaning."""
+        """Return the state of a slot, EMPTY for an invalid word."""
         return _SLOT_STATES.get(self._slots[slot][_W_STATE], SlotState.EMPTY)
 
-    def foreign_words(self) -> Iterator[tuple[int, str, int]]:
-        """Yield state words without meaning: slot, part (or "slot"), and the word."""
-        for slot, words in enumerate(self._slots):
-            if (word := words[_W_STATE]) not in _SLOT_STATES:
-                yield slot, "slot", word
+    def invalid_states(self) -> Iterator[tuple[int, str, int]]:
+        """Yield the invalid state words: slot, part (or "slot"), and the word."""
+        for slot, header in enumerate(self._slots):
+            if (state := header[_W_STATE]) not in _SLOT_STATES:
+                yield slot, "slot", state
             for name in self._index:
-                if (word := words[self._entry(name) + _E_STATE]) not in _PART_STATES:
-                    yield slot, name, word
+                if (state := header[self._entry(name) + _E_STATE]) not in _PART_STATES:
+                    yield slot, name, state
 
     def generation(self, slot: int) -> Generation:
-        """Meaningful unless the slot is EMPTY or was WRITING when its writer was killed."""
-        words = self._slots[slot]
-        return Generation(words[_W_LINEAGE], words[_W_ITERATION])
+        """Return the generation; invalid if EMPTY, or if the writer was killed while WRITING."""
+        header = self._slots[slot]
+        return Generation(header[_W_LINEAGE], header[_W_ITERATION])
 
     def epoch(self, slot: int) -> int:
         """Return the epoch in which the slot was last taken."""
         return int(self._slots[slot][_W_EPOCH])
 
     def entry(self, slot: int, name: str) -> PartEntry:
-        """Return the header entry of a part, BAD for a word without meaning. Raises KeyError for an
+        """Return the header entry of a part, BAD for an invalid word. Raises KeyError for an
         unknown part."""
-        words, base = self._slots[slot], self._entry(name)
+        header, base = self._slots[slot], self._entry(name)
         return PartEntry(
-            _PART_STATES.get(words[base + _E_STATE], PartState.BAD),
-            words[base + _E_NBYTES],
-            words[base + _E_CHECKSUM] ^ self._identity(slot, name),
-            words[base + _E_EPOCH],
+            _PART_STATES.get(header[base + _E_STATE], PartState.BAD),
+            header[base + _E_NBYTES],
+            header[base + _E_CHECKSUM] ^ self._identity(slot, name),
+            header[base + _E_EPOCH],
         )
 
     def filled(self, epoch: int) -> Iterator[Filled]:
-        """Yield the parts that the member has finished in this epoch, by slot, the oldest first."""
+        """Yield the parts that the member has finished in this epoch, the oldest slot first."""
         for slot in sorted(range(self.slots), key=self.generation):
             state, generation = self.state(slot), self.generation(slot)
             # A vault that died while it sealed has left some parts SEALED in a FILLED slot.
@@ -370,7 +369,7 @@ class Segment:
             for part in self.layout.parts:
                 entry = self.entry(slot, part.name)
                 if entry.state is PartState.FILLED and entry.checksum:
-                    # If the slot has not just been taken again, its header is damaged.
+                    # Unless the slot has just been taken for another generation.
                     if self.entry(slot, part.name) == entry:
                         found.damaged.append(part.name)
                 elif entry.state in ready and entry.epoch == epoch and entry.nbytes <= part.nbytes:
@@ -381,26 +380,26 @@ class Segment:
                 yield found
 
     def _identity(self, slot: int, name: str) -> int:
-        """Return the hash that every checksum is combined with: a checksum matches only for this
-        part of this generation of this role, as in the header.
+        """Return the hash that is combined with every checksum, so that a checksum matches only for
+        this part of this generation of this role.
         """
-        words = self._slots[slot]
-        text = f"{self.layout.role}/{words[_W_LINEAGE]}/{words[_W_ITERATION]}/{name}"
+        header = self._slots[slot]
+        text = f"{self.layout.role}/{header[_W_LINEAGE]}/{header[_W_ITERATION]}/{name}"
         return int(xxhash.xxh3_64_intdigest(text.encode()))
 
     def offset(self, slot: int, name: str) -> int:
-        """Position of a part in the file, a multiple of the page size."""
+        """Return the position of a part in the file, a multiple of the page size."""
         geometry = self._geometry
         return geometry.first + slot * geometry.stride + geometry.offsets[name]
 
     def data(self, slot: int, name: str, nbytes: int | None = None) -> memoryview:
-        """Writable bytes of a part: ``nbytes`` of them, or its capacity."""
+        """Return writable bytes of a part: the first ``nbytes``, or its whole capacity."""
         start = self.offset(slot, name)
         return self.contents[start : start + (self.capacity(name) if nbytes is None else nbytes)]
 
     def read_into(self, slot: int, name: str, start: int, target: memoryview) -> None:
-        """Read file bytes of a part into ``target`` (a dump on disk; page faults would hold the
-        interpreter lock). Raises SegmentError when the file is too short."""
+        """Read bytes of a part of a dump on disk into ``target``, because page faults would hold
+        the interpreter lock. Raises SegmentError when the file is too short."""
         position = self.offset(slot, name) + start
         done = 0
         while done < len(target):
@@ -410,38 +409,38 @@ class Segment:
             done += count
 
     def write_from(self, slot: int, name: str, start: int, source: memoryview) -> None:
-        """Write bytes of a part to the file (a dump on disk)."""
+        """Write bytes of a part to a dump on disk."""
         position = self.offset(slot, name) + start
         done = 0
         while done < len(source):
             done += os.pwrite(self._file, source[done:], position + done)
 
     def flush(self) -> None:
-        """Write everything to the disk."""
+        """Write all changes to the disk."""
         self._map.flush()
         os.fsync(self._file)
 
     # Writing by the member, own segments only.
 
     def mark_writing(self, slot: int) -> SlotState:
-        """Invalidate the slot; returns the state before, for :meth:`back_out`."""
+        """Invalidate the slot and return its former state, for :meth:`back_out`."""
         before = self.state(slot)
         self._store(self._slots[slot], _W_STATE, SlotState.WRITING)
         return before
 
     def back_out(self, slot: int, before: SlotState) -> None:
-        """Undo :meth:`mark_writing`, unless the vault has done so or has used the slot since."""
+        """Undo :meth:`mark_writing`, unless the vault has undone it or used the slot since."""
         if self.state(slot) is SlotState.WRITING:
             self._store(self._slots[slot], _W_STATE, before)
 
     def begin(self, slot: int, generation: Generation, epoch: int) -> None:
-        """Name the generation that is written into a slot marked WRITING."""
-        words = self._slots[slot]
+        """Set the generation of a slot that is marked WRITING."""
+        header = self._slots[slot]
         for name in self._index:
-            self._store(words, self._entry(name) + _E_STATE, PartState.ABSENT)
-        self._store(words, _W_LINEAGE, generation.lineage)
-        self._store(words, _W_ITERATION, generation.iteration)
-        self._store(words, _W_EPOCH, epoch)
+            self._store(header, self._entry(name) + _E_STATE, PartState.ABSENT)
+        self._store(header, _W_LINEAGE, generation.lineage)
+        self._store(header, _W_ITERATION, generation.iteration)
+        self._store(header, _W_EPOCH, epoch)
 
     def fill(self, slot: int, parts: Mapping[str, int], epoch: int) -> None:
         """Declare the bytes of a slot complete."""
@@ -450,19 +449,19 @@ class Segment:
         self._store(self._slots[slot], _W_STATE, SlotState.FILLED)
 
     def fill_part(self, slot: int, name: str, nbytes: int, epoch: int) -> None:
-        """Declare the bytes of one part complete."""
+        """Declare the bytes of a part complete."""
         self.seal_part(slot, name, nbytes, 0, epoch, PartState.FILLED)
 
     # Writing by the vault.
 
     def open_slot(self, slot: int, generation: Generation, epoch: int) -> None:
-        """Give a copy's slot to a generation; it has no parts yet."""
+        """Assign a slot of a copy to a generation, without parts."""
         self.mark_writing(slot)
         self.begin(slot, generation, epoch)
         self._store(self._slots[slot], _W_STATE, SlotState.SEALED)
 
     def invalidate_part(self, slot: int, name: str, state: PartState) -> None:
-        """ABSENT before its bytes change, BAD when they turned out to be damaged."""
+        """Mark a part ABSENT before its bytes change, or BAD if they are damaged."""
         self._store(self._slots[slot], self._entry(name) + _E_STATE, state)
 
     def seal_part(
@@ -476,26 +475,26 @@ class Segment:
     ) -> None:
         """Record size and checksum of a part; with ELSEWHERE those of its owner for an ABSENT
         part."""
-        words, base = self._slots[slot], self._entry(name)
-        self._store(words, base + _E_NBYTES, nbytes)
-        self._store(words, base + _E_CHECKSUM, digest ^ self._identity(slot, name))
-        self._store(words, base + _E_EPOCH, epoch)
-        self._store(words, base + _E_STATE, state)
+        header, base = self._slots[slot], self._entry(name)
+        self._store(header, base + _E_NBYTES, nbytes)
+        self._store(header, base + _E_CHECKSUM, digest ^ self._identity(slot, name))
+        self._store(header, base + _E_EPOCH, epoch)
+        self._store(header, base + _E_STATE, state)
 
     def set_state(self, slot: int, state: SlotState) -> None:
-        """SEALED after the parts of a FILLED slot were sealed; EMPTY to drop a generation."""
+        """Set SEALED after the parts of a FILLED slot were sealed, or EMPTY to drop them."""
         self._store(self._slots[slot], _W_STATE, state)
 
     def _entry(self, name: str) -> int:
-        return ENTRIES + ENTRY_WORDS * self._index[name]
+        return ENTRIES + ENTRY_FIELDS * self._index[name]
 
-    def _store(self, words: memoryview, index: int, value: int) -> None:
-        """The only place where a word of a live segment changes (tests cut off after any)."""
-        words[index] = value
+    def _store(self, header: memoryview, index: int, value: int) -> None:
+        """Store a word of a live segment; only here, so that tests can stop after any store."""
+        header[index] = value
 
 
 class Geometry:
-    """Derived from the description alone."""
+    """The description of a segment, and the positions of its slots and parts."""
 
     def __init__(
         self, layout: RoleLayout, seat: Seat | None, slots: int, page_bytes: int = PAGE_BYTES
@@ -507,7 +506,7 @@ class Geometry:
         self.page_bytes = page_bytes
         self.description = json.dumps(described, separators=(",", ":"), sort_keys=True).encode()
         self.first = self.pages(FIRST_BYTES + len(self.description))
-        self.header = self.pages(8 * (ENTRIES + ENTRY_WORDS * len(layout.parts)))
+        self.header = self.pages(8 * (ENTRIES + ENTRY_FIELDS * len(layout.parts)))
         self.offsets: dict[str, int] = {}
         self.stride = self.header
         for part in layout.parts:
@@ -516,21 +515,21 @@ class Geometry:
         self.nbytes = self.first + self.stride * slots
 
     def pages(self, nbytes: int) -> int:
-        """Return the bytes of the whole pages that ``nbytes`` take."""
+        """Return ``nbytes``, rounded up to whole pages."""
         return -(-nbytes // self.page_bytes) * self.page_bytes
 
 
 def read_description(file: int, path: Path, seat: Seat | None) -> tuple[RoleLayout, Geometry]:
     """Return the description of an open segment file. Raises SegmentError, or DamagedSegment for a
     description that has changed since it was written."""
-    words = memoryview(os.pread(file, FIRST_BYTES, 0).ljust(FIRST_BYTES, b"\0")).cast("Q")
-    length = min(words[W_LENGTH], 64 << 20)
+    header = memoryview(os.pread(file, FIRST_BYTES, 0).ljust(FIRST_BYTES, b"\0")).cast("Q")
+    length = min(header[W_LENGTH], 64 << 20)
     text = os.pread(file, length, FIRST_BYTES)
-    if words[W_MAGIC] != MAGIC:
+    if header[W_MAGIC] != MAGIC:
         raise SegmentError(f"{path} is no segment of this version")
-    if (digest := xxhash.xxh3_64_intdigest(text)) != words[W_CHECKSUM]:
+    if (digest := xxhash.xxh3_64_intdigest(text)) != header[W_CHECKSUM]:
         reason = f"{path} is not a whole segment: its description is damaged"
-        raise DamagedSegment(reason, words[W_CHECKSUM], digest)
+        raise DamagedSegment(reason, header[W_CHECKSUM], digest)
     try:
         described = json.loads(text)
         layout = RoleLayout.from_dict(described["layout"])
@@ -541,18 +540,18 @@ def read_description(file: int, path: Path, seat: Seat | None) -> tuple[RoleLayo
 
 
 def own_name(role: int, seat: Seat) -> str:
-    """File name of the segment that one member incarnation writes."""
+    """Return the name of the segment that a member incarnation writes."""
     return f"own-{role}-{seat.node}.{seat.local_rank}.{seat.incarnation}.seg"
 
 
 def copy_name(role: int) -> str:
-    """File name of the segment in which a vault keeps copies of a role that is seated elsewhere, or
-    the one that a role which is seated here is recomputed from."""
+    """Return the name of the segment with copies of a role that is seated elsewhere, or with the
+    copy from which a role that is seated here is recomputed."""
     return f"copy-{role}.seg"
 
 
 def steps_name(role: int) -> str:
-    """File name of the segment in which a vault keeps the steps that lead on from these copies."""
+    """Return the name of the segment with the steps that follow these copies."""
     return f"steps-{role}.seg"
 
 
@@ -562,7 +561,7 @@ def dump_name(role: int, node: int) -> str:
 
 
 def parse_name(name: str) -> tuple[int, Seat | None]:
-    """``(role, seat)``; no seat for a copy. Raises SegmentError for any other name."""
+    """Return role and seat, no seat for a copy. Raises SegmentError for any other name."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise SegmentError(f"{name!r} is not the name of a segment")
@@ -572,9 +571,9 @@ def parse_name(name: str) -> tuple[int, Seat | None]:
 
 
 def fence() -> None:
-    """Make every running thread of the host pass a full memory barrier; about 10 ms.
+    """Make every running thread of the host pass a full memory barrier, which takes about 10 ms.
 
-    Where the system call is missing, a pause far longer than any store buffer takes to drain.
+    Without the system call, pause for far longer than any store buffer needs to drain.
     """
     number = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
     global_barrier = 1
@@ -583,10 +582,10 @@ def fence() -> None:
 
 
 def settle() -> None:
-    """Before reading bytes that a live member has just declared FILLED.
+    """Order the reads of bytes that a live member has just declared FILLED.
 
-    x86 shows the stores of one processor in their order. Elsewhere the state word of a slot could
-    be seen before the bytes, when it is seen before the member's message about it has arrived.
+    x86 shows the stores of a processor in their order. On other processors a reader that did not
+    wait for the member's message could see the state word of a slot before the bytes.
     """
     if platform.machine() != "x86_64":
         fence()

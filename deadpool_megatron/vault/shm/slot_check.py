@@ -1,7 +1,7 @@
-"""Hashing every sealed part of segments and comparing it with its checksum, without disturbing.
+"""Compares every sealed part of segment files with its checksum, while their owners may write.
 
-Files are mapped read-only. A live member or vault may begin to overwrite a slot while it is being
-hashed; then its header says so afterwards, for it is invalidated before the first byte changes.
+Files are mapped read-only. If a live member or vault begins to overwrite a slot that is being
+hashed, its header shows that afterwards: it is invalidated before the first byte changes.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _PIECE_BYTES = 16 << 20
 
 
 class Verdict(StrEnum):
-    """The outcome of one look."""
+    """The outcome of a check."""
 
     GOOD = "good"
-    BUSY = "busy"  # being written, now or by the time it had been hashed
-    UNKNOWN = "not verified"  # nothing known here speaks for or against it
+    BUSY = "busy"  # written before or during the check
+    UNKNOWN = "not verified"  # no checksum is known
     BAD = "bad"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One part (or file). ``generation``: None where it is not known; ``reason``: why not good."""
+    """The outcome for a part (or file). ``reason``: why it is not good."""
 
     path: Path
-    what: str
+    name: str
     nbytes: int
     verdict: Verdict
     reason: str = ""
@@ -47,14 +47,14 @@ Progress = Callable[[int], None]
 
 
 def segment_files(directory: Path) -> list[Path]:
-    """The finished segments in a node's or a dump's directory."""
+    """Return the finished segments in the directory of a node or a dump."""
     return sorted(p for p in directory.glob("*.seg") if not p.name.startswith("."))
 
 
 def verify_segment(path: Path, progress: Progress) -> Iterator[Finding]:
-    """One finding for each sealed part; ``progress`` gets the bytes hashed since the last call.
+    """Yield a finding for each sealed part; ``progress`` gets the bytes hashed since its last call.
 
-    Nothing for a file that its vault has removed meanwhile.
+    A file that its vault has removed meanwhile has no findings.
     """
     try:
         segment = Segment.open(path, writable=False)
@@ -109,7 +109,7 @@ def _verify(
     found = digest.intdigest()
     if found == entry.checksum:
         return Verdict.GOOD, ""
-    fence()  # what the writer has stored before the bytes we saw is seen now
+    fence()  # makes the stores visible that preceded the bytes
     same = segment.state(slot) is SlotState.SEALED and segment.generation(slot) == generation
     if not same or segment.entry(slot, name) != entry:
         return Verdict.BUSY, "was overwritten meanwhile"
@@ -117,7 +117,7 @@ def _verify(
 
 
 class Meter:
-    """Adds up progress and tells ``show(done_bytes)`` at most ten times a second."""
+    """Adds up progress and calls ``show(done_bytes)`` at most ten times a second."""
 
     def __init__(self, show: Callable[[int], None]) -> None:
         self._show = show
@@ -125,7 +125,7 @@ class Meter:
         self._shown = 0.0
 
     def __call__(self, nbytes: int) -> None:
-        """So many bytes more."""
+        """Add bytes."""
         self._done += nbytes
         now = time.monotonic()
         if now - self._shown > 0.1:

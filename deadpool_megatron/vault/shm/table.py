@@ -1,8 +1,8 @@
 """Generations and parts that exist on this node, and slots that may be overwritten.
 
-Not thread-safe: every call is made under the vault's lock. While frozen, the table answers from
-what it saw at the moment of freezing: that is the promise of the inventory, and not even a member
-that was stopped just before a store and wakes up now can change it.
+Not thread-safe: every call is made under the vault's lock. While frozen, the table answers from its
+state at the moment of freezing: the inventory promises it, and even a member that was stopped just
+before a store and resumes now cannot change it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SealedSlot:
-    """A slot whose generation words hold, with its sealed parts."""
+    """A slot with a valid generation, and its sealed parts."""
 
     segment: Segment
     slot: int
@@ -38,7 +38,7 @@ class SealedSlot:
 
 @dataclass(frozen=True)
 class Place:
-    """Sealed bytes of one part in this node's memory; ``epoch``: in which they were sealed."""
+    """Sealed bytes of a part in this node's memory; ``epoch``: that of the seal."""
 
     segment: Segment
     slot: int
@@ -49,23 +49,25 @@ class Place:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Return what pins and writers are counted by."""
+        """Return the key of its pins and writers."""
         return self.segment.path.name, self.slot
 
     @property
     def view(self) -> memoryview:
-        """The bytes."""
+        """Return the bytes."""
         return self.segment.data(self.slot, self.name, self.nbytes)
 
-    def copy_into(self, target: memoryview, piece_bytes: int, go_on: Callable[[], None]) -> int:
-        """Copy the bytes; returns the checksum of what has arrived. Not under the vault's lock.
+    def copy_into(
+        self, target: memoryview, piece_bytes: int, keep_going: Callable[[], None]
+    ) -> int:
+        """Copy the bytes and return the checksum of the copy. Not under the vault's lock.
 
         The kernel copies (the interpreter lock is free meanwhile), and each piece is hashed while
-        it is in the cache. ``go_on`` is called before each piece, and raises to end the copy.
+        it is in the cache. ``keep_going`` is called before each piece, and raises to end the copy.
         """
         digest = xxhash.xxh3_64()
         for start in range(0, self.nbytes, piece_bytes):
-            go_on()
+            keep_going()
             piece = target[start : min(start + piece_bytes, self.nbytes)]
             self.segment.read_into(self.slot, self.name, start, piece)
             digest.update(piece)
@@ -87,17 +89,20 @@ class Table:
         self.dropped: dict[str, DamagedSegment] = {}
         self.removed: list[Segment] = []
 
-    # Which segments there are.
+    # Segments.
 
     def scan(self) -> int:
-        """Map every whole segment file and remove pieces of unfinished ones; answers sealed slots.
+        """Map every whole segment file, remove unfinished files, and return the count of sealed
+        slots.
 
-        For a vault that was just (re)started; members may be writing meanwhile. A segment that is
-        not understood stays, for the version that wrote it: see :meth:`require_read`. A copy whose
-        description is damaged is removed and noted in ``dropped``: it cannot be read.
+        For a vault that has just started; members may be writing meanwhile. A segment of another
+        version stays for that version: see :meth:`require_read`. A copy whose description is
+        damaged cannot be read: it is removed and noted in ``dropped``.
         """
         for path in sorted(self.directory.iterdir()):
-            if path.is_symlink():  # see Segment.keep_name: what it led to went with its vault
+            if (
+                path.is_symlink()
+            ):  # see Segment.keep_name: its vault has ended, and the file with it
                 path.unlink()
             elif path.suffix == ".seg" and not path.name.startswith("."):
                 try:
@@ -107,7 +112,7 @@ class Table:
                         isinstance(error, DamagedSegment)
                         and segments.parse_name(path.name)[1] is None
                     ):
-                        log.error("%s: this copy goes", error)
+                        log.error("%s: this copy is removed", error)
                         self.dropped[path.name] = error
                         path.unlink()
                     elif _is_torn(path):
@@ -118,7 +123,7 @@ class Table:
                 path.unlink(missing_ok=True)
         for segment in self.segments.values():
             if segment.seat is None:
-                _settle_twins(segment)
+                _deduplicate_slots(segment)
         return sum(1 for _ in self.sealed())
 
     def require_read(self) -> None:
@@ -127,7 +132,7 @@ class Table:
             raise SegmentError(f"{'; '.join(self._unread)}: kept, for the version that wrote it")
 
     def attach(self, name: str) -> Segment:
-        """The mapped segment of that name. Raises SegmentError or OSError."""
+        """Return the mapped segment of that name. Raises SegmentError or OSError."""
         segment = self.segments.get(name)
         if segment is None:
             segment = self.segments[name] = Segment.open(self.directory / name, budget=self.budget)
@@ -136,7 +141,7 @@ class Table:
         return segment
 
     def own(self, role: int, seat: Seat) -> Segment | None:
-        """The segment that the member on ``seat`` writes for ``role``, when it exists."""
+        """Return the segment that the member on ``seat`` writes for ``role``, if it exists."""
         return self.segments.get(segments.own_name(role, seat))
 
     def layout(self, role: int) -> RoleLayout | None:
@@ -147,8 +152,8 @@ class Table:
         return next(itertools.chain(holding, others), None)
 
     def remove(self, segment: Segment) -> None:
-        """Take the file of a segment away; mappings, ours and others', stay readable, and its
-        memory goes when ``removed`` is cleared, unlocked."""
+        """Remove the file of a segment. All mappings stay readable; the memory is freed when
+        ``removed`` is cleared, without the lock."""
         segment.path.unlink(missing_ok=True)
         self.removed.append(segment)
         del self.segments[segment.path.name]
@@ -158,7 +163,7 @@ class Table:
     # Their contents.
 
     def sealed(self, role: int | None = None) -> Iterator[SealedSlot]:
-        """Every sealed slot (of one role), as promised while frozen, else as it stands."""
+        """Yield every sealed slot (of a role): as promised while frozen, else the present state."""
         if self._promised is not None:
             yield from (s for s in self._promised if role in (None, s.segment.layout.role))
             return
@@ -167,7 +172,7 @@ class Table:
                 yield from _sealed_slots(segment)
 
     def find(self, role: int, generation: Generation, name: str) -> list[Place]:
-        """All places of one part on this node, the members' own slots first."""
+        """Return all places of a part on this node, the members' own slots first."""
         found = [
             Place(slot.segment, slot.slot, name, entry.nbytes, entry.checksum, entry.epoch)
             for slot in self.sealed(role)
@@ -176,7 +181,7 @@ class Table:
         return sorted(found, key=lambda place: place.segment.seat is None)
 
     def held(self, role: int) -> dict[Generation, set[str]]:
-        """Generations of a role with the names of their parts that are sealed on this node."""
+        """Return the generations of a role with the names of the parts that are sealed here."""
         found: dict[Generation, set[str]] = {}
         for slot in self.sealed(role):
             if slot.parts:
@@ -184,7 +189,7 @@ class Table:
         return found
 
     def elsewhere(self, role: int, generation: Generation) -> dict[str, tuple[int, int]]:
-        """Bytes and checksum, as the role had them, of the parts that other roles hold for it."""
+        """Return the owner's bytes and checksum of the parts that other roles hold for it."""
         return {
             part.name: (entry.nbytes, entry.checksum)
             for slot in self.sealed(role)
@@ -194,7 +199,7 @@ class Table:
         }
 
     def holdings(self) -> tuple[Holding, ...]:
-        """Everything sealed, one entry for each role and generation."""
+        """Return all sealed parts, by role and generation."""
         roles = sorted({segment.layout.role for segment in self.segments.values()})
         return tuple(
             Holding(role, generation, frozenset(parts))
@@ -209,7 +214,7 @@ class Table:
         return tuple(found[role] for role in sorted(found))
 
     def remove_empty(self) -> None:
-        """Take away segments without a sealed part; only while no process fills one."""
+        """Remove segments without a sealed part; only while no process fills a segment."""
         holding = {slot.segment.path for slot in self.sealed() if slot.parts}
         for segment in [s for s in self.segments.values() if s.path not in holding]:
             self.remove(segment)
@@ -217,7 +222,7 @@ class Table:
     # Closing and opening an epoch.
 
     def freeze(self) -> None:
-        """Forbid members to write and fix what is promised. Idempotent."""
+        """Forbid members to write, and keep the present state as the promise. Idempotent."""
         if self._promised is not None:
             return
         for segment in self.segments.values():
@@ -229,11 +234,11 @@ class Table:
     def adopt(
         self, generation: Generation, boundary: str, epoch: int, seats: Mapping[int, Seat]
     ) -> None:
-        """Begin epoch ``epoch`` from ``generation``: drop what was abandoned, then let members
-        named in ``seats`` (role -> seat) write again.
+        """Begin epoch ``epoch`` from ``generation``: drop abandoned generations, then let the
+        members named in ``seats`` (role -> seat) write again.
 
-        Segments of members that have lost their seat stay frozen for ever. A promised slot whose
-        member was killed between WRITING and backing out is whole and gets its state back.
+        Segments of members that have lost their seat stay frozen forever. A promised slot whose
+        member was killed between WRITING and backing out is whole, so its state is restored.
         """
         for sealed in self._promised or ():
             segment, slot = sealed.segment, sealed.slot
@@ -246,16 +251,16 @@ class Table:
             self.let_write(segment)
 
     def let_write(self, segment: Segment) -> None:
-        """Let the member write if it has its seat, unless a thread of this vault, perhaps of a
-        closed epoch, still restores into a slot."""
+        """Let the member write if it has its seat, unless a thread of this vault still restores
+        into a slot, perhaps for a closed epoch."""
         is_claimed = any(name == segment.path.name for name, _ in self.writers)
         if segment.seat is not None and self._promised is None:
             has_seat = self._seats.get(segment.layout.role) == segment.seat
             segment.freeze(is_claimed or not has_seat)
 
     def _drop_after(self, generation: Generation, boundary: str, epoch: int) -> None:
-        """Forget everything newer than ``generation`` which was not computed in ``epoch`` itself,
-        its extras captured after ``boundary`` and not in ``epoch``, and what was never sealed."""
+        """Drop the unsealed parts, the generations newer than ``generation``, and its extras that
+        were captured after ``boundary``, unless they are of ``epoch``."""
         late = [records.extras_part(b) for b in BOUNDARIES[BOUNDARIES.index(boundary) + 1 :]]
         for segment in self.segments.values():
             for slot in range(segment.slots):
@@ -268,7 +273,7 @@ class Table:
                         _drop_parts(segment, slot, late if found == generation else [], epoch)
 
     def mark_bad(self, place: Place) -> None:
-        """Never hand out these bytes again."""
+        """Exclude these bytes from use."""
         place.segment.invalidate_part(place.slot, place.name, PartState.BAD)
         for sealed in self._promised or ():
             if sealed.segment is place.segment and sealed.slot == place.slot:
@@ -279,17 +284,17 @@ class Table:
     def claim(
         self, segment: Segment, generation: Generation, epoch: int, *, fresh: bool = False
     ) -> int | None:
-        """Return a slot of a copy for one writer at a time, or None while none is free.
+        """Return a slot of a copy for its only writer, or None while no slot is free.
 
-        The slot that holds the generation already; else one without sealed parts; else the oldest,
-        never the newest, nor any newer than the offered generation. That the owner offers k+1 only
-        after k was committed by all roles makes this rule 3 (design section 4).
+        In this order: the slot that holds the generation already; a slot without sealed parts; the
+        oldest, but neither the newest nor any newer than the offered generation. The owner offers
+        k+1 only after all roles have committed k, so this is rule 3 (design section 4).
 
-        So of whole copies, of which there are as many as the owner has slots, all but the oldest
-        one stay: what may still be asked for is one of them, or computed from one. Of steps there
-        are as many slots as can be between that and the newest one (layout.gradient_chain).
+        A copy has as many slots as its owner, and all but the oldest stay: a restore needs one of
+        these generations, or computes it from them. Steps have a slot for each generation between
+        the oldest of these and the newest (layout.gradient_chain).
 
-        ``fresh``: not the slot in which parts of the generation are sealed, which stays as it is
+        ``fresh``: never the slot in which parts of the generation are sealed; it stays unchanged
         until :meth:`replace`.
         """
         name = segment.path.name
@@ -320,9 +325,9 @@ class Table:
         return slot
 
     def replace(self, segment: Segment, slot: int, seal: Callable[[], None]) -> None:
-        """Have ``seal`` seal the parts of ``slot``, which was claimed again, and forget the other
-        slots of the same generation. At every moment, a kill of this process included, one of them
-        counts: see :func:`_settle_twins`.
+        """Have ``seal`` seal the parts of the claimed ``slot``, then drop the other slots of the
+        generation. Even if this process is killed, a valid slot remains: see
+        :func:`_deduplicate_slots`.
         """
         generation = segment.generation(slot)
         others = [
@@ -337,31 +342,31 @@ class Table:
             segment.set_state(other, SlotState.EMPTY)
 
     def superseded(self, segment: Segment, generation: Generation) -> bool:
-        """True when every slot of a copy holds something newer than ``generation``."""
+        """Return whether every slot of a copy holds a newer generation."""
         held = [s.generation for s in _sealed_slots(segment) if s.parts]
         return len(held) == segment.slots and min(held) > generation
 
     def release(self, segment: Segment, slot: int) -> None:
-        """End of :meth:`claim`."""
+        """Release a slot that was claimed."""
         self.writers.discard((segment.path.name, slot))
         self.let_write(segment)
 
     def pin(self, place: Place) -> None:
-        """Keep a slot from being given to another generation; counted."""
+        """Keep a slot from being given to another generation. Pins are counted."""
         self.pins[place.key] += 1
 
     def unpin(self, place: Place) -> None:
-        """End of one :meth:`pin`."""
+        """Release a :meth:`pin`."""
         self.pins[place.key] -= 1
 
     def serves(self, segment: Segment, generation: Generation) -> bool:
-        """True when a segment holds something of the generation that an epoch begins with, or may
-        hold what that is computed from: the base of a chain may lie elsewhere than its end."""
+        """Return whether a segment holds parts of the generation that an epoch begins with, or may
+        hold parts of a chain to it: base and steps of a chain may be in different segments."""
         held = self.holds(segment)
         return generation in held or (bool(held) and bool(segment.layout.step_parts))
 
     def holds(self, segment: Segment) -> set[Generation]:
-        """Generations of which a segment holds something."""
+        """Return the generations of which a segment holds parts."""
         return {
             slot.generation
             for slot in self.sealed(segment.layout.role)
@@ -371,20 +376,20 @@ class Table:
     def unneeded(
         self, segment: Segment, successors: Callable[[Generation], int], kept: int
     ) -> bool:
-        """True when nothing in an inactive segment can be asked for any more.
+        """Return whether no restore can need an inactive segment any more.
 
-        A member overwrites generation g when it writes the one that comes as many places after it
-        as there are slots; it may, because every role has committed something newer by then (design
-        section 4). So as soon as anything that new is sealed here, whatever role it belongs to, g
-        is not needed here either. ``successors(g)``: how many generations after g have certainly
-        been written by then (layout.records). ``kept``: how many have to be, more than there are
-        slots where others may be computed from g (layout.gradient_chain).
+        A member overwrites generation g after as many further generations as it has slots, because
+        every role has committed a newer generation by then (design section 4). So g is not needed
+        here either as soon as such a generation of any role is sealed here. ``successors(g)``: the
+        minimum number of generations that were written after g (layout.records). ``kept``: the
+        number from which g is not needed; more than the slots where other generations are computed
+        from g (layout.gradient_chain).
         """
         keys = [(segment.path.name, slot) for slot in range(segment.slots)]
         if any(self.pins[key] or key in self.writers for key in keys):
             return False
         held = self.holds(segment)
-        # A segment without any was just made, for bytes that are on their way.
+        # A segment without parts has just been created for bytes that are about to arrive.
         return bool(held) and all(successors(generation) >= kept for generation in held)
 
 
@@ -404,7 +409,7 @@ def _sealed_slots(segment: Segment) -> Iterator[SealedSlot]:
 
 
 def _drop_parts(segment: Segment, slot: int, late: list[str], epoch: int) -> None:
-    """Forget parts of an older epoch that were appended too late, or never sealed."""
+    """Drop parts of an older epoch that were appended too late, or never sealed."""
     for part in segment.layout.parts:
         entry = segment.entry(slot, part.name)
         unwanted = part.name in late or entry.state is PartState.FILLED
@@ -413,16 +418,17 @@ def _drop_parts(segment: Segment, slot: int, late: list[str], epoch: int) -> Non
 
 
 def _is_torn(path: Path) -> bool:
-    """True for a file that no version has finished: the magic is written last, and never zero."""
+    """Return whether a file is unfinished: the magic is written last, and never zero."""
     with path.open("rb") as file:
         return not any(file.read(8))
 
 
-def _settle_twins(segment: Segment) -> None:
-    """After a kill in :meth:`Table.replace`: the new slot if it has all that the old one has.
+def _deduplicate_slots(segment: Segment) -> None:
+    """Repair a segment whose vault was killed in :meth:`Table.replace`: keep the new slot if it has
+    all parts of the old slot.
 
-    A slot of a copy loses all its sealed parts before it gets another generation, so one that is
-    WRITING and has any is as it was.
+    A slot of a copy loses all its sealed parts before it gets another generation, so a WRITING slot
+    with sealed parts is unchanged.
     """
     for slot in range(segment.slots):
         if segment.state(slot) is not SlotState.WRITING:
