@@ -1,17 +1,17 @@
 #!/usr/bin/env python
-"""Draw configurations and faults at random, and hold each run against an undisturbed one.
+"""Draw configurations and faults at random, and hold each run against an undisturbed run.
 
     .venv/bin/python scripts/fuzz.py 7
     .venv/bin/python scripts/fuzz.py 7 --count 20 --pairs pairs.json
     .venv/bin/python scripts/fuzz.py 7 --tag core_v0.17.1 --only saves first
 
 A draw is a value of each feature of tests/fuzz/features.toml: layout, precision, optimizer,
-schedule, experts, data, saves, scheme of protection, faults and so on. A seed gives the same draw
-always; with --count the next ones are those of later seeds whose pairs of values were drawn least.
+schedule, experts, data, saves, scheme of protection, faults and so on. A seed always gives the same
+draw; with --count further draws come from later seeds whose pairs of values were drawn least.
 Steps, evaluations, hashes of the state, printed lines, points of TensorBoard, tensors of
 checkpoints, exit status, processes and shared memory have to be those of the run without faults.
-What differs is shrunk: features become plain for as long as it still differs; a command that
-repeats it is printed.
+A draw that differs is shrunk: features become plain while it still differs; a command that repeats
+it is printed.
 
 Exit status: 0 all are equal; 1 something differs, or does not train: its directory is named; 2 bad
 arguments.
@@ -41,17 +41,17 @@ from tests.megatron_lm.harness.checkout import TAGS, checkout
 from tests.reach.trial import BAD, Result
 
 _STYLES = {Result.IDENTICAL: "green", **dict.fromkeys(BAD, "red")}
-# Of so many seeds the one with the least covered pairs is taken.
+# The number of seeds of which that with the least covered pairs is taken.
 _CANDIDATES = 40
 
 
 def tags() -> list[str]:
-    """Those that are there."""
+    """Return the tags that have a checkout."""
     return [tag for tag in TAGS if checkout(tag)]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the command line says; returns the exit status."""
+    """Carry out the command line; returns the exit status."""
     display = Display(sys.stderr if args.json else None)
     choices = draws.read_choices(args.pairs) if args.pairs and args.pairs.exists() else []
     directory = Path(args.directory or tempfile.mkdtemp("-fuzz")).resolve()
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def next_draws(args: argparse.Namespace, choices: Sequence[draws.Choice]) -> Iterator[draws.Draw]:
-    """So many draws, each with the pairs that were drawn least so far; the first one is that of the
-    seed itself, so that one command repeats it."""
+    """Yield draws, each with the pairs that were drawn least so far; first the draw of the seed
+    itself, so that a command repeats it."""
     for number in range(args.count):
         first = args.seed + number * _CANDIDATES
         tag = args.tag or ""
@@ -108,13 +108,13 @@ def show(draw: draws.Draw) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """What a trial has left beside its own folder, which is gone."""
+    """Remove a trial's files outside its own folder, which is gone."""
     directory.with_suffix(".log").unlink(missing_ok=True)
     shutil.rmtree(directory.with_suffix(".data"), ignore_errors=True)
 
 
 def _tried(order: Order, display: Display, part: float, as_json: bool) -> str:
-    """Try one, say what became of it; returns the result."""
+    """Try a draw, and print and return its result."""
     title = f"seed {order.seed}, {order.tag}"
     row: dict[str, Any] = {}
     for message in work(order):

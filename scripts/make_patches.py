@@ -29,7 +29,7 @@ _HEAD = (
 
 
 def marked(source: str, functions: set[str]) -> str:
-    """Returns ``source`` with the import, and the mark above each of ``functions``."""
+    """Return ``source`` with the import, and the mark above each of ``functions``."""
     imports = 0
     above = []
     for node in ast.parse(source).body:
@@ -45,14 +45,14 @@ def marked(source: str, functions: set[str]) -> str:
     return "".join(lines)
 
 
-def make(checkout: Path, words: Path, target: Path) -> None:
+def make(checkout: Path, source_set: Path, target: Path) -> None:
     """Write the patches and the table of hashes."""
     info = runpy.run_path(str(checkout / "megatron" / "core" / "package_info.py"))
     points = points_of(str(info["__version__"]))
     target.mkdir(exist_ok=True)
     patched: dict[str, str] = {}
-    for patch in sorted(words.glob("*.patch")):
-        said, _, rest = patch.read_text().partition("--- a/")
+    for patch in sorted(source_set.glob("*.patch")):
+        description, _, rest = patch.read_text().partition("--- a/")
         name = rest.partition("\n")[0]
         source = (checkout / name).read_bytes().decode()
         patched[name] = marked(source, {each.function for each in points if _file(each) == name})
@@ -63,9 +63,9 @@ def make(checkout: Path, words: Path, target: Path) -> None:
             f"b/{name}",
             n=1,
         )
-        (target / patch.name).write_text(said + "".join(difference))
+        (target / patch.name).write_text(description + "".join(difference))
     lines = [_HEAD]
-    for line in (words / "hashes").read_text().splitlines()[1:]:
+    for line in (source_set / "hashes").read_text().splitlines()[1:]:
         name = line.split()[2]
         changed = _hash(patched[name].encode()) if name in patched else "-"
         lines.append(f"{_hash((checkout / name).read_bytes())} {changed} {name}")

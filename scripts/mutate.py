@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Make known slips in the package, one at a time, and name those that no test notices.
+"""Make known slips in the package, each alone, and name those that no test notices.
 
     .venv/bin/python scripts/mutate.py                     # all but slow slips
     .venv/bin/python scripts/mutate.py --draw 30 --seed 7
@@ -10,7 +10,7 @@
 A slip is a few words of a file as they are, the same as they could have been by mistake or were
 before a fault was mended, and the tests that have to notice (tests/mutants/*.toml). It is made in a
 copy of this tree; its tests run there, in a fork of this process, which has imported pytest and
-torch once. What tests start imports from the copy as well.
+torch once. Processes that tests start import from the copy as well.
 
 A slip is noticed when one of its tests fails; the first that does ends its run. A test that does
 not end within its time counts as failed, and is shown as "by time": an assertion is better.

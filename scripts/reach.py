@@ -5,10 +5,10 @@
     .venv/bin/python scripts/reach.py FILE.jsonl --run --only ID --json
 
 FILE has an object on each line: id, script, flags (an object: a text, a list of texts, or true for
-a flag without a value). What tests/reach/rules.toml says is done with each flag: few layers, small
-sizes, two ranks for each kind of parallelism, mock data. What only a GPU runs is left out and
-named. With --run the result is held against an undisturbed run, bit by bit. The lines of --json
-without result and why are those of tests/reach/shrunk.jsonl.
+a flag without a value). tests/reach/rules.toml changes each flag: few layers, small sizes, two
+ranks for each kind of parallelism, mock data. Flags that need a GPU are left out and named. With
+--run the result is held against an undisturbed run, bit by bit. The lines of --json without result
+and why are those of tests/reach/shrunk.jsonl.
 
 Exit status: 0 all that is not refused is bit-identical, or was only cut down; 1 something does not
 train, or differs: its directory is named; 2 bad arguments.

@@ -10,12 +10,12 @@ processes (coordinator, standby, agents, vaults, members), loses a node that coo
   lost node    files entered between the kill and the end of the recovery (the first iteration that
                the run finishes with its new node), and not in the five seconds before; and how
                many with those that are entered anyway
-  iteration    files entered in more than half of the last iterations before the kill; what
-               happens now and then, as beats do, is not of an iteration
+  iteration    files entered in more than half of the last iterations before the kill, so that
+               occasional work such as beats does not count
   sealing      stays, files and returns of one call of --entry, in the thread that runs it: its
                functions in the order in which they are called for the first time. A stay is a run
-               of functions of one file; a return is a stay in a file that had one before: stays
-               less files. The middle one of the calls that seal something
+               of functions of one file; a return is a stay in a file that had a stay before: stays
+               less files. Counted is the median of the calls that seal something
 
 A file is entered when a function of it is called; being imported is not counted. All files of the
 package are, those included that only hold values. A process that is started with -I is not seen.
@@ -53,7 +53,7 @@ from deadpool_megatron.events import Kind, read_events  # noqa: E402
 _WARM_SECONDS = 8.0
 _BEFORE_SECONDS = 5.0
 _ITERATIONS = 10
-_PATIENCE_SECONDS = 240.0
+_MAX_WAIT_SECONDS = 240.0
 _ENTRY = "vault/role_worker.py:_seal"
 Notes = list[tuple[str, float, str, str]]  # kind, wall seconds, process and thread, file
 
@@ -103,10 +103,10 @@ def run(base: Path, entry: str) -> tuple[list[float], float, float]:
     }
     round_ = rounds.start(base / "run", 100_000, time.monotonic(), None, ("--spares", "1"))
     try:
-        rounds.follow(round_, lambda: round_.newest >= _ITERATIONS, _PATIENCE_SECONDS, "iterations")
+        rounds.follow(round_, lambda: round_.newest >= _ITERATIONS, _MAX_WAIT_SECONDS, "iterations")
         rounds.pause(round_, _WARM_SECONDS)
         killed = kill_a_node(round_)
-        rounds.follow(round_, lambda: round_.recoveries > 0, _PATIENCE_SECONDS, "the recovery")
+        rounds.follow(round_, lambda: round_.recoveries > 0, _MAX_WAIT_SECONDS, "the recovery")
     finally:
         rounds.end(round_)
     at: dict[Kind, list[float]] = {Kind.STEP: [], Kind.RECOVERED: []}

@@ -1,13 +1,13 @@
-"""What one coordinator bears: the real process, with thousands of simulated agents.
+"""The load that one coordinator bears: the real process, with thousands of simulated agents.
 
     .venv/bin/python scripts/bench/coordinator.py [--agents N ...] [--seconds N] [--json FILE]
 
-For each size: all agents join and start 8 members each, and beat for a while. Then the run grows
-old at once (10,000 epochs, 2,000,000 events, thousands of lost nodes), and everything that follows
-happens to that: a node dies and a spare takes its roles; the coordinator stands still for a moment,
-so that all agents open second connections; it is killed, and the standby behind it takes over. A
-standby of each node looks into the journal all the time. The agents live in this one process and
-cost it more than they cost the coordinator, so CPU time is reported beside times by the wall clock.
+For each size: all agents join and start 8 members each, and beat for a while. Then the run gets the
+journal of a long life (10,000 epochs, 2,000,000 events, thousands of lost nodes), with which all
+else happens: a node dies and a spare takes its roles; the coordinator is stopped so long that
+all agents open second connections; it is killed, and its standby takes over. Meanwhile a
+standby of each node reads the journal. The agents share this process and cost it more than they
+cost the coordinator, so CPU time is reported as well as times by the wall clock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import load_secret
 
 NPROC_PER_NODE = 8
-_SPARE_SHARE = 64  # one node of so many is a spare
+_SPARE_SHARE = 64  # nodes for each spare
 _LIMIT_SECONDS = 300.0
 _STEP_SECONDS = 1.0
 # A run of the size and pace for which there is a limit on what it writes.
@@ -45,13 +45,13 @@ _EVENT_ROLES = 512
 _EVENT_STEP_SECONDS = 8.0
 _DAY_SECONDS = 86400.0
 _MOSTLY = 0.98
-# Beside one connection for each agent: the coordinator's own files, this process's, a margin.
+# Other than a connection for each agent: files of the coordinator, of this process, a margin.
 _OTHER_FILES = 256
 
 
 @dataclass
 class Found:
-    """One size; what each figure means says :data:`MEANINGS`. ``blocks``: by phase."""
+    """The result of a size, with the figures of :data:`MEANINGS`. ``blocks``: by phase."""
 
     figures: dict[str, float] = field(default_factory=dict)
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Bench:
     def __init__(self, size: int, seconds: float, directory: Path) -> None:
         self._size, self._seconds = size, seconds
         spares = max(2, size // _SPARE_SHARE)
-        # This process answers for all agents, on cores that both share: give it time.
+        # Long limits: this process answers for all agents, on cores that it shares.
         settings = Settings(start_seconds=_LIMIT_SECONDS, connect_seconds=60, rejoin_seconds=120)
         nodes = size - spares
         self._service = Service(directory, nodes, spares, NPROC_PER_NODE, settings)
@@ -105,7 +105,7 @@ class Bench:
         self._note(agents=size, roles=self._cluster.world_size)
 
     async def run(self) -> Found:
-        """All of it."""
+        """Run all phases."""
         self._standbys.start()
         stepping = asyncio.create_task(self._step())
         try:
@@ -131,28 +131,28 @@ class Bench:
     def _note_block(self, phase: str, since: float, until: float | None = None) -> None:
         self._found.blocks[phase] = asdict(self._service.block(since, until))
 
-    async def _until(self, ready: Callable[[], object], what: str) -> None:
+    async def _until(self, ready: Callable[[], object], condition: str) -> None:
         began = time.monotonic()
 
-        def asked() -> object:
+        def checked() -> object:
             self._service.check()
             return ready()
 
-        await until(what, asked, _LIMIT_SECONDS)
-        print(f"  {what}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        await until(condition, checked, _LIMIT_SECONDS)
+        print(f"  {condition}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
     async def _settle(self) -> None:
-        """What was left in queues is taken."""
+        """Wait until the queues are empty."""
         await asyncio.sleep(min(2.0, self._seconds))
         await self._until(self._in_touch, "in touch")
 
     def _in_touch(self) -> bool:
-        """All but a few, that is: on a busy machine there are always some that doubt."""
+        """Return whether nearly all agents have contact; on a busy machine a few never have."""
         alive = [agent.in_touch for agent in self._cluster.agents if agent.alive]
         return sum(alive) >= _MOSTLY * len(alive)
 
     async def _step(self) -> None:
-        """One role reports a step now and then, as training would."""
+        """Report steps of one role, as training would."""
         cluster = self._cluster
         while True:
             await asyncio.sleep(self._step_seconds)
@@ -161,7 +161,7 @@ class Bench:
                 cluster.agents[0].step(cluster.iteration)
                 if self._step_seconds == _EVENT_STEP_SECONDS:
                     for agent in cluster.agents:
-                        agent.tell(cluster.iteration)
+                        agent.report_routine(cluster.iteration)
 
     async def _start(self) -> None:
         service, began, at = self._service, time.monotonic(), time.time()
@@ -189,7 +189,7 @@ class Bench:
         self._note_block("beats", at)
 
     async def _events(self) -> None:
-        """Whole steps, and as many whole periods of what is told together as there are."""
+        """Count the events of whole steps and of whole periods of joint reports."""
         self._step_seconds, seconds = _EVENT_STEP_SECONDS, 16 * self._seconds
         before = self._service.event_bytes()
         await asyncio.sleep(seconds)
@@ -200,7 +200,7 @@ class Bench:
         self._step_seconds = _STEP_SECONDS
 
     async def _grow_old(self) -> int:
-        """Nobody coordinates while it does; all agents come to the next coordinator."""
+        """Age the journal without a coordinator; all agents join the next coordinator."""
         service, run = self._service, self._service.run
         self._standbys.lost = True
         service.end()
@@ -208,7 +208,7 @@ class Bench:
         service.pass_over(term_file(run.events, 1, 2))
         at = time.time()
         service.start()
-        await self._until(lambda: service.at(Kind.EPOCH_OPENED, epoch), f"epoch {epoch} goes on")
+        await self._until(lambda: service.at(Kind.EPOCH_OPENED, epoch), f"epoch {epoch} continues")
         self._note_block("takeover with a record that is news", at)
         self._standbys.lost = False
         service.await_next()
@@ -235,8 +235,8 @@ class Bench:
         others = self._size - 1
         count = cluster.moments.count
         await self._until(lambda: count("record", epoch + 1) >= others, "the next record")
-        told_all, informed = service.cpu_seconds(), cluster.moments.last("record", epoch + 1)
-        told = (cluster.received_bytes - received) / others
+        all_cpu, informed = service.cpu_seconds(), cluster.moments.last("record", epoch + 1)
+        received_each = (cluster.received_bytes - received) / others
         await self._until(lambda: service.at(Kind.EPOCH_OPENED, epoch + 1), "the next epoch")
         open_at = service.at(Kind.EPOCH_OPENED, epoch + 1)
         assert open_at is not None
@@ -245,15 +245,16 @@ class Bench:
             loss_to_decision_cpu_seconds=decided - before,
             loss_to_decision_simulator_cpu_seconds=own,
             decision_to_informed_seconds=informed - service.decided_at(epoch + 1),
-            decision_to_informed_cpu_seconds=told_all - decided,
+            decision_to_informed_cpu_seconds=all_cpu - decided,
             informed_to_open_seconds=open_at - informed,
-            told_bytes_per_agent=told,
+            told_bytes_per_agent=received_each,
             memory_peak_bytes=service.memory_peak_bytes(),
         )
         self._note_block("loss of a node", killed_at)
 
     async def _stall(self) -> None:
-        """As long as every agent needs to doubt its connection, and less than a fence."""
+        """Stop the coordinator for longer than agents trust a silent connection, and less than
+        until they fence themselves."""
         await self._settle()
         service, cluster = self._service, self._cluster
         beat = cluster.agents[0].beat_seconds
@@ -284,7 +285,7 @@ class Bench:
             return len(service.all_back_at) > backs
 
         await self._until(is_back, "all agents back")
-        # It leaves the epoch open: training goes on.
+        # It leaves the epoch open: training continues.
         caught_up = cluster.iteration + 2
         await self._until(
             lambda: cluster.agents[0].acknowledged_step >= caught_up, "steps taken again"
@@ -302,7 +303,7 @@ class Bench:
 
 
 def allow_files(agents: int) -> str:
-    """Raise the limit of open files as far as needed. Returns why it cannot be, or nothing."""
+    """Raise the limit of open files as far as needed. Returns the reason if it cannot be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = agents + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -316,7 +317,7 @@ def allow_files(agents: int) -> str:
 
 
 def show(results: list[Found]) -> None:
-    """A table: a line for each figure, a column for each size."""
+    """Print a table: a line for each figure, a column for each size."""
     for name in ("agents", "roles", *MEANINGS):
         values = "".join(f"{result.figures.get(name, float('nan')):>12.4g}" for result in results)
         print(f"{name:<40}{values}  {MEANINGS.get(name, '')}")

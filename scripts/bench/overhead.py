@@ -1,14 +1,13 @@
 #!/usr/bin/env python
-"""What protection costs while nothing fails: step time with it over step time without it.
+"""The cost of protection without failures: step time with it over step time without it.
 
     .venv/bin/python scripts/bench/overhead.py [--rounds N] [--steps N] [--out FILE]
 
 A GPT of about 20 M parameters trains at 8,192 tokens per step and at a quarter of that, without
 protection (stock gloo) and with it, in turns: A/B/A/B. Both report each step when it is done; the
-time of a step is that between two reports, taken by this one observer. The first steps of a run
-warm up and are not measured; of the others none is left out. Beside the ratio: seconds waited at
-the commit gate, CPU seconds per step (in all, and by process and thread), bytes shipped per
-parameter and step, memory.
+time of a step is that between two reports, taken by this process. The first steps of a run warm up
+and are not measured; all others count. Other figures: seconds waited at the commit gate, CPU
+seconds per step (in all, and by process and thread), bytes shipped per parameter and step, memory.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _MIN_SHOWN_SECONDS = 0.001
 
 
 def model() -> TrainerConfig:
-    """The sizes in the configuration file."""
+    """Return the sizes in the configuration file."""
     return parse_args([f"@{CONFIG}", "--lr-warmup-iters", "1"])
 
 
 def training_arguments(tokens: int, steps: int) -> list[str]:
-    """Flags of the trainer, the same with and without protection."""
+    """Return the trainer's flags, the same with and without protection."""
     samples = tokens // model().seq_length
     return [
         *(f"@{CONFIG}", "--lr-warmup-iters", "1", "--log-interval", "1"),
@@ -48,7 +47,7 @@ def training_arguments(tokens: int, steps: int) -> list[str]:
 
 
 def measure(tokens: int, rounds: int, steps: int, base: Path) -> dict[str, Any]:
-    """Both sides in turns, and the ratios between them."""
+    """Run both sides in turns, and return the ratios between them."""
     training = training_arguments(tokens, steps)
     sides = in_turns(
         f"{tokens} tokens",
@@ -68,7 +67,7 @@ def measure(tokens: int, rounds: int, steps: int, base: Path) -> dict[str, Any]:
 
 
 def ratios_of(plain: list[Measured], protected: list[Measured]) -> dict[str, Any]:
-    """Step time with protection over that without, of all runs and of each pair."""
+    """Return the step time with protection over that without, of all runs and of each pair."""
 
     def of_steps(runs: list[Measured]) -> dict[str, float]:
         return summary([seconds for run in runs for seconds in run.step_seconds])
@@ -84,7 +83,7 @@ def ratios_of(plain: list[Measured], protected: list[Measured]) -> dict[str, Any
 
 
 def facts_of(runs: list[Measured]) -> dict[str, Any]:
-    """One side: all its runs taken together, and every single value."""
+    """Return the facts of a side: all its runs taken together, and every single value."""
     everything = [seconds for run in runs for seconds in run.step_seconds]
     shipped = [r.shipped_bytes_per_step for r in runs if r.shipped_bytes_per_step is not None]
     gate = [run.gate_seconds for run in runs if run.gate_seconds is not None]
@@ -101,7 +100,7 @@ def facts_of(runs: list[Measured]) -> dict[str, Any]:
 
 
 def _mean_of_threads(runs: list[Measured]) -> dict[str, float]:
-    """The most first; what is less than a millisecond in a step is left out."""
+    """Return the mean of each thread, largest first, from a millisecond per step on."""
     total = sum((run.thread_seconds_per_step for run in runs), Counter[str]())
     return {
         name: seconds / len(runs)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The same model, machine and failure with what users have today, beside deadpool.
+"""The same model, machine and failure with deadpool and with other systems that users have today.
 
     .venv/bin/python scripts/bench/peers.py --install             # once; downloads the peers
     .venv/bin/python scripts/bench/peers.py [--rounds N] [--side NAME...] [--out FILE]
@@ -10,8 +10,8 @@ after the measured steps; on sides that end in ``-node``, where each node has a 
 and there is one for a spare, with all that its node runs. Per side: step time before the kill over
 that of the undisturbed run; seconds from the kill to the end of the first step that is new; seconds
 the failure cost in all; steps computed again; and whether every loss and the final states are those
-of the undisturbed run, bit for bit. The first steps of a run warm up; of everything else nothing is
-left out. A run that fails is listed with its reason, and so is a peer that cannot be run here.
+of the undisturbed run, bit for bit. The first steps of a run warm up; everything else counts. A run
+that fails is listed with its reason, and so is a peer that cannot be run here.
 
 The peers are run from environments of their own, which only --install makes.
 """
@@ -48,7 +48,7 @@ class Snapshot:
 def measure(
     name: str, rounds: int, steps: int, sides: dict[str, Side], base: Path, environments: Path
 ) -> dict[str, Any]:
-    """One size: all sides in turns. Raises BenchError when the undisturbed training fails."""
+    """Run all sides of a size in turns. Raises BenchError when the undisturbed training fails."""
     undisturbed: list[Run] = []
     taken = {side: Snapshot() for side in sides}
     for number in range(rounds):
@@ -83,7 +83,7 @@ def _cost(run: Run) -> Outcome:
 
 
 def _difference(run: Run, undisturbed: Run) -> str | None:
-    """Where a run left the undisturbed one, in a loss or at the end; None if nowhere."""
+    """Return where a run differs from the undisturbed run, in a loss or at the end; or None."""
     expected = {report.iteration: report.loss for report in undisturbed.reports}
     found = first_difference(run.reports, expected)
     if found is None and run.hashes != undisturbed.hashes:
@@ -92,15 +92,15 @@ def _difference(run: Run, undisturbed: Run) -> str | None:
 
 
 def facts_of(side: Side, taken: Snapshot, undisturbed: list[Run]) -> dict[str, Any]:
-    """One side: all its runs, and every single value."""
-    facts: dict[str, Any] = {"what": side.what, "failed_runs": taken.failures}
+    """Return the facts of a side: all its runs, and every single value."""
+    facts: dict[str, Any] = {"what": side.description, "failed_runs": taken.failures}
     if not taken.rounds:
         return facts
     runs = [run for run, _, _ in taken.rounds.values()]
     costs = [cost for _, cost, _ in taken.rounds.values()]
     differences = [difference for _, _, difference in taken.rounds.values()]
     steps = [seconds for run in runs for seconds in run.measured.step_seconds]
-    # Of the same rounds: a side that failed in one is not compared with its plain run.
+    # The plain run of a round in which this side failed does not count.
     base = [s for number in taken.rounds for s in undisturbed[number].measured.step_seconds]
     return {
         **facts,
@@ -121,7 +121,7 @@ def facts_of(side: Side, taken: Snapshot, undisturbed: list[Run]) -> dict[str, A
 
 
 def available(labels: list[str], environments: Path) -> tuple[dict[str, Side], dict[str, str]]:
-    """The sides that can be run, and for all others the reason."""
+    """Return the sides that can be run, and for all others the reason."""
     sides: dict[str, Side] = {}
     reasons = dict(NOT_RUN)
     for label, side in SIDES.items():
@@ -152,7 +152,7 @@ def install_all(environments: Path) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = parser_of(__doc__, 2, "turns of each side", 10)
     usual = [label for label, side in SIDES.items() if not side.only_named]
     parser.add_argument("--size", choices=SIZES, nargs="*", default=["5M"])

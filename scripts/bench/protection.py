@@ -1,17 +1,16 @@
 #!/usr/bin/env python
-"""What each scheme of protection costs, and how fast it brings back a lost node.
+"""The cost of each scheme of protection, and the time in which it recovers a lost node.
 
     .venv/bin/python scripts/bench/protection.py [--rounds N] [--size NAME...] [--out FILE]
 
 Four roles (PP2 x DP2, distributed optimizer) on four nodes and a spare, at three sizes. In each
 round every scheme takes its turn, and the same training without protection (stock gloo) before
-them. The first steps warm up; of the measured ones none is left out. After them one node is killed
-(``local`` and ``local-twice``, which survive no lost node: one process), and the run goes on for
-some steps.
+them. The first steps warm up; all others before the fault count. Then one node is killed (``local``
+and ``local-twice``, which survive no lost node: one process), and the run continues for some steps.
 
 Per scheme: step time over that without protection, seconds waited at the commit gate, bytes
 shipped and stored per parameter, host memory, CPU seconds per GB shipped, seconds of the recovery
-and of its phase ``restore``, and whether the struck run computed the same as an undisturbed one.
+and of its phase ``restore``, and whether the struck run computed the same as an undisturbed run.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SCHEMES: dict[str, list[str]] = {
 
 
 def measure(name: str, rounds: int, steps: int, schemes: list[str], base: Path) -> dict[str, Any]:
-    """One size: all schemes in turns."""
+    """Run all schemes of a size in turns."""
     count = parameters(sizes_of(name))
     training = training_arguments(name, WARM_UP + 1 + steps)
     print(f"{name}: undisturbed run to compare with", file=sys.stderr, flush=True)
@@ -78,7 +77,7 @@ def measure(name: str, rounds: int, steps: int, schemes: list[str], base: Path) 
 def facts_of(
     runs: list[Protected], plain: list[Measured], count: int, undisturbed: RunResult
 ) -> dict[str, Any]:
-    """One scheme at one size: all its runs, and every single value."""
+    """Return the facts of a scheme at a size: all its runs, and every single value."""
     measured = [run.measured for run in runs]
     ratios = ratios_of(plain, measured)
     results = [run.result for run in runs if run.result is not None]
@@ -103,7 +102,7 @@ def facts_of(
 def _per_gb(
     runs: list[Measured], plain: list[Measured], shipped: list[float]
 ) -> dict[str, float] | None:
-    """CPU seconds per GB, of everything that protection adds to a step; None if nothing travels."""
+    """Return the CPU seconds of protection in a step per GB shipped; None if nothing is shipped."""
     if not any(shipped):
         return None
     without = summary([run.cpu_seconds_per_step for run in plain])["mean"]

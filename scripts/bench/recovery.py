@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How long a recovery takes: seconds of each phase, and from the kill to the next finished step.
+"""The time of a recovery: seconds of each phase, and from the kill to the next finished step.
 
     .venv/bin/python scripts/bench/recovery.py [--rounds N] [--out FILE]
 
@@ -31,25 +31,25 @@ KINDS = {
 
 
 def measure(repeats: int, iterations: int, base: Path) -> dict[str, Any]:
-    """All runs. Raises DemoError when one fails."""
+    """Run all kinds in turns. Raises DemoError when a run fails."""
     display = Display(sys.stderr)
     display.line("undisturbed run")
     undisturbed = run_once(display, base, "undisturbed", iterations)
 
-    def struck(how: dict[str, str], repeat: int) -> Outcome:
+    def struck(fields: dict[str, str], repeat: int) -> Outcome:
         # Another iteration each time, so that no phase of a cycle is favoured.
         strike = 4 + repeat % (iterations - 5)
-        fault = kill_in_backward(strike, how["target"]) | how
-        run = run_once(display, base, f"{'-'.join(how.values())}-{repeat}", iterations, fault)
+        fault = kill_in_backward(strike, fields["target"]) | fields
+        run = run_once(display, base, f"{'-'.join(fields.values())}-{repeat}", iterations, fault)
         return judge(undisturbed, run, strike)
 
-    sides = {kind: partial(struck, how) for kind, how in KINDS.items()}
+    sides = {kind: partial(struck, fields) for kind, fields in KINDS.items()}
     outcomes = in_turns("recovery", repeats, sides)
     return {kind: facts_of(found) for kind, found in outcomes.items()}
 
 
 def facts_of(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Means and percentiles over the runs of one kind, and every single run."""
+    """Return means and percentiles over the runs of one kind, and every single run."""
     phases = {name: None for outcome in outcomes for name in outcome.recovery.phases}
     ends = [o.kill_to_next_step for o in outcomes if o.kill_to_next_step is not None]
     return {

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Going on after the loss of a node: from memory against from a checkpoint on local disk.
+"""Restore after the loss of a node: from memory against from a checkpoint on local disk.
 
     .venv/bin/python scripts/bench/restore.py [--rounds N] [--size NAME...] [--out FILE]
 
 The same training on the same nodes loses the same node in the same iteration. One side keeps
 copies on other nodes (``buddy``); the other keeps none (``local``) and writes a torch_dist
-checkpoint after every iteration, so that it has to go back no further. Both go on in the same
-processes with the same spare, and find the file cache warm. Copies are made beside the training,
-which waits for a checkpoint until it is written: so the times of the steps before the loss belong
-to the comparison. The sides take turns; no value is left out.
+checkpoint after every iteration, so that it has to go back no further. Both continue in the same
+processes with the same spare, and find the file cache warm. Copies are made while training runs,
+but it waits for a checkpoint until it is written: so the times of the steps before the loss belong
+to the comparison. The sides take turns; all values count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIDES: dict[str, tuple[list[str], list[str]]] = {
 
 
 def measure(name: str, rounds: int, base: Path) -> dict[str, Any]:
-    """One size: both sides in turns."""
+    """Run both sides of a size in turns."""
     undisturbed = run_protected(name, [], STEPS, base).result
     assert undisturbed is not None
 
@@ -55,7 +55,7 @@ def measure(name: str, rounds: int, base: Path) -> dict[str, Any]:
 
 
 def facts_of(runs: list[Protected], undisturbed: RunResult) -> dict[str, Any]:
-    """One side: means and every single recovery."""
+    """Return the facts of a side: means and every single recovery."""
     results = [run.result for run in runs if run.result is not None]
     recoveries = [result.recoveries[0] for result in results]
     return {

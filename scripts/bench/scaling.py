@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""What protection costs as a run grows: 4, 8 and 16 roles, 2 to 8 data-parallel peers.
+"""The cost of protection as a run grows: 4, 8 and 16 roles, 2 to 8 data-parallel peers.
 
     .venv/bin/python scripts/bench/scaling.py [--rounds N] [--steps N] [--seconds S] [--out FILE]
 
 A GPT of about 5 M parameters trains without protection (stock gloo) and with it, in turns. Each
-step takes ``--seconds`` longer, in which nobody needs a processor, as if a device computed: on few
-cores the processes of many roles would take the cores from each other, and nothing else would be
-seen. Of the measured steps none is left out.
+step takes ``--seconds`` longer, without use of a processor, as if a device computed: on few cores
+the processes of many roles would compete for them, and only that would be measured. All steps after
+the warm-up count.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SIZES = (Size(1, 2, 2), Size(2, 2, 2), Size(1, 2, 4), Size(2, 2, 4), Size(1, 2, 
 
 
 def training_arguments(size: Size, steps: int) -> list[str]:
-    """Flags of the trainer, the same with and without protection."""
+    """Return the trainer's flags, the same with and without protection."""
     return [
         *(f"@{CONFIG}", "--lr-warmup-iters", "1", "--log-interval", "1"),
         *("--tensor-model-parallel-size", str(size.tensor)),
@@ -57,7 +57,7 @@ def training_arguments(size: Size, steps: int) -> list[str]:
 
 
 def measure(size: Size, args: argparse.Namespace, base: Path) -> dict[str, Any]:
-    """Both sides in turns, and the ratio between them."""
+    """Run both sides in turns, and return the ratio between them."""
     training = training_arguments(size, args.steps)
     variables = {VARIABLE: str(args.seconds)}
     nodes = size.roles // NPROC_PER_NODE

@@ -6,12 +6,12 @@
 Two hosts made of namespaces (root is needed), each with a link of limited rate (tbf), train one
 model data-parallel, in turns: without protection (stock gloo), with copies that go into the gaps of
 training's traffic, with copies that always go at their share (link-gaps=off), and
-without copies (``--deadpool-protection local``), which tells what is the link's part. Computing is
-a sleep, so that it is the link that counts; either before the traffic of a step or after it, when
+without copies (``--deadpool-protection local``), which shows the part of the link. Computing is a
+sleep, so that the link is the bottleneck; either before the traffic of a step or after it, when
 parameters are gathered and gradients reduced just as copies could leave. With the queue ``fifo``
-the link knows no classes; with ``bands`` it has those that Linux gives every device by default
-(pfifo_fast), in which what ships copies comes last. The first steps of a run are not measured; of
-the others none is left out.
+the link has no classes; with ``bands`` it has those that Linux gives every device by default
+(pfifo_fast), in which copies come last. The first steps of a run are not measured; all others
+count.
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ _MODEL = (
     " --global-batch-size 4 --lr 1e-3 --lr-warmup-iters 1 --log-interval 1 --bf16"
     " --use-distributed-optimizer"
 )
-# With these, traffic lies beside the forward and backward pass.
+# With these, traffic overlaps the forward and backward pass.
 _OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 QUEUES = ("fifo", "bands")
-# By events; the longest and the shortest of all roles in some seconds.
-TOLD = ("ship_seconds", "window_seconds", "commit_seconds")
-# With copies; the names of the two rules for their pace.
+# In events, as the longest or the shortest of all roles in some seconds.
+REPORTED = ("ship_seconds", "window_seconds", "commit_seconds")
+# The sides with copies, named after the rules of their pace.
 PACES = ("gaps", "share")
 _SLOW_STEPS = Path(__file__).with_name("common") / "slow_steps.py"
 
 
 @dataclass
 class Measured:
-    """One run: seconds of each measured step; of a protected one also how shipping fitted."""
+    """One run: seconds of each measured step, and if it is protected, figures of its copies."""
 
     step_seconds: list[float] = field(default_factory=list)
     gate_waits: list[tuple[int, float]] = field(default_factory=list)  # iteration, seconds
-    told: dict[str, list[float]] = field(default_factory=dict)  # as TOLD
+    reported: dict[str, list[float]] = field(default_factory=dict)  # by name in REPORTED
     shipped_bytes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What all runs have in common. ``compute_at``: where in a step computing is slept."""
+    """The settings of all runs. ``compute_at``: the place of the computation in a step."""
 
     rate_mbit: float
     hidden_size: int
@@ -86,7 +86,7 @@ class Link:
     flags: tuple[str, ...]
 
     def lay(self, host: Host, queue: str) -> None:
-        """Limit what a host sends."""
+        """Limit the sending rate of a host."""
         rate = f"{self.rate_mbit:g}mbit"
         limit = f"tc qdisc replace dev eth0 root handle 1: tbf rate {rate} burst 64kb latency 200ms"
         commands = [limit]
@@ -113,7 +113,7 @@ class Link:
 
 
 def run_plain(link: Link, hosts: Hosts, base: Path) -> Measured:
-    """Stock gloo on the same hosts."""
+    """Run stock gloo on the same hosts."""
     command = [sys.executable, str(_SLOW_STEPS), "plain", *link.training]
     shared = {
         **{k: v for k, v in os.environ.items() if not k.startswith("DEADPOOL_")},
@@ -139,11 +139,11 @@ def run_plain(link: Link, hosts: Hosts, base: Path) -> Measured:
         seen[:] = lines
         return new
 
-    def trouble() -> str:
+    def output() -> str:
         return "".join(log.read_text(errors="replace")[-2000:] for log in logs)
 
     try:
-        return Measured(_watch(link, new_steps, lambda: _over(ranks), trouble))
+        return Measured(_watch(link, new_steps, lambda: _over(ranks), output))
     finally:
         for rank in ranks:
             rank.kill()
@@ -151,7 +151,7 @@ def run_plain(link: Link, hosts: Hosts, base: Path) -> Measured:
 
 
 def run_protected(link: Link, hosts: Hosts, base: Path) -> Measured:
-    """Under agents of deadpool, whose events tell of each step."""
+    """Run under agents of deadpool, whose events report each step."""
     directory = base / uuid.uuid4().hex
     command = (str(_SLOW_STEPS), "protected", *link.training)
     job = Job(command, NODES, 0, link.flags)
@@ -162,20 +162,20 @@ def run_protected(link: Link, hosts: Hosts, base: Path) -> Measured:
 
     with Cluster(hosts, directory, job, (), link.environment) as cluster:
 
-        def trouble() -> str:
+        def output() -> str:
             return "".join(cluster.output(node)[-2000:] for node in range(NODES))
 
         def over() -> bool:
             return _over(list(cluster.agents.values()))
 
-        measured = Measured(_watch(link, new_steps, over, trouble))
+        measured = Measured(_watch(link, new_steps, over, output))
         cluster.wait_end()
         commits = [e for e in cluster.events(Kind.COMMITTED) if (e.iteration or 0) > _WARM_UP]
     waits = read_story(directory).gate_waits
     measured.gate_waits = [(iteration or 0, s) for (_, iteration), s in waits.items()]
     measured.shipped_bytes = [event.data["bytes"] for event in commits]
-    measured.told = {
-        name: [s for event in commits if (s := event.data[name]) is not None] for name in TOLD
+    measured.reported = {
+        name: [s for event in commits if (s := event.data[name]) is not None] for name in REPORTED
     }
     return measured
 
@@ -185,25 +185,25 @@ def _over(processes: list[subprocess.Popen[bytes]]) -> bool:
 
 
 def _watch(
-    link: Link, new_steps: Callable[[], int], over: Callable[[], bool], trouble: Callable[[], str]
+    link: Link, new_steps: Callable[[], int], over: Callable[[], bool], output: Callable[[], str]
 ) -> list[float]:
-    """Seconds of each measured step, as this one observer sees them reported."""
+    """Return the seconds of each measured step, as this process sees them reported."""
     times: list[float] = []
     expected = _WARM_UP + 1 + link.steps
     seen_at = time.perf_counter()
     while len(times) < expected:
-        ended = over()  # before the look: what was reported before the end is then seen
+        ended = over()  # before the poll: the last reports before the end are then seen
         for _ in range(new_steps()):
             seen_at = time.perf_counter()
             times.append(seen_at)
         if len(times) < expected and (ended or time.perf_counter() - seen_at > _SILENCE_SECONDS):
-            raise BenchError(f"saw {len(times)} steps of {expected}:\n{trouble()}")
+            raise BenchError(f"saw {len(times)} steps of {expected}:\n{output()}")
         time.sleep(_POLL_SECONDS)
     return [after - before for before, after in itertools.pairwise(times[_WARM_UP:])]
 
 
 def measure(link: Link, queue: str, rounds: int, base: Path) -> dict[str, Any]:
-    """All sides in turns on one kind of link."""
+    """Run all sides in turns on one kind of link."""
     even = replace(link, flags=(*link.flags, "--deadpool-set", "link-gaps=off"))
     local = replace(link, flags=(*link.flags, "--deadpool-protection", "local"))
     runs: dict[str, Callable[[Hosts, Path], Measured]] = {
@@ -245,7 +245,10 @@ def measure(link: Link, queue: str, rounds: int, base: Path) -> dict[str, Any]:
             "gate_seconds": sum(
                 s for run in sides[name] for i, s in run.gate_waits if i > _WARM_UP
             ),
-            **{key: summary([s for run in sides[name] for s in run.told[key]]) for key in TOLD},
+            **{
+                key: summary([s for run in sides[name] for s in run.reported[key]])
+                for key in REPORTED
+            },
             "shipped_bytes": summary([float(n) for run in sides[name] for n in run.shipped_bytes]),
         }
     return found
@@ -296,7 +299,7 @@ def main() -> int:
 
 
 def show(case: Mapping[str, Any]) -> None:
-    """A line for each rule of pace, to standard error."""
+    """Print a line for each rule of pace to standard error."""
     for name in PACES:
         where = f"{case['queue']}, computing at the {case['compute_at']}, {name}"
         ratio = case[name]["ratio"]["mean"]

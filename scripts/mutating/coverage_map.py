@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "deadpool_megatron"
-ROOMS = ("layout", "vault", "member", "megatron", "cluster", "comms", "persist")
+CORE = ("layout", "vault", "member", "megatron", "cluster", "comms", "persist")
 # At most, of one function; the seconds are those of the recording.
 FUNCTION_TESTS = 120
 _FUNCTION_SECONDS = 60.0
@@ -58,9 +58,9 @@ def chosen(recorded: Mapping[str, Recorded]) -> dict[str, list[str]]:
     tests: dict[str, Recorded] = defaultdict(Recorded)
     for name, test in recorded.items():
         whole = name.split("[")[0]
-        one = tests[whole if seconds[whole] <= _CASES_SECONDS else name]
-        one.seconds += test.seconds
-        one.functions |= test.functions
+        entry = tests[whole if seconds[whole] <= _CASES_SECONDS else name]
+        entry.seconds += test.seconds
+        entry.functions |= test.functions
     found: dict[str, list[str]] = defaultdict(list)
     spent: Counter[str] = Counter()
     for name in sorted(tests, key=lambda name: (tests[name].cost(), name)):
@@ -71,7 +71,7 @@ def chosen(recorded: Mapping[str, Recorded]) -> dict[str, list[str]]:
             if total <= _FUNCTION_SECONDS and len(found[function]) < FUNCTION_TESTS:
                 found[function].append(name)
                 spent[function] = total
-    return {name: found[name] for name in sorted(found) if name.split("/")[0] in ROOMS}
+    return {name: found[name] for name in sorted(found) if name.split("/")[0] in CORE}
 
 
 def joined(

@@ -1,4 +1,4 @@
-"""Slips drawn at random from the rooms of the core, and what share of them has to be noticed."""
+"""Slips drawn at random from the core's packages, and the share that has to be noticed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from mutating.coverage_map import FUNCTION_TESTS, PACKAGE, ROOMS
+from mutating.coverage_map import CORE, FUNCTION_TESTS, PACKAGE
 from mutating.operators import Change, changes
 
 # A draw whose score is less probable than this, if the score of record is right, falls short.
@@ -17,15 +17,15 @@ _CHANCE = 0.01
 
 
 def draw(count: int, seed: str, root: Path) -> list[tuple[str, Change]]:
-    """Draw slips, each with its file: of each room in proportion to its lines, each line alike."""
+    """Draw slips, each with its file: of each core package in proportion to its lines."""
     chance = random.Random(seed)
-    rooms = {}
-    for room in ROOMS:
-        paths = sorted((root / PACKAGE / room).rglob("*.py"))
-        rooms[room] = {path: len(path.read_text().splitlines()) for path in paths}
-    total, before = sum(sum(lines.values()) for lines in rooms.values()), 0
+    sizes = {}
+    for name in CORE:
+        paths = sorted((root / PACKAGE / name).rglob("*.py"))
+        sizes[name] = {path: len(path.read_text().splitlines()) for path in paths}
+    total, before = sum(sum(lines.values()) for lines in sizes.values()), 0
     found: dict[tuple[str, Change], None] = {}
-    for lines in rooms.values():
+    for lines in sizes.values():
         before += sum(lines.values())
         while len(found) < count * before // total:
             (path,) = chance.choices(list(lines), list(lines.values()))
@@ -39,7 +39,7 @@ def draw(count: int, seed: str, root: Path) -> list[tuple[str, Change]]:
 
 
 def tests_of(file: str, function: str, functions: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the tests of a function; outside or without any, of its file, else of its room."""
+    """Return the tests of a function; without any, those of its file, or else of its package."""
     name = file.removeprefix(f"{PACKAGE}/")
     for place in (f"{name}:{function}\n", f"{name}:", f"{name.split('/')[0]}/"):
         lists = [tests for key, tests in functions.items() if f"{key}\n".startswith(place)]

@@ -111,7 +111,7 @@ class _Finder(cst.CSTVisitor):
         if isinstance(node, cst.FunctionDef):
             self._last = _return_at_the_end(node)
         if function:
-            self._ours(node)
+            self._add_structural(node)
         if isinstance(node, cst.Comparison) and _has_limit(node):
             self._limits.update(t for t in node.comparisons if isinstance(t.operator, _STRICT))
         code = cst.Module([]).code_for_node
@@ -126,7 +126,7 @@ class _Finder(cst.CSTVisitor):
         if self._scopes and self._scopes[-1] is original_node:
             self._scopes.pop()
 
-    def _ours(self, node: cst.CSTNode) -> None:
+    def _add_structural(self, node: cst.CSTNode) -> None:
         match node:
             case cst.IndentedBlock():
                 for first, second in pairwise(node.body):

@@ -64,30 +64,30 @@ class Target:
 
     @property
     def plan(self) -> Path:
-        """The plan of faults that strike at a named point, once they are released."""
+        """The plan of faults at named points, which strike once they are released."""
         return self.run.path.with_suffix(".faults")
 
     @property
     def slow_fsync(self) -> Path:
-        """While it is there, fsync takes long."""
+        """The file that makes fsync slow while it exists."""
         return self.run.path.with_suffix(".slow")
 
     def listing(self, node: int) -> dict[str, Any]:
-        """Returns the processes of a node. Raises NotNow when they cannot be read."""
+        """Return the processes of a node. Raises NotNow when they cannot be read."""
         try:
             return read_json(self.run.node(node))
         except (OSError, ValueError) as error:
             raise NotNow(f"no listing of node {node}: {error}") from error
 
     def some_seat(self) -> tuple[int, int, int]:
-        """Returns role, node and slot of a role that has a seat."""
+        """Return role, node and slot of a role that has a seat."""
         if not self.seats:
             raise NotNow("no role has a seat yet")
         role = self.random.choice(sorted(self.seats))
         return role, *self.seats[role]
 
     def some_node(self) -> int:
-        """Returns a node that plays roles."""
+        """Return a node that has roles."""
         return self.some_seat()[1]
 
 
@@ -125,12 +125,12 @@ def process(target: Target) -> str:
 
 
 def vault(target: Target) -> str:
-    """Kill the vault of a node that plays roles."""
+    """Kill the vault of a node that has roles."""
     return _kill(target, "vault")
 
 
 def agent(target: Target) -> str:
-    """Kill the agent of a node that plays roles."""
+    """Kill the agent of a node that has roles."""
     return _kill(target, "agent")
 
 
@@ -138,7 +138,7 @@ def _coordinator_pid(target: Target) -> int:
     try:
         return int(read_json(target.run.coordinator)["pid"])
     except (OSError, ValueError, KeyError) as error:
-        raise NotNow("nobody coordinates") from error
+        raise NotNow("there is no coordinator") from error
 
 
 def coordinator(target: Target) -> str:
@@ -149,13 +149,13 @@ def coordinator(target: Target) -> str:
 
 def coordinator_and_process(target: Target) -> str:
     """Kill a training process, and the coordinator before it can have decided."""
-    what = process(target)
+    effect = process(target)
     _send(_coordinator_pid(target), signal.SIGKILL)
-    return f"{what}, and the coordinator"
+    return f"{effect}, and the coordinator"
 
 
 def coordinator_frozen(target: Target) -> str:
-    """Stop the coordinator for long enough that another one takes over, then let it wake up."""
+    """Stop the coordinator for long enough that another takes over, then let it continue."""
     pid = _coordinator_pid(target)
     _send(pid, signal.SIGSTOP)
     time.sleep(_LONG_FREEZE_SECONDS)
@@ -253,9 +253,9 @@ def full_disk(target: Target) -> str:
 def full_disk_and_process(target: Target) -> str:
     """Kill a training process while the run directory is full: decisions have to wait."""
     with _filled(target):
-        what = process(target)
+        effect = process(target)
         time.sleep(_FULL_SECONDS)
-    return f"{what} while the run directory was full for {_FULL_SECONDS:g} s"
+    return f"{effect} while the run directory was full for {_FULL_SECONDS:g} s"
 
 
 def drain(target: Target) -> str:
@@ -279,10 +279,10 @@ def persist(target: Target) -> str:
 
 
 def planned() -> list[dict[str, object]]:
-    """Returns the plan of a struck run."""
+    """Return the plan of a struck run."""
     return [
-        {"id": f"{kind}-{number}", "after": f"release-{kind}-{number}", **what}
-        for kind, what in _PLANNED.items()
+        {"id": f"{kind}-{number}", "after": f"release-{kind}-{number}", **fault}
+        for kind, fault in _PLANNED.items()
         for number in range(_MAX_PLANNED)
     ]
 
@@ -357,13 +357,13 @@ KINDS: Mapping[str, Callable[[Target], str]] = {
 
 
 def segments_bytes(run_id: str) -> int:
-    """Returns the memory that the slots of a run take on this host."""
+    """Return the memory that the slots of a run take on this host."""
     root = segment_root(run_id)
     return sum(_allocated(path) for path in root.rglob("*") if path.is_file())
 
 
 def directory_bytes(path: Path) -> int:
-    """Returns what the files of a run directory take on disk."""
+    """Return the disk space of a run directory."""
     return sum(_allocated(found) for found in path.rglob("*") if found.is_file())
 
 

@@ -129,13 +129,13 @@ def judge(samples: Iterable[Sample], min_seconds: float) -> dict[str, Any]:
 
 
 def files_verdict(files: Sequence[Files]) -> dict[str, Any]:
-    """Returns of one round what its run directory grew with each iteration, and with a usual one;
-    what its shared memory gained in an hour, or in its own time, if that was shorter, and the most
-    of it; ``flat``: whether all are within FILE_LIMITS, or there was too little time to tell.
-    Nothing without two looks at different iterations.
+    """Return for a round the growth of its run directory with each iteration, mean and median;
+    that of its shared memory in an hour, or in its own time, if that was shorter, and the maximum
+    of it; ``flat``: whether all are within FILE_LIMITS, or the round was too short for a verdict.
+    Empty without two samples at different iterations.
 
-    A usual one is the median between looks, which a checkpoint now and then does not move. Of
-    shared memory it is that of the slopes: a vault that takes what it will need is no growth.
+    Occasional checkpoints do not move the median between samples. Of shared memory the median is
+    that of the slopes: a vault that allocates in advance is no growth.
     """
     if len(files) < 2 or files[-1].iteration <= files[0].iteration:
         return {}

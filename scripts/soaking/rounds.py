@@ -61,7 +61,7 @@ class Struck:
     it had an effect, as reported by the run or the fault itself."""
 
     kind: str
-    what: str
+    effect: str
     at_seconds: float
     iteration: int
     seconds: float | None = None
@@ -69,8 +69,8 @@ class Struck:
     observed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON object."""
-        return dict(vars(self))
+        """Return a JSON object."""
+        return {"what" if name == "effect" else name: value for name, value in vars(self).items()}
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Round:
     samples: list[growth.Sample] = field(default_factory=list)
     files: list[growth.Files] = field(default_factory=list)
     compared: int = 0
-    told: int = 0
+    reported: int = 0
 
     def __post_init__(self) -> None:
         self.run = RunDirectory(self.directory)
@@ -102,7 +102,7 @@ class Round:
         return self.process.poll() is not None
 
     def look(self) -> None:
-        """Take up what has happened. Raises SoakError for a state that is not the reference's."""
+        """Read new events. Raises SoakError for a state that is not the reference's."""
         for event in self._tail.poll():
             self._take(event)
         if time.monotonic() - self._sampled >= _SAMPLE_SECONDS:
@@ -111,7 +111,7 @@ class Round:
 
     def _take(self, event: Event) -> None:
         self.epoch = max(self.epoch, event.epoch)
-        self.told += event.kind in _REPORTED_KINDS
+        self.reported += event.kind in _REPORTED_KINDS
         if event.kind is Kind.STEP:
             self.newest = max(self.newest, event.iteration or 0)
         elif event.kind is Kind.RECOVERED:
@@ -213,8 +213,8 @@ def start(
     return Round(directory, began, process, reference)
 
 
-def follow(round_: Round, until: Callable[[], bool], seconds: float, what: str) -> None:
-    """Look until something holds. Raises SoakError when it does not in time, or the run ends."""
+def follow(round_: Round, until: Callable[[], bool], seconds: float, condition: str) -> None:
+    """Poll until a condition holds. Raises SoakError if it does not in time, or the run ends."""
     limit = time.monotonic() + seconds
     while not until():
         if round_.is_over and not until():
@@ -222,26 +222,26 @@ def follow(round_: Round, until: Callable[[], bool], seconds: float, what: str) 
             if status == 0:
                 return
             output = round_.directory.with_suffix(".out").read_text()[-1500:]
-            raise SoakError(f"the run ended with {status} while waiting for {what}: {output}")
+            raise SoakError(f"the run ended with {status} while waiting for {condition}: {output}")
         if time.monotonic() > limit:
-            raise SoakError(f"waited {seconds:g} s for {what}: the run hangs")
+            raise SoakError(f"waited {seconds:g} s for {condition}: the run hangs")
         round_.look()
         time.sleep(0.05)
 
 
 def end(round_: Round) -> None:
-    """Stop a round that is not over; nothing of it is left running."""
+    """Stop a round that is not over, with all its processes."""
     stop(round_.process, _LEAVE_SECONDS)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a round is struck. ``pause_seconds``: least and most between a recovery and the next
-    fault; ``patience_seconds``: until a new iteration is finished after a fault."""
+    """The faults of a round. ``pause_seconds``: minimum and maximum between a recovery and the next
+    fault; ``progress_seconds``: limit of the time from a fault to a new iteration."""
 
     kinds: Mapping[str, Callable[[faults.Target], str]]
     pause_seconds: tuple[float, float]
-    patience_seconds: float
+    progress_seconds: float
     isolated: bool
 
 
@@ -274,11 +274,11 @@ def _strike_on(
     info = round_.run.read_run()
     target = faults.Target(round_.run, info.run_id, dice, plan.isolated)
     names = sorted(plan.kinds)
-    last, told = iterations - 40, 0
+    last, reported = iterations - 40, 0
     while time.monotonic() < deadline and round_.newest < last and not round_.is_over:
         pause(round_, dice.uniform(*plan.pause_seconds))
         if struck:  # an order may be carried out an iteration later
-            struck[-1].observed |= round_.told > told
+            struck[-1].observed |= round_.reported > reported
         if round_.newest >= last or round_.is_over:
             break
         if not names:
@@ -286,21 +286,22 @@ def _strike_on(
         kind = dice.choice(names)
         try:
             target.seats = round_.seats()
-            target.is_seen, before = False, round_.told
+            target.is_seen, before = False, round_.reported
             now = time.monotonic()
             fault = Struck(kind, "", now - round_.began, round_.newest, epochs=round_.epoch)
-            fault.what = plan.kinds[kind](target)
+            fault.effect = plan.kinds[kind](target)
         except faults.NotNow as error:
             print(f"  {kind}: not now: {error}", file=sys.stderr)
             continue
         struck.append(fault)
-        told = before
+        reported = before
         round_.look()
-        await_progress(round_, plan.patience_seconds, fault.what)
+        await_progress(round_, plan.progress_seconds, fault.effect)
         fault.seconds = time.monotonic() - now
         fault.epochs = round_.epoch - fault.epochs
-        fault.observed = target.is_seen or round_.told > told
-        print(f"  {fault.at_seconds:7.1f} s  {fault.what}: {fault.seconds:.1f} s", file=sys.stderr)
+        fault.observed = target.is_seen or round_.reported > reported
+        line = f"  {fault.at_seconds:7.1f} s  {fault.effect}: {fault.seconds:.1f} s"
+        print(line, file=sys.stderr)
 
 
 def pause(round_: Round, seconds: float) -> None:
@@ -309,10 +310,10 @@ def pause(round_: Round, seconds: float) -> None:
     follow(round_, lambda: time.monotonic() > limit, seconds + 60.0, "the next fault")
 
 
-def await_progress(round_: Round, seconds: float, what: str) -> None:
-    """Until an iteration is finished that was not before, and no role is left with a dead node: it
-    is protected against one loss at a time. An iteration may still end right after a node's death,
-    and where the coordinator has died with it, its loss is decided only seconds later.
+def await_progress(round_: Round, seconds: float, effect: str) -> None:
+    """Wait until a new iteration is finished, and no role is left with a dead node: the run is
+    protected against one loss at a time. An iteration may still end right after a node's death,
+    and if the coordinator has died with it, its loss is decided only seconds later.
 
     Raises SoakError as :func:`follow`.
     """
@@ -321,7 +322,7 @@ def await_progress(round_: Round, seconds: float, what: str) -> None:
         round_,
         lambda: round_.newest > before and round_.has_a_living_node_for_each_role(),
         seconds,
-        f"life after: {what}",
+        f"life after: {effect}",
     )
 
 

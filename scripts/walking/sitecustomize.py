@@ -16,7 +16,7 @@ from itertools import count
 from types import CodeType, FrameType
 
 RECORD_BYTES = 128
-_RECORDS = 1 << 20  # of a sparse file
+_RECORDS = 1 << 20  # the file is sparse
 # A file that is entered again within this time is not noted again.
 _QUIET_SECONDS = 0.001
 _FOLDER = os.environ.get("DEADPOOL_WALK", "")
@@ -71,11 +71,11 @@ def _hook(frame: FrameType, event: str, _: object) -> None:
             _note("left", time.time(), _ENTRY[0])
 
 
-def _set_besides(theirs: Callable[[FrameType, str, object], None]) -> None:
+def _set_with_hook(added: Callable[[FrameType, str, object], None]) -> None:
     """Stand in for threading.setprofile: the package names new threads by such a hook."""
 
     def first(frame: FrameType, event: str, argument: object) -> None:
-        theirs(frame, event, argument)
+        added(frame, event, argument)
         sys.setprofile(_hook)
         _hook(frame, event, argument)
 
@@ -85,6 +85,6 @@ def _set_besides(theirs: Callable[[FrameType, str, object], None]) -> None:
 if _FOLDER:
     _open()
     os.register_at_fork(after_in_child=_open)
-    _set_for_threads, threading.setprofile = threading.setprofile, _set_besides
+    _set_for_threads, threading.setprofile = threading.setprofile, _set_with_hook
     _set_for_threads(_hook)
     sys.setprofile(_hook)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def at_least(minimum: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """The type of a flag whose value may not be smaller."""
+    """Return the type of a flag with this minimum."""
 
     def number(text: str) -> float:
         value = kind(text)
@@ -29,28 +29,28 @@ def at_least(minimum: float, kind: Callable[[str], float] = int) -> Callable[[st
 
 
 def parser_of(doc: str | None, rounds: int, of: str, steps: int = 0) -> argparse.ArgumentParser:
-    """The flags that benches share. ``rounds`` and ``steps`` are defaults (0 steps: no such flag);
-    ``of``: what is done so many times."""
+    """Return a parser with the flags that benches share. ``rounds`` and ``steps`` are defaults (0
+    steps: no such flag); ``of``: the help of ``--rounds``, its unit."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     count = at_least(1)
     parser.add_argument("--rounds", type=count, default=rounds, metavar="N", help=of)
     if steps:
-        kind, what = at_least(2), "measured per run"
-        parser.add_argument("--steps", type=kind, default=steps, metavar="N", help=what)
+        kind, text = at_least(2), "measured per run"
+        parser.add_argument("--steps", type=kind, default=steps, metavar="N", help=text)
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
     return parser
 
 
 def in_turns(
-    what: object, rounds: int, sides: Mapping[str, Callable[[int], T]]
+    name: object, rounds: int, sides: Mapping[str, Callable[[int], T]]
 ) -> dict[str, list[T]]:
-    """Take each side once in each round, with its number, and return what all of them gave."""
+    """Run each side once in each round, with the round's number, and return all results."""
     found: dict[str, list[T]] = {side: [] for side in sides}
     for number in range(1, rounds + 1):
         for side, take in sides.items():
-            print(f"{what}: {side}, {number} of {rounds}", file=sys.stderr, flush=True)
+            print(f"{name}: {side}, {number} of {rounds}", file=sys.stderr, flush=True)
             found[side].append(take(number))
     return found
 
@@ -61,8 +61,8 @@ def run_bench(
     measure: Callable[[Path], Facts],
     is_good: Callable[[Facts], bool] = lambda _: True,
 ) -> int:
-    """Measure in a folder that is removed, and write the facts. Returns the exit status: 1 where a
-    run failed, or the facts are not good."""
+    """Measure in a temporary folder, and write the facts. Returns the exit status: 1 if a run
+    failed, or the facts are not good."""
     facts: Facts = {"bench": name, "machine": machine_facts()}
     with tempfile.TemporaryDirectory(prefix="deadpool-bench-") as base:
         try:

@@ -1,4 +1,4 @@
-"""What the benches share: facts about the machine, watching marked processes, the JSON file."""
+"""Facts about the machine, observation of marked processes, and the JSON file of a bench."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def machine_facts() -> dict[str, Any]:
-    """Everything about machine, versions and command that a figure depends on."""
+    """Return everything about machine, versions and command that a figure depends on."""
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -55,7 +55,7 @@ def _first(path: str, key: str) -> str:
 
 
 def marked_processes(mark: str, variable: str = MARK) -> Iterator[int]:
-    """Processes started, however far down, with ``variable=mark`` in their environment."""
+    """Yield the processes, descendants too, with ``variable=mark`` in their environment."""
     entry = f"{variable}={mark}".encode()
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
@@ -67,7 +67,7 @@ def marked_processes(mark: str, variable: str = MARK) -> Iterator[int]:
 
 
 def cpu_seconds(mark: str) -> float:
-    """User and system time so far of all living marked processes."""
+    """Return user and system time so far of all living marked processes."""
     total = 0.0
     for pid in marked_processes(mark):
         with suppress(OSError):  # gone meanwhile
@@ -76,14 +76,14 @@ def cpu_seconds(mark: str) -> float:
 
 
 def cpu_seconds_of(task: Path) -> float:
-    """User and system time so far of a process or thread, by its folder in /proc."""
+    """Return user and system time so far of a process or thread, by its folder in /proc."""
     fields = (task / "stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def thread_seconds(mark: str) -> Counter[str]:
-    """User and system time so far of all living threads of marked processes, by the names of
-    process and thread, numbers left out. The kernel has the names of some threads only.
+    """Return user and system time so far of all living threads of marked processes, by the names
+    of process and thread without numbers. The kernel has the names of some threads only.
     """
     found: Counter[str] = Counter()
     for pid in marked_processes(mark):
@@ -103,7 +103,7 @@ def _name(directory: Path) -> str:
 
 
 def memory_bytes(mark: str) -> int:
-    """Proportional set size of all marked processes: shared pages, segments too, counted once."""
+    """Return the proportional set size of all marked processes: shared pages count once."""
     total = 0
     for pid in marked_processes(mark):
         with suppress(OSError):
@@ -113,7 +113,7 @@ def memory_bytes(mark: str) -> int:
 
 
 def write_facts(path: Path | None, facts: dict[str, Any]) -> None:
-    """To ``path``, or to standard output; places in the checkout are given relative to it."""
+    """Write to ``path``, or to standard output; paths in the checkout become relative to it."""
     text = json.dumps(facts, indent=1).replace(f"{ROOT}/", "") + "\n"
     if path is None:
         sys.stdout.write(text)

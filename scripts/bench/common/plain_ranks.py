@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Starts the trainer without protection the way deadpool starts it with: preloaded and forked.
+"""Starts the trainer without protection as deadpool starts it with protection: by fork.
 
     plain_ranks.py WORLD_SIZE ARGUMENTS OF deadpool_megatron.trainer.plain...
 
 torchrun would import torch once per rank; with the same start, memory can be compared too. For
-machines without a GPU: the parent loads Megatron, which touches the driver where there is one.
+machines without a GPU: the parent loads Megatron, which would initialize a driver before the forks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from deadpool_megatron.trainer import (
     plain,
 )
 
-# Below the range from which the kernel gives out ports to others at any moment.
+# Below the range from which the kernel assigns ports.
 _PORTS = range(21000, 31000)
 
 
 def main(argv: list[str]) -> int:
     """Fork the ranks and wait for them; returns the first exit status that is not 0."""
     world_size, arguments = int(argv[0]), argv[1:]
-    from slow_steps import VARIABLE, slow_down  # beside this program
+    from slow_steps import VARIABLE, slow_down  # in the folder of this program
 
     if VARIABLE in os.environ:
         slow_down()
@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
     return next((status for status in statuses if status), 0)
 
 
-def fork_ranks(ranks: int, play: Callable[[], int]) -> list[int]:
-    """Play all ranks, each in a fork of this process; returns their exit statuses."""
+def fork_ranks(ranks: int, run: Callable[[], int]) -> list[int]:
+    """Run all ranks, each in a fork of this process; returns their exit statuses."""
     children = []
     for rank in range(ranks):
         pid = os.fork()
@@ -49,7 +49,7 @@ def fork_ranks(ranks: int, play: Callable[[], int]) -> list[int]:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
             status = 1
             try:
-                status = play()
+                status = run()
             except BaseException:
                 traceback.print_exc()
             finally:

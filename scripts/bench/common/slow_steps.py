@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""The trainer, each of whose steps takes BENCH_COMPUTE_SECONDS longer, as if on a device: at its
-begin, or where BENCH_COMPUTE_AT is "end" between the backward pass and the optimizer.
+"""The trainer with steps that take BENCH_COMPUTE_SECONDS longer, as if on a device: at their
+begin, or with BENCH_COMPUTE_AT "end" between the backward pass and the optimizer.
 
     slow_steps.py plain|protected ARGUMENTS OF THE TRAINER...
 
-Sleeping takes no processor from anybody, so that what a bench of the network sees is the network.
+Sleeping uses no processor, so that a bench of the network measures the network.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLACES = ("begin", "end")
 
 
 def slow_down() -> None:
-    """From now on every step of this process's trainer takes longer."""
+    """Have every further step of this process's trainer take longer."""
     from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
     name = "_mean_loss" if os.environ.get(PLACE) == "end" else "train_step"

@@ -1,4 +1,4 @@
-"""One training at three sizes on four nodes and a spare, protected, and struck where asked to."""
+"""A protected training at three sizes on four nodes and a spare, with an optional fault."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deadpool_megatron.observe.steps import Step
 from deadpool_megatron.trainer.config import TrainerConfig, parse_args
 
 NODES = 4
-# Unmeasured steps before and after the one that is interrupted.
+# Unmeasured steps before and after the interrupted step.
 BEFORE, AFTER = 2, 4
 UNMEASURED = BEFORE + AFTER
 # The configuration file and what is changed in it: hidden size, layers.
@@ -37,12 +37,12 @@ class Protected:
 
 
 def sizes_of(name: str) -> TrainerConfig:
-    """The configuration of one size."""
+    """Return the configuration of one size."""
     return parse_args(size_flags(name))
 
 
 def size_flags(name: str) -> list[str]:
-    """Flags of the trainer that make a model of this size."""
+    """Return the trainer's flags for a model of this size."""
     hidden, layers = SIZES[name]
     heads = str(hidden // 64)
     return [
@@ -53,7 +53,7 @@ def size_flags(name: str) -> list[str]:
 
 
 def training_arguments(name: str, iterations: int) -> list[str]:
-    """Flags of the trainer, the same with and without protection."""
+    """Return the trainer's flags, the same with and without protection."""
     return [
         *(*size_flags(name), "--log-interval", "1"),
         *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
@@ -63,12 +63,12 @@ def training_arguments(name: str, iterations: int) -> list[str]:
 
 
 def iterations(steps: int) -> int:
-    """Steps of a whole run, of which ``steps`` are measured."""
+    """Return the steps of a whole run, of which ``steps`` are measured."""
     return WARM_UP + 1 + steps + UNMEASURED
 
 
 def strike(steps: int, victim: str) -> dict[str, object]:
-    """The fault of a struck run: ``victim`` of role 1 is killed in a backward pass."""
+    """Return the fault of a struck run: ``victim`` of role 1 is killed in a backward pass."""
     return {
         "id": "strike",
         "point": "backward",
@@ -85,8 +85,8 @@ def run_protected(
     victim: str = "",
     training: Sequence[str] = (),
 ) -> Protected:
-    """The training under ``deadpool run``. ``victim``: ``node`` or ``self`` (the process) of role
-    1 is killed after what is measured. ``training``: further flags of the trainer.
+    """Run the training under ``deadpool run``. ``victim``: ``node`` or ``self`` (the process) of
+    role 1 is killed after the measured steps. ``training``: further flags of the trainer.
     """
     run = Protected(Measured())
 
@@ -118,7 +118,7 @@ def run_protected(
 
 
 def segment_bytes(directory: Path) -> tuple[int, int]:
-    """Memory behind the segments of all nodes: of the members' own slots, and of all others."""
+    """Return the memory of all nodes' segments: that of the members' own slots, and the rest."""
     found: Counter[bool] = Counter()
     for path in segment_root(RunDirectory(directory).read_run().run_id).glob("*/*.seg"):
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A bench that is told to end takes its runs along."""
+"""The end of a bench by a signal, which ends its runs too."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from types import FrameType
 
 @contextlib.contextmanager
 def orderly_termination() -> Iterator[None]:
-    """Within it SIGTERM ends this process as an exception does, through every ``finally``: else the
-    runs that it watches, in sessions of their own, would go on without it. Main thread only.
+    """Have SIGTERM end this process as an exception does, through every ``finally``: otherwise its
+    runs, which have sessions of their own, would continue without it. Main thread only.
     """
     before = signal.signal(signal.SIGTERM, _end)
     try:
@@ -25,13 +25,13 @@ def orderly_termination() -> Iterator[None]:
 
 def _end(number: int, frame: FrameType | None) -> None:
     del frame
-    # One is enough: a second one, as from timeout(1), would cut short what the first has begun.
+    # A second signal, as from timeout(1), would interrupt the cleanup that the first has begun.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def stop(leader: subprocess.Popen[bytes], seconds: float) -> None:
-    """End the leader of a process group, if it still runs: so that it can clean up, at first."""
+    """End a process group by its leader, with SIGTERM and time to clean up before SIGKILL."""
     if leader.poll() is not None:
         return
     os.killpg(leader.pid, signal.SIGTERM)

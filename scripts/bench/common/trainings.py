@@ -1,4 +1,4 @@
-"""A training run as a bench sees it: how long each step took, what was used meanwhile."""
+"""A training run as a bench sees it: the time of each step, and the resources used meanwhile."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from deadpool_megatron.trainer.config import TrainerConfig
 
 #: Steps at the start of a run that are not measured.
 WARM_UP = 3
-# Short against a step, long against the cost of a look.
+# Short compared with a step, long compared with the cost of a poll.
 _POLL_SECONDS = 0.01
 _SILENCE_SECONDS = 300.0
 _STOP_SECONDS = 30.0
 
 
 class BenchError(Exception):
-    """A run failed; the message says which and shows the end of what it wrote."""
+    """A run failed; the message names it and shows the end of its output."""
 
 
 @dataclass
 class Measured:
-    """One run: seconds of each measured step, and what was used during them."""
+    """One run: seconds of each measured step, and the resources used during them."""
 
     step_seconds: list[float] = field(default_factory=list)
     cpu_seconds_per_step: float = 0.0
@@ -51,7 +51,7 @@ class Measured:
 
 
 def parameters(config: TrainerConfig) -> int:
-    """Trained numbers; the embedding counts twice, first and last stage hold one each."""
+    """Return the number of parameters; first and last stage have an embedding each."""
     hidden = config.hidden_size
     layer = 12 * hidden**2 + 13 * hidden
     embeddings = (2 * config.vocab_size + config.seq_length) * hidden
@@ -66,7 +66,7 @@ def run_plain(
     unmeasured_steps: int = 0,
     variables: Mapping[str, str] | None = None,
 ) -> Measured:
-    """The training on stock gloo, without protection, which prints a line per step."""
+    """Run the training on stock gloo, without protection, which prints a line per step."""
     program = Path(__file__).with_name("plain_ranks.py")
     command = [sys.executable, str(program), str(ranks), *training]
     log = base / f"{uuid.uuid4().hex}.log"
@@ -93,8 +93,8 @@ def run_protected(
     unmeasured_steps: int = 0,
     look: Callable[[Path, Sequence[int]], None] = lambda directory, iterations: None,
 ) -> Measured:
-    """The training under ``deadpool run`` with these flags, whose events tell of each step.
-    ``look(directory, iterations)``: called with what was reported since it was called last."""
+    """Run the training under ``deadpool run`` with these flags; its events report each step.
+    ``look(directory, iterations)``: called with the iterations reported since its last call."""
     directory = base / uuid.uuid4().hex
     variables = dict(variables or {})
     if faults:
@@ -125,8 +125,8 @@ def run_protected(
     waits = [s for (_, at), s in story.gate_waits.items() if WARM_UP < (at or 0) <= last]
     measured.gate_waits, measured.gate_seconds = len(waits), sum(waits)
     if Kind.COMMITTED in story.bytes_by_kind:
-        # Generation 0, after the build, is shipped as well; and where a node was lost, what was
-        # protected again.
+        # Generation 0, after the build, is shipped as well, and after the loss of a node the copies
+        # that were made again.
         shipped = story.bytes_by_kind[Kind.COMMITTED]
         measured.shipped_bytes_per_step = shipped / (last + unmeasured_steps + 1)
     return measured
@@ -142,9 +142,9 @@ def watch(
     unmeasured_steps: int = 0,
     silence_seconds: float = _SILENCE_SECONDS,
 ) -> Measured:
-    """Run to the end; ``new_steps`` returns how many steps were reported since it was asked last.
+    """Run to the end; ``new_steps`` returns the number of steps reported since its last call.
 
-    ``unmeasured_steps``: so many follow after the measured ones. Raises BenchError when the run
+    ``unmeasured_steps``: number of steps after the measured. Raises BenchError when the run
     fails, or reports nothing for ``silence_seconds``.
     """
     mark = uuid.uuid4().hex
@@ -167,7 +167,7 @@ def watch(
         silent_since = time.perf_counter()
         over = False
         while not over and time.perf_counter() - silent_since < silence_seconds:
-            # Look at the child first: what it reported before it ended is then read below.
+            # Poll the child first: its last reports are then read below.
             over = child.poll() is not None
             for _ in range(new_steps()):
                 silent_since = time.perf_counter()
@@ -192,7 +192,7 @@ def watch(
             f"{silence}exit status {child.returncode}, saw {len(times)} steps of {expected};"
             f" the end of its output:\n{end}"
         )
-    # Memory was looked at while the step after the warm-up ran: measured are those after it.
+    # The step after the warm-up is not measured: memory was read while it ran.
     measured.step_seconds = [
         after - before for before, after in itertools.pairwise(times[WARM_UP : WARM_UP + 1 + steps])
     ]

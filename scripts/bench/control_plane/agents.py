@@ -1,9 +1,9 @@
 """Agents without a node: the coordinator's clients in one asyncio process, for scripts/bench.
 
-Each speaks the protocol of a real agent over a real socket: greeting, join, numbered reports, beats
-of all its members, answers to every order. What a node would compute is made up: members start,
-register, restore at once, and a vault that holds what the placement says. A record is unpacked once
-for all agents (see connection), as there is one process here and not thousands.
+Each uses the protocol of a real agent over a real socket: handshake, join, numbered reports, beats
+of all its members, answers to every order. The node is simulated: its members start, register and
+restore at once, and its vault has the copies of the placement. A record is decoded once for all
+agents (see connection), as they share a process.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from deadpool_megatron.wire.framing import encode, frame
 _SHARD_BYTES = 1 << 30
 _EXTRAS_BYTES = 1 << 16
 _LINE_OF_MEGATRON = "iteration " + "x" * 350
-# What stands for the newest iteration, the one before, and the closed epoch in an inventory that is
-# ready.
+# Placeholders in a prepared inventory: the newest iteration, its predecessor, the closed epoch.
 _LAST, _BEFORE, _CLOSED = "999999937", "999999929", "999999893"
 _LOOK_SECONDS = 0.05
 _NEWS_SECONDS = 1.0  # as a real agent whose members always have news
@@ -65,7 +64,7 @@ class Cluster:
         self.iteration = 0
         self.beats = 0
         self.second_connections = 0
-        self.term = 0  # the newest that an agent was welcomed by
+        self.term = 0  # the newest among the coordinators that accepted an agent
         self.record: EpochRecord | None = None
         self.seats = SeatTable({})
         self.agents = [Agent(self, node) for node in range(nodes + spares)]
@@ -78,17 +77,17 @@ class Cluster:
 
     @property
     def received_bytes(self) -> int:
-        """By all agents, so far."""
+        """The bytes that all agents have received so far."""
         return sum(agent.received_bytes for agent in self.agents)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run it beside the rest."""
+        """Run a coroutine concurrently."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def address(self) -> tuple[str, int] | None:
-        """Of the present coordinator: one look now and then for all, as standbys tell it."""
+        """Return the address of the current coordinator, which is read now and then for all."""
         looked_at, known = self._address
         if time.monotonic() - looked_at > _LOOK_SECONDS:
             try:
@@ -100,14 +99,14 @@ class Cluster:
         return known
 
     def take(self, values: Mapping[str, Any]) -> EpochRecord:
-        """The record that a message means."""
+        """Return the record of a message."""
         if self.record is None or values is not self._newest:
             self._newest, self.record = values, EpochRecord.from_dict(values)
             self.seats, self._inventories = SeatTable(self.record.seats), {}
         return self.record
 
     def layout(self, role: int) -> RoleLayout:
-        """Tensor parallel on the node, data parallel across 64 nodes or as many as there are."""
+        """Return a layout: tensor parallel on the node, data parallel across at most 64 nodes."""
         if role not in self._layouts:
             step = max(self.nproc, self.world_size // 64)
             peers = tuple(range(role % step, self.world_size, step))
@@ -117,14 +116,14 @@ class Cluster:
         return self._layouts[role]
 
     async def prepare(self) -> None:
-        """Have all inventories ready, as each node would have its own at the same time."""
+        """Prepare all inventories; real nodes would do so in parallel."""
         for agent in self.agents:
             self._inventory(agent.node)
             await asyncio.sleep(0)
 
     def inventory(self, node: int, epoch: int) -> str:
-        """JSON of what the vault of a node holds when an epoch is closed: own roles and copies, two
-        generations each. The epoch need not be the newest: an order may be repeated late.
+        """Return the inventory of a node's vault as JSON when an epoch is closed: own roles and
+        copies, two generations each. The epoch may be old: an order may be repeated late.
         """
         assert self.record is not None
         last = max(self.iteration, self.record.restore.generation.iteration, 1)
@@ -155,8 +154,8 @@ class Cluster:
 
 
 class Agent:
-    """One node. ``alive`` is False for a node that was killed. As a real one does, it opens a fresh
-    connection beside one that has been silent for too long.
+    """One node. ``alive`` is False for a killed node. Like a real agent it opens another connection
+    when the first has been silent for too long.
     """
 
     def __init__(self, cluster: Cluster, node: int) -> None:
@@ -188,9 +187,9 @@ class Agent:
 
     @property
     def in_touch(self) -> bool:
-        """Whether a beat of a moment ago was acknowledged."""
-        doubt = contact_seconds(self.beat_seconds, self._cluster.settings)
-        return self._wire is not None and time.monotonic() - self._last_seen <= doubt
+        """Return whether a recent beat was acknowledged."""
+        limit = contact_seconds(self.beat_seconds, self._cluster.settings)
+        return self._wire is not None and time.monotonic() - self._last_seen <= limit
 
     def start(self) -> None:
         """Connect now, and again after each end of the connection; one attempt at a time."""
@@ -199,7 +198,7 @@ class Agent:
             self._cluster.spawn(self._connect(self._fresh))
 
     def kill(self) -> None:
-        """The end of the node."""
+        """End the node."""
         self.alive = False
         for wire in (self._wire, self._fresh):
             if wire is not None:
@@ -242,7 +241,7 @@ class Agent:
         incarnation = self._incarnations[slot]
         self._report({"t": "member", "slot": slot, "incarnation": incarnation, "m": message})
 
-    # What the coordinator says.
+    # Messages of the coordinator.
 
     def took(self, wire: Wire, message: dict[str, Any]) -> None:
         """See Agent."""
@@ -250,7 +249,7 @@ class Agent:
         if kind == "welcome" and wire is self._fresh:
             self._welcome(wire, message)
         if wire is not self._wire:
-            return  # of the connection that was left, or a refusal
+            return  # from the old connection, or a refusal
         if "o" in message:
             if message["o"] <= self._ordered:
                 return
@@ -346,7 +345,7 @@ class Agent:
             self._send(slot, {"t": "restored", "epoch": record.epoch, "generation": restored})
 
     def role(self, slot: int) -> int | None:
-        """Which one its member in this slot plays, by the newest record."""
+        """Return the role of its member in this slot, by the newest record."""
         return self._cluster.seats.role_by_place.get((self.node, slot))
 
     def _close(self, epoch: int) -> None:
@@ -372,7 +371,7 @@ class Agent:
         cluster.beats += 1
 
     def _beat_of(self, iteration: int) -> str:
-        """What members and vault say in a beat; made once for each iteration."""
+        """Return the part of members and vault in a beat; encoded once for each iteration."""
         if self._beat_text[0] == iteration:
             return self._beat_text[1]
         members = {
@@ -397,13 +396,13 @@ class Agent:
         return text
 
     def step(self, iteration: int) -> None:
-        """Report a step, as one role of the run does, and its line for people."""
+        """Report a step, as one role of the run does, and its log line."""
         loss = {"loss": float(iteration).hex(), "samples": 1024, "skipped": False}
         self._event(Kind.STEP, 0, iteration, loss)
         self._steps.append((self._number, iteration))
         self._event(Kind.LOG, 0, iteration, {"level": "info", "text": _LINE_OF_MEGATRON})
 
-    def tell(self, iteration: int) -> None:
+    def report_routine(self, iteration: int) -> None:
         """Report what is routine for each role in an iteration."""
         world_size = self._cluster.world_size
         for slot in self._incarnations:

@@ -25,18 +25,18 @@ framing.decode_body = _decode_once
 
 
 class Agent(Protocol):
-    """Whose connection it is."""
+    """The owner of a connection."""
 
     received_bytes: int
 
     def join(self) -> Mapping[str, Any]:
-        """The first message."""
+        """Return the first message."""
 
     def took(self, wire: Wire, message: dict[str, Any]) -> None:
-        """What the coordinator says."""
+        """Take a message of the coordinator."""
 
     def ended(self, wire: Wire) -> None:
-        """The connection is gone."""
+        """Note the end of the connection."""
 
 
 class Wire(asyncio.Protocol):
@@ -75,7 +75,7 @@ class Wire(asyncio.Protocol):
     def _greet(self, challenge: dict[str, Any]) -> None:
         assert self._handshake is not None
         self.write(encode(self._handshake.answer(challenge)))
-        # The coordinator says nothing more before it has heard of this node.
+        # The coordinator sends nothing more before this node's message.
         self._sending = self._handshake.direction("connect")
         self._opener = Opener(self._handshake.direction("accept"))
         self.write(encode(self._agent.join()))
@@ -86,6 +86,6 @@ class Wire(asyncio.Protocol):
             self._transport.write(data if self._sending is None else self._sending.seal(data))
 
     def abort(self) -> None:
-        """End it at once, as when its host is gone."""
+        """End it at once, as the loss of its host does."""
         if self._transport is not None:
             self._transport.abort()

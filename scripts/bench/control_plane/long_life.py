@@ -1,4 +1,4 @@
-"""What a run has gathered after months, and what all its standbys do about it meanwhile."""
+"""The journal of a run after months, and its reads by all standbys."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ EVENTS = 2_000_000
 _LINEAGES = 1000
 _LOST_NODES = 2000
 _FIRST_LOST = 1_000_000
-# As the standby's own: with a coordinator in touch it looks each so many times of the sign of life.
+# As in the standby: with a reachable coordinator it reads at every eighth beat.
 _CALM_BEATS = 8
 
 
 def age(journal: Path, events: Path) -> int:
-    """Make a journal with one record as long as after months, while nobody coordinates; returns the
-    number of its newest epoch."""
+    """Make a journal with a single record as long as after months, while there is no coordinator;
+    return the number of its newest epoch."""
     entries = Journal(journal)
     record = EpochRecord.from_dict(entries.read("epoch", 1))
     first = journal / "epoch-00000001.json"
@@ -52,8 +52,8 @@ def age(journal: Path, events: Path) -> int:
 
 
 class Standbys(threading.Thread):
-    """The looks of so many standbys into the journal, at their pace. ``lost``: their agents have no
-    coordinator. ``count`` and ``cpu_seconds``: of all looks so far."""
+    """Reads of the journal by ``number`` standbys, at their pace. ``lost``: their agents have no
+    coordinator. ``count`` and ``cpu_seconds`` sum up all reads so far."""
 
     def __init__(self, journal: Path, number: int, settings: Settings) -> None:
         super().__init__(daemon=True, name="standbys")
@@ -66,7 +66,7 @@ class Standbys(threading.Thread):
         self._over = False
 
     def run(self) -> None:
-        """Until closed."""
+        """Read until closed."""
         known: Term | None = None
         due = time.monotonic()
         while not self._over:
@@ -75,12 +75,12 @@ class Standbys(threading.Thread):
             self.cpu_seconds = time.thread_time()
             due += self._beat * (1 if self.lost else _CALM_BEATS) / self._number
             now = time.monotonic()
-            # Who cannot keep up looks as often as it can.
+            # A standby that cannot keep up reads as often as it can.
             due = max(due, now - self._beat)
             if due > now:
                 time.sleep(due - now)
 
     def close(self) -> None:
-        """No more looks."""
+        """End the reads."""
         self._over = True
         self.join()

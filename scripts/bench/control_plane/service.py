@@ -1,4 +1,4 @@
-"""The real coordinator of a run directory, the warm standby behind it, and what is seen of them."""
+"""The real coordinator of a run directory with its warm standby, and their visible effects."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ALL_BACK = b"all agents are back"
 
 @dataclass(frozen=True)
 class Block:
-    """The longest time that the coordinator's loop was held up: by one callback, and where it
-    stood, innermost last; or in all, by what was ready at the same time."""
+    """The longest time that the coordinator's loop was blocked: by one callback, with its stack,
+    innermost last; or in all, by the callbacks that were ready at the same time."""
 
     callback_milliseconds: float
     late_milliseconds: float
@@ -35,7 +35,7 @@ class Block:
 
 
 class Service:
-    """The coordinator process of one run directory, with another standby that waits for its end."""
+    """The coordinator process of a run directory, with another standby that waits for its end."""
 
     def __init__(
         self, directory: Path, nodes: int, spares: int, nproc: int, settings: Settings
@@ -67,13 +67,13 @@ class Service:
         self.all_back_at: list[float] = []
 
     def start(self) -> None:
-        """A coordinator, and the standby that its agent starts then."""
+        """Start a coordinator."""
         self._process = self._standby()
-        # As its agent would say, which was in touch with the coordinator before it.
+        # As from its agent, which had contact with the coordinator before it.
         self._send(self._process, "found\nlost\n")
 
     def await_next(self) -> None:
-        """Start the next standby, which its agent keeps in touch."""
+        """Start the next standby, whose agent has contact with the coordinator."""
         self._next = self._standby()
         self._send(self._next, "found\n")
 
@@ -96,7 +96,7 @@ class Service:
         process.stdin.flush()
 
     def end(self) -> float:
-        """Kill the coordinator; the next standby, if there is one, is told so. Returns the time."""
+        """Kill the coordinator, and notify the next standby, if any. Returns the time."""
         at = time.time()
         if self._process is not None:
             self._process.kill()
@@ -107,7 +107,7 @@ class Service:
         return at
 
     def close(self) -> None:
-        """No process is left."""
+        """End all processes."""
         self.end()
         self.end()
 
@@ -117,17 +117,17 @@ class Service:
         self._process.send_signal(number)
 
     def check(self) -> None:
-        """Raises RuntimeError when the process has ended by itself."""
+        """Raise RuntimeError when the process has ended by itself."""
         if self._process is not None and self._process.poll() is not None:
             text = self.run.path.with_suffix(".log").read_text()
             raise RuntimeError(f"the coordinator ended ({self._process.returncode}):\n{text}")
 
     def cpu_seconds(self) -> float:
-        """User and system time of the process so far."""
+        """Return user and system time of the process so far."""
         return cpu_seconds_of(self._folder())
 
     def memory_peak_bytes(self) -> int:
-        """The most that was ever resident."""
+        """Return the peak of the resident memory."""
         lines = (self._folder() / "status").read_text().splitlines()
         (line,) = (line for line in lines if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
@@ -138,7 +138,7 @@ class Service:
         return Path(f"/proc/{self._process.pid}")
 
     def block(self, since: float, until: float | None = None) -> Block:
-        """The longest between these times of the wall clock."""
+        """Return the longest between these times of the wall clock."""
         longest: dict[str, dict[str, Any]] = {}
         lines = self._blocks.read_text().splitlines() if self._blocks.exists() else []
         for line in lines:
@@ -155,11 +155,11 @@ class Service:
         )
 
     def event_bytes(self) -> int:
-        """In the files of events."""
+        """Return the size of the files of events."""
         return sum(path.stat().st_size for path in event_files(self.run.events))
 
     def at(self, kind: Kind, epoch: int) -> float | None:
-        """When the first event of a kind was made, by the wall clock; None: not yet."""
+        """Return when the first event of a kind was made, by the wall clock; None: not yet."""
         for path in event_files(self.run.events):
             with open(path, "rb") as file:
                 file.seek(self._offsets.get(path, 0))
@@ -177,15 +177,15 @@ class Service:
             self.all_back_at.append(event.wall_seconds)
 
     def pass_over(self, path: Path) -> None:
-        """Nothing in this file is news."""
+        """Skip what is in this file."""
         self._offsets[path] = path.stat().st_size
 
     def is_decided(self, epoch: int) -> bool:
-        """Whether the record is in the journal."""
+        """Return whether the record is in the journal."""
         return self._record(epoch).exists()
 
     def decided_at(self, epoch: int) -> float:
-        """When the record was linked to its name, by the wall clock."""
+        """Return when the record was linked to its name, by the wall clock."""
         return self._record(epoch).stat().st_ctime
 
     def _record(self, epoch: int) -> Path:

@@ -1,9 +1,9 @@
-"""A standby whose loop is watched, once it coordinates: ``watched.py FILE standby ...``.
+"""A standby whose event loop is measured once it coordinates: ``watched.py FILE standby ...``.
 
-FILE gets one line of JSON for each time that the loop was held up: by one callback, or (``late``)
-between the time at which a timer was due and its turn, which is the sum of all that was ready, and
-of threads that kept the interpreter for themselves. On a machine that others use as well a wait for
-a core is no fault of the coordinator: a hold-up counts as far as this process used the CPU in it.
+FILE gets one line of JSON for each time that the loop was blocked: by one callback, or (``late``)
+between the time at which a timer was due and its turn, which sums up all ready callbacks, and
+threads that kept the interpreter's lock. On a shared machine a wait for a core is no fault of the
+coordinator: only the time in which this process used the CPU counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from deadpool_megatron.cli import main
 
-# What is shorter is not told.
+# Shorter blocks are not reported.
 _MIN_SECONDS = 0.01
 _LOOK_SECONDS = 0.01
 _FRAMES = 12
@@ -71,7 +71,7 @@ class Watch:
         asyncio.BaseEventLoop.run_forever = run_forever  # type: ignore[method-assign]
 
     def _due(self, loop: asyncio.BaseEventLoop, before: Clocks) -> None:
-        # What was used of the CPU before the timer was due does not count.
+        # Use of the CPU before the timer was due does not count.
         late = time.monotonic() - before[0] - _LOOK_SECONDS
         used = time.process_time() - before[1]
         self._note("late", min(late, used), [])
@@ -82,9 +82,8 @@ class Watch:
         if phase == "start":
             self._collecting = _now()
         elif (seconds := _between(self._collecting, _now())) > _MIN_SECONDS:
-            who = threading.current_thread().name
-            words = f"garbage of generation {facts['generation']} in {who}, {seconds * 1000:.0f} ms"
-            self._garbage = [words]
+            where = f"in {threading.current_thread().name}, {seconds * 1000:.0f} ms"
+            self._garbage = [f"garbage of generation {facts['generation']} {where}"]
 
     def _look(self, thread: int) -> None:
         while True:
@@ -93,12 +92,12 @@ class Watch:
                 stack = traceback.extract_stack(sys._current_frames()[thread])[-_FRAMES:]
                 self._where = [f"{Path(frame.filename).name}:{frame.name}" for frame in stack]
 
-    def _report(self, what: str, began: Clocks, where: list[str]) -> None:
-        self._note(what, _between(began, _now()), where)
+    def _report(self, kind: str, began: Clocks, where: list[str]) -> None:
+        self._note(kind, _between(began, _now()), where)
 
-    def _note(self, what: str, seconds: float, where: list[str]) -> None:
+    def _note(self, kind: str, seconds: float, where: list[str]) -> None:
         if seconds >= _MIN_SECONDS:
-            line: dict[str, Any] = {"at": time.time(), "what": what, "seconds": seconds}
+            line: dict[str, Any] = {"at": time.time(), "what": kind, "seconds": seconds}
             os.write(self._file, json.dumps({**line, "where": where}).encode() + b"\n")
 
 

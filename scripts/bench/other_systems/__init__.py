@@ -1,7 +1,7 @@
-"""What the bench ``peers`` compares deadpool with: the same training, kept alive by others.
+"""The peers of the bench ``peers``: the same training with the protection of other systems.
 
 sides          how each side is started, struck and read
-outcomes       what a struck run lost: arithmetic on reported steps
+outcomes       the losses of a struck run: arithmetic on reported steps
 environments   a Python environment for each peer, made on demand
 rank           a program: one rank of the training without deadpool's protection
 inprocess      a program: all ranks under nvidia-resiliency-ext's in-process restart

@@ -1,7 +1,7 @@
-"""Environments for what the bench ``peers`` compares with: made on demand, never by a measurement.
+"""Environments for the systems of the bench ``peers``: made on demand, never by a measurement.
 
-Each peer has one of its own. It sees the packages of the environment that runs the bench, so that
-torch and Megatron are the same on all sides, and holds only what the peer adds to them.
+Each peer has an environment of its own. It sees the packages of the bench's environment, so that
+torch and Megatron are the same on all sides, and contains only the peer's additions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from other_systems.outcomes import last_line
 
 @dataclass(frozen=True)
 class Package:
-    """What pip installs, and what must be importable then. ``wheel_of``: of this Python is the
+    """A requirement for pip, and the module that it provides. ``wheel_of``: the Python of the
     newest wheel, whose parts in C, for GPUs only, the bench does not load.
     """
 
@@ -37,16 +37,16 @@ _IMPORT_SECONDS = 120.0
 
 
 class PeerUnavailableError(Exception):
-    """A peer cannot be run; the message is one line that says why."""
+    """A peer cannot be run; the message is one line with the reason."""
 
 
 def python_of(directory: Path, peer: str) -> Path:
-    """The interpreter of a peer's environment, whether it exists or not."""
+    """Return the interpreter of a peer's environment, which need not exist."""
     return directory / peer / "bin" / "python"
 
 
 def install(directory: Path, peer: str) -> None:
-    """Make the environment of ``peer``; one that is there is brought up to date.
+    """Make the environment of ``peer``, or update it.
 
     Raises PeerUnavailableError with pip's last line when that fails.
     """
@@ -75,13 +75,13 @@ def _needs_of(directory: Path, peer: str, package: Package) -> list[str]:
     return [line for line in lines.splitlines() if "extra ==" not in line]
 
 
-def _pip(directory: Path, peer: str, *words: str) -> None:
-    command = [str(python_of(directory, peer)), "-m", "pip", "install", "--quiet", *words]
+def _pip(directory: Path, peer: str, *arguments: str) -> None:
+    command = [str(python_of(directory, peer)), "-m", "pip", "install", "--quiet", *arguments]
     _run(command, _INSTALL_SECONDS, peer)
 
 
 def check(directory: Path, peer: str) -> None:
-    """That ``peer`` can be imported. Raises PeerUnavailableError saying why it cannot."""
+    """Check that ``peer`` can be imported. Raises PeerUnavailableError with the reason if not."""
     package = PACKAGES[peer]
     python, link = python_of(directory, peer), _link_of(directory, peer)
     if not python.exists():
@@ -90,17 +90,17 @@ def check(directory: Path, peer: str) -> None:
         raise PeerUnavailableError(
             f"{package.requirement} was installed for another Python: use --install"
         )
-    # As in a rank: the stand-ins for what only GPU builds have come first.
+    # As in a rank: the stand-ins for modules of GPU builds come first.
     program = f"from deadpool_megatron.platform import preload; import {package.module}"
     _run([str(python), "-c", program], _IMPORT_SECONDS, peer)
 
 
-# Not a plain path: only of a site directory are the .pth files read, those of editable installs.
+# Not a plain path: .pth files, as of editable installs, are read in site directories only.
 _LINK = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
 
 
 def _link_of(directory: Path, peer: str) -> Path:
-    """What makes the packages of the running environment visible in the one of ``peer``."""
+    """Return the file that shows the packages of the running environment to that of ``peer``."""
     return _packages_of(directory, peer) / "deadpool_bench.pth"
 
 
@@ -110,7 +110,7 @@ def _packages_of(directory: Path, peer: str) -> Path:
 
 
 def _run(command: list[str], limit_seconds: float, peer: str) -> str:
-    """Returns what a command prints. Raises PeerUnavailableError when it fails or is too slow."""
+    """Return the output of a command. Raises PeerUnavailableError when it fails or is too slow."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds)
     except subprocess.TimeoutExpired:

@@ -2,10 +2,10 @@
 
     python -m other_systems.inprocess RANKS [--as-shipped] ARGUMENTS OF rank.py
 
-Starts RANKS + 1 processes, forked from one that has imported everything. On gloo: the package's
-abort ends NCCL communicators only, so ranks that wait for a dead one's neighbours never leave their
-collectives. Unless ``--as-shipped`` is given an abort is added that closes the connections between
-the ranks, which is what the one for NCCL amounts to.
+Starts RANKS + 1 processes, forked from a process that has imported everything. On gloo: the
+package's abort ends NCCL communicators only, so ranks that wait for a dead rank's neighbours never
+leave their collectives. Unless ``--as-shipped`` is given an abort is added that closes the
+connections between the ranks, as an abort of NCCL does.
 """
 
 import datetime
@@ -57,14 +57,14 @@ class CloseConnections(inprocess.abort.Abort):
 
 
 def wrapped(ranks: int, own_abort: bool, port: int, monitors: Path) -> Callable[[list[str]], None]:
-    """The training as the package wants it: called again in every surviving process.
+    """Return the training in the form of the package: called again in every surviving process.
 
-    Everything else is left at the package's defaults. It looks at the annotations of what it
-    wraps, which therefore are classes, and neither text nor generic.
+    Everything else has the package's defaults. The package reads the annotations of the wrapped
+    function, which must be plain classes.
     """
     abort = inprocess.abort.AbortTorchDistributed()
     if own_abort:
-        # The last one is applied first.
+        # The last is applied first.
         abort = inprocess.Compose(abort, CloseConnections(port))
 
     @inprocess.Wrapper(
@@ -104,7 +104,7 @@ def wrapped(ranks: int, own_abort: bool, port: int, monitors: Path) -> Callable[
 
 
 def main(argv: list[str]) -> int:
-    """Fork the ranks and wait for them: one may be killed, all others must end well."""
+    """Fork the ranks and wait for them: a single rank may be killed, all others must end well."""
     ranks, arguments = int(argv[0]), argv[1:]
     own_abort = _AS_SHIPPED not in arguments
     arguments = [argument for argument in arguments if argument != _AS_SHIPPED]
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(ranks + 1)
     )
 
-    def play() -> int:
+    def run() -> int:
         # It checks the GPU of this number before a restart, and fails where there is none.
         if not torch.cuda.is_available():
             del os.environ["LOCAL_RANK"]
@@ -123,7 +123,7 @@ def main(argv: list[str]) -> int:
         wrapped(ranks, own_abort, store_port, monitors)(arguments)
         return 0
 
-    statuses = fork_ranks(ranks + 1, play)
+    statuses = fork_ranks(ranks + 1, run)
     bad = [status for status in statuses if status not in (0, -signal.SIGKILL)]
     return 1 if bad or statuses.count(-signal.SIGKILL) > 1 else 0
 

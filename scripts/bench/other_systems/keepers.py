@@ -1,4 +1,4 @@
-"""Keeping the state of the bench's training by torch.distributed.checkpoint, as users do today.
+"""State of the bench's training kept by torch.distributed.checkpoint, as users do today.
 
 Every rank names its own tensors, the model's by pipeline stage (data-parallel ranks hold the same,
 the planner writes them once); the live tensors are written from and read into directly.
@@ -22,30 +22,30 @@ from deadpool_megatron.megatron.optimizer import inner_optimizers
 from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 from deadpool_megatron.trainer.megatron_api import parallel_state, tensor_parallel
 
-# DCP writes it last, under another name first.
+# DCP writes this file last.
 _COMPLETE = ".metadata"
-# The one that is being written is never the only one.
+# While a checkpoint is written there is another.
 _KEPT = 2
 
 
 class Keeper:
-    """Keeps nothing; what the others do at each place."""
+    """The interface of keepers; this class keeps nothing."""
 
     def restore(self, loop: TrainingLoop) -> None:
-        """Bring ``loop``, just built, to the newest state that was kept, if any. Collective."""
+        """Load the newest kept state, if any, into ``loop``, just built. Collective."""
 
     def keep(self, loop: TrainingLoop) -> None:
         """Keep the state after the step that just ended. Collective."""
 
     def finish(self) -> None:
-        """Wait for what is still under way. Collective."""
+        """Wait for writes that are in progress. Collective."""
 
 
 class CheckpointKeeper(Keeper):
     """A checkpoint after every ``every`` steps, with ``dcp.save`` or ``dcp.async_save``.
 
-    With the latter the write of the one before is waited for first: two at once are refused by
-    nobody, but whoever runs out of memory does not want them.
+    With the latter the write of the previous checkpoint is awaited first: two at once would be
+    accepted, but take twice the memory.
     """
 
     def __init__(self, folder: Path, every: int, asynchronous: bool) -> None:
@@ -57,7 +57,7 @@ class CheckpointKeeper(Keeper):
 
     def restore(self, loop: TrainingLoop) -> None:
         newest = [newest_complete(self._folder)]
-        # All from the same one: rank 0's look counts.
+        # All ranks load the checkpoint that rank 0 found.
         dist.broadcast_object_list(newest, src=0)
         if newest[0] is None:
             return
@@ -85,24 +85,24 @@ class CheckpointKeeper(Keeper):
             self._under_way = None
 
     def _prune(self) -> None:
-        """Remove all but the newest complete ones."""
+        """Remove all but the newest complete checkpoints."""
         if dist.get_rank() == 0:
             for name in complete(self._folder)[:-_KEPT]:
                 shutil.rmtree(self._folder / name)
 
 
 def complete(folder: Path) -> list[str]:
-    """Names of the complete checkpoints in ``folder``, oldest first."""
+    """Return the names of the complete checkpoints in ``folder``, oldest first."""
     return sorted(path.parent.name for path in folder.glob(f"step-*/{_COMPLETE}"))
 
 
 def newest_complete(folder: Path) -> str | None:
-    """Name of the newest complete checkpoint."""
+    """Return the name of the newest complete checkpoint."""
     return next(reversed(complete(folder)), None)
 
 
 def state_of(loop: TrainingLoop) -> dict[str, Any]:
-    """Everything the training of this rank depends on, under names; tensors are the live ones."""
+    """Return everything that the training of this rank depends on, by name, with live tensors."""
     stage, rank = parallel_state.get_pipeline_model_parallel_rank(), dist.get_rank()
     state: dict[str, Any] = {}
     for number, chunk in enumerate(loop.model_chunks):
@@ -132,18 +132,18 @@ def state_of(loop: TrainingLoop) -> dict[str, Any]:
 
 
 def put_back(loop: TrainingLoop, state: dict[str, Any]) -> None:
-    """Bring ``loop`` to the state that was read; its tensors hold it already."""
+    """Set ``loop`` to the state that was read; its tensors have it already."""
     prefix = f"rank{dist.get_rank()}."
     own = json.loads(state[f"{prefix}own"])
     loop.counters.update(own["counters"])
     loop.log_sums.update(own["log_sums"])
-    # The schedule adds the loaded number of steps to the one it has.
+    # The schedule adds the loaded number of steps to its own.
     loop.scheduler.num_steps = 0
     loop.scheduler.load_state_dict(own["scheduler"])
     loop.reset_after_interrupt()
     # Last: building anything before might draw from a generator.
-    version, words, normal = own["python"]
-    random.setstate((version, tuple(words), normal))
+    version, numbers, normal = own["python"]
+    random.setstate((version, tuple(numbers), normal))
     kind, keys, *rest = own["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state[f"{prefix}random.torch"])

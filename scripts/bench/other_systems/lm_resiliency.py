@@ -1,4 +1,4 @@
-"""Keeping the state of the bench's training by lm-resiliency: copies in the memory of a peer.
+"""State of the bench's training kept by lm-resiliency: copies in the memory of a peer.
 
 By its integration for Megatron, which hooks optimizer and schedule; its checkpointing only, the
 detection of faulty devices is left off. Restarts are torchrun's, as the package wants them.
@@ -22,7 +22,7 @@ from other_systems.nodes import NODE_VARIABLE
 class ReplicaKeeper(Keeper):
     """A copy on this rank and one on its neighbour after every ``every`` steps.
 
-    Made, it has brought ``loop`` to what a process before left behind. Collective.
+    Its construction loads the state of a previous process into ``loop``. Collective.
     """
 
     def __init__(self, loop: TrainingLoop, folder: Path, every: int) -> None:
@@ -50,7 +50,7 @@ class ReplicaKeeper(Keeper):
         self._handle.close()
 
     def _extra(self) -> dict[str, Any]:
-        """What the package does not know of. It asks inside the step, before the loop counts it."""
+        """Return the state that the package does not know. Called before the step is counted."""
         counters = dict(self._loop.counters)
         counters["iteration"] += 1
         counters["consumed_train_samples"] += self._loop.config.global_batch_size
@@ -58,7 +58,7 @@ class ReplicaKeeper(Keeper):
 
     def _put_back(self, extra: dict[str, Any]) -> None:
         self._loop.counters.update(extra["counters"])
-        # The schedule adds the loaded number of steps to the one it has.
+        # The schedule adds the loaded number of steps to its own.
         self._loop.scheduler.num_steps = 0
         self._loop.scheduler.load_state_dict(extra["scheduler"])
         self._loop.reset_after_interrupt()

@@ -2,9 +2,9 @@
 
     python -m other_systems.nodes NODES STORE LAUNCHER ARGUMENTS OF THE LAUNCHER
 
-LAUNCHER is torch.distributed.run or a module with the same flags. STORE is where the nodes meet:
-``apart`` (in this process, as on a host that nobody strikes) or ``first`` (in the first launcher,
-for one that must hold it itself). Whoever holds it cannot be lost.
+LAUNCHER is torch.distributed.run or a module with the same flags. STORE is the place of the
+rendezvous: ``apart`` (in this process, as on a host without faults) or ``first`` (in the first
+launcher, if it must have the store itself). The process with the store must not be lost.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import uuid
 import torch.distributed as dist
 from common.plain_ranks import free_port
 
-# The number of the node, for who keeps something there.
+# The number of the node, for keepers that store something there.
 NODE_VARIABLE = "DEADPOOL_BENCH_NODE"
 
 
 def main(argv: list[str]) -> int:
-    """Start all and wait for them: one may be killed, all others must end well."""
+    """Start all and wait for them: a single node may be killed, all others must end well."""
     nodes, holder, launcher, arguments = int(argv[0]), argv[1], argv[2], argv[3:]
     port = free_port()
     store = None
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     launchers = []
     for node in range(nodes + 1):
         is_host = int(store is None and node == 0)
-        # By GROUP_RANK the first ones are the first ranks, where the launcher looks at it.
+        # A launcher that reads GROUP_RANK gives the first ranks to the first nodes.
         variables = {NODE_VARIABLE: str(node), "GROUP_RANK": str(node)}
         # An address of its own, as a host has.
         place = ("--rdzv-conf", f"is_host={is_host}", "--local-addr", f"127.0.0.{node + 1}")

@@ -1,4 +1,4 @@
-"""What a struck run of the bench ``peers`` lost: arithmetic on reported steps, nothing else.
+"""The losses of a struck run of the bench ``peers``: arithmetic on reported steps.
 
 Times are wall-clock seconds of one machine; a loss is ``float.hex()`` text.
 """
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 
 class OutcomeError(ValueError):
-    """The reports do not tell what was lost; the message says what is missing."""
+    """The reports do not show the losses; the message names what is missing."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One finished step, as its training said it. A step that is computed again reports again."""
+    """A finished step, as reported by its training. A step that is computed again reports again."""
 
     iteration: int
     loss: str
@@ -26,11 +26,11 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one failure cost.
+    """The cost of one failure.
 
-    ``seconds_to_new_step``: from the kill to the end of the first step beyond the newest one that
-    was finished before. ``seconds_lost``: what the run took longer than it would have, from that
-    newest step to the end, at the mean of its own undisturbed steps.
+    ``seconds_to_new_step``: from the kill to the end of the first step after the newest that was
+    finished before. ``seconds_lost``: the additional time of the run, from that newest step to the
+    end, compared with the mean of its own undisturbed steps.
     """
 
     newest_before: int
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def parse_reports(lines: Iterable[str]) -> list[StepReport]:
-    """Reports from lines of JSON. A last line without its end is one that is being written.
+    """Return the reports in lines of JSON. A last line without its end is still being written.
 
     Raises OutcomeError for any other line that is no report.
     """
@@ -67,9 +67,9 @@ def outcome(
     step_seconds: float,
     recomputed: int | None = None,
 ) -> Outcome:
-    """What the kill at wall-clock time ``killed_at`` cost a run whose steps take ``step_seconds``.
+    """Return the cost of a kill at wall-clock time ``killed_at`` with steps of ``step_seconds``.
 
-    ``recomputed``: where the training itself tells it and does not report such steps again. Raises
+    ``recomputed``: given if the training counts such steps and does not report them again. Raises
     OutcomeError when no step finished before the kill, or none that is new after it.
     """
     before = [report for report in reports if report.wall_seconds <= killed_at]
@@ -92,9 +92,9 @@ def outcome(
 
 
 def first_difference(reports: Iterable[StepReport], undisturbed: Mapping[int, str]) -> str | None:
-    """Where a run left the undisturbed one: a step with another loss, or a step it lacks.
+    """Return where a run differs from the undisturbed run: a step has another loss or is missing.
 
-    Every report counts, those of steps that were computed again as well. None: all are equal.
+    Reports of steps that were computed again count as well. None: all are equal.
     """
     seen = set()
     for report in reports:
@@ -107,25 +107,25 @@ def first_difference(reports: Iterable[StepReport], undisturbed: Mapping[int, st
 
 
 def ratio_of_means(values: Sequence[float], base: Sequence[float]) -> float:
-    """Mean of ``values`` over mean of ``base``. Raises OutcomeError without values."""
+    """Return the mean of ``values`` over that of ``base``. Raises OutcomeError without values."""
     if not values or not base:
         raise OutcomeError("no steps to compare")
     return (sum(values) / len(values)) / (sum(base) / len(base))
 
 
 def cause_in(text: str) -> str:
-    """Why a program failed, from all that it wrote: its last exception, else its last line."""
+    """Return the reason of a failure in a program's output: its last exception or line."""
     exceptions = _EXCEPTION.findall(text)
     return exceptions[-1].strip() if exceptions else last_line(text)
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank."""
+    """Return the last line that is not blank."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "it said nothing"
 
 
-# As the end of a traceback, whatever logger or rank stands before it.
+# The end of a traceback, perhaps after the name of a logger or rank.
 _EXCEPTION = re.compile(
     r"^(?:\[\w+\]:? ?)?((?:\w+\.)*\w+(?:Error|Exception|Timeout): .*)$", re.MULTILINE
 )

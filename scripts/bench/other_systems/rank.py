@@ -29,7 +29,7 @@ KEEPERS = ("none", "dcp", "dcp-async", "lm-resiliency")
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainerConfig]:
-    """Own flags and those of the trainer."""
+    """Parse own flags and those of the trainer."""
     parser = build_parser("rank.py")
     parser.add_argument("--keeper", choices=KEEPERS, default="none", help="what keeps the state")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="steps between keeping")
@@ -41,7 +41,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainerConfig]:
 
 
 def make_keeper(namespace: argparse.Namespace, loop: TrainingLoop) -> Keeper:
-    """What ``--keeper`` names. Collective."""
+    """Return the keeper that ``--keeper`` names. Collective."""
     if namespace.keeper == "none":
         return Keeper()
     if namespace.keeper == "lm-resiliency":
@@ -52,7 +52,7 @@ def make_keeper(namespace: argparse.Namespace, loop: TrainingLoop) -> Keeper:
 
 
 def reporter(path: Path) -> Callable[[str, Mapping[str, Any]], None]:
-    """What the training loop emits to: appends steps to ``path``, each by one write."""
+    """Return a receiver of the training loop's events that appends steps to ``path``."""
 
     def emit(kind: str, facts: Mapping[str, Any]) -> None:
         if kind == "step":
@@ -65,7 +65,7 @@ def reporter(path: Path) -> Callable[[str, Mapping[str, Any]], None]:
 
 
 def notify_node(directory: Path, rank: int, helpers: Iterable[int]) -> None:
-    """What dies with this process when its node is struck, as the fault points read it."""
+    """List the processes that die with this process's node, as the fault points read them."""
     failpoints.set_context(run_dir=str(directory))
     listing = directory / "nodes" / f"{rank}.json"
     listing.parent.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ def _launcher_and_its_others() -> list[int]:
 
 
 def train(namespace: argparse.Namespace, config: TrainerConfig) -> None:
-    """From the newest kept state to the end, in the world that is there. Collective."""
+    """Train from the newest kept state to the end, in the current world. Collective."""
     failpoints.set_context(role=dist.get_rank(), node=dist.get_rank())
     loop = TrainingLoop(config, reporter(namespace.reports))
     keeper = make_keeper(namespace, loop)

@@ -22,7 +22,7 @@ from other_systems.environments import python_of
 from other_systems.outcomes import OutcomeError, StepReport, cause_in, parse_reports
 
 _BENCH = Path(__file__).parents[1]
-# A variable of its own: those that a peer starts in sessions of their own carry it too.
+# A variable of its own, which processes in other sessions inherit too.
 _MARK = "DEADPOOL_BENCH_PEER"
 # Longer than the longest limit of a peer, the 120 s of the in-process restart's barrier.
 _SILENCE_SECONDS = 180.0
@@ -31,14 +31,14 @@ _ORPHAN_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Side:
-    """One way to survive. ``start``: torchrun, ft_launcher, inprocess or deadpool; ``peer``: of
-    what package.
+    """One way to survive. ``start``: torchrun, ft_launcher, inprocess or deadpool; ``peer``: its
+    package.
 
     ``keeper``: as for rank.py. ``node``: its whole node is killed, not the process alone.
-    ``only_named``: why it is not measured unless it is named; empty for all that are.
+    ``only_named``: the reason if it is measured only when it is named.
     """
 
-    what: str
+    description: str
     start: str
     keeper: str
     every: int = 1
@@ -87,7 +87,7 @@ SIDES |= {
     for label in _OF_A_NODE
 }
 
-#: what people use as well and the bench cannot run, with the reason
+#: other systems in use that the bench cannot run, with the reason
 NOT_RUN = {
     "torchft": "torchft 0.2: its replica groups hold the whole optimizer state each and go on with"
     " fewer; the optimizer of this training is sharded over the data-parallel peers"
@@ -96,7 +96,7 @@ NOT_RUN = {
 
 @dataclass
 class Run:
-    """One run to its end: what was measured before the kill, every reported step, final states.
+    """One run to its end: measurements before the kill, every reported step, final states.
 
     ``recomputed``: None where steps that are computed again are reported again.
     """
@@ -109,18 +109,18 @@ class Run:
 
 
 def run_undisturbed(name: str, steps: int, base: Path) -> Run:
-    """The training on stock gloo that nothing strikes and nothing protects."""
+    """Run the training on stock gloo without a fault and without protection."""
     facts = base / f"{uuid.uuid4().hex}.json"
     training = [*training_arguments(name, iterations(steps)), "--out", str(facts)]
     measured = run_plain(training, NODES, steps, base, UNMEASURED)
     found = json.loads(facts.read_text())
-    # It prints no times, and nothing asks for those of an undisturbed run.
+    # It prints no times, and those of an undisturbed run are not used.
     reports = [StepReport(s["iteration"], s["loss"], 0.0) for s in found["steps"]]
     return Run(measured, reports, found["hashes"])
 
 
 def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) -> Run:
-    """One struck run. Raises BenchError or OutcomeError when it did not end as it should."""
+    """Run once with a fault. Raises BenchError or OutcomeError unless it ends as it should."""
     if side.start == "deadpool":
         return _run_deadpool(side, name, steps, base)
     python = str(python_of(environments, side.peer)) if side.peer else sys.executable
@@ -139,7 +139,7 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
     variables = {
         _MARK: mark,
         FAULTS_VARIABLE: str(plan),
-        # Where the modules are that it starts.
+        # The path of the modules that it starts.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_BENCH), os.environ.get("PYTHONPATH")))),
         # Without it the second start of the workers finds the keys of the first, and gloo fails.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -156,7 +156,7 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
                 command, log, steps, new_steps, variables, UNMEASURED, _SILENCE_SECONDS
             )
         except BenchError as error:
-            # The end of a launcher's output tells which rank failed, and seldom why.
+            # The end of a launcher's output names the failed rank, but seldom the reason.
             summary = str(error).partition(";")[0]
             raise BenchError(f"{summary}; {cause_in(log.read_text(errors='replace'))}") from error
         finally:
@@ -184,7 +184,7 @@ def _start(side: Side, python: str, directory: Path) -> Sequence[str]:
         start = [launchers[side.start], "--standalone", "--nproc-per-node", str(NODES)]
     return [
         *(python, "-m", *start, "--max-restarts", "1"),
-        # Where it puts folders that it does not remove.
+        # For folders that it does not remove.
         *("--log-dir", str(directory / "torchrun")),
         *("-m", "other_systems.rank"),
     ]
@@ -207,7 +207,7 @@ def _run_deadpool(side: Side, name: str, steps: int, base: Path) -> Run:
 
 
 def end_orphans(mark: str) -> None:
-    """Give what a peer started a moment to end, then kill it."""
+    """Give the processes of a peer a moment to end, then kill them."""
     deadline = time.monotonic() + _ORPHAN_SECONDS
     while any(_living(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
