@@ -12,7 +12,7 @@ before a fault was mended, and the tests that have to notice (tests/mutants/*.to
 copy of this tree; its tests run there, in a fork of this process, which has imported pytest and
 torch once. Processes that tests start import from the copy as well.
 
-A slip is noticed when one of its tests fails; the first that does ends its run. A test that does
+A slip is noticed when any of its tests fails; the first that does ends its run. A test that does
 not end within its time counts as failed, and is shown as "by time": an assertion is better.
 
 --generate draws slips from the layout, the vault, the hooks, the cluster, the communicators and the
@@ -59,7 +59,7 @@ SLIPS = ROOT / "tests" / "mutants"
 # Of generated slips, below the tree's root.
 _GENERATED = Path("tests", "mutants", "generated")
 _MARK = "DEADPOOL_MUTATE"
-# One test, and one test of a slow slip; a run that exceeds this by so much hangs where no test can.
+# Limits of a test, and of a test of a slow slip; a run that exceeds them by the last hangs itself.
 _TEST_SECONDS = 30
 _SLOW_TEST_SECONDS = 240
 _SPARE_SECONDS = 60
@@ -183,7 +183,7 @@ class _Budget:
 
 
 class Copy:
-    """A copy of the tree, in which one slip at a time is made and run."""
+    """A copy of the tree, in which slips are made and run, each alone."""
 
     def __init__(self, directory: Path, root: Path = ROOT) -> None:
         self.tree = directory / "tree"

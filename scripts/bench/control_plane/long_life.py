@@ -25,7 +25,7 @@ _CALM_BEATS = 8
 
 
 def age(journal: Path, events: Path) -> int:
-    """Make a journal with a single record as long as after months, while there is no coordinator;
+    """Make the journal of months from its single record, while there is no coordinator;
     return the number of its newest epoch."""
     entries = Journal(journal)
     record = EpochRecord.from_dict(entries.read("epoch", 1))
