@@ -59,7 +59,7 @@ SLIPS = ROOT / "tests" / "mutants"
 # Of generated slips, below the tree's root.
 _GENERATED = Path("tests", "mutants", "generated")
 _MARK = "DEADPOOL_MUTATE"
-# Limits of a test, and of a test of a slow slip; a run that exceeds them by the last hangs itself.
+# Limits of a test and of a test of a slow slip, and the excess after which a run counts as hung.
 _TEST_SECONDS = 30
 _SLOW_TEST_SECONDS = 240
 _SPARE_SECONDS = 60

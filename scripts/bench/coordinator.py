@@ -1,4 +1,4 @@
-"""The load that one coordinator bears: the real process, with thousands of simulated agents.
+"""The load of a single coordinator: the real process, with thousands of simulated agents.
 
     .venv/bin/python scripts/bench/coordinator.py [--agents N ...] [--seconds N] [--json FILE]
 
