@@ -4,4 +4,4 @@ __version__ = "0.7.0.dev0"
 
 
 class UserError(Exception):
-    """Bad input or environment: one clear line that says what to do about it."""
+    """Bad input or environment: the message is one clear line with the remedy."""

@@ -5,8 +5,8 @@ import sys
 try:
     from deadpool_megatron.cli import main
 except ModuleNotFoundError as error:  # a Python that this package was not installed for
-    why = f"{sys.executable} has no package {error.name}"
-    print(f"deadpool: {why}: use the Python that deadpool is installed in", file=sys.stderr)
+    reason = f"{sys.executable} has no package {error.name}"
+    print(f"deadpool: {reason}: use the Python that deadpool is installed in", file=sys.stderr)
     sys.exit(2)
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def add_arguments(
         if not settings.is_chosen(name):
             continue
         nccl, kind = entry.metadata["nccl"], _kind(name)
-        shown = f"{entry.metadata['usual']!r}" + (f", with NCCL {nccl!r}" if nccl else "")
+        shown = f"{entry.metadata['default']!r}" + (f", with NCCL {nccl!r}" if nccl else "")
         group.add_argument(
             settings.flag_name(name),
             *_ALIASES.get(name, ()),
@@ -102,7 +102,7 @@ class _Set(argparse.Action):
 
 def _kind(name: str) -> type[Any]:
     """Return the type that converts the text of a setting to its value."""
-    return type(settings.FIELDS[name].metadata["usual"])
+    return type(settings.FIELDS[name].metadata["default"])
 
 
 def communicator_in(namespace: argparse.Namespace) -> str:
@@ -110,10 +110,10 @@ def communicator_in(namespace: argparse.Namespace) -> str:
     return str(getattr(namespace, f"{_PREFIX}communicator"))
 
 
-def played_problem(communicator: str) -> str:
+def stand_in_problem(communicator: str) -> str:
     """Return why this process cannot use these communicators, one line; empty unless they are a
     stand-in, as in tests."""
-    if not settings.is_played(communicator) or failpoints.is_planned():
+    if not settings.is_stand_in(communicator) or failpoints.is_planned():
         return ""
     return (
         f"--deadpool-communicator {communicator}: a module is taken under a fault plan only"
@@ -127,7 +127,7 @@ def settings_from(namespace: argparse.Namespace, *, communicator: str = "") -> s
     """
     values = {name: getattr(namespace, f"{_PREFIX}{name}") for name in settings.FIELDS}
     given = {name: value for name, value in values.items() if value is not None}
-    if problem := played_problem(communicator_in(namespace)):
+    if problem := stand_in_problem(communicator_in(namespace)):
         raise settings.SettingsError(problem)
     if communicator:
         given["communicator"] = communicator

@@ -55,20 +55,20 @@ class SettingsError(UserError, ValueError):
 
 def _setting(default: Any, help_text: str, *, nccl: Any = None) -> Any:
     """Return a field that the user sets. ``nccl``: the default with NCCL, if it differs."""
-    metadata = {"help": help_text, "usual": default, "nccl": nccl}
+    metadata = {"help": help_text, "default": default, "nccl": nccl}
     return field(default=default if nccl is None else None, metadata=metadata)
 
 
 def _fixed(value: Any) -> Any:
     """Return a field whose value suits all known runs."""
-    metadata = {"usual": value, "nccl": None, "of": ""}
+    metadata = {"default": value, "nccl": None, "of": ""}
     return field(default=value, metadata=metadata)
 
 
-def _limit(of: str, seconds: float, *, nccl: float | None = None, least: str = "") -> Any:
+def _limit(of: str, seconds: float, *, nccl: float | None = None, floor: str = "") -> Any:
     """Return a time limit that scales with setting ``of``: ``seconds`` at the default of ``of``,
-    and never shorter than setting ``least``."""
-    metadata = {"usual": seconds, "nccl": nccl, "of": of, "least": least}
+    and never shorter than setting ``floor``."""
+    metadata = {"default": seconds, "nccl": nccl, "of": of, "floor": floor}
     return field(default=None, metadata=metadata)
 
 
@@ -181,14 +181,14 @@ class Settings:
     rejoin_seconds: float = _limit("node_silence_seconds", 12.0)
     #: limit for members to leave a closed epoch; slower members are killed and replaced
     close_seconds: float = _limit("rebuild_seconds", 10.0, nccl=40.0)
-    #: time-out of one communication operation in a step, also of an abandoned one;
+    #: time-out of a communication operation in a step, also if it is abandoned;
     #  first_step_seconds applies during the build and the operations that it covers
     operation_timeout_seconds: float = _limit("rebuild_seconds", 60.0)
     #: limit for the health command; a node whose command takes longer is used last
     health_seconds: float = _limit("start_seconds", 60.0)
     #: limit for build, load, first iteration, evaluation and save, and for one communication
     #  operation in them
-    first_step_seconds: float = _limit("start_seconds", 1200.0, least="hang_seconds")
+    first_step_seconds: float = _limit("start_seconds", 1200.0, floor="hang_seconds")
     #: limit for a spare to build its new role
     adopt_seconds: float = _limit("start_seconds", 120.0)
     #: limit for fetching, checking and loading state
@@ -197,8 +197,8 @@ class Settings:
     persist_seconds: float = _limit("start_seconds", 1800.0)
     #: recompute: iterations between whole copies; gradients in between
     full_every: int = _fixed(8)
-    #: how communicators of an epoch are created: one-by-one; side-by-side; split (from the group of
-    #  all roles, NCCL); auto: one-by-one over NCCL, otherwise side-by-side
+    #: how communicators of an epoch are created: "one-by-one", "side-by-side", or "split" (from
+    #  the group of all roles, NCCL); auto: "one-by-one" over NCCL, otherwise "side-by-side"
     rebuild: str = _fixed("auto")
     #: how members start: auto, fork (from a process with the imports) or exec (parked)
     start_method: str = _fixed("auto")
@@ -235,7 +235,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, entry in FIELDS.items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, self._followed(entry))
+                object.__setattr__(self, name, self._derived(entry))
             self._check(name)
         if self.health_command and self.check == "off":
             raise SettingsError(
@@ -271,13 +271,13 @@ class Settings:
             got = "" if name == "notify" else f", got {given!r}"
             raise SettingsError(f"{flag_name(name)} must be {wanted}{got}")
 
-    def _followed(self, entry: dataclasses.Field[Any]) -> float:
-        """Return the derived value of a field, which is exactly the usual value by default."""
-        value: float = usual(entry, self.communicator)
+    def _derived(self, entry: dataclasses.Field[Any]) -> float:
+        """Return the derived value of a field, which is the default where nothing is set."""
+        value: float = default_of(entry, self.communicator)
         if of := entry.metadata.get("of"):
-            value *= getattr(self, of) / usual(FIELDS[of], self.communicator)
-        least = entry.metadata.get("least")
-        return max(value, getattr(self, least)) if least else value
+            value *= getattr(self, of) / default_of(FIELDS[of], self.communicator)
+        floor = entry.metadata.get("floor")
+        return max(value, getattr(self, floor)) if floor else value
 
     @cached_property
     def drain_seconds(self) -> float:
@@ -365,7 +365,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "vault_nice": (0, 19),
     "chunk_bytes": (4096, 1 << 30),
 }
-_PLAYED = r"[\w.]+:\w+"
+_FACTORY = r"[\w.]+:\w+"
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "protection": tuple(kind.value for kind in SchemeKind),
     "check": ("off", "facts"),
@@ -378,8 +378,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 #: by name: the pattern for the whole text, and its description
 _FORMS: Mapping[str, tuple[str, str]] = {
-    **{name: ("|".join(words), f"one of {', '.join(words)}") for name, words in _CHOICES.items()},
-    "communicator": (rf"auto|gloo|nccl|{_PLAYED}", "one of auto, gloo, nccl"),
+    **{name: ("|".join(kinds), f"one of {', '.join(kinds)}") for name, kinds in _CHOICES.items()},
+    "communicator": (rf"auto|gloo|nccl|{_FACTORY}", "one of auto, gloo, nccl"),
     "cadence": (
         rf"auto|[1-9][0-9]{{0,2}}|{LONGEST_CADENCE}",
         f"auto or a number from 1 to {LONGEST_CADENCE}",
@@ -406,15 +406,15 @@ _LADDER: tuple[tuple[str, str, float, str], ...] = (
 )
 
 
-def is_played(communicator: str) -> bool:
-    """Return whether it is MODULE:FACTORY, by which tests name a stand-in for NCCL."""
-    return re.fullmatch(_PLAYED, communicator) is not None
+def is_stand_in(communicator: str) -> bool:
+    """Return whether it is MODULE:FACTORY, with which tests name a stand-in for NCCL."""
+    return re.fullmatch(_FACTORY, communicator) is not None
 
 
-def usual(entry: dataclasses.Field[Any], communicator: str) -> Any:
+def default_of(entry: dataclasses.Field[Any], communicator: str) -> Any:
     """Return the value of a field in a run without settings."""
     nccl = entry.metadata["nccl"]
-    return nccl if communicator == "nccl" and nccl is not None else entry.metadata["usual"]
+    return nccl if communicator == "nccl" and nccl is not None else entry.metadata["default"]
 
 
 def is_chosen(field_name: str) -> bool:

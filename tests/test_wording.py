@@ -27,12 +27,13 @@ WORN = re.compile(
     r"|(?:^|[.;] )(?:who|what|whoever|whatever) [^.;?:]*[.;]",
     re.IGNORECASE | re.MULTILINE,
 )
-#: words in names: pronouns, speech, theatre, morals, housekeeping, bounds in other words than max_
+#: words in names: pronouns, speech, theatre, morals, housekeeping, bounds in other words than max_;
+#: extras_room_mb is a flag, and a key of a plan
 NAMES = re.compile(
     r"(?:^|_)(?:ones?(?!_)|whom?|whoever|what|which|whence|mine|theirs|ours|nobody|everybody|everyone"
     r"|(?:un)?told|hears?|heard|hearing|said|unsaid|says?|tells?|telling|speaks?|spoken|speaker|words"
     r"|(?<!at_)most|(?<!at_)least|so_many|why|scene|players?|acting|dialogues?|forgiv\w+|doubt[a-z]*"
-    r"|accus[a-z]+|doomed|rotten|vouch[a-z]*|leftovers?|shelf|tidy|brings?|brought|aside|rooms?|roomy"
+    r"|accus[a-z]+|doomed|rotten|vouch[a-z]*|leftovers?|shelf|tidy|brings?|brought|aside|rooms?(?!_mb)|roomy"
     r")(?![a-z])"
 )
 #: idioms of docstrings and comments

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from deadpool_megatron import UserError, __version__, arguments
 from deadpool_megatron.cli.common import CommandError, refusing_system_errors
 from deadpool_megatron.failures import ExitStatus
-from deadpool_megatron.observe.narration import shown
+from deadpool_megatron.observe.narration import printable
 
 # Sub-command -> its module and its help, by topic; the order is that of the help text.
 TOPICS = {
@@ -72,7 +72,7 @@ _LAUNCHER = re.compile(
 # Their files are private to the run's user, unless the variable changes the mask.
 _WRITERS = {"run", "demo", "check", "agent", "standby"}
 # A run depends on these commands. They report errors of the system as a line only until they have
-# started a process; later a traceback tells more.
+# started a process; later a traceback is more useful.
 _PARTS_OF_A_RUN = {"run", "agent", "standby"}
 _ADVICE = "see --help; a command follows '--'"
 UMASK_VARIABLE = "DEADPOOL_UMASK"
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> _Output:
-    """Create the standard streams, with the null device for closed ones; return standard output."""
+    """Create the standard streams, on the null device if closed; return standard output."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # or a socket would get the number
         os.set_inheritable(number, True)
     os.close(number)
@@ -170,14 +170,14 @@ def _carry_out(given: list[str]) -> int:
             return int(_module(COMMANDS[args.subcommand]).run(args))
     except UserError as error:
         flag = _flag_of(error.__cause__, args)
-        print(shown(f"deadpool {args.subcommand}: {flag}{error}"), file=sys.stderr)
+        print(printable(f"deadpool {args.subcommand}: {flag}{error}"), file=sys.stderr)
         return ExitStatus.BAD_INPUT
     except KeyboardInterrupt:
         return 130
 
 
 def _flag_of(cause: BaseException | None, args: argparse.Namespace) -> str:
-    """Return the option that names the file of a system error; empty without one."""
+    """Return the option that names the file of a system error; empty if none does."""
     file = str(getattr(cause, "filename", None))
     names = [name.replace("_", "-") for name, value in vars(args).items() if str(value) == file]
     for word in filter(None, args.options):
@@ -196,8 +196,8 @@ def _umask() -> int:
 
 class _HelpParser(argparse.ArgumentParser):
     """Keeps the line breaks of descriptions and examples, also in sub-commands, and omits the
-    settings of a run from the help unless it ``shows_all``. An error is a line, with the option
-    closest to an unknown one."""
+    settings of a run from the help unless it ``shows_all``. An error is a line; for an
+    unknown option it names the closest option."""
 
     def __init__(self, *, shows_all: bool = False, description: str = "", **options: Any) -> None:
         # Examples and exit statuses of the description come after the options.

@@ -71,8 +71,8 @@ class DumpFailed(RequestRefused):
     prefix = "the run has ended"
 
 
-#: of a coordinator that is lost or whose journal fails, and of a run directory that was available
-#: at the start and is temporarily not
+#: errors when a coordinator is lost or its journal fails, or while a run directory that was
+#: available at the start is not
 TRANSIENT = (
     *(CommandError, run_files.RunDirectoryError, OwnershipError),
     *(auth.AuthenticationError, OSError),
@@ -82,7 +82,7 @@ TRANSIENT = (
 @contextmanager
 def refusing_system_errors() -> Iterator[None]:
     """Report errors of the system as bad input: no space, no permission. Only before anything is
-    started: later a traceback tells more than a line. Raises CommandError.
+    started: later a traceback is more useful. Raises CommandError.
     """
     try:
         yield
@@ -435,8 +435,8 @@ def warn_of_danger_above(path: Path, info: RunInfo | None = None) -> None:
     another user could replace."""
     paths = [path]
     if info is not None:
-        words = (*info.command, "")
-        saves = [after for word, after in pairwise(words) if word == "--save"]
+        tokens = (*info.command, "")
+        saves = [after for token, after in pairwise(tokens) if token == "--save"]
         paths += [Path(name) for name in (info.settings.persist_directory, *saves) if name]
     for danger in filter(None, map(ownership.danger_above, paths)):
         print(f"{danger} (docs/security.md)", file=sys.stderr, flush=True)

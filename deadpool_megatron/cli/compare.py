@@ -21,7 +21,7 @@ from typing import Any
 
 from deadpool_megatron.cli.run_result import ResultError, RoleResult, RunResult, read_result
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
-from deadpool_megatron.observe.narration import count, shown
+from deadpool_megatron.observe.narration import count, printable
 from deadpool_megatron.observe.story import Story
 
 # Limits of listed differences: after the first, a run differs everywhere.
@@ -38,7 +38,7 @@ _STEP_FIELDS = ("loss", "grad_norm", "learning_rate", "skipped", "samples")
 class Difference:
     """A difference of the runs; ``iteration`` None: at the end."""
 
-    what: str
+    name: str
     iteration: int | None
     role: int | None
     first: str
@@ -48,12 +48,17 @@ class Difference:
         place = "at the end" if self.iteration is None else f"iteration {self.iteration}"
         if self.role is not None:
             place += f", role {self.role}"
-        return f"{place}: {self.what}: {_shown(self.first)} and {_shown(self.second)}"
+        return f"{place}: {self.name}: {_shown(self.first)} and {_shown(self.second)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        values = dataclasses.asdict(self)
+        return {"what": values.pop("name"), **values}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison. ``differences``: the first ones, in the order of training; none if the runs are
+    """A comparison. ``differences``: those listed, in the order of training; none if the runs are
     bit-identical. ``more``: the number of differences that are not listed.
 
     ``compared``: counts of role hashes at the end, steps, evaluations, and role hashes at
@@ -74,7 +79,7 @@ class Comparison:
         return {
             "bit_identical": self.identical,
             "compared": dict(self.compared),
-            "differences": [dataclasses.asdict(entry) for entry in self.differences],
+            "differences": [entry.to_dict() for entry in self.differences],
             "more_differences": self.more,
         }
 
@@ -134,10 +139,10 @@ def _hashes(first: Story, second: Story, compared: Counter[str]) -> Iterator[Dif
     """Yield the differences of hashes during the runs, at iterations at which both have them."""
     sides = first.hashes or {}, second.hashes or {}
     for iteration in sorted(sides[0].keys() & sides[1].keys()):
-        one, other = (hashes[iteration] for hashes in sides)
-        for role in sorted(one.keys() & other.keys()):
+        left, right = (hashes[iteration] for hashes in sides)
+        for role in sorted(left.keys() & right.keys()):
             compared["hashes"] += 1
-            yield from _unequal("state", iteration, role, one[role], other[role])
+            yield from _unequal("state", iteration, role, left[role], right[role])
 
 
 def _ends(first: RunResult, second: RunResult) -> Iterator[Difference]:
@@ -145,11 +150,11 @@ def _ends(first: RunResult, second: RunResult) -> Iterator[Difference]:
         values = getattr(first, name), getattr(second, name)
         yield from _unequal(name.replace("_", " "), None, None, *values)
     for role in sorted(first.roles.keys() | second.roles.keys()):
-        one, other = first.roles.get(role), second.roles.get(role)
-        yield from _unequal("role", None, role, *_presence(one is not None, other is not None))
-        if one is not None and other is not None:
-            yield from _unequal(_state(one, other), None, role, one.sha256, other.sha256)
-            yield from _unequal("samples", None, role, one.samples, other.samples)
+        left, right = first.roles.get(role), second.roles.get(role)
+        yield from _unequal("role", None, role, *_presence(left is not None, right is not None))
+        if left is not None and right is not None:
+            yield from _unequal(_state(left, right), None, role, left.sha256, right.sha256)
+            yield from _unequal("samples", None, role, left.samples, right.samples)
 
 
 def _state(first: RoleResult, second: RoleResult) -> str:
@@ -162,10 +167,10 @@ def _state(first: RoleResult, second: RoleResult) -> str:
 
 
 def _unequal(
-    what: str, iteration: int | None, role: int | None, first: object, second: object
+    name: str, iteration: int | None, role: int | None, first: object, second: object
 ) -> Iterator[Difference]:
     if first != second:
-        yield Difference(what, iteration, role, str(first), str(second))
+        yield Difference(name, iteration, role, str(first), str(second))
 
 
 def _presence(*are_present: bool) -> list[str]:
@@ -205,7 +210,7 @@ def describe(comparison: Comparison) -> list[str]:
         lines.append(f"  then {entry}" if number else f"first difference: {entry}")
     if more := max(0, len(comparison.differences) - _SHOWN) + comparison.more:
         lines.append(f"  and {more} more")
-    if _UNSEEDED_STATES.issuperset(entry.what for entry in comparison.differences):
+    if _UNSEEDED_STATES.issuperset(entry.name for entry in comparison.differences):
         lines += [f"  all else is equal: {_UNSEEDED}"] if comparison.differences else []
     return lines
 
@@ -223,7 +228,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(comparison.to_dict(), indent=1))
     else:
-        print(shown("\n".join(describe(comparison))))
+        print(printable("\n".join(describe(comparison))))
         if not comparison.identical and (note := command_note(args.first, args.second)):
-            print(shown(note))
+            print(printable(note))
     return 0 if comparison.identical else 1

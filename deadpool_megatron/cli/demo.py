@@ -45,7 +45,7 @@ _MIN_ITERATIONS = 8
 
 
 class DemoError(Exception):
-    """The demo cannot run, or one of its runs failed."""
+    """The demo cannot run, or a run of it failed."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -65,7 +65,7 @@ class DemoRun:
 
 @dataclass(frozen=True)
 class DemoSize:
-    """The size of the runs, and their devices. ``environment``: added to the inherited one."""
+    """The size of the runs, and their devices. ``environment``: variables that are added."""
 
     nproc_per_node: int
     tensor: int

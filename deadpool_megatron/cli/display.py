@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TextIO
 
-from deadpool_megatron.observe.narration import shown
+from deadpool_megatron.observe.narration import printable
 
 _STATUS_SECONDS = 1.0
 _BAR_CHARACTERS = 20
@@ -32,7 +32,7 @@ class Display:
 
     def line(self, text: str, style: str = "") -> None:
         """Print a line that stays."""
-        status, text = self._status, shown(text)
+        status, text = self._status, printable(text)
         if not self._on_terminal:
             self.close()
         elif style and "NO_COLOR" not in os.environ:
@@ -45,7 +45,7 @@ class Display:
         """Replace the status. ``part``: the completed share of the work (0 to 1), if known; a
         terminal shows it as a bar.
         """
-        text, now = shown(text), time.monotonic()
+        text, now = printable(text), time.monotonic()
         if self._on_terminal:
             self._status = text if part is None else f"{_bar(part)} {text}"
             self._print(f"\r\x1b[K{self._status[: shutil.get_terminal_size().columns - 1]}")

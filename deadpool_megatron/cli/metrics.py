@@ -145,7 +145,7 @@ def metrics(seen: View, about: Mapping[str, str]) -> Iterator[Metric]:
     yield from _gauges(seen)
     yield from _counters(seen)
     if seen.status is not None:
-        with contextlib.suppress(*DAMAGE):  # of a coordinator of another version
+        with contextlib.suppress(*DAMAGE):  # its coordinator has another version
             yield from list(_of_status(seen, seen.status))
 
 

@@ -266,5 +266,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(to_dict(args.directory, seen), indent=1))
     else:
-        print(narration.shown("\n".join(describe(args.directory, seen))))
+        print(narration.printable("\n".join(describe(args.directory, seen))))
     return 0

@@ -96,7 +96,7 @@ class RunPage:
             return self._cached
 
     def take(self, event: Event) -> None:
-        """Add an event. Raises one of :data:`events.DAMAGE` if it is damaged."""
+        """Add an event. Raises an error of :data:`events.DAMAGE` if it is damaged."""
         for line in self._narrator.take(event):
             if not line.passes:
                 text = line.text.replace("--run-dir DIR", f"--run-dir {self._run}")
@@ -191,7 +191,7 @@ def _nodes_and_roles(seen: View) -> dict[str, Any]:
 
 
 def _failure(failure: Interruption, seen: View) -> dict[str, Any]:
-    """Return the facts on a failure without long ones, and its text."""
+    """Return the short facts on a failure, and its text."""
     whole = failure_to_dict(failure, seen)
     return {
         **{name: value for name, value in whole.items() if name not in _LONG},

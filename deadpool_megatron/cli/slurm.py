@@ -1,7 +1,7 @@
-"""Watches the nodes of a run in Slurm, and drains each one that Slurm drains: its roles move to a
-spare, and nothing is computed again. Without a spare, the node trains until there is one, and a
-line reports this. The command ends with the run. Start it on a host that has sinfo and sees the run
-directory.
+"""Watches the nodes of a run in Slurm, and drains each node that Slurm drains: its roles move to a
+spare, and nothing is computed again. Without a spare, the node trains until a spare joins, and
+a line reports this. The command ends with the run. Start it on a host that has sinfo and sees the
+run directory.
 """
 
 # ``deadpool agent --from-slurm`` takes node id and failure domain from here, too. Tested with Slurm
@@ -72,8 +72,8 @@ def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
 
 
 def step_size(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Set the sizes that ``args`` leave open to those of this step in Slurm. GPUs are the requested
-    ones: a node that has lost a GPU does not make the run smaller."""
+    """Set the sizes that ``args`` leave open to those of this step in Slurm. GPUs are those
+    that were requested: a node that has lost a GPU does not make the run smaller."""
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "0"))
     gpus = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
     if args.nproc_per_node is None and gpus.isdigit():

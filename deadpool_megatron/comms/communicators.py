@@ -28,7 +28,7 @@ from deadpool_megatron.comms.in_flight.observation import Observation
 from deadpool_megatron.comms.in_flight.reaper import Reaper, trim_heap
 from deadpool_megatron.comms.store import EpochStore, meet
 from deadpool_megatron.platform import select_platform
-from deadpool_megatron.settings import is_played
+from deadpool_megatron.settings import is_stand_in
 
 _c10d: Any = c10d
 
@@ -60,7 +60,7 @@ class Communicators(Observation):
         address: str = "127.0.0.1",
         rebuild: str = "auto",
     ) -> None:
-        if kind not in ("gloo", "nccl") and not is_played(kind):
+        if kind not in ("gloo", "nccl") and not is_stand_in(kind):
             raise ValueError(f"no kind of communicators: {kind!r}")
         super().__init__()
         self._kind = kind
@@ -333,7 +333,7 @@ class Communicators(Observation):
         prefixed = self._store = PrefixStore(f"e{epoch.number}", store)
         # Through the prefix torch calls a store that is written in Python, but does not keep it.
         self._given_store = store
-        if is_played(self._kind):
+        if is_stand_in(self._kind):
             # It watches the thread that creates it, so the main thread does.
             fabric_of(epoch, self._kind, self._address)
         made: Made = {}

@@ -26,7 +26,7 @@ def select_device(communicator: str, local_rank: int) -> str:
     recover or has no GPU for this member: that is a fault of the host.
     """
     if communicator != "nccl":
-        _end_if(arguments.played_problem(communicator), ExitStatus.BAD_INPUT)
+        _end_if(arguments.stand_in_problem(communicator), ExitStatus.BAD_INPUT)
         if torch.cuda.is_available():
             # With gloo, members may share a GPU.
             torch.cuda.set_device(local_rank % torch.cuda.device_count())

@@ -199,7 +199,7 @@ def count(number: object, noun: str) -> str:
     return f"{shown} {noun}" if number == 1 else f"{shown} {noun}s"
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """Return foreign text without characters that a terminal would interpret."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.failures import FailureKind, describe_kind
-from deadpool_megatron.observe.narration import count, describe_wait, shown
+from deadpool_megatron.observe.narration import count, describe_wait, printable
 from deadpool_megatron.preflight.health import run_in_shell
 
 MAX_WAITING = 64
@@ -97,7 +97,7 @@ class Notices:
         """Send a notice of an event if people elsewhere should know it. Does not block."""
         text = ""
         with contextlib.suppress(LookupError, TypeError, ValueError):  # a damaged event
-            text = shown(notice_text(event)) if self._outlets else ""
+            text = printable(notice_text(event)) if self._outlets else ""
         notice: dict[str, Any] = {"text": f"{self._run_id}: {text}", "run": self._run_id}
         notice |= {"at": date(event.wall_seconds), "event": event.to_dict()}
         for outlet in self._outlets if text else ():

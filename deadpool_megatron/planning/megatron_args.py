@@ -55,10 +55,10 @@ ASSUMED: dict[str, Any] = {
 }
 
 
-def sections_of(words: Sequence[str], nodes: int) -> dict[str, dict[str, Any]]:
+def sections_of(tokens: Sequence[str], nodes: int) -> dict[str, dict[str, Any]]:
     """Return the sections for a cluster of ``nodes`` that train; its other values are assumed.
     Raises ValueError for a batch that Megatron-LM refuses on this cluster."""
-    found = vars(flags.named_arguments(words))
+    found = vars(flags.named_arguments(tokens))
     sections = {
         section: {key: found[name] for key, name in names.items() if name in found}
         for section, names in _ARGUMENTS.items()
@@ -72,8 +72,8 @@ def sections_of(words: Sequence[str], nodes: int) -> dict[str, dict[str, Any]]:
     model["rmsnorm"] = found.get("normalization") == "RMSNorm"
     if found.get("position_embedding_type", "learned_absolute") == "learned_absolute":
         model["positions"] = found.get("max_position_embeddings", 0)
-    if tokens := _VOCABULARIES.get(str(found.get("tokenizer_type"))):
-        model.setdefault("vocab", tokens)
+    if size := _VOCABULARIES.get(str(found.get("tokenizer_type"))):
+        model.setdefault("vocab", size)
     parallel["distributed_optimizer"] = "use_distributed_optimizer" in found
     tp, pp = parallel.setdefault("tp", 1), parallel.setdefault("pp", 1)
     replica = tp * pp * parallel.get("cp", 1)

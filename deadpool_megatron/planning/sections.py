@@ -22,7 +22,7 @@ _SHAPE = ("layers", "hidden", "ffn", "heads", "vocab")
 _SPEED = ("tflops_per_gpu", "efficiency", "tokens_per_step")
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _RELATIONS = {"min": operator.ge, "above": operator.gt, "max": operator.le}
-_WORDS = {"min": "at least", "above": "above", "max": "at most"}
+_RELATION_TEXTS = {"min": "at least", "above": "above", "max": "at most"}
 
 
 class PlanError(UserError, ValueError):
@@ -40,7 +40,7 @@ class Bounds(NamedTuple):
 
 Natural = Annotated[int, Bounds(min=0)]
 Count = Annotated[int, Bounds(min=1)]
-# A divisor; messages search smaller numbers for a fitting one.
+# A divisor; messages search smaller numbers that fit.
 Shares = Annotated[int, Bounds(min=1, max=1_000_000)]
 Several = Annotated[int, Bounds(min=2)]
 Cadence = Annotated[int, Bounds(min=1, max=LONGEST_CADENCE)]
@@ -162,7 +162,7 @@ def read_plan(
 
 def make_plan(*layers: Mapping[Any, Any]) -> Plan:
     """Return the plan of nested mappings, with each key and value checked; later mappings override
-    earlier ones. Raises PlanError."""
+    earlier mappings. Raises PlanError."""
     values: dict[str, dict[Any, Any]] = {name: {} for name in SECTIONS}
     for name, keys in (item for layer in layers for item in layer.items()):
         if name not in SECTIONS:
@@ -235,7 +235,7 @@ def _checked(place: str, value: Any, hint: Any) -> Any:
     value = kind(number if isinstance(value, str) else value)
     for name, bound in bounds._asdict().items():
         if bound is not None and not _RELATIONS[name](value, bound):
-            raise PlanError(f"{place}: must be {_WORDS[name]} {bound:g}, got {value:.40g}")
+            raise PlanError(f"{place}: must be {_RELATION_TEXTS[name]} {bound:g}, got {value:.40g}")
     return value
 
 

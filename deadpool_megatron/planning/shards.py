@@ -25,7 +25,7 @@ from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
 from deadpool_megatron.planning.sections import Cluster, Model, Parallel, Plan
 from deadpool_megatron.settings import SchemeKind, Settings
 
-# Of a parameter's gradient in an update: fp32.
+# A parameter's gradient in an update: fp32.
 GRADIENT_BYTES = 4.0
 # Plain values of the parameter groups, rounded up as by a member (megatron/step_keeper.py).
 _UPDATE_BYTES = 64 << 10
@@ -168,8 +168,8 @@ def topology_of(plan: Plan) -> Topology:
 
 
 def _rack(node: int, cluster: Cluster) -> str:
-    """Return the rack of a node. Racks have equal sizes, or each node is one; spares are assigned
-    to racks in turn."""
+    """Return the rack of a node. Racks have equal sizes, or each node is a rack; spares get
+    racks in turn."""
     if cluster.racks is None:
         return f"node{node}"
     if node >= cluster.nodes:
@@ -203,8 +203,8 @@ def _layout(role: int, plan: Plan, stage: StageParameters) -> RoleLayout:
             for shard in shards
         }
         steps = step_parts(gradients, _UPDATE_BYTES, role)
-    room = extras_capacity_bytes(chosen.extras_bytes_per_role, int(chosen.extras_room_mb * 1e6))
-    extras = [PartInfo(extras_part(boundary), room, (role,)) for boundary in BOUNDARIES]
+    nbytes = extras_capacity_bytes(chosen.extras_bytes_per_role, int(chosen.extras_room_mb * 1e6))
+    extras = [PartInfo(extras_part(boundary), nbytes, (role,)) for boundary in BOUNDARIES]
     peers = data_parallel_peers(role, plan.parallel)
     return RoleLayout(role, (*shards, *steps, *extras), peers, slots_of(plan), "")
 

@@ -1,7 +1,7 @@
-"""Judges nodes by their facts: which may train, which only as a last resort, which may not.
+"""Judges by its facts whether a node may train, also only as a last resort.
 
-The versions of the majority count as right, so no list of good ones is needed. Sites do the same
-by hand: start with more nodes, test, and exclude the worst (ezpz on Aurora and Polaris, the BLOOM
+The versions of the majority count as right, so no list of them is needed. Sites do the same by
+hand: start with more nodes, test, and exclude the worst (ezpz on Aurora and Polaris, the BLOOM
 run on Jean Zay). Facts are plain data, sizes in bytes. Pure functions.
 """
 

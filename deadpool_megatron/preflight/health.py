@@ -137,8 +137,8 @@ def quotes_broken_device(text: str) -> bool | None:
 
 
 def newest_broken(records: Iterable[bytes], since_boot_seconds: float) -> Xid | None:
-    """Return the newest Xid of a broken device since then, or None. ``records``: of the kernel log
-    (``priority,number,microseconds,...;text``).
+    """Return the newest Xid of a broken device since then, or None. ``records``: those of the
+    kernel log (``priority,number,microseconds,...;text``).
     """
     newest = None
     for record in records:
@@ -158,7 +158,7 @@ def read_kernel_log(path: Path = KERNEL_LOG) -> Iterator[bytes]:
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         while True:
-            # The oldest record may be overwritten before it is read; the next one is still there.
+            # The oldest record may be overwritten before it is read; the next is still there.
             with contextlib.suppress(BrokenPipeError):
                 record = os.read(handle, _RECORD_BYTES)
                 if not record:

@@ -97,7 +97,7 @@ def available_memory() -> int | None:
 
 
 def missing_feature() -> str:
-    """Return why no run can use this host; empty if one can."""
+    """Return why no run can use this host; empty if a run can."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The one table of support: what a protected run accepts and refuses, with a reason for each.
+"""The table of support: items that a protected run accepts or refuses, each with a reason.
 
 The rows are data, in ``tables/*.toml``; these modules read them:
 

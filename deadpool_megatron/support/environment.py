@@ -1,6 +1,6 @@
 """Variables that NCCL, torch and Megatron read from a member's environment: name, value, reason.
 
-A recovery aborts the communicators of a process that continues, and creates new ones in it. By
+A recovery aborts the communicators of a process that continues, and creates others in it. By
 default torch does the opposite on an error of NCCL: it ends the process. With the values of
 ``tables/environment.toml`` the process continues. An agent sets them for each process that it
 starts, before torch is imported there; a user's own value is checked when a member joins.
@@ -94,7 +94,7 @@ def complete(environment: MutableMapping[str, str]) -> None:
         if variable.policy is Policy.OVERRIDDEN and variable.other_value(environment):
             environment.pop(variable.former_name, None)
             environment[variable.name] = variable.value
-        # The present name takes precedence over the former one, which the user may have set.
+        # The present name takes precedence over the former name, which the user may have set.
         if variable.former_name not in environment:
             environment.setdefault(variable.name, variable.value)
 

@@ -44,11 +44,11 @@ def judge(
     defaults of that ``version`` of Megatron-LM (empty: the newest).
     """
     read, unread = (_values_of(flag, command) for flag in (ALLOW, ALLOW_UNREVIEWED))
-    words = command[1:]
+    argv = command[1:]
     rows = [
-        row.as_given(words) if row.level is Level.ACCEPTED else row
+        row.as_given(argv) if row.level is Level.ACCEPTED else row
         for row in flags.ROWS
-        if (row.is_named_in(words, version) if args is None else row.applies(args))
+        if (row.is_named_in(argv, version) if args is None else row.applies(args))
     ]
     found = [
         SupportFinding(
@@ -141,8 +141,8 @@ def _values_of(flag: str, command: Sequence[str]) -> set[str]:
 
 
 def _unread(command: Sequence[str]) -> list[str]:
-    """Return the script, if it is an untested one of Megatron-LM, each flag that was not reviewed,
-    and each value that a flag has gained since its review."""
+    """Return the script, if it is untested and Megatron-LM's, each flag that was not reviewed, and
+    each value that a flag has gained since its review."""
     scripts = [
         name
         for name in flags.UNREVIEWED_SCRIPTS

@@ -45,7 +45,7 @@ class FlagRow:
     """A row: flags that are refused, accepted by name, or set to another value.
 
     ``shown``: the flags of the row, as a user writes them. ``when``: conditions on the arguments,
-    each sufficient; without any, one of the flags is set. ``only_with``: the package, or newer
+    each sufficient; without any, a flag of the row is set. ``only_with``: the package, or newer
     Megatron-LM, whose parser knows the flags; empty for 0.16.1. ``to``: the new value by argument;
     an empty text stands for None.
     """
@@ -65,9 +65,9 @@ class FlagRow:
 
     @property
     def name(self) -> str:
-        """The name to give with :data:`ALLOW`: of the first flag, or ``flag=value``."""
-        words = self.shown.split(", ")[0].removeprefix("--").split()
-        return "=".join(words) if len(words) == 2 else words[0]
+        """The name to give with :data:`ALLOW`: the first flag's, or ``flag=value``."""
+        tokens = self.shown.split(", ")[0].removeprefix("--").split()
+        return "=".join(tokens) if len(tokens) == 2 else tokens[0]
 
     @property
     def line(self) -> str:
@@ -178,7 +178,7 @@ def _holds(term: str, args: argparse.Namespace) -> bool:
     name, _, rest = term.partition(" ")
     test, _, text = rest.partition(" ")
     value = getattr(args, name, None)
-    value = getattr(value, "name", value)  # of an enumeration, as users write it
+    value = getattr(value, "name", value)  # an enumeration's, as users write it
     match test:
         case "":
             return bool(value)

@@ -76,9 +76,9 @@ class FoundPoint:
 
 @dataclass(frozen=True)
 class VersionReport:
-    """Findings of :func:`examine`. ``version``: of the megatron.core in use; ``tree_version``: of
-    the megatron.core in the tree of megatron.training (empty: it has none). ``missing_names``:
-    those of ``tables/names.toml`` that an untested version does not have.
+    """Findings of :func:`examine`. ``version``: that of the megatron.core in use;
+    ``tree_version``: that of the tree of megatron.training (empty: it has no core).
+    ``missing_names``: those of ``tables/names.toml`` that an untested version does not have.
     """
 
     version: str
@@ -150,7 +150,7 @@ def tree_of(script: Path) -> Path:
 
 
 def tree_version(tree: Path | None) -> str:
-    """Return the version of megatron.core in a tree, empty without one. megatron is a namespace
+    """Return the version of megatron.core in a tree, empty if it has none. megatron is a namespace
     package: its core may come from a wheel, its training from a tree."""
     if tree is None:
         return ""
@@ -246,7 +246,7 @@ def _namespaces() -> Iterator[dict[str, Any]]:
 class Name:
     """A function, a class, its method or attribute, or a variable of a file of Megatron-LM.
 
-    ``parameters``: of a function, those that the hooks use. ``versions``: those that have the name.
+    ``parameters``: those of a function that the hooks use. ``versions``: those that have the name.
     """
 
     file: str
@@ -273,7 +273,7 @@ NAMES: tuple[Name, ...] = tuple(_names())
 
 
 def expected_in(version: str) -> tuple[Name, ...]:
-    """Return the names that a version must have; an untested one, those of the newest."""
+    """Return the names that a version must have; for an untested version, those of the newest."""
     family = next((each for each in VERSIONS if version.startswith(f"{each}.")), VERSIONS[-1])
     return tuple(name for name in NAMES if family in name.versions)
 

@@ -12,7 +12,7 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.start import run
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.observe.narration import shown
+from deadpool_megatron.observe.narration import printable
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.wire import auth
 
@@ -21,7 +21,7 @@ PACKAGE = Path(deadpool_megatron.__file__).parent
 
 def test_text_of_others_does_nothing_to_a_terminal(tmp_path, capsys):
     text = "loss\x1b]0;owned\x07 1.5 é\r\u009b2J\n\tnext"
-    assert shown(text) == "loss?]0;owned? 1.5 é??2J\n\tnext"
+    assert printable(text) == "loss?]0;owned? 1.5 é??2J\n\tnext"
     stream = io.StringIO()
     display = Display(stream)
     display.line(text)

@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.coordinator.commands import PARTS, SIGNALS
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.observe.narration import shown
+from deadpool_megatron.observe.narration import printable
 from deadpool_megatron.settings import SchemeKind
 
 EXIT_REFUSED = 1
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         print(outcome)
         return 0
     except RequestRefused as error:
-        print(shown(f"deadpool {args.subcommand}: {error.prefix}: {error}"), file=sys.stderr)
+        print(printable(f"deadpool {args.subcommand}: {error.prefix}: {error}"), file=sys.stderr)
         return EXIT_REFUSED
 
 
@@ -231,7 +231,7 @@ def final_line(run: RunDirectory) -> str:
     final = run.read_final()
     reason = f": {final['reason']}" if final["reason"] else ""
     line = f"over, exit status {final['exit_status']}{reason}; {final['iterations']} iterations"
-    return shown("; ".join(filter(None, (line, cleanup.remaining_memory(run)))))
+    return printable("; ".join(filter(None, (line, cleanup.remaining_memory(run)))))
 
 
 def _kill(args: argparse.Namespace) -> str:

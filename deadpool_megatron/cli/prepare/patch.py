@@ -12,7 +12,7 @@ examples:
   deadpool patch status Megatron-LM    which files are patched, and where the patches are
   deadpool patch revert Megatron-LM    every file as it was, byte for byte
 
-exit status: 0 done, or nothing to do; 2 refused, one line says why
+exit status: 0 done, or nothing to do; 2 refused, a line has the reason
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def patch_roots() -> list[Path]:
 
 
 def find_patch_sets() -> list[PatchSet]:
-    """Return the patch sets of the first directory with any. Raises CommandError without one."""
+    """Return the patch sets of the first directory with any. Raises CommandError."""
     for root in patch_roots():
         if tables := sorted(root.glob(f"*/{_HASHES}")):
             return [_read_patch_set(path) for path in tables]

@@ -36,7 +36,7 @@ from deadpool_megatron.support.versions import tree_version
 
 _SECONDS = 300.0
 _VERDICTS = ("supported", "accepted", "allowed", "refused")
-_WORDS = {
+_TEXTS = {
     Level.SET: "set for you",
     Level.ACCEPTED: "never run",
     Level.READ: "to be allowed",
@@ -66,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
     """Judge the command lines; return the exit status."""
     if bool(args.batch) == bool(args.command):
         raise CommandError("give either --batch FILE, or -- and the script with its arguments")
-    words = [
-        each
-        for word in args.command
-        for each in (Path(word[1:]).read_text().split() if word[:1] == "@" else [word])
+    tokens = [
+        token
+        for given in args.command
+        for token in (Path(given[1:]).read_text().split() if given[:1] == "@" else [given])
     ]
-    cases = _read(args.batch) if args.batch else [_Case("", words, os.environ)]
+    cases = _read(args.batch) if args.batch else [_Case("", tokens, os.environ)]
     judged = _judge(cases, args.megatron)
     if args.json:
         for case, found in zip(cases, judged, strict=True):
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.batch:
         _print_table(cases, judged)
     else:
-        _print_one(judged[0])
+        _print_case(judged[0])
     stopped = not args.batch and findings.refusal(judged[0])
     return ExitStatus.BAD_INPUT if stopped else 0
 
@@ -89,12 +89,12 @@ def _read(path: Path) -> list[_Case]:
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             row = json.loads(line)
-            words = [str(row["script"])]
+            tokens = [str(row["script"])]
             for flag, value in row["flags"].items():
                 values = value if isinstance(value, list) else [] if value is True else [value]
-                words += [flag, *map(str, values)]
+                tokens += [flag, *map(str, values)]
             environment = {name: str(value) for name, value in (row.get("env") or {}).items()}
-            cases.append(_Case(str(row["id"]), words, environment))
+            cases.append(_Case(str(row["id"]), tokens, environment))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CommandError(
                 f"{path}, line {number}: an object with id, script, flags and env is expected"
@@ -150,10 +150,10 @@ def _as_object(case: _Case, found: Sequence[SupportFinding]) -> dict[str, Any]:
     }
 
 
-def _print_one(found: Sequence[SupportFinding]) -> None:
+def _print_case(found: Sequence[SupportFinding]) -> None:
     for each in found:
         allowed = " (allowed here)" if each.allowed else ""
-        print(f"{_WORDS[each.level]}: {each.line}{allowed}")
+        print(f"{_TEXTS[each.level]}: {each.line}{allowed}")
     verdict, owed = findings.verdict(found), findings.allowances(found)
     if verdict == "allowed" and owed:
         verdict = f"needs {' '.join(owed)}"
@@ -167,7 +167,7 @@ def _print_table(cases: Sequence[_Case], judged: Sequence[Sequence[SupportFindin
     for case, verdict, found in zip(cases, verdicts, judged, strict=True):
         print(f"{verdict:9}  {case.id}  {'; '.join(each.shown for each in found)}".rstrip())
     counts = Counter(
-        (_WORDS[each.level] + " (a fork's)" * each.is_from_fork, each.shown)
+        (_TEXTS[each.level] + " (a fork's)" * each.is_from_fork, each.shown)
         for found in judged
         for each in found
     )

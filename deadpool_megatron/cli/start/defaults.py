@@ -103,13 +103,13 @@ def fill(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
 
 
 def advice(gpus: int, command: Sequence[str]) -> str:
-    """Return the size that fits a host with ``gpus``, in the form of flags; empty without one."""
+    """Return the size that fits a host with ``gpus``, in the form of flags; empty if none fits."""
     found = choose(gpus, command) if gpus else None
     return "" if found is None else f"'{found}'"
 
 
 def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Set the size: that of the run that is restarted or resumed, else one that fits."""
+    """Set the size: that of the run that is restarted or resumed, else a size that fits."""
     given = args.nodes, args.spares, args.nproc_per_node
     gpus = 0
     if arguments.communicator_in(args) in ("auto", "nccl"):

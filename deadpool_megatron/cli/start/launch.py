@@ -3,7 +3,7 @@
 It stays single-threaded, because it forks the agents, and the process that imports torch and
 Megatron once and forks members for all of them. The launcher holds one end of a pipe to each agent:
 its end of file shows the launcher's death, even by SIGKILL; a byte appoints the agent, which then
-keeps a standby. Two agents are appointed at any time: one of their standbys coordinates.
+keeps a standby. Two agents are appointed at any time: a standby of theirs coordinates.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _FENCE_SECONDS = 5.0
 
 @dataclass(eq=False)
 class Launcher:
-    """A run on this host. Call :meth:`run` once; ``failure``: the reason of a failure that the
-    coordinator has not recorded.
+    """A run on this host. Call :meth:`run` once; ``failure``: why the run failed, where the
+    coordinator has not recorded it.
 
     ``refills``: the number of lost nodes that are replaced by new spares; ``report``: prints a
-    line; ``refresh``: called regularly, to show progress. ``numbers``: of the first nodes.
+    line; ``refresh``: called regularly, to show progress. ``numbers``: those of the first nodes.
     ``gpus``: divided among the nodes; if empty, each node sees all GPUs of this process.
     """
 
@@ -120,27 +120,27 @@ class Launcher:
         self._shares.setdefault(node, self._free_share())
         sys.stdout.flush()
         sys.stderr.flush()
-        theirs, ours = os.pipe()
+        agent_end, own_end = os.pipe()
         server = None if self._server is None else self._server.serve_node()
         try:
             pid = os.fork()
         except OSError:
-            os.close(ours)
+            os.close(own_end)
             raise
         else:
             if pid == 0:
-                kept = (theirs,) if server is None else (theirs, server.connection.fileno())
+                kept = (agent_end,) if server is None else (agent_end, server.connection.fileno())
                 log = self.directory.log(f"node{node}-agent")
-                _run_forked(lambda: self._serve(node, theirs, server), kept, log)
+                _run_forked(lambda: self._serve(node, agent_end, server), kept, log)
         finally:
-            os.close(theirs)
+            os.close(agent_end)
             if server is not None:
                 server.connection.close()
         self._agents[node] = pid
-        self._pipes[node] = ours
+        self._pipes[node] = own_end
         self._appoint_agents()
 
-    def _serve(self, node: int, line: int, server: ForkServer | None) -> int:
+    def _serve(self, node: int, pipe: int, server: ForkServer | None) -> int:
         """Serve as the agent of ``node``, in the forked child; return its exit status."""
         if gpus := self.gpus:
             size = self.info.nproc_per_node
@@ -154,7 +154,7 @@ class Launcher:
             "",
             server,
             self.modules,
-            launcher_fd=line,
+            launcher_fd=pipe,
             siblings=frozenset(self.numbers),
         )
         return serve(options, standby_port=0)
@@ -373,8 +373,8 @@ class Launcher:
             os.close(self._pipes.pop(node))
 
     def _keeps_slots(self) -> bool:
-        """Return whether slots stay: as the result has it; without one, unless the user had them
-        removed, as then only the start has failed. A SIGTERM before the first decision of this
+        """Return whether slots stay: as the result has it; without a result, unless the user had
+        them removed, as then only the start has failed. A SIGTERM before the first decision of this
         start leaves the slots that were there before."""
         if self.directory.has_final():
             return run_files.slots_are_kept(self.directory)

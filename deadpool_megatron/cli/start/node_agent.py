@@ -1,5 +1,5 @@
 """Start the same command on N + S nodes, each with its own node id. The nodes agree on a
-coordinator. The first one creates the run directory, which all of them share.
+coordinator. The first node creates the run directory, which all of them share.
 
 examples:
   deadpool agent --run-dir /shared/run1 --node-id $SLURM_PROCID --host $(hostname -i) \\
@@ -259,7 +259,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     run.make()
     resume.copy_frozen_weights(args.resume, run, info.restore)
     resume.copy_notes(args.resume, run)
-    auth.create_secret(run.path)  # before run.json, which says that everything is there
+    auth.create_secret(run.path)  # before run.json, which shows that all is there
     run.create(info)
 
 

@@ -33,7 +33,7 @@ _TAIL_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Restart:
-    """A restart. ``numbers``: of the nodes to start; lost nodes get new numbers."""
+    """A restart. ``numbers``: those of the nodes to start; lost nodes get new numbers."""
 
     info: directory.RunInfo
     numbers: tuple[int, ...]
@@ -60,7 +60,7 @@ def find_restart(
     run: directory.RunDirectory, args: argparse.Namespace, settings: Settings
 ) -> Restart | None:
     """Return the restart of the run in ``--run-dir``; None if there is no run, or only the result
-    of one that is over. Raises CommandError if the run cannot continue with these arguments.
+    of a run that is over. Raises CommandError if the run cannot continue with these arguments.
     """
     try:
         old = run.read_run()
@@ -124,10 +124,10 @@ def prepare_directory(run: directory.RunDirectory, restart: Restart) -> str:
     run.coordinator.unlink(missing_ok=True)
     is_new_command = run.read_run().command != restart.info.command
     if is_new_command and run.templates.exists():
-        # Templates of the old command's state must not serve the new one. Remove them before the
-        # new command is written: after an interrupt here the next restart still sees a difference.
+        # Templates of the old command's state must not serve the new command. Remove them before
+        # that is written: after an interrupt here the next restart still sees a difference.
         shutil.rmtree(run.templates)
-    # Left by a start without a decision, if there was one.
+    # A start without a decision may have left it.
     shutil.rmtree(run.path / program.FOLDER / str(restart.info.ended_epoch), ignore_errors=True)
     run.replace_run(restart.info)
     held = nodes_with_slots(restart.info.run_id)
@@ -141,7 +141,7 @@ def slot_conflict(known: Settings, given: Mapping[str, Any]) -> str:
     """Return the first of the ``given`` settings that does not fit the run's slots, with both
     values; empty if all fit.
 
-    New processes get slots like the remaining ones, which give them their state before they can
+    New processes get slots like those that remain, which give them their state before they can
     report their needs. The layout's hash does not cover this, as a dump fits any slots.
     """
     names = ["max_lag", "extras_room_mb"]

@@ -54,7 +54,7 @@ class PeerAgents:
         (directory / self._name).touch()
 
     def are_done(self) -> bool:
-        """Return whether all agents have reported, or one has decided already."""
+        """Return whether all agents have reported, or an agent has decided already."""
         is_created = (self._run.path / run_files.RUN_FILE).exists()
         return is_created or len(list(self._run.resuming.iterdir())) >= self._agents
 
@@ -62,7 +62,7 @@ class PeerAgents:
 def resume_point(
     old: RunDirectory, args: argparse.Namespace, peers: PeerAgents | None = None
 ) -> Mapping[str, Any]:
-    """Return the state from which a new run continues an earlier one: the newest complete
+    """Return the state from which a new run continues an earlier run: the newest complete
     generation in its dumps (with its memory on this host and on the hosts of ``peers``), or its
     newest checkpoint, whichever is newer. Print the choice.
 
@@ -210,7 +210,7 @@ def _problem_of(restore: Restore, roles: Collection[int], history: History | Non
 
 def copy_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[str, Any]) -> None:
     """Copy the frozen weights of the old run, before any process needs them: a dump refers to files
-    in the old directory, later generations to files in the new one. Raises CommandError.
+    in the old directory, later generations to files in the new directory. Raises CommandError.
     """
     kinds = {state.get("kind") for state in (restore, *restore.get("older", ()))}
     if old is None or "dump" not in kinds:
@@ -234,7 +234,7 @@ def copy_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[st
 
 
 def copy_notes(old: Path | None, run: RunDirectory) -> None:
-    """Copy the notes that processes of the old run left for later ones."""
+    """Copy the notes that processes of the old run left for their successors."""
     if old is not None:
         program.inherit_program(old, run.path)
         with contextlib.suppress(FileNotFoundError):  # the old run may have built nothing

@@ -35,7 +35,7 @@ from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import kept_memory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 from deadpool_megatron.failures import ExitStatus
-from deadpool_megatron.observe.narration import shown
+from deadpool_megatron.observe.narration import printable
 from deadpool_megatron.settings import NEVER
 
 
@@ -154,4 +154,4 @@ def print_result(directory: RunDirectory, status: int, reason: str) -> None:
             reason = str(error)
     if status != 0:
         reason = reason or ("interrupted" if status == ExitStatus.STOPPED else "no reason known")
-        print(shown(f"deadpool run: exit status {status}: {reason}"), file=sys.stderr)
+        print(printable(f"deadpool run: exit status {status}: {reason}"), file=sys.stderr)

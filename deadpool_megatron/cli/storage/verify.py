@@ -7,8 +7,8 @@ DIR may be
   /dev/shm/deadpool-*  (or nodeN in it) generations in memory
   a dump               state that vaults wrote when a run ended without a spare (RUN/dump/...)
   a checkpoint         torch_dist, or a folder of such: the index can be read, each file and byte
-                       range that it names is there, and the checksums inside match; of the older
-                       format (torch) the checksums alone
+                       range that it names is there, and the checksums inside match; in the older
+                       format (torch) only the checksums
 
 examples:
   deadpool verify /shared/run1
@@ -172,7 +172,7 @@ def _problem_of(path: Path, name: str, missing: str) -> str:
 
 
 def _durable(run: RunDirectory) -> Iterator[Path]:
-    """Yield all checkpoints that were written; older ones may have been removed since."""
+    """Yield all checkpoints that were written; old checkpoints may have been removed since."""
     for event in read_events(run.events):
         if event.kind is Kind.DURABLE and "path" in event.data:
             yield Path(str(event.data["path"]))
@@ -236,7 +236,7 @@ def _of_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
 
 
 def _verify_file(path: Path, ranges: list[tuple[int, int]] | None, progress: Progress) -> Finding:
-    """Verify a file. ``ranges``: of the archives in it; None if the file is an archive."""
+    """Verify a file. ``ranges``: the archives in it; None if the file is an archive."""
     noun = "1 entry" if ranges is None else f"{len(ranges)} entries"
     try:
         with open(path, "rb") as file:
@@ -284,8 +284,8 @@ class _Slice(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._length)[whence])
+    def seek(self, offset: int, origin: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[origin])
         return self._at
 
     def readinto(self, buffer: Any) -> int:

@@ -51,7 +51,7 @@ def test_limits_follow_what_a_site_sets(nccl, times):
         value = times * getattr(usual, name)
         found = settings(flag_name(name), str(value), nccl=nccl)
         for limit, entry in FIELDS.items():
-            if entry.metadata.get("of") == name and not entry.metadata["least"]:
+            if entry.metadata.get("of") == name and not entry.metadata["floor"]:
                 assert getattr(found, limit) == pytest.approx(times * getattr(usual, limit))
     assert settings("--deadpool-hang-seconds", "7200", nccl=nccl).first_step_seconds == 7200
 
