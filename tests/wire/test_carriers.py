@@ -44,9 +44,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "record": (_AGENT, _LINK),
     "pause": (_LINK,),
     "store": (_STORE,),
-    "drained": (
-        "tests/cluster/agent/test_children.py::test_who_left_an_older_epoch_is_waited_for",
-    ),
+    "drained": (_AGENT,),
     # Between a vault, its member and other vaults.
     **dict.fromkeys(("ended", "fetch", "put", "restore", "waiting"), _VAULT),
     **dict.fromkeys(("bad", "committed"), (_MEMBER,)),

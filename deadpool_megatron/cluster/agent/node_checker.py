@@ -32,7 +32,6 @@ class NodeChecker:
         options: AgentOptions,
         send: Callable[[Mapping[str, Any]], None],
         record: Callable[[], EpochRecord | None],
-        command: tuple[str, ...] = ("deadpool_megatron", "check", "--json"),
     ) -> None:
         self._facts = options.facts
         self._options = options
@@ -42,7 +41,8 @@ class NodeChecker:
         self._limit_seconds = _LIMIT_SECONDS + settings.health_seconds
         health = ("--health-command", settings.health_command) if settings.health_command else ()
         limit = ("--health-seconds", str(settings.health_seconds))
-        self._command = (*command, "--host", options.host, *health, *limit)
+        check = ("-m", "deadpool_megatron", "check", "--json")
+        self._command = (*check, "--host", options.host, *health, *limit)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def facts(self) -> dict[str, Any] | None:
@@ -84,5 +84,5 @@ class NodeChecker:
 
     async def _read(self) -> HostFacts:
         log = self._options.segments / "host.json"
-        line = await answer_of(["-m", *self._command], log, self._limit_seconds)
+        line = await answer_of(self._command, log, self._limit_seconds)
         return HostFacts.from_dict(json.loads(line)["facts"])
