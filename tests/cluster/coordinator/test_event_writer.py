@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator import files
 from deadpool_megatron.cluster.coordinator.files import EventWriter
 from deadpool_megatron.events import Event, EventLog, Kind, event_files, read_events
-
-MAX_WAIT_SECONDS = 30.0
+from tests.common.wait import MAX_WAIT_SECONDS, wait_for
 
 
 class Disk(EventLog):
@@ -98,3 +98,22 @@ def test_a_large_file_is_followed_by_another_one(tmp_path):
     assert names[:2] == ["events.jsonl", "events-0001-0002.jsonl"]
     assert names[names.index("events-0002.jsonl") + 1] == "events-0002-0002.jsonl"
     assert all(file.stat().st_size < 2000 for file in event_files(path))
+
+
+def test_waiting_events_are_shown_until_they_are_written(disk, tmp_path, monkeypatch):
+    """The second time without those of the first."""
+    monkeypatch.setattr(files, "_RETRY_SECONDS", 0.01)
+    writer = EventWriter(disk)
+    for number, text in enumerate(("first", "second"), 1):
+        disk.room = 0
+        writer.write(Event(Kind.NODE_LOST, 1, 0, data={"cause": text}))
+        wait_for("trouble", lambda: writer.describe()["trouble"])
+        shown = writer.describe()
+        assert [event["data"]["cause"] for event in shown["unwritten"]] == [text]
+        assert (shown["waiting"], shown["why"]) == (1, "No space left on device")
+        assert shown["seconds"] > 0.0
+        disk.room = None
+        wait_for("all", lambda: not writer.describe()["waiting"])
+        wait_for("the warning", lambda number=number: len(texts(tmp_path)) == number)
+        assert "No space left on device; 0 were dropped" in texts(tmp_path)[-1]
+    assert writer.close(10.0) == 0
