@@ -127,9 +127,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     term, listener = claimed
     newest = standby.recovered.record
-    begins_anew = newest is not None and newest.epoch <= info.ended_epoch
+    has_new_command = newest is not None and newest.epoch <= info.ended_epoch
     # If its agent was never connected to the earlier coordinator, all processes had died.
-    restarted = begins_anew or (term.number > 1 and not standby.was_in_touch)
+    restarted = has_new_command or (term.number > 1 and not standby.was_in_touch)
     return service.run_coordinator(
         CoordinatorOptions(
             run=run,
@@ -141,6 +141,6 @@ def run(args: argparse.Namespace) -> int:
             journal=journal,
             recovered=standby.recovered,
             restarted=restarted,
-            begins_anew=begins_anew,
+            has_new_command=has_new_command,
         )
     )

@@ -521,7 +521,7 @@ class Checkpoints:
     def _new_checkpoint(
         self, temporary: Path, restore: Restore, counts: Callable[[], bool]
     ) -> NewCheckpoint:
-        place, struck = (self._run, self._run_id), self._context.state.lineage.struck
+        place, struck = (self._run, self._run_id), self._context.state.lineage.invalidated
         return NewCheckpoint(temporary, Path(restore.path), restore, *place, counts, struck)
 
     async def _valid(self, make: Callable[[], Restore], restore: Restore, **data: Any) -> str:

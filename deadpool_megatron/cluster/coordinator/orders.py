@@ -24,6 +24,8 @@ _NAMES: Mapping[type[actions.Action], str] = {
     actions.Pause: "pause",
     actions.Dump: "dump",
 }
+# Fields of actions that have another name in a message.
+_KEYS = {"local_rank": "slot", "incarnations": "slots"}
 
 
 class RecordFrames:
@@ -127,10 +129,10 @@ class Orders:
         peer = self._peers.agents.get(order.node)
         if peer is None:
             return
-        refusal = {"t": "refused", "why": order.cause, "left_out": order.left_out}
+        refusal = {"t": "refused", "why": order.cause, "left_out": order.excluded}
         if not peer.welcomed:
             peer.send(refusal)
-        elif order.left_out:
+        elif order.excluded:
             self._peers.order(order.node, refusal)
         else:
             self._peers.order(order.node, {"t": "stop", "reason": order.cause, "dropped": True})
@@ -138,4 +140,5 @@ class Orders:
 
 
 def _message(order: actions.Action) -> dict[str, Any]:
-    return {"t": _NAMES[type(order)], **write(order)}
+    values = {_KEYS.get(name, name): value for name, value in write(order).items()}
+    return {"t": _NAMES[type(order)], **values}

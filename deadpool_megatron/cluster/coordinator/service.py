@@ -214,7 +214,7 @@ class Coordinator:
                 self.orders.welcome(node, record, self.state)
             case actions.ExportDump() | actions.BeginExport() | actions.EndRun():
                 self.checkpoints.carry_out(action)
-            case actions.LookAtCheckpoints(valid):
+            case actions.InspectCheckpoints(valid):
                 self.spawn(self._look_at(valid))
             case actions.Finish():
                 self.run_end.finish(action)
@@ -411,7 +411,7 @@ class Coordinator:
                 return
         lineage, nonfinite = self.state.lineage, self.state.blame.nonfinite
         for restore in found:
-            known = restore.path in {other.path for other in lineage.valid} | lineage.struck
+            known = restore.path in {other.path for other in lineage.valid} | lineage.invalidated
             bad = is_rolled_back(restore.generation, nonfinite)
             if restore.kind == "durable" and not known and not bad:
                 facts = (restore.path, restore.boundary, restore.identity)
@@ -446,7 +446,7 @@ def _machine_config(options: CoordinatorOptions) -> Config:
         start=start,
         older=tuple(older),
         restarted=options.restarted,
-        begins_anew=options.begins_anew,
+        has_new_command=options.has_new_command,
         check_only=info.check_only,
         finished=info.finished,
         from_scratch=info.from_scratch,

@@ -42,8 +42,8 @@ class CoordinatorOptions:
     """Options: ``listener`` is a bound and listening TCP socket; ``host`` the address at which
     agents reach it; ``term`` was claimed by the caller, which gives up its journal to the
     coordinator. ``recovered``: the state that was read before. ``restarted``: all processes of the
-    run had ended before; ``begins_anew``: with the command and settings of a new start, in which no
-    decision has been made yet.
+    run had ended before; ``has_new_command``: with the command and settings of a new start, in
+    which no decision has been made yet.
     """
 
     run: RunDirectory
@@ -55,7 +55,7 @@ class CoordinatorOptions:
     journal: Journal
     recovered: RecoveredState
     restarted: bool = False
-    begins_anew: bool = False
+    has_new_command: bool = False
 
 
 def look_up(
@@ -96,7 +96,7 @@ def begin(
     lost = notes_since(journal, (GONE, "cause"), gone, unknown, on_trouble)
     # Each with a host of which no node gets a role again; empty if other nodes of it may.
     found = notes_since(journal, (WRONG, "host"), wrong, "", on_trouble)
-    machine.take_over(record, recovered.valid, gone=lost, wrong=found)
+    machine.take_over(record, recovered.valid, removed=lost, quarantined=found)
 
 
 def valid_checkpoints(run: RunDirectory) -> Valid:

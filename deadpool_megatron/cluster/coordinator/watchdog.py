@@ -159,7 +159,7 @@ class Watchdog:
         a good spare exists. Repeated, so that the first new spare is used; one node at a time.
         """
         fleet = state.fleet
-        taken = state.seats.nodes | fleet.aside
+        taken = state.seats.nodes | fleet.poor_spares
         if (
             self._settings.evict_slow != "on"
             or state.phase is not Phase.RUNNING

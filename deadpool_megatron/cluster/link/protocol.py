@@ -25,6 +25,8 @@ NUMBERS = frozenset({Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH})
 # Decisions depend on separate reports, from which events are written as well.
 PROGRESS = NUMBERS | {Kind.GATE_WAIT, Kind.COMMITTED, Kind.EXPOSED, Kind.STACK}
 
+# Fields of inputs that have another name in a message.
+_KEYS = {"local_rank": "slot", "subject": "what"}
 _OF_AGENTS: Mapping[str, type[inputs.Input]] = {
     "member-lost": inputs.MemberLost,
     "member-suspected": inputs.MemberSuspected,
@@ -81,7 +83,8 @@ def from_agent(
 
 
 def _read(kind: type[Read], node: int, message: Message) -> Read:
-    found: Read = read(kind, {**message, "node": node})
+    renamed = {name: message[key] for name, key in _KEYS.items() if key in message}
+    found: Read = read(kind, {**message, **renamed, "node": node})
     return found
 
 

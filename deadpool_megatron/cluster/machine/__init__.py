@@ -16,5 +16,5 @@
 | faults | faults that roles report, or that are observed |
 | blame | causes, suspicions, bytes that must not be trusted |
 | recoveries | the seconds of a recovery |
-| ending | the dump, the result, the agents' departure |
+| shutdown | the dump, the result, the agents' departure |
 """

@@ -61,21 +61,21 @@ class Welcome(Action):
 
 @dataclass(frozen=True)
 class DropNode(Action):
-    """Order the agent to stop, close its connection, and accept nothing more from it. ``left_out``:
+    """Order the agent to stop, close its connection, and accept nothing more from it. ``excluded``:
     its host is not fit for the run, and must not join again."""
 
     node: int
     cause: str
-    left_out: bool = False
+    excluded: bool = False
 
 
 @dataclass(frozen=True)
 class StartMembers(Action):
-    """Start processes. ``slots``, as on the wire: local rank -> incarnation;
+    """Start processes. ``incarnations``: local rank -> incarnation;
     ``provisional_roles``: local rank -> role to build for."""
 
     node: int
-    slots: Mapping[int, int]
+    incarnations: Mapping[int, int]
     provisional_roles: Mapping[int, int]
 
 
@@ -87,7 +87,7 @@ class KillMember(Action):
     """
 
     node: int
-    slot: int
+    local_rank: int
     incarnation: int
     hung: bool = False
 
@@ -148,7 +148,7 @@ class EndRun(Action):
 
 
 @dataclass(frozen=True)
-class LookAtCheckpoints(Action):
+class InspectCheckpoints(Action):
     """Check that the checkpoints are there, then return CheckpointsFound as an input."""
 
     valid: tuple[Restore, ...]

@@ -33,6 +33,11 @@ class Failure:
     node: int | None = None
     evidence: str = ""
 
+    @staticmethod
+    def of_node(node: int, cause: str, kind: FailureKind = FailureKind.NODE_LOST) -> Failure:
+        """Return the failure of a whole node."""
+        return Failure(cause, kind, ("node", str(node)), node=node)
+
     def with_evidence(self) -> str:
         """Return the cause, and where to look further."""
         return f"{self.cause} [{self.evidence}]" if self.evidence else self.cause
@@ -48,7 +53,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class LastWords:
+class FinalStatus:
     """The end of the run once its state is saved. ``kind``: that of the failure that ends it.
     ``exports``: a dump is made a checkpoint, too, as nothing waits for the end."""
 
@@ -66,22 +71,22 @@ class Suspicion:
     at: float
     until: float
     bad_parts: frozenset[BadPart] = frozenset()
-    doubtful: bool = False  # the generation as a whole did not restore
+    restore_failed: bool = False  # the generation as a whole did not restore
 
 
 @dataclass
 class Blame:
     """Failures and bad state. ``failures``: those since the newest iteration, with it; ``stacks``:
     positions of processes that hung. ``bad_parts``, ``bad_generations``: must not be restored from;
-    ``doubted``: failed to restore once. ``nonfinite``: see :class:`History`; ``poisoned_from``: the
-    iteration from which on nothing may be restored, until an epoch is decided that continues before
+    ``suspected``: failed to restore once. ``nonfinite``: see :class:`History`. ``poisoned_from``:
+    nothing may be restored from this iteration on, until an epoch is decided that continues before
     it."""
 
     failures: tuple[tuple[int, Failure], ...] = ()
     stacks: tuple[str, ...] = ()
     suspicion: Suspicion | None = None
     bad_parts: frozenset[BadPart] = frozenset()
-    doubted: frozenset[Generation] = frozenset()
+    suspected: frozenset[Generation] = frozenset()
     bad_generations: frozenset[Generation] = frozenset()
     nonfinite: Mapping[int, int] = field(default_factory=dict)
     poisoned_from: int | None = None
@@ -92,7 +97,7 @@ class Blame:
         same = (known for known in self.failures if known[0] >= reached)
         self.failures = (*same, (reached, failure))
 
-    def crash_loop(self, allowed: int) -> LastWords | None:
+    def crash_loop(self, allowed: int) -> FinalStatus | None:
         """Return how the run ends if the last failure repeats, or more than ``allowed`` came
         without a new iteration in between: that is the program's own fault."""
         failure, newest = self.failures[-1][1], max(iteration for iteration, _ in self.failures)
@@ -101,14 +106,14 @@ class Blame:
         repeated = _is_repeated(same, failure)
         if not repeated and len(every) <= allowed:
             return None
-        shown = same if repeated else every
-        told = [*dict.fromkeys(known.with_evidence() for known in shown[-SHOWN_FAILURES:])]
+        chosen = same if repeated else every
+        listed = [*dict.fromkeys(known.with_evidence() for known in chosen[-SHOWN_FAILURES:])]
         if failure.kind in (FailureKind.HANG, FailureKind.MEMBER_FROZEN):
-            told += self.stacks
-        count = f"{len(shown)} times the same failure, so it is not tried again: "
+            listed += self.stacks
+        count = f"{len(chosen)} times the same failure, so it is not tried again: "
         reason = f"no progress after iteration {newest}: {count if repeated else ''}"
         kind = FailureKind.BUG if repeated else failure.kind
-        return LastWords(1, reason + "; ".join(told), kind)
+        return FinalStatus(1, reason + "; ".join(listed), kind)
 
     def suspect(
         self,
@@ -116,19 +121,19 @@ class Blame:
         now: float,
         bad_parts: frozenset[BadPart] = frozenset(),
         *,
-        doubtful: bool = False,
+        restore_failed: bool = False,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         """Take this failure for the cause unless a better cause comes within ``grace_seconds``;
         state that did not restore is a better cause."""
         known = self.suspicion
         if known is None:
-            self.suspicion = Suspicion(failure, now, now + grace_seconds, bad_parts, doubtful)
+            self.suspicion = Suspicion(failure, now, now + grace_seconds, bad_parts, restore_failed)
             return
-        if bad_parts or doubtful:
+        if bad_parts or restore_failed:
             known.failure = failure
         known.bad_parts |= bad_parts
-        known.doubtful |= doubtful
+        known.restore_failed |= restore_failed
 
     def believe(self, suspicion: Suspicion, restore: Restore) -> None:
         """Note the bad state of a ``restore`` that failed, as no better cause came.
@@ -137,15 +142,15 @@ class Blame:
         that did not come from memory has another name in each epoch: its path is struck off.
         """
         self.bad_parts |= suspicion.bad_parts
-        if suspicion.doubtful and restore.kind == "memory":
-            self.bad_generations |= self.doubted & {restore.generation}
-            self.doubted |= {restore.generation}
+        if suspicion.restore_failed and restore.kind == "memory":
+            self.bad_generations |= self.suspected & {restore.generation}
+            self.suspected |= {restore.generation}
 
     def is_poisoned(self, generation: Generation) -> bool:
         """Return whether the generation includes a discarded update."""
         return self.poisoned_from is not None and generation.iteration >= self.poisoned_from
 
-    def throw_away(self, iteration: int, lineage: int) -> None:
+    def discard(self, iteration: int, lineage: int) -> None:
         """Bar from any restore the state that includes ``iteration`` and was computed in this
         lineage or before."""
         self.nonfinite = {**self.nonfinite, iteration: lineage}
@@ -155,12 +160,12 @@ class Blame:
         """Return the generations in these inventories that must not be restored, among others."""
         if self.poisoned_from is None:
             return self.bad_generations
-        held = {holding.generation for one in inventories for holding in one.holdings}
+        held = {holding.generation for inventory in inventories for holding in inventory.holdings}
         return self.bad_generations.union(filter(self.is_poisoned, held))
 
     def trusted(self, valid: Iterable[Restore]) -> tuple[Restore, ...]:
         """Return the checkpoints that may be used."""
-        return tuple(one for one in valid if not self.is_poisoned(one.generation))
+        return tuple(restore for restore in valid if not self.is_poisoned(restore.generation))
 
 
 def _is_repeated(same: list[Failure], failure: Failure) -> bool:

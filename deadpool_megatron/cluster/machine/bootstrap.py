@@ -12,12 +12,12 @@ from typing import Any
 
 from deadpool_megatron.cluster.machine import inputs as ev, state as states, takeover
 from deadpool_megatron.cluster.machine.actions import DropNode, Welcome
-from deadpool_megatron.cluster.machine.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.blame import Failure, FinalStatus
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.ending import finish
 from deadpool_megatron.cluster.machine.epoch import can_spare, decide, not_moved_to, seating
 from deadpool_megatron.cluster.machine.membership import drop_node, silent
 from deadpool_megatron.cluster.machine.pauses import consider_pause
+from deadpool_megatron.cluster.machine.shutdown import finish
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus, FailureKind
 from deadpool_megatron.preflight import eligibility
@@ -34,21 +34,21 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
     """Accept a node and have its members started, or turn it away."""
     state, node = core.state, event.node
     fleet = state.fleet
-    if why := _refusal(core, event):
-        core.refuse(f"join of node {node}", why, node)
+    if reason := _refusal(core, event):
+        core.refuse(f"join of node {node}", reason, node)
         if node not in fleet.nodes:
-            core.act(DropNode(node, why))
+            core.act(DropNode(node, reason))
         return
     address = event.host, event.vault_port, event.domain
     joined = states.NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
     is_wrong = joined.host_name in fleet.quarantined_hosts
     if is_wrong and _is_new(event):
-        why = f"excluded: {joined.host_name} was quarantined for the rest of this run"
-        core.refuse(f"join of node {node}", why, node)
-        core.act(DropNode(node, why, left_out=True))
+        reason = f"excluded: {joined.host_name} was quarantined for the rest of this run"
+        core.refuse(f"join of node {node}", reason, node)
+        core.act(DropNode(node, reason, excluded=True))
         return
-    if why := _objection(core, event):
-        core.act(DropNode(node, why, left_out=True))
+    if reason := _objection(core, event):
+        core.act(DropNode(node, reason, excluded=True))
         return
     fleet.nodes[node] = joined
     if is_wrong:  # its data may be needed, but it gets no role
@@ -77,10 +77,10 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
             to_start[local_rank] = max(known, event.incarnations.get(local_rank, -1)) + 1
     takeover.note_join(core, event)
     if spare:
-        _look_again(core, node, fresh=not event.epoch and event.found is None)
+        _judge_again(core, node, fresh=not event.epoch and event.found is None)
     if to_start and not core.config.check_only:
         core.start_members(node, to_start)
-    if isinstance(state.doing, states.WaitingSpare):
+    if isinstance(state.phase_state, states.WaitingSpare):
         decide(core)
     consider_pause(core)
 
@@ -106,7 +106,7 @@ def _objection(core: Core, event: ev.NodeJoined) -> str:
     agreed = core.state.agreed
     if agreed is None or not _is_new(event):
         return ""
-    judged = _judge_one(core, event.facts, agreed, fresh=True)
+    judged = _judge(core, event.facts, agreed, fresh=True)
     if judged.eligibility is not Eligibility.EXCLUDED:
         return ""
     _emit(core, event.node, judged, event.facts, event.domain)
@@ -127,7 +127,7 @@ def check_gathered(core: Core) -> None:
 
     Spares are no condition, but get ``connect_seconds`` to join, so that the first record has them.
     """
-    match core.state.doing:
+    match core.state.phase_state:
         case states.TakingOver() as taking_over if core.state.record is not None:
             takeover.check_all_back(core, taking_over, core.state.record)
         case states.Bootstrapping() as bootstrapping:
@@ -145,8 +145,8 @@ def _enough_have_come(core: Core, deadline: float) -> bool:
     # The counts are compared first: this runs for every join and every hello.
     fleet, config = core.state.fleet, core.config
     began = deadline - config.settings.start_seconds
-    patient = core.now < began + config.settings.connect_seconds or config.check_only
-    wanted = config.nodes + (config.spares if patient else 0)
+    waits_for_spares = core.now < began + config.settings.connect_seconds or config.check_only
+    wanted = config.nodes + (config.spares if waits_for_spares else 0)
     known = len(fleet.nodes) + len(fleet.removed)
     return known >= wanted and not fleet.absent(core.state.seats.nodes)
 
@@ -175,9 +175,9 @@ def bootstrapped_enough(core: Core, bootstrapping: states.Bootstrapping, waited:
         drop_node(core, node, silent(node, "did not start its members in time"))
     unseated = seating(core, frozenset()).unseated
     if unseated:
-        who = ", ".join(f"node {n}: {why}" for n, why in sorted(fleet.removed.items()))
-        why = f"no members for roles {list(unseated)} ({who or waited})"
-        finish(core, LastWords(ExitStatus.BAD_INPUT, why))
+        removed = ", ".join(f"node {n}: {reason}" for n, reason in sorted(fleet.removed.items()))
+        reason = f"no members for roles {list(unseated)} ({removed or waited})"
+        finish(core, FinalStatus(ExitStatus.BAD_INPUT, reason))
     else:
         decide(core)
 
@@ -186,13 +186,13 @@ def _is_judged(core: Core, bootstrapping: states.Bootstrapping) -> bool:
     """Judge the nodes that have joined, unless that is done; return whether the run continues."""
     if core.state.agreed is None:
         _judge_all(core)
-    return core.state.doing is bootstrapping
+    return core.state.phase_state is bootstrapping
 
 
 # Repeated reports of facts.
 
 
-def told(core: Core, event: ev.FactsReported) -> None:
+def facts_reported(core: Core, event: ev.FactsReported) -> None:
     """Note that a node has repeated its health check. Its memory is no longer compared with the
     requirement: by now it may hold copies."""
     fleet = core.state.fleet
@@ -200,7 +200,7 @@ def told(core: Core, event: ev.FactsReported) -> None:
         return
     before, known.facts = known.facts, event.facts
     if event.node not in core.state.seats.nodes:
-        _look_again(core, event.node, fresh=False)
+        _judge_again(core, event.node, fresh=False)
     elif event.facts.health is not Health.GOOD and event.node not in fleet.drains:
         _move_away(core, event.node, event.facts, None if before is None else before.health)
 
@@ -227,13 +227,13 @@ def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -
     consider_pause(core)
 
 
-def _look_again(core: Core, node: int, *, fresh: bool) -> None:
+def _judge_again(core: Core, node: int, *, fresh: bool) -> None:
     """Judge a node without a role by its latest report; ``fresh``: it holds nothing yet."""
     fleet, agreed = core.state.fleet, core.state.agreed
     known = fleet.nodes[node]
     if agreed is None:
         return
-    judged = _judge_one(core, known.facts, agreed, fresh=fresh)
+    judged = _judge(core, known.facts, agreed, fresh=fresh)
     if judged == known.judged:
         return
     if judged.eligibility is Eligibility.EXCLUDED and core.state.phase not in _AT_REST:
@@ -268,14 +268,14 @@ def _judge_all(core: Core) -> None:
         judged = dict.fromkeys(facts, Judgement())
     else:
         judged = eligibility.judge(facts, _needs(config))
-    for node, one in judged.items():
+    for node, verdict in judged.items():
         # Unless a check was requested, good nodes are not reported.
-        if config.check_only or one.eligibility is not Eligibility.GOOD:
-            _emit(core, node, one, facts[node], state.fleet.nodes[node].domain)
-        state.fleet.nodes[node].judged = one
-    out = [node for node, one in judged.items() if one.eligibility is Eligibility.EXCLUDED]
-    kept = [one for node, one in facts.items() if node not in out]
-    state.agreed = eligibility.agree(one for one in kept if one is not None)
+        if config.check_only or verdict.eligibility is not Eligibility.GOOD:
+            _emit(core, node, verdict, facts[node], state.fleet.nodes[node].domain)
+        state.fleet.nodes[node].judged = verdict
+    out = [node for node, verdict in judged.items() if verdict.eligibility is Eligibility.EXCLUDED]
+    kept = [known for node, known in facts.items() if node not in out]
+    state.agreed = eligibility.agree(known for known in kept if known is not None)
     if config.check_only:
         _end_check(core, judged)
         return
@@ -285,14 +285,14 @@ def _judge_all(core: Core) -> None:
     left = state.fleet
     more_may_come = len(left.nodes) + len(left.removed) < config.nodes + config.spares
     if len(left.nodes) < min(config.nodes, len(facts)) and not more_may_come:
-        why = _not_enough(len(left.nodes), config, judged)
-        finish(core, LastWords(ExitStatus.SAVED, why))
+        reason = _not_enough(len(left.nodes), config, judged)
+        finish(core, FinalStatus(ExitStatus.SAVED, reason))
 
 
-def _judge_one(
+def _judge(
     core: Core, facts: HostFacts | None, agreed: eligibility.Agreed, *, fresh: bool
 ) -> Judgement:
-    if core.config.settings.check == "off":
+    if core.settings.check == "off":
         return Judgement()
     asked = _needs(core.config)
     asked = asked if fresh else replace(asked, shm_bytes=0)
@@ -301,19 +301,19 @@ def _judge_one(
 
 def _weak_ones_last(core: Core, judged: Mapping[int, Judgement]) -> None:
     """Have weak nodes give their roles to good spares, as far as there are any."""
-    weak = {node for node, one in judged.items() if one.eligibility is Eligibility.WEAK}
+    weak = {node for node, verdict in judged.items() if verdict.eligibility is Eligibility.WEAK}
     fleet, seated = core.state.fleet, core.state.seats.nodes
     fleet.deprioritized |= weak
     spares = sum(node not in seated and node not in weak for node in fleet.nodes)
-    leaving = sorted(weak & seated)[:spares]
-    while leaving and not can_spare(core, frozenset(leaving)):
-        leaving.pop()
-    fleet.draining = frozenset(leaving)
+    draining = sorted(weak & seated)[:spares]
+    while draining and not can_spare(core, frozenset(draining)):
+        draining.pop()
+    fleet.draining = frozenset(draining)
 
 
 def _leave_out(core: Core, node: int, judged: Judgement) -> None:
     cause = f"excluded: {judged.text}"
-    drop_node(core, node, Failure(cause, FailureKind.EXCLUDED, ("node", str(node)), node=node))
+    drop_node(core, node, Failure.of_node(node, cause, FailureKind.EXCLUDED))
 
 
 def _end_check(core: Core, judged: Mapping[int, Judgement]) -> None:
@@ -321,22 +321,22 @@ def _end_check(core: Core, judged: Mapping[int, Judgement]) -> None:
     state, config = core.state, core.config
     absent = set(range(config.nodes + config.spares)) - judged.keys()
     for node in sorted(absent):
-        why = state.fleet.removed.get(node, "did not join in time")
-        _emit(core, node, Judgement(Eligibility.EXCLUDED, (why,)), None, "")
-    good = sum(one.eligibility is Eligibility.GOOD for one in judged.values())
+        reason = state.fleet.removed.get(node, "did not join in time")
+        _emit(core, node, Judgement(Eligibility.EXCLUDED, (reason,)), None, "")
+    good = sum(verdict.eligibility is Eligibility.GOOD for verdict in judged.values())
     enough = good >= config.nodes
-    why = "" if enough else f"not enough nodes: {good} are good, --nodes is {config.nodes}"
-    finish(core, LastWords(0 if enough else ExitStatus.FAILED, why))
+    reason = "" if enough else f"not enough nodes: {good} are good, --nodes is {config.nodes}"
+    finish(core, FinalStatus(0 if enough else ExitStatus.FAILED, reason))
 
 
 def _not_enough(good: int, config: states.Config, judged: Mapping[int, Judgement]) -> str:
     bad = [
-        f"node {node}: {one.eligibility}: {one.text}"
-        for node, one in sorted(judged.items())
-        if one.eligibility is not Eligibility.GOOD
+        f"node {node}: {verdict.eligibility}: {verdict.text}"
+        for node, verdict in sorted(judged.items())
+        if verdict.eligibility is not Eligibility.GOOD
     ]
-    why = f" ({'; '.join(bad)})" if bad else ""
-    return f"not enough nodes: {good} are good, --nodes is {config.nodes}{why}"
+    reason = f" ({'; '.join(bad)})" if bad else ""
+    return f"not enough nodes: {good} are good, --nodes is {config.nodes}{reason}"
 
 
 def _emit(core: Core, node: int, judged: Judgement, facts: HostFacts | None, domain: str) -> None:

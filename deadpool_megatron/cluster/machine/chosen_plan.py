@@ -57,30 +57,28 @@ def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> st
 
 def take_request(core: Core, event: ProtectionRequested) -> str:
     """Note the wanted plan; return why it is refused."""
-    state = core.state
-    settings = core.config.settings
-    why = refusal(event.plan, len(state.fleet.nodes), settings, state.protection.plan)
-    why = why or memory_refusal(event.plan, state, settings)
+    state, settings = core.state, core.settings
+    reason = refusal(event.plan, len(state.fleet.nodes), settings, state.protection.plan)
+    reason = reason or memory_refusal(event.plan, state, settings)
     if state.phase in LAST_PHASES:
-        why = "the run is ending"
-    if not why and event.plan != state.protection.plan:
-        state.protection.plan, state.protection.why = event.plan, event.why
-    return why
+        reason = "the run is ending"
+    if not reason and event.plan != state.protection.plan:
+        state.protection.plan, state.protection.reason = event.plan, event.reason
+    return reason
 
 
-def tell_plan(core: Core) -> None:
+def report_plan(core: Core) -> None:
     """Report the protection of the epoch that was just opened, if it is new."""
-    state, record = core.state, core.state.record
-    if record is None or record.protection == state.protection.told:
+    state, settings, record = core.state, core.settings, core.state.record
+    if record is None or record.protection == state.protection.reported:
         return
-    old, plan = state.protection.told, record.protection
-    settings = core.config.settings
-    state.protection.told = plan
+    old, plan = state.protection.reported, record.protection
+    state.protection.reported = plan
     core.emit(
         Kind.PROTECTION,
         old="" if old is None else format_plan(old),
         new=format_plan(plan),
-        why=state.protection.why or record.cause,
+        why=state.protection.reason or record.cause,
         every=plan.every,
         survives=losses_survived(settings, plan),
         most_lost=max_lost_by(plan, state.memory.layouts.values(), settings),
@@ -95,4 +93,4 @@ def max_lost_by(plan: ProtectionPlan, layouts: Iterable[RoleLayout], settings: S
 
 def pause_cause(state: State) -> str:
     """Return why members pause for a change of the plan; it becomes the cause of the record."""
-    return f"protection becomes {format_plan(state.protection.plan)}: {state.protection.why}"
+    return f"protection becomes {format_plan(state.protection.plan)}: {state.protection.reason}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.machine import state as states
 from deadpool_megatron.cluster.machine.actions import Action, EmitEvent, KillMember, StartMembers
-from deadpool_megatron.cluster.machine.inputs import OfMember, OfPlayer
+from deadpool_megatron.cluster.machine.inputs import FromRole, OfMember
 from deadpool_megatron.events import Kind
 
 
@@ -19,7 +19,8 @@ class Core:
     input came (seconds, monotonic). ``actions``: those that it has led to so far."""
 
     def __init__(self, config: states.Config, state: states.State, now: float) -> None:
-        self.config, self.state, self.now = config, state, now
+        self.config, self.settings = config, config.settings
+        self.state, self.now = state, now
         self.actions: list[Action] = []
 
     def act(self, action: Action) -> None:
@@ -45,42 +46,45 @@ class Core:
         """Append a log line for people."""
         self.emit(Kind.LOG, node=node, level=level, text=text)
 
-    def refuse(self, who: str, why: str, node: int | None = None, **more: bool) -> None:
+    def refuse(self, subject: str, reason: str, node: int | None = None, **more: bool) -> None:
         """Report an input that changes nothing, because it is stale or makes no sense."""
-        self.emit(Kind.REFUSED, node=node, who=who, why=why, **more)
+        self.emit(Kind.REFUSED, node=node, who=subject, why=reason, **more)
 
-    def refuse_of(self, event: OfMember, why: str, **more: bool) -> None:
+    def refuse_of(self, event: OfMember, reason: str, **more: bool) -> None:
         """Report an input of a member that changes nothing."""
-        process = f"{event.node}.{event.slot}.{event.incarnation}"
-        self.refuse(f"{type(event).__name__} of member {process}", why, event.node, **more)
+        process = f"{event.node}.{event.local_rank}.{event.incarnation}"
+        self.refuse(f"{type(event).__name__} of member {process}", reason, event.node, **more)
 
     def not_open(self, epoch: int) -> dict[str, Any]:
         """Return why an input of that epoch is refused: it is late, as after a failure, or
         wrong."""
         newest = 0 if self.state.record is None else self.state.record.epoch
-        why = f"epoch {epoch} is not open"
-        return {"why": why, "late": True} if 0 < epoch <= newest else {"why": why}
+        reason = f"epoch {epoch} is not open"
+        return {"reason": reason, "late": True} if 0 < epoch <= newest else {"reason": reason}
 
     def is_present(self, event: OfMember) -> bool:
         """Return whether the sender is the current process of its place; refuse the input if it is
         not."""
-        member = self.state.fleet.members.get((event.node, event.slot))
+        member = self.state.fleet.members.get(event.place)
         if member is None or member.incarnation != event.incarnation:
             self.refuse_of(event, "not the present process of its slot", late=True)
             return False
         return True
 
-    def player(self, event: OfPlayer) -> int | None:
+    def sender_role(self, event: FromRole) -> int | None:
         """Return the role that a current process has in the epoch of its message; if it has none
         there, refuse the input and return None."""
-        state = self.state
-        role = state.role_at(event.node, event.slot, event.incarnation)
+        role = self.role_at(event)
         if role is None:
             self.refuse_of(event, "it has no seat")
-        elif event.epoch != state.reporting_epoch:
+        elif event.epoch != self.state.reporting_epoch:
             self.refuse_of(event, **self.not_open(event.epoch))
             role = None
         return role
+
+    def role_at(self, event: OfMember) -> int | None:
+        """Return the role for which exactly this process has a seat in the announced record."""
+        return self.state.role_at(*event.place, event.incarnation)
 
     def set_member(
         self, place: states.Place, status: states.MemberStatus, incarnation: int | None = None

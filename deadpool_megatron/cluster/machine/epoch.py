@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from deadpool_megatron.cluster.machine import chosen_plan, ending, inputs as ev, state as states
+from deadpool_megatron.cluster.machine import chosen_plan, inputs as ev, shutdown, state as states
 from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, WriteRecord
-from deadpool_megatron.cluster.machine.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.blame import Failure, FinalStatus
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus, FailureKind
@@ -35,7 +35,7 @@ from deadpool_megatron.layout.schemes import losses_survived
 def close(core: Core, failure: Failure, *, silent_seconds: float = 0.0) -> None:
     """Lead to a new decision, in any phase, because something failed (or has to change)."""
     state = core.state
-    match state.doing:
+    match state.phase_state:
         case states.Opening() | states.Running() | states.Pausing() if state.record is not None:
             _close_open(core, state.record, failure, silent_seconds)
         case states.Closing():
@@ -49,17 +49,17 @@ def close(core: Core, failure: Failure, *, silent_seconds: float = 0.0) -> None:
             taking_over.missed = failure
 
 
-def save_and_end(core: Core, words: LastWords, kind: FailureKind | None = None) -> None:
-    """Close the epoch, in any phase, save the newest generation, and end with ``words``. ``kind``:
+def save_and_end(core: Core, final: FinalStatus, kind: FailureKind | None = None) -> None:
+    """Close the epoch, in any phase, save the newest generation, and end with ``final``. ``kind``:
     why the epoch is closed, if not for the failure that ends the run."""
     state = core.state
-    if state.phase in states.LAST_PHASES or state.last_words is not None:
+    if state.phase in states.LAST_PHASES or state.final is not None:
         return
-    state.last_words = words
-    if isinstance(state.doing, states.Bootstrapping):
-        ending.dump(core)  # there is no epoch yet
+    state.final = final
+    if isinstance(state.phase_state, states.Bootstrapping):
+        shutdown.dump(core)  # there is no epoch yet
     else:
-        close(core, Failure(words.reason, kind or words.kind or FailureKind.CORRUPT_STATE))
+        close(core, Failure(final.reason, kind or final.kind or FailureKind.CORRUPT_STATE))
 
 
 def _close_open(core: Core, record: EpochRecord, failure: Failure, silent_seconds: float) -> None:
@@ -70,38 +70,38 @@ def _close_open(core: Core, record: EpochRecord, failure: Failure, silent_second
     core.act(CloseEpoch(record.epoch, failure.cause))
     core.emit(Kind.EPOCH_CLOSED, node=failure.node, cause=failure.cause, kind=failure.kind)
     live = {node for node in record.nodes if node in state.fleet.nodes}
-    state.doing = states.Closing(core.now + core.config.settings.gather_seconds, live)
+    state.phase_state = states.Closing(core.now + core.settings.gather_seconds, live)
     state.recoveries.close(failure, signs, core.now, state.lineage.newest, record)
     state.memory.promised = {}
     state.blame.suspicion = None
-    state.lineage.seen = False
+    state.lineage.is_inspected = False
     check_closed(core)
 
 
 def note_failure(core: Core, failure: Failure) -> None:
     """Count a failure; have the run saved and ended if the same failure repeats without a new
     iteration in between."""
-    state, allowed = core.state, core.config.settings.restarts_in_place
+    state, allowed = core.state, core.settings.restarts_in_place
     state.blame.note_failure(state.reached, failure)
-    state.last_words = state.last_words or state.blame.crash_loop(allowed)
+    state.final = state.final or state.blame.crash_loop(allowed)
 
 
 def check_closed(core: Core) -> None:
     """Decide when every live node has promised its inventory and no killed process is left."""
-    match core.state.doing:
+    match core.state.phase_state:
         case states.Closing(awaited=awaited) if not awaited:
             if not core.state.fleet.having(states.MemberStatus.KILLED):
                 core.state.recoveries.spend("close", core.now)
                 decide(core)
 
 
-def checkpoints_seen(core: Core, event: ev.CheckpointsFound) -> None:
+def checkpoints_inspected(core: Core, event: ev.CheckpointsFound) -> None:
     """Note that the checkpoints were inspected, and drop those that are missing."""
-    line = core.state.lineage
-    for path in sorted(event.gone & {one.path for one in line.valid}):
+    lineage = core.state.lineage
+    for path in sorted(event.missing & {restore.path for restore in lineage.valid}):
         core.log("warning", f"checkpoint {path} does not exist any more, or is not what was saved")
-    line.remove(event.gone)
-    line.seen = True
+    lineage.remove(event.missing)
+    lineage.is_inspected = True
     check_closed(core)
 
 
@@ -112,12 +112,12 @@ def note_inventory(core: Core, event: ev.NodeInventory) -> None:
         core.refuse("inventory", node=inventory.node, **core.not_open(inventory.epoch))
         return
     if isinstance(
-        state.doing, states.TakingOver | states.Opening | states.Running | states.Pausing
+        state.phase_state, states.TakingOver | states.Opening | states.Running | states.Pausing
     ):
         # The agent has only now carried out the order of an earlier coordinator.
         cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
         close(core, Failure(cause, FailureKind.COORDINATOR))
-    match state.doing:
+    match state.phase_state:
         case states.Closing(awaited=awaited) if inventory.node in awaited:
             awaited.remove(inventory.node)
             state.memory.promised[inventory.node] = inventory
@@ -127,21 +127,21 @@ def note_inventory(core: Core, event: ev.NodeInventory) -> None:
 # Decide.
 
 
-def seating(core: Core, leaving: frozenset[int]) -> Seating:
+def seating(core: Core, excluded: frozenset[int]) -> Seating:
     """Return the seats that would follow if these nodes had none; quarantined nodes get none."""
     fleet = core.state.fleet
     return planner.assign_seats(
         core.state.seats,
         {place: member.incarnation for place, member in fleet.members.items()},
         warm=frozenset(fleet.having(states.MemberStatus.WARM)),
-        leaving=leaving | fleet.quarantined,
+        leaving=excluded | fleet.quarantined,
         deprioritized=fleet.deprioritized,
     )
 
 
-def can_spare(core: Core, leaving: frozenset[int]) -> bool:
+def can_spare(core: Core, draining: frozenset[int]) -> bool:
     """Return whether nodes that are not quarantined themselves take the roles of all these."""
-    found = seating(core, leaving)
+    found = seating(core, draining)
     new = {seat.node for seat in found.seats.values()} - core.state.seats.nodes
     return not found.unseated and not new & core.state.fleet.deprioritized
 
@@ -154,13 +154,15 @@ def not_moved_to(state: states.State) -> frozenset[int]:
 
 def decide(core: Core) -> None:
     """Choose seats and restore from what is known now: at once, unless a kill is under way."""
-    state, settings = core.state, core.config.settings
+    state, settings = core.state, core.settings
     fleet = state.fleet
     if fleet.having(states.MemberStatus.KILLED):
-        _wait_for_reaping(core)
+        # Only when they have ended can their places get new processes.
+        if not isinstance(state.phase_state, states.WaitingSpare):
+            state.phase_state = states.Closing(core.now + settings.gather_seconds)
         return
-    if state.last_words is not None:
-        ending.dump(core)
+    if state.final is not None:
+        shutdown.dump(core)
         return
     not_to = not_moved_to(state) if fleet.draining - fleet.quarantined else frozenset[int]()
     seats = seating(core, fleet.draining | not_to)
@@ -168,8 +170,8 @@ def decide(core: Core) -> None:
         # The spare for the drain has left in the meantime.
         fleet.draining &= fleet.quarantined
         seats = seating(core, fleet.draining)
-    restore = planner.choose_restore(ending.restore_query(core, seats.seats))
-    if (isinstance(restore, NoRestore) or restore.kind != "memory") and ending.must_look(core):
+    restore = planner.choose_restore(shutdown.restore_query(core, seats.seats))
+    if (isinstance(restore, NoRestore) or restore.kind != "memory") and shutdown.must_inspect(core):
         return
     if isinstance(restore, NoRestore):
         _without_restore(core, restore.reason)
@@ -177,30 +179,29 @@ def decide(core: Core) -> None:
     if seats.unseated:
         _wait_for_spare(core, f"roles {list(seats.unseated)} wait for a spare node to join")
         return
-    nodes = record_nodes(state, seats.seats)
     recovery, plan = state.recoveries.current, state.protection.plan
     record = EpochRecord(
         epoch=state.epoch + 1,
         seats=seats.seats,
-        nodes=nodes,
+        nodes=_record_nodes(state, seats.seats),
         restore=restore,
         replicas=losses_survived(settings, plan),
         protection=plan,
         emitted_up_to=state.lineage.newest,
-        fewer_copies=owed_copies(seats.seats, nodes, core),
+        fewer_copies=missing_copies_with(core, seats.seats),
         cause="; then ".join(recovery.causes) if recovery else "start",
         begins=state.restarted or not state.lineage.ever_ran,
         history=_history(state, restore),
     )
     state.epoch = record.epoch
-    if isinstance(state.doing, states.WaitingSpare):
+    if isinstance(state.phase_state, states.WaitingSpare):
         state.recoveries.spend("wait", core.now)
     # A journal that cannot be written for a while is tried again until this deadline.
-    state.doing = states.Deciding(core.now + 2 * settings.spare_timeout_seconds, record)
+    state.phase_state = states.Deciding(core.now + 2 * settings.spare_timeout_seconds, record)
     core.act(WriteRecord(record))
 
 
-def record_nodes(state: states.State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
+def _record_nodes(state: states.State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
     """Return all live nodes as a record names them; a node without a seat is a spare."""
     training = {seat.node for seat in seats.values()}
     return {
@@ -209,12 +210,10 @@ def record_nodes(state: states.State, seats: Mapping[int, Seat]) -> dict[int, No
     }
 
 
-def owed_copies(
-    seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress], core: Core
-) -> frozenset[int]:
+def missing_copies_with(core: Core, seats: Mapping[int, Seat]) -> frozenset[int]:
     """Return the roles that have fewer copies than wanted with these seats."""
-    replicas = losses_survived(core.config.settings, core.state.protection.plan)
-    return missing_copies(*nodes_of(seats, nodes), replicas)
+    replicas = losses_survived(core.settings, core.state.protection.plan)
+    return missing_copies(*nodes_of(seats, _record_nodes(core.state, seats)), replicas)
 
 
 def _without_restore(core: Core, reason: str) -> None:
@@ -222,17 +221,18 @@ def _without_restore(core: Core, reason: str) -> None:
     state = core.state
     if state.fleet.returning:
         # The missing state may be in memory of a host whose agent ended and can start again.
-        limit = core.config.settings.spare_timeout_seconds
+        limit = core.settings.spare_timeout_seconds
         nodes = f"nodes {sorted(state.fleet.returning)}"
         back = f"{nodes} have {limit:g} s to return with their state in memory"
         _wait_for_spare(core, f"{reason}: {back}")
     elif (k := core.config.finished) and state.restarted and not state.survived:
         # A run never starts from scratch unasked; its state in memory is not removed for that.
         anew = f"iteration {k} was finished; --from-scratch begins again at 0"
-        words = LastWords(ExitStatus.BAD_INPUT, ending.with_struck(core, f"{reason}; {anew}"))
-        ending.finish(core, words, keeps_slots=True)
+        reason = shutdown.with_unloadable(core, f"{reason}; {anew}")
+        shutdown.finish(core, FinalStatus(ExitStatus.BAD_INPUT, reason), keeps_slots=True)
     else:
-        ending.dump_held(core, LastWords(1, ending.with_struck(core, _with_scheme(core, reason))))
+        reason = shutdown.with_unloadable(core, _with_scheme(core, reason))
+        shutdown.dump_held(core, FinalStatus(1, reason))
 
 
 def _with_scheme(core: Core, reason: str) -> str:
@@ -246,17 +246,11 @@ def _with_scheme(core: Core, reason: str) -> str:
     return reason
 
 
-def _wait_for_reaping(core: Core) -> None:
-    """Wait until killed processes have ended: only then can their places get new processes."""
-    if not isinstance(core.state.doing, states.WaitingSpare):
-        core.state.doing = states.Closing(core.now + core.config.settings.gather_seconds)
-
-
 def _wait_for_spare(core: Core, text: str) -> None:
     """Wait for a node that can help; ``text`` is reported when the wait begins."""
-    if not isinstance(core.state.doing, states.WaitingSpare):
-        limit = core.config.settings.spare_timeout_seconds
-        core.state.doing = states.WaitingSpare(core.now + limit)
+    if not isinstance(core.state.phase_state, states.WaitingSpare):
+        limit = core.settings.spare_timeout_seconds
+        core.state.phase_state = states.WaitingSpare(core.now + limit)
         core.emit(Kind.WAITING_FOR_SPARE, text=text, limit_seconds=limit)
 
 
@@ -272,11 +266,11 @@ def _history(state: states.State, restore: Restore) -> History:
         wrong_hosts=state.fleet.quarantined_hosts,
         distrusted=state.fleet.distrusted - state.fleet.removed.keys(),
         nonfinite=state.blame.nonfinite,
-        struck=state.lineage.struck,
+        struck=state.lineage.invalidated,
         failures=tuple(failure.to_record(k) for k, failure in state.blame.failures),
         recoveries=state.recoveries.count + (recovery is not None),
         steps_recomputed=state.recoveries.steps_recomputed + again,
-        reported_plan=state.protection.told,
+        reported_plan=state.protection.reported,
         start=state.start,
     )
 
@@ -284,7 +278,7 @@ def _history(state: states.State, restore: Restore) -> History:
 def journal_written(core: Core, event: ev.JournalWritten) -> None:
     """Announce a record that is durable, or decide again if it was overtaken."""
     state, epoch = core.state, event.epoch
-    match state.doing:
+    match state.phase_state:
         case states.Deciding(pending=pending, redecide=None) if epoch == state.epoch:
             _announce(core, pending)
         case states.Deciding(redecide=Failure() as failure) if epoch == state.epoch:
@@ -296,8 +290,8 @@ def journal_written(core: Core, event: ev.JournalWritten) -> None:
 
 def journal_failed(core: Core, event: ev.JournalFailed) -> None:
     """End the run, as a record cannot be made durable."""
-    if isinstance(core.state.doing, states.Deciding) and event.epoch == core.state.epoch:
-        ending.cannot_decide(core, f"epoch {event.epoch} cannot be journalled: {event.text}")
+    if isinstance(core.state.phase_state, states.Deciding) and event.epoch == core.state.epoch:
+        shutdown.cannot_decide(core, f"epoch {event.epoch} cannot be journalled: {event.text}")
 
 
 # Open.
@@ -306,11 +300,11 @@ def journal_failed(core: Core, event: ev.JournalFailed) -> None:
 def _announce(core: Core, record: EpochRecord) -> None:
     """Announce the pending record, which is durable: it is valid from now on."""
     state, restore, seats = core.state, record.restore, SeatTable(record.seats)
-    before, leaving, poisoned = state.seats, state.fleet.draining, state.blame.poisoned_from
+    before, drained, poisoned = state.seats, state.fleet.draining, state.blame.poisoned_from
     state.recoveries.spend("decide", core.now)
     if state.restarted:
-        _tell_restart(core, restore)
-    memory, fleet, line = state.memory, state.fleet, state.lineage
+        _report_restart(core, restore)
+    memory, fleet, lineage = state.memory, state.fleet, state.lineage
     if restore.kind == "memory":
         # Before the inventories are dropped: they hold the layouts that members have yet to report.
         found = memory.in_slots(seats)
@@ -319,15 +313,15 @@ def _announce(core: Core, record: EpochRecord) -> None:
     else:
         memory.inherited = frozenset()
     memory.promised, memory.found = {}, {}
-    state.doing = states.Opening(core.now + opening_seconds(core, record))
+    state.phase_state = states.Opening(core.now + opening_seconds(core, record))
     state.record, state.seats, state.restarted = record, seats, False
     if fleet.drains.isdisjoint(seats.nodes):
         fleet.drains = frozenset()
-    fleet.deprioritized |= leaving
+    fleet.deprioritized |= drained
     fleet.draining = fleet.returning = frozenset()
-    line.kept = record.history.kept
+    lineage.kept = record.history.kept
     # Drop checkpoints of a discarded iteration: nothing marks them once it is computed again.
-    line.valid = state.blame.trusted(line.valid)
+    lineage.valid = state.blame.trusted(lineage.valid)
     state.blame.poisoned_from = None
     core.act(Announce(record, poisoned))
     recovery = state.recoveries.current
@@ -343,31 +337,31 @@ def _announce(core: Core, record: EpochRecord) -> None:
     for place, member in sorted(fleet.members.items()):
         if place in seats.role_by_place:
             continue
-        if place[0] in leaving:  # it serves as a fresh spare from now on
+        if place[0] in drained:  # it serves as a fresh spare from now on
             core.kill(place)
         elif member.status in (states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
             core.set_member(place, member.status)  # its time for building counts from here
 
 
-def _tell_restart(core: Core, restore: Restore) -> None:
+def _report_restart(core: Core, restore: Restore) -> None:
     """Report the state from which new processes continue, and the reason for that choice."""
     generation = restore.generation
     if restore.kind == "memory":
         nodes = sorted({s.node for p in restore.sources.values() for f in p.values() for s in f})
-        what = f"generation {generation.lineage}:{generation.iteration} in memory of nodes {nodes}"
-        why = "the newest that every role can be given"
+        base = f"generation {generation.lineage}:{generation.iteration} in memory of nodes {nodes}"
+        reason = "the newest that every role can be given"
     else:
-        query = replace(ending.restore_query(core, core.state.seats), durable=None, start=None)
+        query = replace(shutdown.restore_query(core, core.state.seats), durable=None, start=None)
         found = planner.choose_restore(query)
         where = f"{restore.kind} state {restore.path}".rstrip()
-        what = f"{where}, iteration {generation.iteration}"
-        why = found.reason if isinstance(found, NoRestore) else "memory has nothing newer"
-    core.log("notice", f"restarted: continues from {what}: {why}")
+        base = f"{where}, iteration {generation.iteration}"
+        reason = found.reason if isinstance(found, NoRestore) else "memory has nothing newer"
+    core.log("notice", f"restarted: continues from {base}: {reason}")
 
 
 def opening_seconds(core: Core, record: EpochRecord) -> float:
     """Return the time limit until every role has restored the state of the record."""
-    settings, members = core.config.settings, core.state.fleet.members
+    settings, members = core.settings, core.state.fleet.members
     limit = settings.adopt_seconds + settings.rebuild_seconds + settings.restore_seconds
     seated = {(seat.node, seat.local_rank) for seat in record.seats.values()}
     if any(members[p].status is not states.MemberStatus.WARM for p in seated if p in members):
@@ -379,48 +373,48 @@ def opening_seconds(core: Core, record: EpochRecord) -> float:
 
 def restored(core: Core, event: ev.Restored) -> None:
     """Note that a role has its state; with the last role the epoch opens."""
-    role, record, doing = core.player(event), core.state.record, core.state.doing
+    role, record, phase_state = core.sender_role(event), core.state.record, core.state.phase_state
     if role is None or record is None:
         return
-    if record.restore.kind == "initial" and isinstance(doing, states.Entering):
-        if not _begins_alike(core, doing, event.generation, record):
+    if record.restore.kind == "initial" and isinstance(phase_state, states.Entering):
+        if not _begins_alike(core, phase_state, event.generation, record):
             return
     elif event.generation != record.restore.generation:
         text = f"role {role} restored {event.generation} instead of {record.restore.generation}"
         kind, signature = FailureKind.CORRUPT_STATE, ("restore", "generation")
         failure = Failure(text, kind, signature, node=event.node)
-        core.state.blame.suspect(failure, core.now, doubtful=True)
+        core.state.blame.suspect(failure, core.now, restore_failed=True)
         return
-    if isinstance(doing, states.Entering):
-        doing.restored.add(role)
+    if isinstance(phase_state, states.Entering):
+        phase_state.restored.add(role)
         check_opened(core)
 
 
 def _begins_alike(
-    core: Core, doing: states.Entering, found: Generation, record: EpochRecord
+    core: Core, phase_state: states.Entering, found: Generation, record: EpochRecord
 ) -> bool:
     """Adopt the state that the roles of an initial start begin with: their program may have loaded
     a checkpoint of its own. If they have not all loaded the same, end the run."""
-    begins = doing.begins or found
+    begins = phase_state.begins or found
     if found != begins:
         loaded = f"iterations {begins.iteration} and {found.iteration}"
-        why = f"roles loaded different checkpoints, of {loaded}: see what --load names"
-        ending.finish(core, LastWords(1, why))
+        reason = f"roles loaded different checkpoints, of {loaded}: see what --load names"
+        shutdown.finish(core, FinalStatus(1, reason))
         return False
     core.state.record = replace(record, restore=replace(record.restore, generation=begins))
-    doing.begins = begins
+    phase_state.begins = begins
     return True
 
 
 def check_opened(core: Core) -> None:
     """Let the epoch run when every role has restored."""
-    state, opening = core.state, core.state.doing
+    state, opening = core.state, core.state.phase_state
     if not isinstance(opening, states.Opening) or len(opening.restored) < len(state.seats):
         return
     recovery, members = state.recoveries.current, state.fleet.members
     for place in state.seats.role_by_place:
         core.set_member(place, states.MemberStatus.WARM)
-    state.doing = states.Running(opening.done, opening.pause)
+    state.phase_state = states.Running(opening.done, opening.pause)
     state.lineage.ever_ran = True
     state.recoveries.open(core.now)
     if state.record is not None and state.record.restore.kind == "initial":
@@ -428,7 +422,7 @@ def check_opened(core: Core) -> None:
         for place in state.fleet.having(states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
             core.set_member(place, members[place].status)
     core.emit(Kind.EPOCH_OPENED, phases=recovery.all_phases() if recovery else {})
-    chosen_plan.tell_plan(core)
+    chosen_plan.report_plan(core)
     check_done(core)
 
 
@@ -436,19 +430,17 @@ def check_done(core: Core) -> None:
     """End the run when every role has completed its last iteration; save the state if the program
     could not."""
     roles = len(core.state.seats)
-    match core.state.doing:
+    match core.state.phase_state:
         case states.Running(done=done) | states.Pausing(done=done) if len(done) >= roles:
             early, unsaved = core.state.early, core.state.unsaved
             how = f"ended early at {early}" if early else "training is complete"
             if unsaved:
-                words = LastWords(
-                    ExitStatus.SAVED, f"{how}, its checkpoint was not written: {unsaved}"
-                )
-                save_and_end(core, words, FailureKind.DRAINED)
+                how += f", its checkpoint was not written: {unsaved}"
+                save_and_end(core, FinalStatus(ExitStatus.SAVED, how), FailureKind.DRAINED)
             elif early:
-                ending.finish(core, LastWords(ExitStatus.SAVED, how), is_early=True)
+                shutdown.finish(core, FinalStatus(ExitStatus.SAVED, how), is_early=True)
             else:
-                ending.finish(core, LastWords(0, ""))
+                shutdown.finish(core, FinalStatus(0, ""))
 
 
 # Reports on the epoch.
@@ -463,11 +455,11 @@ def step_reported(core: Core, event: ev.StepReported | ev.NotFinite) -> None:
     state.lineage.report(Generation(event.epoch, iteration))
     is_first = state.recoveries.current is not None
     is_new = iteration > state.record.restore.generation.iteration
-    if is_first and is_new and isinstance(state.doing, states.Running | states.Pausing):
-        ending.end_recovery(core)
+    if is_first and is_new and isinstance(state.phase_state, states.Running | states.Pausing):
+        shutdown.end_recovery(core)
 
 
 def phase_reported(core: Core, event: ev.PhaseReported) -> None:
     """Note a member's or vault's part of a recovery; after a close it counts for no later epoch."""
-    heard = core.state.reporting_epoch or -1
-    core.state.recoveries.report(event.epoch, event.phase, event.seconds, event.exposed, heard)
+    reporting = core.state.reporting_epoch or -1
+    core.state.recoveries.report(event.epoch, event.phase, event.seconds, event.exposed, reporting)

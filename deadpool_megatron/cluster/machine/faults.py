@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.machine import inputs as ev, membership
 from deadpool_megatron.cluster.machine.actions import EmitEvent
-from deadpool_megatron.cluster.machine.blame import SHOWN_FAILURES, Failure, LastWords
+from deadpool_megatron.cluster.machine.blame import SHOWN_FAILURES, Failure, FinalStatus
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.ending import end_as_found
 from deadpool_megatron.cluster.machine.epoch import close, save_and_end, step_reported
+from deadpool_megatron.cluster.machine.shutdown import end_as_found
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
 from deadpool_megatron.events import Kind
-from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind, process_name
+from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind
 from deadpool_megatron.layout.gradient_chain import REPLAY, suspects
 from deadpool_megatron.layout.records import BadPart, Generation
 from deadpool_megatron.layout.schemes import ProtectionPlan, recomputes
@@ -34,19 +34,19 @@ def not_restored(core: Core, roles: tuple[int, ...]) -> None:
 
 
 def _close_for(
-    core: Core, roles: tuple[int, ...], cause: str, what: str, still_seconds: float = 0.0
+    core: Core, roles: tuple[int, ...], cause: str, name: str, still_seconds: float = 0.0
 ) -> None:
     seats = core.state.seats
     for role in roles:
         core.kill((seats[role].node, seats[role].local_rank), hung=True)
     first = seats[roles[0]].node if roles else None
-    failure = Failure(cause, FailureKind.HANG, (what, *map(str, roles)), node=first)
+    failure = Failure(cause, FailureKind.HANG, (name, *map(str, roles)), node=first)
     close(core, failure, silent_seconds=still_seconds)
 
 
 def fault_reported(core: Core, event: ev.MemberFault) -> None:
     """Note that communication has failed in a role."""
-    if (role := core.player(event)) is not None:
+    if (role := core.sender_role(event)) is not None:
         text, kind = f"role {role}: {event.text}", FailureKind.COMMUNICATOR_ERROR
         core.state.blame.suspect(Failure(text, kind, ("fault",), node=event.node), core.now)
 
@@ -54,10 +54,9 @@ def fault_reported(core: Core, event: ev.MemberFault) -> None:
 def raised(core: Core, event: ev.MemberRaised) -> None:
     """Note that a role has raised: without a better cause its process ends, mostly before the grace
     period is over. The time without progress counts from here."""
-    if (role := core.player(event)) is not None:
-        end = ev.MemberLost(event.node, event.slot, event.incarnation, 1, last_line=event.text)
-        name = process_name(event.node, event.slot, event.incarnation)
-        failure = membership.failure_of(end, f"{name} raised {event.text}", role)
+    if (role := core.sender_role(event)) is not None:
+        end = ev.MemberLost(*event.place, event.incarnation, 1, last_line=event.text)
+        failure = membership.failure_of(end, f"{event.process} raised {event.text}", role)
         core.state.blame.suspect(failure, core.now, grace_seconds=2 * GRACE_SECONDS)
 
 
@@ -69,21 +68,22 @@ def believe(core: Core) -> None:
         return
     path = record.restore.path
     state.blame.believe(suspicion, record.restore)
-    if suspicion.doubtful and path:
-        state.lineage.why_struck = suspicion.failure.cause
-    if suspicion.doubtful and path and state.lineage.doubt(path):  # the next older follows
-        core.log("warning", f"checkpoint {path} is not used any more: {suspicion.failure.cause}")
+    if suspicion.restore_failed and path:
+        state.lineage.invalidation_reason = suspicion.failure.cause
+        if state.lineage.invalidate(path):  # the next older follows
+            text = f"checkpoint {path} is not used any more: {suspicion.failure.cause}"
+            core.log("warning", text)
     close(core, suspicion.failure)
 
 
 def restore_failed(core: Core, event: ev.NotRestored) -> None:
     """Note that no place had good bytes of a part: the next restore avoids the places tried."""
-    role, record = core.player(event), core.state.record
+    role, record = core.sender_role(event), core.state.record
     if role is None or record is None:
         return
     if event.other_program and record.begins:
-        words = LastWords(ExitStatus.BAD_INPUT, event.text, FailureKind.OTHER_PROGRAM)
-        end_as_found(core, words)
+        final = FinalStatus(ExitStatus.BAD_INPUT, event.text, FailureKind.OTHER_PROGRAM)
+        end_as_found(core, final)
         return
     restore, generation = record.restore, record.restore.generation
     tried = [*restore.sources.get(role, {}).get(event.part, ())]
@@ -95,7 +95,7 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
         for number, places in decoding.blocks.items():
             if number >= len(decoding.group):
                 tried += places
-    bad = frozenset(BadPart(one.node, one.role, generation, event.part) for one in tried)
+    bad = frozenset(BadPart(source.node, source.role, generation, event.part) for source in tried)
     if recipe is not None:
         bad |= frozenset(suspects(recipe, generation, event.part))
         if event.part == REPLAY:
@@ -103,10 +103,10 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
     # Falling to the next source, generation or checkpoint is progress of a kind. A failure of the
     # whole is the same, whichever role reports it first.
     whole = str(generation) if restore.kind == "memory" else restore.path or restore.kind
-    what = (event.part, str(role), str(generation)) if bad else (whole,)
+    subject = (event.part, str(role), str(generation)) if bad else (whole,)
     cause = f"role {role} cannot be restored: {event.text}"
-    failure = Failure(cause, FailureKind.CORRUPT_STATE, ("restore", *what), node=event.node)
-    core.state.blame.suspect(failure, core.now, bad, doubtful=not bad)
+    failure = Failure(cause, FailureKind.CORRUPT_STATE, ("restore", *subject), node=event.node)
+    core.state.blame.suspect(failure, core.now, bad, restore_failed=not bad)
 
 
 def _give_up_recomputing(core: Core, role: int, text: str) -> None:
@@ -114,33 +114,33 @@ def _give_up_recomputing(core: Core, role: int, text: str) -> None:
     chosen = core.state.protection
     if recomputes(chosen.plan):
         chosen.plan = ProtectionPlan(every=chosen.plan.every)
-        why = "from the next epoch on every iteration is copied whole"
-        core.log("warning", f"role {role}: {text}; {why}")
+        consequence = "from the next epoch on every iteration is copied whole"
+        core.log("warning", f"role {role}: {text}; {consequence}")
 
 
 def audit_failed(core: Core, event: ev.AuditFailed) -> None:
     """Quarantine the nodes that are wrong; without spares for them they are given up, and their
     roles wait for a spare. If it is unknown which of the differing peers is wrong, end the run:
     continuing with either might train on wrong numbers."""
-    role, state = core.player(event), core.state
-    if role is None or not event.roles or not all(one in state.seats for one in event.roles):
+    role, state = core.sender_role(event), core.state
+    if role is None or not event.roles or not all(peer in state.seats for peer in event.roles):
         return
-    nodes = sorted({state.seats[one].node for one in event.roles})
+    nodes = sorted({state.seats[peer].node for peer in event.roles})
     named = " and ".join(f"node {node}" for node in nodes)
-    facts = {"roles": list(event.roles), "certain": event.certain, "what": event.what}
+    facts = {"roles": list(event.roles), "certain": event.certain, "what": event.subject}
     place = event.epoch, event.node, role, event.iteration
     core.act(EmitEvent(Kind.AUDIT_FAILED, *place, facts))
-    cause = f"{event.what} in iteration {event.iteration}: {named}"
+    cause = f"{event.subject} in iteration {event.iteration}: {named}"
     if not event.certain and len(nodes) > 1:
         text = f"{cause} differ; the wrong one is unknown: continue without one, then the other"
-        words = LastWords(ExitStatus.DIVERGENCE, text, FailureKind.SILENT_CORRUPTION)
-        save_and_end(core, words, FailureKind.SILENT_CORRUPTION)
+        final = FinalStatus(ExitStatus.DIVERGENCE, text, FailureKind.SILENT_CORRUPTION)
+        save_and_end(core, final, FailureKind.SILENT_CORRUPTION)
         return
     kind, signature = FailureKind.SILENT_CORRUPTION, ("audit", *map(str, event.roles))
     failure = Failure(f"{cause} computed or held wrong numbers", kind, signature, node=nodes[0])
     left = []
     for node in nodes:
-        if not membership.put_aside(core, node, f"as {failure.cause}", kind):
+        if not membership.move_to_spare(core, node, f"as {failure.cause}", kind):
             left.append(node)
         membership.quarantine(core, node, failure.cause)
     for node in left:
@@ -159,10 +159,10 @@ def diverged(core: Core, event: ev.Diverged) -> None:
     state, text = core.state, event.text
     if state.record is not None and (path := state.record.restore.path):
         k = state.record.restore.generation.iteration
-        older = [one.path for one in state.lineage.valid if one.generation.iteration < k]
-        before = older[0] if older else "there is none"
+        older = (known.path for known in state.lineage.valid if known.generation.iteration < k)
+        before = next(older, "there is none")
         text += f"; this state is suspect, it came from {path} (the one before: {before})"
-    save_and_end(core, LastWords(ExitStatus.DIVERGENCE, text))
+    save_and_end(core, FinalStatus(ExitStatus.DIVERGENCE, text))
 
 
 def not_finite(core: Core, event: ev.NotFinite) -> None:
@@ -171,7 +171,7 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
     Meanwhile the epoch may have been closed for another reason: its generations still count.
     """
     state, blame, k = core.state, core.state.blame, event.iteration
-    setting, computed = core.config.settings.nonfinite, Generation(event.epoch, event.iteration)
+    setting, computed = core.settings.nonfinite, Generation(event.epoch, event.iteration)
     if setting == "ignore":
         step_reported(core, event)
         return
@@ -179,8 +179,8 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
         return  # another role has reported it, or it follows from that report
     # Nothing computes iteration 0: it is the state as built or loaded.
     if k < 1 or state.phase in LAST_PHASES or not state.lineage.keeps(computed):
-        why = f"nothing continues from it in epoch {event.epoch}"
-        core.refuse(f"{event.number} of step {k}", why)
+        reason = f"nothing continues from it in epoch {event.epoch}"
+        core.refuse(f"{event.number} of step {k}", reason)
         return
     again = k in blame.nonfinite
     # A second time it is no stray fault of this iteration: the state before it may be bad.
@@ -195,10 +195,10 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
     if bad is None or policy == "stop":
         # The saved state is that before the iteration.
         blame.poisoned_from = k
-        save_and_end(core, LastWords(ExitStatus.NONFINITE, cause, FailureKind.NONFINITE_LOSS))
+        save_and_end(core, FinalStatus(ExitStatus.NONFINITE, cause, FailureKind.NONFINITE_LOSS))
         return
-    blame.throw_away(k, state.epoch)
-    blame.throw_away(bad, state.epoch)
+    blame.discard(k, state.epoch)
+    blame.discard(bad, state.epoch)
     signature = ("nonfinite", str(k), str(bad))
     close(core, Failure(cause, FailureKind.NONFINITE_LOSS, signature, node=event.node))
 
@@ -210,4 +210,4 @@ def _origin(state: State) -> int | None:
     if record is None or record.restore.kind not in ("memory", "dump"):
         return None
     k = record.restore.generation.iteration
-    return k if any(one.generation.iteration < k for one in state.lineage.valid) else None
+    return k if any(restore.generation.iteration < k for restore in state.lineage.valid) else None

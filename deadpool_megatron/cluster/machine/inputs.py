@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deadpool_megatron.cluster.journal.user_requests import Request
-from deadpool_megatron.failures import FailureKind
+from deadpool_megatron.failures import FailureKind, process_name
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory, RoleLayout
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.preflight.eligibility import HostFacts
@@ -78,16 +78,26 @@ class NodeLost(Input):
 
 @dataclass(frozen=True)
 class OfMember(Input):
-    """Base of inputs about a member: its node, local rank (``slot``, as on the wire) and
+    """Base of inputs about a member: its node, local rank and
     incarnation."""
 
     node: int
-    slot: int
+    local_rank: int
     incarnation: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Return the node and local rank."""
+        return self.node, self.local_rank
+
+    @property
+    def process(self) -> str:
+        """Return the process as text."""
+        return process_name(self.node, self.local_rank, self.incarnation)
 
 
 @dataclass(frozen=True)
-class OfPlayer(OfMember):
+class FromRole(OfMember):
     """Base of inputs that only a process with a role in the open epoch may send."""
 
     epoch: int
@@ -146,14 +156,14 @@ class RolesHung(Input):
 
 
 @dataclass(frozen=True)
-class MemberFault(OfPlayer):
+class MemberFault(FromRole):
     """Failed communication of a member, mostly a consequence: a better cause has 0.5 s to come."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class MemberRaised(OfPlayer):
+class MemberRaised(FromRole):
     """An exception of a role; ``text``: its last line. The process ends within 0.5 s, unless the
     epoch is closed for a better cause."""
 
@@ -168,14 +178,14 @@ class NodeInventory(Input):
 
 
 @dataclass(frozen=True)
-class Restored(OfPlayer):
+class Restored(FromRole):
     """The report of a member that it has the record's state, and agrees on it with its peers."""
 
     generation: Generation
 
 
 @dataclass(frozen=True)
-class NotRestored(OfPlayer):
+class NotRestored(FromRole):
     """A failed restore: no source of ``part`` gave good bytes; "" if it was not a single part
     (peers' hashes differ). ``other_program``: the state is of another model, or other flags."""
 
@@ -185,14 +195,14 @@ class NotRestored(OfPlayer):
 
 
 @dataclass(frozen=True)
-class AuditFailed(OfPlayer):
-    """A difference between peers in ``what`` in ``iteration``; they hand over no generation of it.
-    If ``certain``, all ``roles`` are wrong, else at least some."""
+class AuditFailed(FromRole):
+    """A difference between peers in ``subject`` in ``iteration``, of which they hand over no
+    generation. If ``certain``, all ``roles`` are wrong, else at least some."""
 
     iteration: int
     roles: tuple[int, ...]
     certain: bool
-    what: str
+    subject: str
 
 
 @dataclass(frozen=True)
@@ -247,27 +257,27 @@ class DurableValid(Input):
 
 @dataclass(frozen=True)
 class CheckpointsFound(Input):
-    """The result of LookAtCheckpoints; ``gone``: paths at which no checkpoint is left."""
+    """The result of InspectCheckpoints; ``missing``: paths at which no checkpoint is left."""
 
-    gone: frozenset[str]
+    missing: frozenset[str]
 
 
 @dataclass(frozen=True)
-class Paused(OfPlayer):
+class Paused(FromRole):
     """The report of a member that pauses at the start of the iteration after ``iteration``."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
-class PauseRefused(OfPlayer):
+class PauseRefused(FromRole):
     """The report of a member that is past the requested iteration: in ``iteration`` + 1."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
-class MemberDone(OfPlayer):
+class MemberDone(FromRole):
     """The end of a role's last iteration; it stays interruptible. ``early``: how far it has come,
     if the program ended before. ``unsaved``: the last checkpoint, and why it is not valid."""
 
@@ -310,10 +320,10 @@ class DrainRequested(Input):
 
 @dataclass(frozen=True)
 class ProtectionRequested(Input):
-    """A request, due to a measurement, to protect the state by ``plan``; ``why``: a text."""
+    """A request, due to a measurement, to protect the state by ``plan``; ``reason``: a text."""
 
     plan: ProtectionPlan
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)

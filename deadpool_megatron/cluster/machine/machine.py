@@ -13,13 +13,13 @@ from typing import Any
 
 from deadpool_megatron.cluster.machine import (
     bootstrap,
-    ending,
     epoch,
     faults,
     inputs as ev,
     membership,
     pauses,
     requests,
+    shutdown,
     state as states,
     takeover,
 )
@@ -30,12 +30,12 @@ from deadpool_megatron.layout.planner import is_rolled_back
 from deadpool_megatron.layout.records import EpochRecord, Restore, Seat, SeatTable
 from deadpool_megatron.layout.schemes import first_plan
 
-NOBODY: Mapping[int, str] = {}
+NO_NODES: Mapping[int, str] = {}
 # The function of a topic for each input. An input of a member, or about it, counts only for the
 # current process of its place.
 _TOPICS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.NodeJoined: bootstrap.node_joined,
-    ev.FactsReported: bootstrap.told,
+    ev.FactsReported: bootstrap.facts_reported,
     ev.NodeLost: membership.node_lost,
     ev.NodeInventory: epoch.note_inventory,
     ev.StepReported: epoch.step_reported,
@@ -43,8 +43,8 @@ _TOPICS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.StackReported: faults.note_stack,
     ev.NotFinite: faults.not_finite,
     ev.RolesHung: faults.roles_hung,
-    ev.DurableValid: ending.durable_valid,
-    ev.CheckpointsFound: epoch.checkpoints_seen,
+    ev.DurableValid: shutdown.durable_valid,
+    ev.CheckpointsFound: epoch.checkpoints_inspected,
     ev.Asked: requests.take,
     ev.RequestsFound: requests.found,
     ev.Exported: requests.exported,
@@ -52,11 +52,11 @@ _TOPICS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.ProtectionRequested: pauses.protect_otherwise,
     ev.JournalWritten: epoch.journal_written,
     ev.JournalFailed: epoch.journal_failed,
-    ev.Dumped: ending.note_dumped,
-    ev.DumpExported: ending.dump_exported,
+    ev.Dumped: shutdown.note_dumped,
+    ev.DumpExported: shutdown.dump_exported,
     ev.Diverged: faults.diverged,
     ev.DumpRequested: pauses.dump_requested,
-    ev.UserStop: ending.stop,
+    ev.UserStop: shutdown.stop,
     ev.MemberHello: membership.hello,
     ev.MemberWarm: membership.warm,
     ev.MemberRegistered: membership.registered,
@@ -80,14 +80,14 @@ class Machine(Core):
     it. An input that raises leaves it half changed: it must not be used any more."""
 
     def __init__(self, config: states.Config, now: float) -> None:
-        wished = {
+        planned = {
             role: Seat(role // config.nproc, role % config.nproc, 0)
             for role in range(config.world_size)
         }
         saved = (config.start, *config.older) if config.start.kind != "initial" else ()
         state = states.State(
             states.Bootstrapping(now + config.settings.start_seconds),
-            SeatTable(wished),
+            SeatTable(planned),
             lineage=states.LineageProgress(valid=saved),
             protection=states.ChosenProtection(first_plan(config.settings)),
         )
@@ -98,12 +98,12 @@ class Machine(Core):
         last: EpochRecord,
         valid: Sequence[Restore],
         *,
-        gone: Mapping[int, str] = NOBODY,
-        wrong: Mapping[int, str] = NOBODY,
+        removed: Mapping[int, str] = NO_NODES,
+        quarantined: Mapping[int, str] = NO_NODES,
     ) -> None:
         """Begin as a coordinator that takes over a run: ``last`` is the newest record, ``valid``
-        the valid checkpoints, newest first, ``gone`` the nodes that were given up since the record,
-        ``wrong`` the nodes quarantined since, with their hosts (see
+        the valid checkpoints, newest first, ``removed`` the nodes given up since the record,
+        ``quarantined`` the nodes quarantined since, with their hosts (see
         :class:`.actions.RecordQuarantined`).
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
@@ -111,33 +111,35 @@ class Machine(Core):
         something has happened to it (see takeover).
         """
         state, config, history = self.state, self.config, last.history
-        if config.begins_anew:
+        if config.has_new_command:
             # With the settings of its command; requests and choices of the run before are over
             # (cli/start/restart).
-            state.protection.told = last.protection
+            state.protection.reported = last.protection
         else:
             # A plan that came with the record is reported (again), as it may not have been.
-            state.protection = states.ChosenProtection(last.protection, told=history.reported_plan)
-        state.doing = states.TakingOver(self.now + takeover.patience_seconds(config))
+            state.protection = states.ChosenProtection(
+                last.protection, reported=history.reported_plan
+            )
+        state.phase_state = states.TakingOver(self.now + takeover.rejoin_limit_seconds(config))
         state.seats, state.epoch, state.record = SeatTable(last.seats), last.epoch, last
         state.restarted, state.start = config.restarted, history.start
         fleet = state.fleet
-        fleet.removed = {**history.gone, **gone}
-        fleet.quarantined = history.wrong | wrong.keys()
-        fleet.quarantined_hosts = history.wrong_hosts | {host for host in wrong.values() if host}
+        fleet.removed = {**history.gone, **removed}
+        fleet.quarantined = history.wrong | quarantined.keys()
+        fleet.quarantined_hosts = history.wrong_hosts | {*filter(None, quarantined.values())}
         fleet.draining = fleet.quarantined & state.seats.nodes
         fleet.distrust(history.distrusted)
-        line = state.lineage
-        line.kept, line.ever_ran = history.kept, last.restore.kind == "memory"
-        line.newest = max(last.emitted_up_to, config.finished)
-        for one in reversed(valid):
-            if not is_rolled_back(one.generation, history.nonfinite):
-                line.add_valid(one)
-        line.remove(history.struck)
-        line.struck = history.struck
+        lineage = state.lineage
+        lineage.kept, lineage.ever_ran = history.kept, last.restore.kind == "memory"
+        lineage.newest = max(last.emitted_up_to, config.finished)
+        for restore in reversed(valid):
+            if not is_rolled_back(restore.generation, history.nonfinite):
+                lineage.add_valid(restore)
+        lineage.remove(history.struck)
+        lineage.invalidated = history.struck
         # So that a repeated failure ends the run under any coordinator.
         state.blame.failures = tuple(
-            (int(one["iteration"]), Failure.from_record(one)) for one in history.failures
+            (int(entry["iteration"]), Failure.from_record(entry)) for entry in history.failures
         )
         state.blame.nonfinite = history.nonfinite
         state.recoveries.count = history.recoveries
@@ -149,10 +151,11 @@ class Machine(Core):
         self._dispatch(event)
         if isinstance(event, _GATHERS):
             bootstrap.check_gathered(self)
-        if isinstance(self.state.doing, states.Running) and not self.state.doing.has_begun:
-            pauses.begin(self, self.state.doing)
+        running = self.state.phase_state
+        if isinstance(running, states.Running) and not running.has_begun:
+            pauses.begin(self, running)
         if self.state.requests:
-            requests.settle(self)
+            requests.advance(self)
         return self.actions
 
     def _dispatch(self, event: ev.Input) -> None:
@@ -166,25 +169,25 @@ class Machine(Core):
         state = self.state
         if state.blame.suspicion is not None:
             faults.believe(self)
-        deadline = state.doing.deadline
+        deadline = state.phase_state.deadline
         if deadline is not None and self.now >= deadline:
             if waited := state.waiting_for():
                 self.log("warning", f"no longer waiting for {waited}")
             self._overdue(waited)
-        elif isinstance(state.doing, states.Bootstrapping | states.TakingOver):
+        elif isinstance(state.phase_state, states.Bootstrapping | states.TakingOver):
             bootstrap.check_gathered(self)
         membership.check_members(self)
 
     def _overdue(self, waited: str) -> None:
         state = self.state
-        match state.doing:
+        match state.phase_state:
             case states.Bootstrapping() as bootstrapping:
                 bootstrap.bootstrapped_enough(self, bootstrapping, waited)
             case states.TakingOver() as taking_over if state.record is not None:
-                takeover.time_is_over(self, taking_over, state.record)
-            case states.Closing(looks=True):
+                takeover.end_wait(self, taking_over, state.record)
+            case states.Closing(inspects=True):
                 # Checkpoints that cannot be looked at may be there.
-                epoch.checkpoints_seen(self, ev.CheckpointsFound(frozenset()))
+                epoch.checkpoints_inspected(self, ev.CheckpointsFound(frozenset()))
             case states.Closing(awaited=awaited):
                 late = awaited | {
                     place[0] for place in state.fleet.having(states.MemberStatus.KILLED)
@@ -194,14 +197,14 @@ class Machine(Core):
                         self, node, membership.silent(node, "did not close the epoch in time")
                     )
             case states.WaitingSpare():
-                ending.dump(self)
+                shutdown.dump(self)
             case states.Deciding():
-                ending.cannot_decide(self, f"waited too long for {waited}")
+                shutdown.cannot_decide(self, f"waited too long for {waited}")
             case states.Opening(restored=restored):
                 faults.not_restored(self, tuple(sorted(set(state.seats) - restored)))
             case states.Pausing():
                 pauses.check_paused(self, overdue=True)
             case states.Dumping() as dumping:
-                ending.dump_overdue(self, dumping)
-            case states.LeaveTaking():
-                ending.check_ended(self, overdue=True)
+                shutdown.dump_overdue(self, dumping)
+            case states.Ending():
+                shutdown.check_ended(self, overdue=True)

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.machine import ending, epoch, inputs as ev, state as states
+from deadpool_megatron.cluster.machine import epoch, inputs as ev, shutdown, state as states
 from deadpool_megatron.cluster.machine.actions import DropNode, RecordQuarantined, RecordRemoved
-from deadpool_megatron.cluster.machine.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.blame import Failure, FinalStatus
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.pauses import consider_pause
 from deadpool_megatron.cluster.run_directory.directory import member_log_name
@@ -23,7 +23,6 @@ from deadpool_megatron.failures import (
     FailureKind,
     is_broken_for_good,
     kind_of_end,
-    process_name,
     same_text,
     signal_name,
 )
@@ -54,7 +53,7 @@ def node_lost(core: Core, event: ev.NodeLost) -> None:
         return
     if known.returns and not event.silent_seconds and kind is FailureKind.NODE_LOST:
         core.state.fleet.returning |= {node}
-    failure = Failure(f"node {node}: {event.cause}", kind, ("node", str(node)), node=node)
+    failure = Failure.of_node(node, f"node {node}: {event.cause}", kind)
     lose_node(core, node, failure, silent_seconds=event.silent_seconds)
 
 
@@ -62,19 +61,19 @@ def lose_node(core: Core, node: int, failure: Failure, *, silent_seconds: float 
     """Remove a connected node for good, with everything on it."""
     state, fleet = core.state, core.state.fleet
     is_needed = _is_needed(state, node)
-    if isinstance(state.doing, states.Closing):
-        state.doing.awaited.discard(node)
+    if isinstance(state.phase_state, states.Closing):
+        state.phase_state.awaited.discard(node)
     _forget_memory(state, node)
     del fleet.nodes[node]
     for place in [place for place in fleet.members if place[0] == node]:
         del fleet.members[place]
     fleet.drains -= {node}
     give_up(core, node, failure.cause, failure.kind)
-    match state.doing:
+    match state.phase_state:
         case states.Dumping():
-            ending.dump(core)
-        case states.LeaveTaking():
-            ending.check_ended(core)
+            shutdown.dump(core)
+        case states.Ending():
+            shutdown.check_ended(core)
         case states.Closing() | states.WaitingSpare():
             epoch.close(core, failure, silent_seconds=silent_seconds)
         case _ if is_needed:
@@ -92,19 +91,19 @@ def give_up(core: Core, node: int, cause: str, kind: FailureKind) -> None:
 def drop_node(core: Core, node: int, failure: Failure) -> None:
     """Give up a node that may be connected."""
     if node in core.state.fleet.nodes:
-        left_out = failure.kind in (FailureKind.EXCLUDED, FailureKind.OTHER_PROGRAM)
-        core.act(DropNode(node, failure.cause, left_out=left_out))
+        excluded = failure.kind in (FailureKind.EXCLUDED, FailureKind.OTHER_PROGRAM)
+        core.act(DropNode(node, failure.cause, excluded=excluded))
         lose_node(core, node, failure)
 
 
-def silent(node: int, what: str) -> Failure:
+def silent(node: int, text: str) -> Failure:
     """Return the failure of a node that did not carry out an order in time."""
-    signature = ("node", str(node))
-    return Failure(f"node {node} {what}", FailureKind.NODE_FROZEN, signature, node=node)
+    return Failure.of_node(node, f"node {node} {text}", FailureKind.NODE_FROZEN)
 
 
 def _is_needed(state: states.State, node: int) -> bool:
-    record = state.doing.pending if isinstance(state.doing, states.Deciding) else state.record
+    phase_state = state.phase_state
+    record = phase_state.pending if isinstance(phase_state, states.Deciding) else state.record
     return record is not None and matters(state, record, node)
 
 
@@ -117,7 +116,7 @@ def matters(state: states.State, record: records.EpochRecord, node: int) -> bool
         return True
     if node in block_holders(record):
         return True
-    taken_over = state.is_restored or isinstance(state.doing, states.TakingOver)
+    taken_over = state.is_restored or isinstance(state.phase_state, states.TakingOver)
     if taken_over and len(state.memory.layouts) < len(record.seats):
         return node in record.nodes  # it is not known yet whose copies it owes
     return any(node in buddies for buddies in _buddies(state, record).values())
@@ -139,14 +138,14 @@ def exposed_roles(state: states.State) -> frozenset[int]:
     found = record.fewer_copies
     if recovery is None and state.phase in (states.Phase.RUNNING, states.Phase.PAUSING):
         return found
-    for one in (record,) if recovery is None else (record, recovery.record):
-        lost = one.nodes.keys() - state.fleet.nodes.keys()
-        if lost and one.protection.kind.combines_roles:
+    for known in (record,) if recovery is None else (record, recovery.record):
+        lost = known.nodes.keys() - state.fleet.nodes.keys()
+        if lost and known.protection.kind.combines_roles:
             return frozenset(record.seats)
         found |= {
             role
-            for role, buddies in _buddies(state, one).items()
-            if not lost.isdisjoint((one.seats[role].node, *buddies))
+            for role, buddies in _buddies(state, known).items()
+            if not lost.isdisjoint((known.seats[role].node, *buddies))
         }
     return found
 
@@ -164,16 +163,16 @@ def _forget_memory(state: states.State, node: int) -> None:
     """Forget the inventory of a lost node, except for the parts that it has written to disk."""
     lost = state.memory.held.get(node)  # perhaps of a node that joined after the close
     state.memory.drop_node(node)
-    doing = state.doing
-    if not isinstance(doing, states.Dumping) or lost is None or node not in doing.finished:
+    dumping = state.phase_state
+    if not isinstance(dumping, states.Dumping) or lost is None or node not in dumping.finished:
         return
-    written = doing.chains | {doing.restore.generation}
+    written = dumping.chains | {dumping.restore.generation}
     # Only the extras of this boundary were written; another try may need others.
-    left_out = {
-        records.extras_part(one) for one in records.BOUNDARIES if one != doing.restore.boundary
+    others = {records.extras_part(name) for name in records.BOUNDARIES} - {
+        records.extras_part(dumping.restore.boundary)
     }
     saved = tuple(
-        replace(holding, parts=holding.parts - left_out)
+        replace(holding, parts=holding.parts - others)
         for holding in lost.holdings
         if holding.generation in written
     )
@@ -183,14 +182,14 @@ def _forget_memory(state: states.State, node: int) -> None:
 # Quarantined nodes.
 
 
-def put_aside(core: Core, node: int, why: str, kind: FailureKind) -> bool:
+def move_to_spare(core: Core, node: int, reason: str, kind: FailureKind) -> bool:
     """Have the roles of the node go to a spare; return False if no spare can take all of them."""
     if not _has_better(core, node):
         return False
     core.state.fleet.draining |= {node}
     core.state.fleet.distrust(frozenset({node}))
     core.emit(
-        Kind.NODE_QUARANTINED, node=node, cause=f"node {node} is quarantined {why}", kind=kind
+        Kind.NODE_QUARANTINED, node=node, cause=f"node {node} is quarantined {reason}", kind=kind
     )
     return True
 
@@ -208,8 +207,8 @@ def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = Non
     if (known := fleet.nodes.get(node)) is None:
         return
     is_shared = any(
-        one.host_name == known.host_name and other not in fleet.quarantined
-        for other, one in fleet.nodes.items()
+        neighbour.host_name == known.host_name and other not in fleet.quarantined
+        for other, neighbour in fleet.nodes.items()
         if other != node
     )
     host = "" if is_shared or kind is FailureKind.OTHER_PROGRAM else known.host_name
@@ -223,7 +222,7 @@ def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
     process replaces it there, and the roles of the node move. Without a spare they wait: on that
     node they would fail again."""
     node, fleet = event.node, core.state.fleet
-    del fleet.members[node, event.slot]
+    del fleet.members[event.place]
     if node in fleet.quarantined:
         return
     cause = f"node {node} is quarantined for the rest of the run: {failure.cause}"
@@ -243,12 +242,12 @@ def _crashed(core: Core, node: int, failure: Failure) -> None:
     known.crashed_at = (*_recent(core, known.crashed_at), core.now)
     known.host_errors += of_host
     if of_host and known.host_errors >= _HOST_ERRORS:
-        why = f"{known.host_errors} errors of its device or memory"
+        reason = f"{known.host_errors} errors of its device or memory"
     elif len(known.crashed_at) >= _CRASHES:
-        why = f"{len(known.crashed_at)} crashes within {_CRASH_WINDOW_SECONDS:g} s"
+        reason = f"{len(known.crashed_at)} crashes within {_CRASH_WINDOW_SECONDS:g} s"
     else:
         return
-    put_aside(core, node, f"after {why}, the last: {failure.cause}", failure.kind)
+    move_to_spare(core, node, f"after {reason}, the last: {failure.cause}", failure.kind)
 
 
 def _recent(core: Core, times: tuple[float, ...]) -> tuple[float, ...]:
@@ -259,41 +258,34 @@ def _recent(core: Core, times: tuple[float, ...]) -> tuple[float, ...]:
 # Members.
 
 
-def _tell(core: Core, what: Kind, /, of: ev.OfMember, role: int | None = None, **data: Any) -> None:
-    process = {"slot": of.slot, "incarnation": of.incarnation}
-    core.emit(what, node=of.node, role=role, **process, **data)
-
-
-def _role(core: Core, event: ev.OfMember) -> int | None:
-    return core.state.role_at(event.node, event.slot, event.incarnation)
+def _emit(core: Core, kind: Kind, /, of: ev.OfMember, role: int | None = None, **data: Any) -> None:
+    process = {"slot": of.local_rank, "incarnation": of.incarnation}
+    core.emit(kind, node=of.node, role=role, **process, **data)
 
 
 def hello(core: Core, event: ev.MemberHello) -> None:
     """Note that the process runs."""
-    place, members = (event.node, event.slot), core.state.fleet.members
-    started = members[place]
+    members = core.state.fleet.members
+    started = members[event.place]
     if started.status is states.MemberStatus.STARTING:
-        members[place] = states.MemberState(
-            started.incarnation, states.MemberStatus.RUNNING, started.since
-        )
-        _tell(core, Kind.MEMBER_STARTED, event, pid=event.pid)
+        members[event.place] = replace(started, status=states.MemberStatus.RUNNING)
+        _emit(core, Kind.MEMBER_STARTED, event, pid=event.pid)
 
 
 def warm(core: Core, event: ev.MemberWarm) -> None:
     """Note that a member without a seat has built and is parked."""
-    place = (event.node, event.slot)
-    member = core.state.fleet.members[place]
+    member = core.state.fleet.members[event.place]
     if member.status not in (states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
         return
-    core.set_member(place, states.MemberStatus.WARM)
-    _tell(core, Kind.MEMBER_WARM, event, seconds=core.now - member.since)
+    core.set_member(event.place, states.MemberStatus.WARM)
+    _emit(core, Kind.MEMBER_WARM, event, seconds=core.now - member.since)
     consider_pause(core)
 
 
 def registered(core: Core, event: ev.MemberRegistered) -> None:
     """Note the layout of a member that has built: it must match that of the run."""
     state, memory, layout = core.state, core.state.memory, event.layout
-    role = _role(core, event)
+    role = core.role_at(event)
     if role != layout.role or state.reporting_epoch is None or state.record is None:
         core.refuse_of(event, f"it does not play role {layout.role}")
         return
@@ -305,7 +297,7 @@ def registered(core: Core, event: ev.MemberRegistered) -> None:
             return
         memory.inherited -= {role}
     if not is_same and state.record.restore.kind == "memory":
-        core.kill((event.node, event.slot))
+        core.kill(event.place)
         cause = f"the process built for role {role} lays out its state in another way"
         epoch.close(core, Failure(cause, FailureKind.PROCESS_CRASH, ("layout",), node=event.node))
         return
@@ -320,18 +312,18 @@ def _end_as_other_model(core: Core, known: records.RoleLayout, layout: records.R
         f" {difference(known, layout)}; start the run again with the command that it had, or remove"
         " the state ('deadpool clean RUN') and start with another --run-dir"
     )
-    words = LastWords(ExitStatus.BAD_INPUT, reason, FailureKind.OTHER_PROGRAM)
-    ending.finish(core, words, keeps_slots=True)
+    final = FinalStatus(ExitStatus.BAD_INPUT, reason, FailureKind.OTHER_PROGRAM)
+    shutdown.finish(core, final, keeps_slots=True)
 
 
 def lost(core: Core, event: ev.MemberLost) -> None:
     """Handle the end of a process: close the epoch, end the run, or start the next incarnation."""
-    state, place = core.state, (event.node, event.slot)
+    state, place = core.state, event.place
     status = state.fleet.members[place].status
     ordered = status is states.MemberStatus.KILLED
-    role = _role(core, event)
+    role = core.role_at(event)
     how = f"exit {event.exit_code}" if event.signal is None else signal_name(event.signal)
-    cause = f"{process_name(event.node, event.slot, event.incarnation)} ended: {how}"
+    cause = f"{event.process} ended: {how}"
     cause += f" ({event.last_line})" if event.last_line else ""
     failure = failure_of(event, cause, role)
     on_purpose = ordered or event.ordered
@@ -339,13 +331,13 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     facts: dict[str, Any] = {key: number for key, number in end.items() if number is not None}
     if not on_purpose:
         facts["kind"] = failure.kind
-    _tell(core, Kind.MEMBER_LOST, event, role, cause=cause, **facts)
+    _emit(core, Kind.MEMBER_LOST, event, role, cause=cause, **facts)
     if state.phase in states.LAST_PHASES:
         return
     begins = not state.lineage.ever_ran and not state.survived
     if event.exit_code == ExitStatus.BAD_INPUT and begins:
         # The command itself reports that its arguments cannot work: no process could use them.
-        ending.end_as_found(core, LastWords(ExitStatus.BAD_INPUT, event.last_line or cause))
+        shutdown.end_as_found(core, FinalStatus(ExitStatus.BAD_INPUT, event.last_line or cause))
         return
     is_first = status is states.MemberStatus.STARTING and event.incarnation == 0
     is_other = event.exit_code == ExitStatus.OTHER_PROGRAM
@@ -354,23 +346,24 @@ def lost(core: Core, event: ev.MemberLost) -> None:
         # It runs elsewhere: this node, which came later, lacks something that it needs.
         text = f"excluded: its program cannot begin there: {event.last_line or cause}"
         kind = FailureKind.OTHER_PROGRAM if is_other else FailureKind.EXCLUDED
-        drop_node(core, event.node, Failure(text, kind, ("node", str(event.node)), node=event.node))
+        drop_node(core, event.node, Failure.of_node(event.node, text, kind))
         return
     device_is_lost = _is_broken(event) and not on_purpose
     if device_is_lost:
         if begins and _cannot_begin_without(core, event.node):
-            ending.end_as_found(core, LastWords(ExitStatus.BAD_INPUT, failure.cause, failure.kind))
+            final = FinalStatus(ExitStatus.BAD_INPUT, failure.cause, failure.kind)
+            shutdown.end_as_found(core, final)
             return
         _device_lost(core, event, failure)
     by_itself = f"the program ended: {event.last_line or cause} [{failure.evidence}]"
     if event.exit_code == 0 and not on_purpose and role is not None and begins:
-        ending.end_as_found(core, LastWords(ExitStatus.BAD_INPUT, by_itself))
+        shutdown.end_as_found(core, FinalStatus(ExitStatus.BAD_INPUT, by_itself))
         return
     if state.reporting_epoch is not None and role is not None:
         if event.exit_code in (0, ExitStatus.EXTRAS_OUTGROWN) and not on_purpose:
             # Any other process in its place would end in the same way.
-            why = event.last_line or cause if event.exit_code else by_itself
-            epoch.save_and_end(core, LastWords(event.exit_code or 1, why, failure.kind))
+            reason = event.last_line or cause if event.exit_code else by_itself
+            epoch.save_and_end(core, FinalStatus(event.exit_code or 1, reason, failure.kind))
         else:
             epoch.close(core, failure)
         if not on_purpose and not device_is_lost:
@@ -383,14 +376,14 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     ):
         slot_too = replace(failure, signature=(*failure.signature, str(place)))
         epoch.note_failure(core, slot_too)
-        if state.last_words is not None:
-            ending.end_as_found(core, state.last_words)
+        if state.final is not None:
+            shutdown.end_as_found(core, state.final)
     if state.phase in states.LAST_PHASES:
         return
     if not device_is_lost:
         # A drained member is killed to serve as a fresh spare: its node is not at fault.
         _restart(core, event, failure, counts=role is not None or not ordered)
-    if isinstance(state.doing, states.WaitingSpare) or _is_pending(core, event):
+    if isinstance(state.phase_state, states.WaitingSpare) or _is_pending(core, event):
         epoch.close(core, failure)
     epoch.check_closed(core)
 
@@ -410,19 +403,18 @@ def _is_broken(event: ev.MemberLost) -> bool:
 
 def _is_pending(core: Core, event: ev.OfMember) -> bool:
     """Return whether a record that is being written has a seat for this slot."""
-    match core.state.doing:
-        case states.Deciding(pending=pending):
-            seats = pending.seats.values()
-            return any((seat.node, seat.local_rank) == (event.node, event.slot) for seat in seats)
-    return False
+    deciding = core.state.phase_state
+    return isinstance(deciding, states.Deciding) and any(
+        (seat.node, seat.local_rank) == event.place for seat in deciding.pending.seats.values()
+    )
 
 
 def failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
     """Return the failure that the end of a process means for the epoch in which it has ``role``."""
     kind = _KINDS.get(event.exit_code) or kind_of_end(event.last_line)
-    log = member_log_name(event.node, event.slot, event.incarnation)
-    who = "" if role is None else f"role {role} on node {event.node}, "
-    evidence = f"{who}log logs/{log}.log"
+    log = member_log_name(event.node, event.local_rank, event.incarnation)
+    seat = "" if role is None else f"role {role} on node {event.node}, "
+    evidence = f"{seat}log logs/{log}.log"
     signature: tuple[str, ...] = ("signal", str(event.signal), str(role))
     if _is_broken(event):
         # However often devices break, the program is not to blame: each takes a node from the run.
@@ -440,18 +432,17 @@ def _restart(core: Core, event: ev.MemberLost, failure: Failure, *, counts: bool
         node.restarted_at = (*_recent(core, node.restarted_at), core.now)
     restarts = len(node.restarted_at)
     # The data of a node is needed as long as the state is not saved.
-    if restarts > core.config.settings.restarts_in_place and core.state.last_words is None:
+    if restarts > core.settings.restarts_in_place and core.state.final is None:
         cause = f"node {event.node} is given up after {restarts - 1} restarts: {failure.cause}"
-        signature = ("node", str(event.node))
-        drop_node(core, event.node, Failure(cause, failure.kind, signature, node=event.node))
+        drop_node(core, event.node, Failure.of_node(event.node, cause, failure.kind))
     else:
-        core.start_members(event.node, {event.slot: event.incarnation + 1})
+        core.start_members(event.node, {event.local_rank: event.incarnation + 1})
 
 
 def suspected(core: Core, event: ev.MemberSuspected) -> None:
     """Kill and replace a process that a verdict of liveness names."""
-    role = _role(core, event)
-    core.kill((event.node, event.slot))
+    role = core.role_at(event)
+    core.kill(event.place)
     if (role is not None and core.state.reporting_epoch is not None) or _is_pending(core, event):
         signature = ("suspected", str(role))
         failure = Failure(event.cause, FailureKind.MEMBER_FROZEN, signature, node=event.node)
@@ -460,7 +451,7 @@ def suspected(core: Core, event: ev.MemberSuspected) -> None:
 
 def check_members(core: Core) -> None:
     """Check that killed processes are reaped, and spares become warm, in time."""
-    settings, state, members = core.config.settings, core.state, core.state.fleet.members
+    settings, state, members = core.settings, core.state, core.state.fleet.members
     if state.phase in states.LAST_PHASES:
         return  # no process is needed any more, only the data of its node
     for place in state.fleet.having(states.MemberStatus.KILLED):

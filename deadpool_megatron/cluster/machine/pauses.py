@@ -4,9 +4,9 @@ nothing."""
 
 from __future__ import annotations
 
-from deadpool_megatron.cluster.machine import ending, epoch, inputs
+from deadpool_megatron.cluster.machine import epoch, inputs, shutdown
 from deadpool_megatron.cluster.machine.actions import Pause
-from deadpool_megatron.cluster.machine.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.blame import Failure, FinalStatus
 from deadpool_megatron.cluster.machine.chosen_plan import pause_cause, take_request
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.state import (
@@ -37,7 +37,7 @@ def begin(core: Core, running: Running) -> None:
 def consider_pause(core: Core) -> None:
     """Pause the running job when a wanted drain, or missing copies, can now be served."""
     state, record = core.state, core.state.record
-    if not isinstance(state.doing, Running) or record is None or state.blame.suspicion is not None:
+    if not _is_running(state) or record is None:
         return
     for node in sorted(state.fleet.drains & state.seats.nodes):
         if not epoch.seating(core, epoch.not_moved_to(state) | {node}).unseated:
@@ -48,25 +48,28 @@ def consider_pause(core: Core) -> None:
         return
     if not record.fewer_copies:
         return
-    if record.fewer_copies - epoch.owed_copies(
-        record.seats, epoch.record_nodes(state, record.seats), core
-    ):
+    if record.fewer_copies - epoch.missing_copies_with(core, record.seats):
         _pause_next(core, "a new node can hold the missing copies")
+
+
+def _is_running(state: State) -> bool:
+    """Return whether training runs, without a suspicion that may end it."""
+    return isinstance(state.phase_state, Running) and state.blame.suspicion is None
 
 
 def _pause(core: Core, order: PauseOrder) -> None:
     """Have all members pause, if the epoch runs."""
-    running, record = core.state.doing, core.state.record
+    running, record = core.state.phase_state, core.state.record
     if isinstance(running, Running) and record is not None:
-        limit = core.config.settings.hang_seconds * record.protection.every
-        core.state.doing = Pausing(core.now + limit, order, running.done)
+        limit = core.settings.hang_seconds * record.protection.every
+        core.state.phase_state = Pausing(core.now + limit, order, running.done)
         core.act(Pause(record.epoch, order.iteration))
         check_paused(core)
 
 
-def _pause_next(core: Core, cause: str, leaving: frozenset[int] = frozenset()) -> None:
+def _pause_next(core: Core, cause: str, draining: frozenset[int] = frozenset()) -> None:
     iteration = _boundary_after(core.state, core.state.reached)
-    _pause(core, PauseOrder(iteration, cause, leaving))
+    _pause(core, PauseOrder(iteration, cause, draining))
 
 
 def _boundary_after(state: State, iteration: int) -> int:
@@ -97,14 +100,14 @@ def drain_slow(core: Core, event: inputs.DrainRequested) -> None:
         core.log("info", f"node {node} has no role to move away", node)
     else:
         drain(core, node)
-        if isinstance(state.doing, Running):
+        if isinstance(state.phase_state, Running):
             core.log("warning", f"the drain of node {node} waits for a spare node", node)
 
 
 def protect_otherwise(core: Core, event: inputs.ProtectionRequested) -> None:
     """Change to another plan, as a measurement advises."""
-    if why := take_request(core, event):
-        core.refuse(f"protection {format_plan(event.plan)}", why)
+    if reason := take_request(core, event):
+        core.refuse(f"protection {format_plan(event.plan)}", reason)
     consider_pause(core)
 
 
@@ -112,21 +115,21 @@ def dump_requested(core: Core, event: inputs.DumpRequested) -> None:
     """Lead to a dump, in any phase. A run that trains pauses first, so that all that it has
     computed is committed; else the next run computes the iteration under way. A share of the
     seconds left, if they are given, is spent on the pause."""
-    state, words = core.state, LastWords(ExitStatus.SAVED, event.reason)
-    if isinstance(state.doing, Dumping):
-        ending.expedite(core, state.doing, event.reason)
+    state, final = core.state, FinalStatus(ExitStatus.SAVED, event.reason)
+    if isinstance(state.phase_state, Dumping):
+        shutdown.expedite(core, state.phase_state, event.reason)
         return
-    if state.last_words is None:
-        is_running = isinstance(state.doing, Running) and state.blame.suspicion is None
-        if not is_running and not isinstance(state.doing, Pausing):
-            epoch.save_and_end(core, words, FailureKind.DRAINED)
+    if state.final is None:
+        is_running = _is_running(state)
+        if not is_running and not isinstance(state.phase_state, Pausing):
+            epoch.save_and_end(core, final, FailureKind.DRAINED)
             return
         if is_running:
             _pause_next(core, event.reason)
-        state.last_words = words
-    if isinstance(state.doing, Pausing) and event.seconds is not None:
+        state.final = final
+    if isinstance(state.phase_state, Pausing) and event.seconds is not None:
         limit = core.now + _SHARE_OF_PAUSE * event.seconds
-        state.doing.deadline = min(state.doing.deadline, limit)
+        state.phase_state.deadline = min(state.phase_state.deadline, limit)
 
 
 # Reports of members.
@@ -134,9 +137,9 @@ def dump_requested(core: Core, event: inputs.DumpRequested) -> None:
 
 def note_done(core: Core, event: inputs.MemberDone) -> None:
     """Note that a role has completed its last iteration: no pause waits for it."""
-    role, doing = core.player(event), core.state.doing
-    if role is not None and isinstance(doing, Entering | Running | Pausing):
-        doing.done.add(role)
+    role, phase_state = core.sender_role(event), core.state.phase_state
+    if role is not None and isinstance(phase_state, Entering | Running | Pausing):
+        phase_state.done.add(role)
         if role == 0:  # the others were given no reason
             core.state.early, core.state.unsaved = event.early, event.unsaved
         epoch.check_done(core)
@@ -149,32 +152,32 @@ def note_paused(core: Core, event: inputs.Paused) -> None:
     If this coordinator has not ordered it, an earlier coordinator did. Only a close lets the member
     continue, and nothing is recomputed when all pause at the same iteration.
     """
-    role, doing, iteration = core.player(event), core.state.doing, event.iteration
+    role, phase_state, iteration = core.sender_role(event), core.state.phase_state, event.iteration
     if role is None:
         return
-    if isinstance(doing, Pausing):
-        if iteration != doing.order.iteration:
+    if isinstance(phase_state, Pausing):
+        if iteration != phase_state.order.iteration:
             core.refuse(f"pause of role {role}", f"no request waits for a pause at {iteration}")
             return
-        doing.order.paused.add(role)
+        phase_state.order.paused.add(role)
         check_paused(core)
         return
-    known = doing.pause if isinstance(doing, Entering) else None
+    known = phase_state.pause if isinstance(phase_state, Entering) else None
     still = set[int]() if known is None else known.paused
     if known is not None and known.iteration != iteration:
         still, iteration = set(), max(known.iteration, iteration)
     cause = "a pause that was ordered before the coordinator changed"
     order = PauseOrder(iteration, cause, paused=still | {role})
-    if isinstance(doing, Entering):
-        doing.pause = order
+    if isinstance(phase_state, Entering):
+        phase_state.pause = order
     else:
         _pause(core, order)
 
 
 def pause_later(core: Core, event: inputs.PauseRefused) -> None:
     """Choose a later iteration, as a role is past the wanted iteration. The deadline stays."""
-    state, pausing, iteration = core.state, core.state.doing, event.iteration
-    if core.player(event) is None:
+    state, pausing, iteration = core.state, core.state.phase_state, event.iteration
+    if core.sender_role(event) is None:
         return
     if isinstance(pausing, Pausing) and iteration >= pausing.order.iteration and state.record:
         pausing.order.iteration = _boundary_after(state, max(state.reached, iteration))
@@ -184,12 +187,12 @@ def pause_later(core: Core, event: inputs.PauseRefused) -> None:
 
 def check_paused(core: Core, *, overdue: bool = False) -> None:
     """Close the epoch, as after a failure, once all members pause (or their time is over)."""
-    pausing, wanted = core.state.doing, len(core.state.seats)
+    pausing, wanted = core.state.phase_state, len(core.state.seats)
     if not isinstance(pausing, Pausing):
         return
     order, paused, done = pausing.order, pausing.order.paused, pausing.done
     # The sizes are compared first, which is cheap: a role that is done may have paused, too.
     complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
     if overdue or complete:
-        core.state.fleet.draining = order.leaving
+        core.state.fleet.draining = order.draining
         epoch.close(core, Failure(order.cause, FailureKind.DRAINED))

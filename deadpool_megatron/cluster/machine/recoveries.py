@@ -175,12 +175,12 @@ class Recoveries:
         self.steps_recomputed += report.steps_recomputed
         return report
 
-    def report(self, epoch: int, phase: str, seconds: float, exposed: float, heard: int) -> None:
+    def report(self, epoch: int, phase: str, seconds: float, exposed: float, active: int) -> None:
         """Note a member's or vault's time of one phase in ``epoch``: they work in parallel, so the
-        longest counts. ``heard``: the epoch that is not closed, if any. ``exposed``: how long
+        longest counts. ``active``: the epoch that is not closed, if any. ``exposed``: how long
         something lacked protection. A phase outside PHASES is part of another; only re-protection
         may end after the recovery."""
-        if self.current is not None and epoch == heard:
+        if self.current is not None and epoch == active:
             phases = self.current.reported
             self.current.exposed = max(self.current.exposed, exposed)
         elif self.finished and self.finished[-1].epoch == epoch and phase == "reprotect":

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb, kept
-from deadpool_megatron.cluster.machine import chosen_plan, ending, inputs as ev, state as states
+from deadpool_megatron.cluster.machine import chosen_plan, inputs as ev, shutdown, state as states
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.pauses import consider_pause, drain
@@ -25,21 +25,21 @@ def found(core: Core, event: ev.RequestsFound) -> None:
     """Adopt the requests made to earlier coordinators; those that were started start again. After a
     restart of all processes open requests are over; if that is only assumed, they wait for the
     reports of agents."""
-    again, doing = [], core.state.doing
+    again, waiting = [], core.state.phase_state
     restarted = event.restarted and not core.state.survived
-    assumed = restarted and isinstance(doing, states.TakingOver) and not core.config.begins_anew
+    is_sure = core.config.has_new_command or not isinstance(waiting, states.TakingOver)
     for request in event.requests:
-        if request.is_open and restarted and not assumed:
+        if request.is_open and restarted and is_sure:
             request = request.at(Stage.REFUSED, STARTED_AGAIN)
         elif request.is_open:
             request = request.at(Stage.ASKED)
         again.append(request)
-    if assumed and isinstance(doing, states.TakingOver):
-        doing.requests = frozenset(request.number for request in again if request.is_open)
+    if restarted and isinstance(waiting, states.TakingOver) and not is_sure:
+        waiting.requests = frozenset(request.number for request in again if request.is_open)
     # A stop that could not wait for the journal was numbered without them.
     highest = max((request.number for request in again), default=0)
-    ours = [replace(one, number=highest + n) for n, one in enumerate(core.state.requests, 1)]
-    core.state.requests = kept((*again, *ours))
+    own = [replace(request, number=highest + n) for n, request in enumerate(core.state.requests, 1)]
+    core.state.requests = kept((*again, *own))
 
 
 def refuse_assumed(core: Core, numbers: frozenset[int]) -> None:
@@ -58,36 +58,36 @@ def exported(core: Core, event: ev.Exported) -> None:
     """Note that a requested checkpoint is written, or came to nothing."""
     for request in core.state.requests:
         if request.number == event.number and request.is_open:
-            stage, what = Stage.DONE, f"iteration {event.iteration} is in {event.path}"
+            stage, result = Stage.DONE, f"iteration {event.iteration} is in {event.path}"
             if not event.path:
-                what = f"no checkpoint of iteration {event.iteration}: {event.error}"
+                result = f"no checkpoint of iteration {event.iteration}: {event.error}"
                 stage = Stage.REFUSED
-            _change(core, request.at(stage, what))
+            _change(core, request.at(stage, result))
 
 
-def settle(core: Core) -> None:
+def advance(core: Core) -> None:
     """Start the requests that can start now, and note those that are done, after each input."""
     before: tuple[Request, ...] = ()
     while before is not core.state.requests:  # a request may make way for another, or overtake it
         before = core.state.requests
         for request in before:
             if request.is_open:
-                _settle(core, request)
+                _advance(core, request)
 
 
-def _settle(core: Core, request: Request) -> None:
-    doing = core.state.doing
+def _advance(core: Core, request: Request) -> None:
+    phase_state = core.state.phase_state
     is_known = core.state.phase is not states.Phase.BOOTSTRAPPING or core.state.record is None
     if core.state.phase in (states.Phase.ENDING, states.Phase.ENDED):
         is_stop = request.verb is Verb.STOP
         if is_stop and request.stage is Stage.ASKED:
-            ending.stop(core, _user_stop(request))
+            shutdown.stop(core, _user_stop(request))
         unsaved = ""
-        if isinstance(doing, states.LeaveTaking) and request.content.get("dump"):
-            unsaved = doing.unsaved
+        if isinstance(phase_state, states.Ending) and request.content.get("dump"):
+            unsaved = phase_state.unsaved
         stage = (Stage.FAILED if unsaved else Stage.DONE) if is_stop else Stage.REFUSED
         _change(core, request.at(stage, unsaved or _ENDING))
-    elif isinstance(doing, states.TakingOver) and request.number in doing.requests:
+    elif isinstance(phase_state, states.TakingOver) and request.number in phase_state.requests:
         return
     elif is_known or (request.verb is Verb.STOP and not request.content["dump"]):
         # A stop at once does not depend on which agents are here.
@@ -97,23 +97,23 @@ def _settle(core: Core, request: Request) -> None:
 def _change(core: Core, request: Request) -> None:
     """Replace the request that has this number; report a new stage."""
     known = core.state.requests
-    before = next(one for one in known if one.number == request.number)
+    before = next(old for old in known if old.number == request.number)
     if before == request:
         return
-    core.state.requests = tuple(request if one is before else one for one in known)
+    core.state.requests = tuple(request if old is before else old for old in known)
     if before.stage is not request.stage:
-        why = f": {request.reason}" if request.reason else ""
-        text = f"request {request.number}, {request.describe()}: {request.stage}{why}"
+        reason = f": {request.reason}" if request.reason else ""
+        text = f"request {request.number}, {request.describe()}: {request.stage}{reason}"
         is_bad = request.stage in (Stage.REFUSED, Stage.FAILED)
         core.log("warning" if is_bad else "info", text)
 
 
-def refusal(state: states.State, verb: Verb, what: Mapping[str, Any]) -> str:
+def refusal(state: states.State, verb: Verb, details: Mapping[str, Any]) -> str:
     """Return why a request cannot be taken, before it is journalled; empty if it can."""
     if state.phase in (states.Phase.ENDING, states.Phase.ENDED) and verb is not Verb.STOP:
         return _ENDING
     is_back = state.phase is not states.Phase.BOOTSTRAPPING or state.record is None
-    return not_connected(state, what["node"]) if verb is Verb.DRAIN and is_back else ""
+    return not_connected(state, details["node"]) if verb is Verb.DRAIN and is_back else ""
 
 
 def not_connected(state: states.State, node: int) -> str:
@@ -130,9 +130,9 @@ def _drain(core: Core, request: Request) -> Request:
     if state.phase in states.LAST_PHASES:
         return request.at(Stage.REFUSED, _ENDING)
     if node not in fleet.nodes:
-        why = fleet.removed.get(node, "is not connected")
+        reason = fleet.removed.get(node, "is not connected")
         return request.at(
-            Stage.REFUSED, why if why.startswith(f"node {node}") else f"node {node} {why}"
+            Stage.REFUSED, reason if reason.startswith(f"node {node}") else f"node {node} {reason}"
         )
     if node not in state.seats.nodes:
         # The user may end the node, and the coordinator with it: the move is over first.
@@ -143,13 +143,15 @@ def _drain(core: Core, request: Request) -> Request:
     if node not in fleet.drains and node not in fleet.draining:
         drain(core, node)
     paused = (
-        state.doing.order.leaving if isinstance(state.doing, states.Pausing) else frozenset[int]()
+        state.phase_state.order.draining
+        if isinstance(state.phase_state, states.Pausing)
+        else frozenset[int]()
     )
     if node in fleet.draining | paused:
         return request.at(Stage.UNDER_WAY, "its roles move")
     barred = sorted((fleet.distrusted | fleet.quarantined) & fleet.nodes.keys() - {node})
-    why = f" that is not quarantined, as nodes {barred} are" if barred else ""
-    return request.at(Stage.ASKED, f"waits for a spare node{why}")
+    reason = f" that is not quarantined, as nodes {barred} are" if barred else ""
+    return request.at(Stage.ASKED, f"waits for a spare node{reason}")
 
 
 def _protect(core: Core, request: Request) -> Request:
@@ -159,9 +161,9 @@ def _protect(core: Core, request: Request) -> Request:
     if state.record is not None and state.record.protection == plan == state.protection.plan:
         return request.at(Stage.DONE) if state.phase is states.Phase.RUNNING else request
     if request.stage is Stage.ASKED:
-        why = chosen_plan.take_request(core, ev.ProtectionRequested(plan, chosen_plan.ASKED_FOR))
-        if why:
-            return request.at(Stage.REFUSED, why)
+        reason = chosen_plan.take_request(core, ev.ProtectionRequested(plan, chosen_plan.ASKED_FOR))
+        if reason:
+            return request.at(Stage.REFUSED, reason)
         consider_pause(core)
         return request.at(Stage.UNDER_WAY, "comes with the next protected iteration")
     if state.protection.plan != plan:
@@ -175,10 +177,10 @@ def _persist(core: Core, request: Request) -> Request:
     state = core.state
     if request.stage is Stage.UNDER_WAY:
         return request  # a checkpoint being published is not called back: its end answers
-    if state.phase in states.LAST_PHASES or state.last_words is not None:
+    if state.phase in states.LAST_PHASES or state.final is not None:
         return request.at(Stage.REFUSED, _ENDING)
-    others = (one for one in state.requests if one.verb is Verb.PERSIST)
-    is_busy = any(one.stage is Stage.UNDER_WAY for one in others)
+    others = (other for other in state.requests if other.verb is Verb.PERSIST)
+    is_busy = any(other.stage is Stage.UNDER_WAY for other in others)
     if state.phase is states.Phase.RUNNING and not is_busy:
         core.act(BeginExport(request.number, str(request.content["directory"])))
         return request.at(Stage.UNDER_WAY)
@@ -189,7 +191,7 @@ def _stop(core: Core, request: Request) -> Request:
     if request.stage is Stage.UNDER_WAY:
         return request
     if not request.content["dump"]:
-        ending.stop(core, _user_stop(request))
+        shutdown.stop(core, _user_stop(request))
         return request.at(Stage.DONE)
     left = None if request.until is None else max(0.0, request.until - core.now)
     core.act(EndRun(str(request.content["reason"]), left))

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from deadpool_megatron.cluster.journal.user_requests import Request, Verb
-from deadpool_megatron.cluster.machine.blame import Blame, Failure, LastWords
+from deadpool_megatron.cluster.machine.blame import Blame, Failure, FinalStatus
 from deadpool_megatron.cluster.machine.recoveries import Recoveries
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.planner import common_layouts, is_kept
@@ -33,7 +33,7 @@ class Config:
 
     ``start``: the state that epoch 1 begins with (kind initial, durable or dump); ``older``: the
     states to fall back to if that cannot be loaded. ``restarted``: all processes of the run had
-    ended, and its agents start again; ``begins_anew``: with the settings of a new start, which
+    ended, and its agents start again; ``has_new_command``: with the settings of a new start, which
     count from now on. ``check_only``: the run ends when its nodes are judged. ``finished``:
     iterations finished before the start; ``from_scratch``: the run may begin again if nothing is
     left of them.
@@ -47,7 +47,7 @@ class Config:
     start: records.Restore = INITIAL
     older: tuple[records.Restore, ...] = ()
     restarted: bool = False
-    begins_anew: bool = False
+    has_new_command: bool = False
     check_only: bool = False
     finished: int = 0
     from_scratch: bool = False
@@ -135,7 +135,7 @@ class Fleet:
     returning: frozenset[int] = frozenset()
 
     @property
-    def aside(self) -> frozenset[int]:
+    def poor_spares(self) -> frozenset[int]:
         """Return the nodes that make poor spares."""
         return self.deprioritized | self.quarantined
 
@@ -146,13 +146,11 @@ class Fleet:
 
     def having(self, *statuses: MemberStatus) -> list[Place]:
         """Return the places of members with these statuses, in order."""
-        return sorted(place for place, one in self.members.items() if one.status in statuses)
+        return sorted(place for place, member in self.members.items() if member.status in statuses)
 
-    def absent(self, wished: Iterable[int]) -> list[int]:
-        """Return those of ``wished`` that are neither connected nor given up, ascending."""
-        return sorted(
-            node for node in wished if node not in self.nodes and node not in self.removed
-        )
+    def absent(self, nodes: Iterable[int]) -> list[int]:
+        """Return those of ``nodes`` that are neither connected nor given up, ascending."""
+        return sorted(node for node in nodes if node not in self.nodes and node not in self.removed)
 
 
 @dataclass
@@ -175,7 +173,7 @@ class Memory:
     @property
     def has_computed(self) -> bool:
         """Return whether memory holds a generation that an iteration has computed."""
-        found = (holding for one in self.held.values() for holding in one.holdings)
+        found = (holding for inventory in self.held.values() for holding in inventory.holdings)
         return any(holding.generation.iteration > 0 for holding in found)
 
     def in_slots(self, roles: Iterable[int]) -> dict[int, records.RoleLayout]:
@@ -197,21 +195,22 @@ class Memory:
 class LineageProgress:
     """Progress along the lineage. ``kept``: see layout.planner.keep_lineages. ``newest``: last
     iteration reported by an open epoch. ``valid``: states on disk to fall back to, newest first;
-    ``seen``: whether they were inspected since the last epoch was closed. ``struck``: paths of
-    checkpoints that could not be loaded; ``why_struck``: the last reason, if this coordinator knows
-    it; ``doubted``: path of the only checkpoint left, which gets another try. ``ever_ran``: whether
-    an epoch was ever open. ``told``: last iteration reported by the newest epoch that has reported
-    any: less than ``newest`` after a return to an old checkpoint."""
+    ``is_inspected``: whether they were inspected since the last epoch was closed.
+    ``invalidated``: paths of checkpoints that could not be loaded; ``invalidation_reason``: the
+    last reason, if this coordinator knows it; ``retried``: path of the only checkpoint left, which
+    gets another try. ``ever_ran``: whether an epoch was ever open. ``reported``: last iteration
+    reported by the newest epoch that has reported any: less than ``newest`` after a return to an
+    old checkpoint."""
 
     kept: Mapping[int, int] = field(default_factory=dict)
     newest: int = 0
     valid: tuple[records.Restore, ...] = ()
-    seen: bool = False
-    struck: frozenset[str] = frozenset()
-    why_struck: str = ""
-    doubted: str = ""
+    is_inspected: bool = False
+    invalidated: frozenset[str] = frozenset()
+    invalidation_reason: str = ""
+    retried: str = ""
     ever_ran: bool = False
-    told: records.Generation = NOTHING
+    reported: records.Generation = NOTHING
 
     @property
     def durable(self) -> records.Restore | None:
@@ -221,29 +220,29 @@ class LineageProgress:
     def report(self, generation: records.Generation) -> None:
         """Note a reported iteration."""
         self.newest = max(self.newest, generation.iteration)
-        self.told = max(self.told, generation)
+        self.reported = max(self.reported, generation)
 
     def add_valid(self, restore: records.Restore) -> None:
         """Add a checkpoint that became valid, in place of any earlier checkpoint with its path."""
         k = restore.generation.iteration
         self.remove({restore.path})
-        older = [one for one in self.valid if one.generation.iteration < k]
-        newer = [one for one in self.valid if one not in older]
-        self.valid, self.struck = (*newer, restore, *older), self.struck - {restore.path}
+        older = [known for known in self.valid if known.generation.iteration < k]
+        newer = [known for known in self.valid if known not in older]
+        self.valid, self.invalidated = (*newer, restore, *older), self.invalidated - {restore.path}
 
     def remove(self, paths: Collection[str]) -> None:
         """Drop the checkpoints that have these paths."""
-        self.valid = tuple(one for one in self.valid if one.path not in paths)
+        self.valid = tuple(known for known in self.valid if known.path not in paths)
 
-    def doubt(self, path: str) -> bool:
+    def invalidate(self, path: str) -> bool:
         """Note that the checkpoint at ``path`` could not be loaded, and return whether it is struck
         off. The only one left gets a second try: a device may have been at fault."""
-        if path != self.doubted and {one.path for one in self.valid} == {path}:
-            self.doubted = path
+        if path != self.retried and {known.path for known in self.valid} == {path}:
+            self.retried = path
             return False
         self.remove({path})
-        is_new = path not in self.struck
-        self.struck |= {path}
+        is_new = path not in self.invalidated
+        self.invalidated |= {path}
         return is_new
 
     def keeps(self, generation: records.Generation) -> bool:
@@ -253,12 +252,12 @@ class LineageProgress:
 
 @dataclass
 class ChosenProtection:
-    """Protection that was chosen. ``plan``: for the next record. ``why``: why it differs from the
-    last. ``told``: the plan that was reported last."""
+    """Protection that was chosen. ``plan``: for the next record. ``reason``: why it differs from
+    the last. ``reported``: the plan that was reported last."""
 
     plan: ProtectionPlan = field(default_factory=ProtectionPlan)
-    why: str = ""
-    told: ProtectionPlan | None = None
+    reason: str = ""
+    reported: ProtectionPlan | None = None
 
 
 # Phases.
@@ -284,11 +283,11 @@ LAST_PHASES = frozenset({Phase.DUMPING, Phase.ENDING, Phase.ENDED})
 
 @dataclass
 class PauseOrder:
-    """Order to all members to pause after ``iteration``; ``leaving``: nodes to be drained."""
+    """Order to all members to pause after ``iteration``; ``draining``: nodes to be drained."""
 
     iteration: int
     cause: str
-    leaving: frozenset[int] = frozenset()
+    draining: frozenset[int] = frozenset()
     paused: set[int] = field(default_factory=set)
 
 
@@ -328,13 +327,13 @@ class TakingOver(Entering):
 
 @dataclass
 class Closing:
-    """The wait for inventories of nodes, and for the end of killed members; ``looks``: only the
+    """The wait for inventories of nodes, and for the end of killed members; ``inspects``: only the
     inspection of the checkpoints is awaited."""
 
     phase: ClassVar = Phase.CLOSING
     deadline: float
     awaited: set[int] = field(default_factory=set)
-    looks: bool = False
+    inspects: bool = False
 
 
 @dataclass
@@ -386,7 +385,7 @@ class Pausing:
 
 @dataclass
 class Dumping:
-    """The write of the nodes' memory to disk; then the run ends with ``words``.
+    """The write of the nodes' memory to disk; then the run ends with ``final``.
 
     ``chains``: generations that are written in part, for roles that recompute their shard parts
     from them. ``held``: the nodes write all they hold, as no generation is whole, rather than that
@@ -398,7 +397,7 @@ class Dumping:
 
     phase: ClassVar = Phase.DUMPING
     deadline: float
-    words: LastWords
+    final: FinalStatus
     restore: records.Restore
     awaited: set[int]
     finished: set[int] = field(default_factory=set)
@@ -411,7 +410,7 @@ class Dumping:
 
 
 @dataclass
-class LeaveTaking:
+class Ending:
     """The wait for the agents to leave. ``unsaved``: why their data is in memory only, or lost;
     empty if it was written."""
 
@@ -431,9 +430,9 @@ class Ended:
 
 # The epoch is open. Its members' reports also count while agents come back.
 Open = Opening | Running | Pausing
-Heard = TakingOver | Open
+Reporting = TakingOver | Open
 PhaseObject = (
-    Bootstrapping | Heard | Closing | WaitingSpare | Deciding | Dumping | LeaveTaking | Ended
+    Bootstrapping | Reporting | Closing | WaitingSpare | Deciding | Dumping | Ending | Ended
 )
 
 
@@ -444,13 +443,13 @@ class State:
     ``seats``: those of the last announced record, or as planned before there is any. ``epoch``:
     highest number given to a record. ``record``: the last announced. ``restarted``: new agents have
     joined an epoch that was open; ``survived``: so have agents older than this coordinator.
-    ``start``: see :class:`History`. ``last_words``: how the run ends once its state is saved.
+    ``start``: see :class:`History`. ``final``: how the run ends once its state is saved.
     ``early``: how far the program has come, if it ended before its last iteration. ``unsaved``: why
     its last checkpoint is not valid. ``requests``: those of users, open or just ended. ``agreed``:
     properties that the nodes share, None until they are judged.
     """
 
-    doing: PhaseObject
+    phase_state: PhaseObject
     seats: records.SeatTable
     epoch: int = 0
     record: records.EpochRecord | None = None
@@ -463,7 +462,7 @@ class State:
     restarted: bool = False
     survived: bool = False
     start: int = 0
-    last_words: LastWords | None = None
+    final: FinalStatus | None = None
     early: str = ""
     unsaved: str = ""
     requests: tuple[Request, ...] = ()
@@ -472,41 +471,43 @@ class State:
     @property
     def phase(self) -> Phase:
         """Return the name of the phase."""
-        return self.doing.phase
+        return self.phase_state.phase
 
     @property
     def open_epoch(self) -> int | None:
         """Return the number of the epoch in which members work, None while there is none."""
-        return self.record.epoch if self.record and isinstance(self.doing, Open) else None
+        return self.record.epoch if self.record and isinstance(self.phase_state, Open) else None
 
     @property
     def standing_epoch(self) -> int | None:
         """Return the number of the epoch whose saves count: the open epoch, or the newest while the
         run ends. No failure closed the latter, and nothing overwrites its saves."""
-        ends = self.last_words is not None or self.phase in LAST_PHASES
+        ends = self.final is not None or self.phase in LAST_PHASES
         return self.record.epoch if self.record is not None and ends else self.open_epoch
 
     @property
     def reporting_epoch(self) -> int | None:
         """Return the number of the epoch whose members' reports count: the open epoch, or after a
         takeover the newest, in which members continue while the agents come back."""
-        return self.record.epoch if self.record and isinstance(self.doing, Heard) else None
+        return (
+            self.record.epoch if self.record and isinstance(self.phase_state, Reporting) else None
+        )
 
     @property
     def reached(self) -> int:
         """Return the last iteration known to be complete in the newest epoch."""
         if self.record is None:
             return 0
-        begun, told = self.record.restore.generation.iteration, self.lineage.told
-        return max(begun, told.iteration) if told.lineage == self.record.epoch else begun
+        begun, reported = self.record.restore.generation.iteration, self.lineage.reported
+        return max(begun, reported.iteration) if reported.lineage == self.record.epoch else begun
 
     @property
     def is_restored(self) -> bool:
         """Return whether every role of the announced record has its state."""
-        doing, roles = self.doing, 0 if self.record is None else len(self.record.seats)
-        if isinstance(doing, Entering):
-            return bool(roles) and len(doing.restored) == roles
-        return bool(roles) and isinstance(doing, Running | Pausing)
+        phase_state, roles = self.phase_state, 0 if self.record is None else len(self.record.seats)
+        if isinstance(phase_state, Entering):
+            return bool(roles) and len(phase_state.restored) == roles
+        return bool(roles) and isinstance(phase_state, Running | Pausing)
 
     def role_at(self, node: int, local_rank: int, incarnation: int) -> int | None:
         """Return the role for which exactly this process has a seat in the announced record."""
@@ -522,24 +523,24 @@ class State:
         judged = fleet.nodes[node].judged
         if node not in fleet.deprioritized or judged.eligibility is Eligibility.WEAK:
             return records.NodeUse.SPARE
-        drains = [one for one in self.requests if one.verb is Verb.DRAIN]
-        is_drained = any(one.content["node"] == node for one in drains)
+        drains = [request for request in self.requests if request.verb is Verb.DRAIN]
+        is_drained = any(request.content["node"] == node for request in drains)
         return records.NodeUse.DRAINED if is_drained else records.NodeUse.QUARANTINED
 
     def waiting_for(self) -> str:
         """Return what the phase waits for, as text; empty when it waits for nothing."""
-        match self.doing:
+        match self.phase_state:
             case Bootstrapping():
                 return "nodes and their processes to start"
             case TakingOver():
                 absent = [] if self.record is None else self.fleet.absent(self.record.nodes)
                 return f"nodes {absent} to report to it"
-            case Closing(looks=True):
+            case Closing(inspects=True):
                 return "a look at the checkpoints"
             case Closing(awaited=awaited):
                 members = self.fleet.having(MemberStatus.KILLED)
-                told = f"nodes {sorted(awaited)} to say what they hold"
-                return f"{told}, processes {members} to end" if members else told
+                text = f"nodes {sorted(awaited)} to say what they hold"
+                return f"{text}, processes {members} to end" if members else text
             case WaitingSpare():
                 returning = sorted(self.fleet.returning)
                 back = f", or nodes {returning} with their slots" if returning else ""
@@ -554,6 +555,6 @@ class State:
                 return f"the checkpoint of what was dumped to {restore.path}"
             case Dumping(awaited=awaited):
                 return f"dumps of nodes {sorted(awaited)}"
-            case LeaveTaking():
+            case Ending():
                 return f"agents of nodes {sorted(self.fleet.nodes)} to go"
         return ""

@@ -21,13 +21,13 @@ from deadpool_megatron.preflight import eligibility
 
 def note_join(core: Core, event: ev.NodeJoined) -> None:
     """Note the report of a joining agent about the newest epoch, while all come back."""
-    state, record, doing = core.state, core.state.record, core.state.doing
-    if not isinstance(doing, TakingOver) or record is None:
+    state, record, phase_state = core.state, core.state.record, core.state.phase_state
+    if not isinstance(phase_state, TakingOver) or record is None:
         return
     for local_rank, epoch in event.restored.items():
         role = state.role_at(event.node, local_rank, event.members.get(local_rank, -1))
         if epoch == record.epoch and role is not None:
-            doing.restored.add(role)
+            phase_state.restored.add(role)
     # A new agent: the members of its node have died with the agent before it.
     if event.node in record.nodes and not event.epoch and not event.members:
         state.restarted = True
@@ -35,7 +35,7 @@ def note_join(core: Core, event: ev.NodeJoined) -> None:
     if event.epoch or event.members:
         state.survived = True
     if state.survived:
-        doing.requests = frozenset()
+        phase_state.requests = frozenset()
     if event.closed >= record.epoch:
         cause = f"epoch {record.epoch} was closed before the coordinator changed"
         close(core, Failure(cause, FailureKind.COORDINATOR))
@@ -49,12 +49,12 @@ def check_all_back(core: Core, taking_over: TakingOver, record: EpochRecord) -> 
     come back, others may still train, and no node counts as lost before ``rejoin_seconds``.
     """
     state, config = core.state, core.config
-    began = taking_over.deadline - patience_seconds(config)
+    began = taking_over.deadline - rejoin_limit_seconds(config)
     is_late = core.now >= began + config.settings.rejoin_seconds
     if state.restarted and (is_late or not state.survived):
-        patient = core.now < began + config.settings.connect_seconds
-        if len(state.fleet.nodes) >= config.nodes + (config.spares if patient else 0):
-            time_is_over(core, taking_over, record)
+        waits_for_spares = core.now < began + config.settings.connect_seconds
+        if len(state.fleet.nodes) >= config.nodes + (config.spares if waits_for_spares else 0):
+            end_wait(core, taking_over, record)
             return
     if (
         (state.survived or not state.restarted)
@@ -63,7 +63,7 @@ def check_all_back(core: Core, taking_over: TakingOver, record: EpochRecord) -> 
         and not state.fleet.absent(record.nodes)
         and (taking_over.missed is not None or not _is_unclear(core, record))
     ):
-        _go_on(core, taking_over, record)
+        _resume(core, taking_over, record)
 
 
 def _is_unclear(core: Core, record: EpochRecord) -> bool:
@@ -76,28 +76,28 @@ def _is_unclear(core: Core, record: EpochRecord) -> bool:
     return (
         bool(lost)
         and lost.isdisjoint(state.seats.nodes)
-        and all(_plays(core, role) for role in record.seats)
+        and all(_is_alive(core, role) for role in record.seats)
     )
 
 
-def patience_seconds(config: Config) -> float:
+def rejoin_limit_seconds(config: Config) -> float:
     """Return how long agents may take to reach a coordinator that has taken over."""
     settings = config.settings
     return settings.start_seconds if config.restarted else settings.rejoin_seconds
 
 
-def time_is_over(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
+def end_wait(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     """Count the nodes that have not come back by now as lost."""
-    why = f"did not reconnect within {patience_seconds(core.config):g} s"
+    reason = f"did not reconnect within {rejoin_limit_seconds(core.config):g} s"
     for node in core.state.fleet.absent(record.nodes):
-        give_up(core, node, why, FailureKind.NODE_LOST)
-    _go_on(core, taking_over, record)
+        give_up(core, node, reason, FailureKind.NODE_LOST)
+    _resume(core, taking_over, record)
 
 
-def _go_on(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
+def _resume(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     """Leave the newest epoch open; no member notices the change of coordinator."""
     state, fleet = core.state, core.state.fleet
-    if core.config.settings.check != "off":  # new nodes are compared with their common facts
+    if core.settings.check != "off":  # new nodes are compared with their common facts
         known = [node.facts for node in fleet.nodes.values() if node.facts is not None]
         state.agreed = eligibility.agree(known)
     if any(known.returns for known in fleet.nodes.values()):  # then lost nodes may return, too
@@ -106,11 +106,11 @@ def _go_on(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
         state.start = record.epoch
     refuse_assumed(core, taking_over.requests)
     # The lost node, rather than the failure that its peers saw first.
-    causes = [one for one in (taking_over.missed, _happened(core, record)) if one is not None]
-    failure = min(causes, key=lambda one: rank(one.kind), default=None)
+    causes = [cause for cause in (taking_over.missed, _happened(core, record)) if cause is not None]
+    failure = min(causes, key=lambda cause: rank(cause.kind), default=None)
     deadline = core.now + opening_seconds(core, record)
     restored, done = taking_over.restored, taking_over.done
-    state.doing = Opening(deadline, restored, done, taking_over.begins, taking_over.pause)
+    state.phase_state = Opening(deadline, restored, done, taking_over.begins, taking_over.pause)
     if failure is not None:
         close(core, failure)
         return
@@ -121,7 +121,7 @@ def _go_on(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
 def _happened(core: Core, record: EpochRecord) -> Failure | None:
     """Return the failure that was not reported, as there was no coordinator to report it to."""
     state = core.state
-    ended = [role for role in sorted(record.seats) if not _plays(core, role)]
+    ended = [role for role in sorted(record.seats) if not _is_alive(core, role)]
     if ended and state.restarted:
         some = f"processes of roles {ended} were started again"
         return Failure(
@@ -131,12 +131,12 @@ def _happened(core: Core, record: EpochRecord) -> Failure | None:
     if wrong := sorted(state.fleet.draining & set(state.fleet.nodes)):
         node = wrong[0]
         cause = f"node {node} was quarantined for the rest of the run"
-        return Failure(cause, FailureKind.EXCLUDED, ("node", str(node)), node=node)
+        return Failure.of_node(node, cause, FailureKind.EXCLUDED)
     for node in sorted(set(record.nodes) - set(state.fleet.nodes)):
         if matters(state, record, node):
-            why = state.fleet.removed.get(node, "gone")
-            cause = why if why.startswith(f"node {node}") else f"node {node}: {why}"
-            return Failure(cause, FailureKind.NODE_LOST, ("node", str(node)), node=node)
+            reason = state.fleet.removed.get(node, "gone")
+            cause = reason if reason.startswith(f"node {node}") else f"node {node}: {reason}"
+            return Failure.of_node(node, cause)
     if ended:
         cause = f"members of roles {ended} ended while there was no coordinator"
         signature = ("unseen", *map(str, ended))
@@ -146,7 +146,7 @@ def _happened(core: Core, record: EpochRecord) -> Failure | None:
     return None
 
 
-def _plays(core: Core, role: int) -> bool:
+def _is_alive(core: Core, role: int) -> bool:
     """Return whether exactly the process that has the role's seat is alive."""
     seat = core.state.seats[role]
     member = core.state.fleet.members.get((seat.node, seat.local_rank))

@@ -70,7 +70,7 @@ class Life:
             case "lose":
                 del state.fleet.nodes[value]
             case "struck":
-                state.lineage.struck = frozenset(value)
+                state.lineage.invalidated = frozenset(value)
             case "export":
                 world.exports.carry_out(actions.BeginExport(*value))
             case "end":

@@ -165,7 +165,7 @@ class Whole:
             case ["term"]:
                 claim_term(self._journal, value, "h", 1, 1)
             case ["dropped", node]:
-                self._coordinator.orders.give(DropNode(int(node), value, left_out=True))
+                self._coordinator.orders.give(DropNode(int(node), value, excluded=True))
             case ["file"]:
                 path = self._directory / value
                 path.parent.mkdir(parents=True)

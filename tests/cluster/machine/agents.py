@@ -97,7 +97,7 @@ class Node:
     def say(self, *reports: ev.OfMember) -> None:
         """Report something about members."""
         for report in reports:
-            self.members[report.slot].said[type(report)] = report
+            self.members[report.local_rank].said[type(report)] = report
             self.reports.append(report)
 
     def join(self, number: int) -> ev.NodeJoined:
@@ -230,7 +230,7 @@ class Agents:
         for member in here.members.values():
             if member.role is None or member.epoch != epoch or member.at is None:
                 continue
-            seat = (member.seat.node, member.seat.local_rank, member.seat.incarnation)
+            seat = member.seat.to_list()
             if member.entered > iteration:
                 here.say(ev.PauseRefused(*seat, epoch, member.entered - 1))
             else:
@@ -240,8 +240,7 @@ class Agents:
 
     def _stand_still(self, here: Node, member: Member) -> None:
         if member.at is not None and member.at.iteration == member.pause_at:
-            seat = (member.seat.node, member.seat.local_rank, member.seat.incarnation)
-            here.say(ev.Paused(*seat, member.epoch, member.at.iteration))
+            here.say(ev.Paused(*member.seat.to_list(), member.epoch, member.at.iteration))
 
     # Work of the open epoch.
 
@@ -266,8 +265,7 @@ class Agents:
         member, record = self.player(role), self.record
         if member is None or record is None or member.at is not None:
             return False
-        restore, here = record.restore, self.nodes[member.seat.node]
-        seat = (member.seat.node, member.seat.local_rank, member.seat.incarnation)
+        restore, here, seat = record.restore, self.nodes[member.seat.node], member.seat.to_list()
         if restore.kind == "memory":
             for part in ("main", "extras@step"):
                 if not self._is_given(restore, role, part):

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev, state as states
-from deadpool_megatron.cluster.machine.machine import NOBODY, Machine
+from deadpool_megatron.cluster.machine.machine import NO_NODES, Machine
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.events import Kind, to_line
 from deadpool_megatron.layout.placement import CopyPlacement
@@ -56,11 +56,10 @@ def plain(value: Any) -> Any:
 class Rig:
     """Nodes 0 .. nodes-1 train, the others are spares; role r starts on node r // nproc."""
 
-    def __init__(self, nodes: int = 2, spares: int = 1, nproc: int = 1, **more: object) -> None:
-        start = more.pop("start", None)
-        config = {"start": start} if start is not None else {}
-        self.settings = Settings(**more)  # type: ignore[arg-type]
-        self.config = states.Config(nodes, spares, nproc, self.settings, "/dump", **config)  # type: ignore[arg-type]
+    def __init__(self, nodes: int = 2, spares: int = 1, nproc: int = 1, **settings: Any) -> None:
+        start = settings.pop("start", states.INITIAL)
+        self.settings = Settings(**settings)
+        self.config = states.Config(nodes, spares, nproc, self.settings, "/dump", start)
         self.now = 100.0
         self.machine = Machine(self.config, self.now)
         self.last: list[act.Action] = []
@@ -73,17 +72,15 @@ class Rig:
 
     # Driving.
 
-    def anew(self) -> None:
-        """As a machine of which nobody has heard."""
-        self.machine = Machine(self.config, self.now)
-
-    def successor(self, *valid: Restore, gone: Mapping[int, str] = NOBODY, **config: Any) -> Rig:
+    def successor(
+        self, *valid: Restore, removed: Mapping[int, str] = NO_NODES, **config: Any
+    ) -> Rig:
         """The next coordinator, with every record that was written; no agent has come yet.
-        ``gone``: nodes that the journal says were given up since."""
+        ``removed``: nodes given up since, as the journal says."""
         records = [write.record for write in self.of(act.WriteRecord, self.log)]
         rig = copy.copy(self)
         rig.config = replace(self.config, **config)
-        rig.take_over(records[-1], valid, gone=gone)
+        rig.take_over(records[-1], valid, removed=removed)
         rig.last, rig.log = [], []
         return rig
 
@@ -91,7 +88,7 @@ class Rig:
         self, record: EpochRecord, valid: Sequence[Restore] = (), **more: Any
     ) -> states.State:
         """As a coordinator that finds this record."""
-        self.anew()
+        self.machine = Machine(self.config, self.now)
         self.machine.take_over(record, valid, **more)
         return self.state
 
@@ -102,7 +99,7 @@ class Rig:
         while fed:
             actions = self.machine.handle(fed.pop(0), self.now)
             self.last += actions
-            if any(isinstance(one, act.LookAtCheckpoints) for one in actions):
+            if any(isinstance(one, act.InspectCheckpoints) for one in actions):
                 fed.insert(0, ev.CheckpointsFound(self.gone))
         for emitted in self.of(act.EmitEvent):
             check_event(json.loads(to_line(emitted.to_event())))
@@ -160,8 +157,8 @@ class Rig:
         return self.feed(ev.JournalWritten(self.state.epoch))
 
     def seat(self, role: int) -> tuple[int, int, int]:
-        seat = self.record.seats[role]
-        return (seat.node, seat.local_rank, seat.incarnation)
+        node, local_rank, incarnation = self.record.seats[role].to_list()
+        return node, local_rank, incarnation
 
     def restored(self, *roles: int) -> list[act.Action]:
         """The members of these roles (default: all) register and restore."""
@@ -251,13 +248,17 @@ class Rig:
 
     @property
     def pending(self) -> EpochRecord:
-        assert isinstance(self.state.doing, states.Deciding)
-        return self.state.doing.pending
+        assert isinstance(self.state.phase_state, states.Deciding)
+        return self.state.phase_state.pending
 
     @property
     def awaited(self) -> Set[int]:
         """Nodes that still have to answer the close."""
-        return self.state.doing.awaited if isinstance(self.state.doing, states.Closing) else set()
+        return (
+            self.state.phase_state.awaited
+            if isinstance(self.state.phase_state, states.Closing)
+            else set()
+        )
 
     def show(self) -> None:
         """Print the actions of the last call, and the phase; of a record what was decided."""
@@ -279,8 +280,8 @@ class Rig:
 
     def alter_nodes(self, **changes: object) -> None:
         """Other values of every node that is connected."""
-        for known in self.state.fleet.nodes.values():
-            for name, value in changes.items():
+        for name, value in changes.items():
+            for known in self.state.fleet.nodes.values():
                 setattr(known, name, value)
 
 

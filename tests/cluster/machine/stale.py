@@ -39,12 +39,11 @@ def of_epochs(
     """All kinds of messages of these epochs, from these processes."""
     for epoch, record in zip(epochs, records, strict=False):
         for seat in seats:
-            player = seat.node, seat.local_rank, seat.incarnation, epoch
             for kind, said in OF_EPOCH.items():
                 # An inventory counts until the next record is announced, as its epoch does.
                 newest = world.state.record
                 if kind is not ev.NodeInventory or newest is None or epoch != newest.epoch:
-                    yield said(player, record.restore.generation)
+                    yield said((*seat.to_list(), epoch), record.restore.generation)
 
 
 def early_inputs(world: World) -> Iterable[ev.Input]:

@@ -136,8 +136,7 @@ def each_kind_of_report_comes_once() -> Told:
         if record is None or world.finished is not None or kind is ev.NodeInventory:
             continue
         seat = record.seats[number % world.config.world_size]
-        player = (seat.node, seat.local_rank, seat.incarnation, record.epoch)
-        world.feed(said(player, record.restore.generation))
+        world.feed(said((*seat.to_list(), record.epoch), record.restore.generation))
         for _ in range(3):
             world.settle()
             world.tick(20.0)
@@ -156,10 +155,9 @@ def the_program_ends() -> Told:
         if record is None or world.finished is not None:
             break
         seat = record.seats[1]
-        place = (seat.node, seat.local_rank, seat.incarnation)
-        world.feed(ev.MemberRaised(*place, record.epoch, "ValueError: too large"))
+        world.feed(ev.MemberRaised(*seat.to_list(), record.epoch, "ValueError: too large"))
         world.nodes[seat.node].members.pop(seat.local_rank, None)
-        world.feed(ev.MemberLost(*place, exit_code=1))
+        world.feed(ev.MemberLost(*seat.to_list(), exit_code=1))
         world.train_on(2)
         world.tick(1.0)
     world.show()

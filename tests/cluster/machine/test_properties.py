@@ -257,7 +257,7 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def waits_name_what_they_wait_for(self) -> None:
         state = self.world.state
-        assert bool(state.waiting_for()) == (state.doing.deadline is not None)
+        assert bool(state.waiting_for()) == (state.phase_state.deadline is not None)
 
     def teardown(self) -> None:
         """Nobody answers any more: time alone must end every wait."""
@@ -269,7 +269,7 @@ class Cluster(RuleBasedStateMachine):
                 break
             world.tick(400.0)
         assert world.state.phase in (Phase.RUNNING, Phase.ENDED)
-        assert world.state.phase is Phase.ENDED or world.state.last_words is None
+        assert world.state.phase is Phase.ENDED or world.state.final is None
 
 
 Cluster.TestCase.settings = settings(

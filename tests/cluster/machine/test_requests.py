@@ -129,7 +129,7 @@ def test_a_restart_of_all_processes_ends_what_was_open():
 
 def test_a_new_start_ends_what_was_open_at_once():
     old = begun()
-    rig = old.successor(restarted=True, begins_anew=True)
+    rig = old.successor(restarted=True, has_new_command=True)
     rig.feed(ev.RequestsFound(OPEN, restarted=True))
     assert (outcome(rig, 1), outcome(rig, 2)) == (STARTED_AGAIN, STARTED_AGAIN)
 

@@ -64,7 +64,7 @@ def test_a_process_gets_a_number_that_none_had_before(was_there, highest):
     known = {} if highest < 0 else {0: highest}
     rig.feed(ev.NodeJoined(0, "host", 1000, "node0", incarnations=known))
     (started,) = rig.of(act.StartMembers)
-    assert started.slots == {0: max(highest, 0 if was_there else -1) + 1}
+    assert started.incarnations == {0: max(highest, 0 if was_there else -1) + 1}
 
 
 def test_agents_that_leave_at_the_end_are_not_noted():
@@ -114,17 +114,17 @@ def test_a_successor_knows_all_that_its_record_says():
     state = rig.take_over(
         record,
         [thrown_away, newest, older, struck],
-        gone={5: "its power was lost"},
-        wrong={7: "host7", 6: ""},
+        removed={5: "its power was lost"},
+        quarantined={7: "host7", 6: ""},
     )
     assert (state.record, state.epoch, dict(state.seats)) == (record, record.epoch, record.seats)
-    assert (state.protection.plan, state.protection.told) == (plan, ProtectionPlan())
+    assert (state.protection.plan, state.protection.reported) == (plan, ProtectionPlan())
     assert state.fleet.removed == {9: "its connection closed", 5: "its power was lost"}
     assert state.fleet.quarantined == {1, 6, 7}
     assert state.fleet.quarantined_hosts == {"host7", "host8"}
     assert state.fleet.draining == {1}, "it has a role"
     line = state.lineage
-    assert (line.kept, line.struck, line.newest) == (history.kept, history.struck, 7)
+    assert (line.kept, line.invalidated, line.newest) == (history.kept, history.struck, 7)
     assert line.ever_ran
     assert line.valid == (newest, older), "neither struck off nor of an iteration thrown away"
     ((iteration, known),) = state.blame.failures

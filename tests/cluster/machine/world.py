@@ -27,7 +27,7 @@ def knowledge(state: states.State) -> dict[str, object]:
     line, blame, fleet = state.lineage, state.blame, state.fleet
     return {
         "epoch": (state.record, state.epoch),
-        "line": (line.kept, line.struck),
+        "line": (line.kept, line.invalidated),
         "blame": (blame.failures, blame.nonfinite),
         "nodes": (fleet.removed.keys(), fleet.quarantined, fleet.quarantined_hosts),
         "protection": state.protection.plan,
@@ -77,7 +77,7 @@ class World(Agents):
         if self.fed % 3 == 0 and not isinstance(event, ev.NodeJoined):
             self._hear_twice(event)
         waits = self.state.phase not in (Phase.RUNNING, Phase.ENDED)
-        assert (self.state.doing.deadline is not None) == waits
+        assert (self.state.phase_state.deadline is not None) == waits
         assert self.state.epoch >= before
         for node in set(self.state.fleet.removed) & set(self.nodes):
             self.lose(node, report=False)  # given up without a word: its agent fences itself
@@ -173,7 +173,10 @@ class World(Agents):
         self.written.append(record.epoch)
         assert set(record.seats) == set(range(self.config.world_size))
         assert len(set(record.seats.values())) == len(record.seats)
-        if not isinstance(self.state.doing, states.Deciding) or self.state.doing.redecide:
+        if (
+            not isinstance(self.state.phase_state, states.Deciding)
+            or self.state.phase_state.redecide
+        ):
             return  # overtaken in the same step: it will not be announced
         assert set(record.nodes) == set(self.state.fleet.nodes)
         for parts in record.restore.sources.values():
@@ -280,7 +283,7 @@ class World(Agents):
         if self.journaled:
             if not notes_landed:
                 self.noted.clear()
-            self.machine.take_over(self.journaled[-1], (), gone=self.noted)
+            self.machine.take_over(self.journaled[-1], (), removed=self.noted)
             line: dict[int, int] = {}
             for record in self.journaled:
                 line = keep_lineages(line, record.restore, record.epoch)

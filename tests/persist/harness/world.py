@@ -31,7 +31,7 @@ class World:
             record=record,
             standing_epoch=1,
             fleet=SimpleNamespace(nodes={0: None, 1: None}),
-            lineage=SimpleNamespace(kept={1: 1 << 62}, valid=(), struck=frozenset()),
+            lineage=SimpleNamespace(kept={1: 1 << 62}, valid=(), invalidated=frozenset()),
             reached=0,
         )
         self.sent: list[tuple[int, str, Mapping[str, Any]]] = []

@@ -88,7 +88,7 @@ def test_a_node_that_joins_later_is_held_against_the_run():
     come(rig)
     rig.opened()
     rig.feed(joined(5, OTHER))
-    assert (rig.one(act.DropNode).node, rig.one(act.DropNode).left_out) == (5, True)
+    assert (rig.one(act.DropNode).node, rig.one(act.DropNode).excluded) == (5, True)
     assert not rig.of(act.StartMembers)
     rig.feed(joined(6, FEW_FILES))
     assert 6 in rig.state.fleet.deprioritized
@@ -155,7 +155,7 @@ def test_after_a_takeover_the_nodes_agree_again():
     rig.feed(*(joined(node, **members) for node in (0, 1)))
     assert rig.state.phase is Phase.RUNNING
     rig.feed(joined(5, OTHER))
-    assert rig.one(act.DropNode).left_out
+    assert rig.one(act.DropNode).excluded
 
 
 # Only to know.

@@ -34,7 +34,7 @@ def test_command_that_exits_twice_in_the_same_way_is_not_started_again():
     rig.join(0, 1)
     for slot_of in (0, 1):  # both fail the first time: that is no repetition
         rig.feed(ev.MemberLost(slot_of, 0, 0, exit_code=1, last_line="ImportError"))
-        assert rig.one(act.StartMembers).slots == {0: 1}
+        assert rig.one(act.StartMembers).incarnations == {0: 1}
     rig.feed(ev.MemberLost(0, 0, 1, exit_code=1, last_line="ImportError"))
     assert rig.one(act.Finish).exit_status == 1
     assert "ImportError" in rig.one(act.Finish).reason

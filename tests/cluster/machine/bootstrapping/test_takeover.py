@@ -6,7 +6,7 @@ from collections.abc import Collection
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
-from deadpool_megatron.cluster.machine.machine import NOBODY
+from deadpool_megatron.cluster.machine.machine import NO_NODES
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Holding, Inventory
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout, nodes_of
@@ -193,7 +193,7 @@ def test_a_spare_that_was_lost_before_is_judged_by_the_copies_it_owed(*, layouts
     old = Rig(nodes=2, spares=1).run()
     old.feed(ev.NodeLost(2, "gone"))
     assert not old.of(act.CloseEpoch)
-    rig = old.successor(gone={2: "gone"})
+    rig = old.successor(removed={2: "gone"})
     rejoin(rig, old, 0, 1)
     assert rig.state.phase is Phase.BOOTSTRAPPING
     if layouts_are_told:
@@ -218,11 +218,11 @@ def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored():
     assert set(rig.state.memory.layouts) == {0}
 
 
-@pytest.mark.parametrize("gone", [NOBODY, {1: "connection closed"}])
-def test_a_node_that_has_the_only_copy_is_waited_for(gone):
+@pytest.mark.parametrize("removed", [NO_NODES, {1: "connection closed"}])
+def test_a_node_that_has_the_only_copy_is_waited_for(removed):
     """Its agent ended with the coordinator, or before: what it holds outlives it."""
     old = Rig(nodes=2, spares=0, protection="local").run()
-    rig = old.successor(gone=gone)
+    rig = old.successor(removed=removed)
     there, facts = {0: 0}, ("host", 1000, "node0")
     rig.feed(ev.NodeJoined(0, *facts, there, there, 1, 0, {0: 1}, returns=True))
     rig.steps(7)

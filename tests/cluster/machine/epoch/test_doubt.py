@@ -10,6 +10,7 @@ import pytest
 from deadpool_megatron.cluster.coordinator.succession import RecoveredState, begin
 from deadpool_megatron.cluster.journal.journal import WRONG, Journal, note_node
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
+from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore
@@ -72,7 +73,7 @@ def test_a_look_that_is_not_answered_holds_nobody_up():
     actions = rig.machine.handle(ev.NodeLost(3, "gone"), rig.now)
     assert rig.state.phase is Phase.CLOSING
     assert rig.state.waiting_for() == "a look at the checkpoints"
-    assert rig.of(act.LookAtCheckpoints, actions)
+    assert rig.of(act.InspectCheckpoints, actions)
     rig.tick(rig.settings.gather_seconds + 0.1)
     assert rig.state.phase is Phase.WAITING_SPARE
 
@@ -100,14 +101,14 @@ def test_a_successor_knows_what_was_struck_off_and_what_has_replaced_it():
     assert [one.path for one in rig.state.lineage.valid] == ["/ck/10"]
     rig.feed(ev.DurableValid(20, "/ck/20"))
     assert [one.path for one in rig.state.lineage.valid] == ["/ck/20", "/ck/10"]
-    assert not rig.state.lineage.struck
+    assert not rig.state.lineage.invalidated
 
 
 def test_a_better_cause_strikes_nothing_off():
     rig = fallen_back(10, 20)
     rig.feed(ev.NotRestored(*rig.seat(0), rig.record.epoch, "", "cannot be loaded: OSError"))
     rig.feed(ev.NodeLost(3, "gone"))
-    assert not rig.state.lineage.struck
+    assert not rig.state.lineage.invalidated
 
 
 def test_the_last_line_names_one_that_is_there():
@@ -169,7 +170,7 @@ def test_devices_lost_within_one_step_are_not_the_programs_fault():
         finds_none(rig, node)
         recover(rig, 3)
     assert nodes_of(rig.record) == {0: 0, 1: 4}
-    assert rig.state.last_words is None
+    assert rig.state.final is None
     assert not rig.record.history.failures
 
 
@@ -195,10 +196,6 @@ def found_wrong(rig: R, *roles: int) -> R:
     return rig
 
 
-def go_on(rig: Rig, iteration: int = 3) -> None:
-    rig.reopened(g(iteration))
-
-
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed, tmp_path):
     """Whether its order to close has come to the agents or not."""
@@ -207,7 +204,7 @@ def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed, tmp_path):
     journal = Journal(tmp_path)
     journal.write("epoch", 1, old.record.to_dict())
     note_node(journal, WRONG, note.node, note.cause, host=note.host)
-    rig.anew()
+    rig.machine = Machine(rig.config, rig.now)
     begin(rig.machine, journal, RecoveredState(), pytest.fail)
     rejoin(rig, old, 0, 1, 2, 3, closed=int(closed))
     assert rig.one(act.CloseEpoch).cause == "node 1 was quarantined for the rest of the run"
@@ -243,13 +240,13 @@ class Hosts(Rig):
 def test_its_host_has_no_role_under_another_number_either(spares):
     rig = found_wrong(Hosts(3, spares).running(), 1)
     if spares:
-        go_on(rig)
+        rig.reopened(g(3))
         rig.reap()
         rig.feed(ev.NodeLost(1, "its agent was started anew"))
     else:
         rig.closed(g(3))
     rig.join(7, hosts=["host1"])
-    assert rig.dropped() == [act.DropNode(7, EXCLUDED, left_out=True)]
+    assert rig.dropped() == [act.DropNode(7, EXCLUDED, excluded=True)]
     assert 7 not in rig.state.fleet.nodes
     if not spares:
         rig.join(8, hosts=["host8"])
@@ -267,7 +264,7 @@ def test_what_it_brings_is_taken_but_it_gets_no_role():
 
 def test_a_host_on_which_others_go_on_is_not_left_out():
     rig = found_wrong(Hosts(3, 1, {1: "big", 2: "big"}).running(), 1)
-    go_on(rig)
+    rig.reopened(g(3))
     rig.join(7, hosts=["big"])
     assert not rig.dropped()
 
@@ -276,6 +273,6 @@ def test_numbers_that_differ_are_of_a_state_that_is_suspect():
     rig = fallen_back(10, 20)
     rig.opened()
     rig.feed(ev.Diverged("role 0, iteration 21: other loss"))
-    assert rig.state.last_words is not None
-    reason = rig.state.last_words.reason
+    assert rig.state.final is not None
+    reason = rig.state.final.reason
     assert "this state is suspect, it came from /ck/20 (the one before: /ck/10)" in reason

@@ -71,8 +71,8 @@ def test_an_exception_whose_process_does_not_end_closes_the_epoch():
         rig.feed(ev.MemberLost(*rig.seat(0), exit_code=1, last_line="ValueError: bad sample"))
         if number == 17:
             rig.reopened(g(7))
-    assert rig.state.last_words is not None
-    assert rig.state.last_words.kind == "bug"
+    assert rig.state.final is not None
+    assert rig.state.final.kind == "bug"
 
 
 def test_a_hang_counts_from_the_last_progress():
@@ -202,7 +202,7 @@ def test_a_node_that_comes_later_and_cannot_begin_the_program_is_excluded(waits)
         rig.join(node)
         rig.feed(ev.MemberLost(node, 0, 0, exit_code=2, last_line="no such file: tiny.args"))
         (dropped,) = rig.of(act.DropNode)
-        assert (dropped.node, dropped.left_out) == (node, True)
+        assert (dropped.node, dropped.excluded) == (node, True)
         assert "tiny.args" in dropped.cause
         assert not rig.of(act.Finish)
         if waits:  # the record that was being written had a seat there

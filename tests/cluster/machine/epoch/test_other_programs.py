@@ -40,7 +40,7 @@ def test_a_spare_with_another_program_is_given_up():
     rig = Rig(nodes=2, spares=2).run(3)
     has_another(rig, 3)
     (drop,) = rig.of(act.DropNode)
-    assert (drop.node, drop.left_out) == (3, True)
+    assert (drop.node, drop.excluded) == (3, True)
     assert LINE in drop.cause
     assert rig.state.phase is Phase.RUNNING
 

@@ -109,7 +109,7 @@ def test_a_generation_that_is_damaged_at_the_dump_makes_way_for_the_one_before()
     rig.feed(ev.Dumped(0, g(7), boundary="step", damaged=bad(0, 1, 7)))
     assert not rig.of(act.Finish), "what is whole in memory stays there until it is on the disk"
     assert rig.one(act.Dump) == act.Dump((0,), "/dump/1-6", g(6), "step")
-    assert rig.state.doing.deadline == rig.now + rig.settings.first_step_seconds
+    assert rig.state.phase_state.deadline == rig.now + rig.settings.first_step_seconds
     (told,) = rig.emitted(Kind.LOG)
     assert told.data["text"] == "node 0 has part main of role 1 damaged, generation 1:7"
     rig.feed(ev.Dumped(0, g(6), boundary="step", damaged=bad(0, 1, 7)))

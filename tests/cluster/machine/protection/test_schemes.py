@@ -39,7 +39,7 @@ def test_places_that_a_recipe_reads_from_matter_until_all_is_restored():
     }
     record = replace(rig.record, restore=replace(rig.record.restore, recipes=recipes))
     assert not matters(rig.state, record, first)
-    rig.state.doing = Opening(0.0, set(rig.state.seats) - {0})
+    rig.state.phase_state = Opening(0.0, set(rig.state.seats) - {0})
     assert matters(rig.state, record, first)
     assert matters(rig.state, record, second)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from deadpool_megatron.cluster.machine import actions, inputs as ev, state as states
-from deadpool_megatron.cluster.machine.blame import LastWords
+from deadpool_megatron.cluster.machine.blame import FinalStatus
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus
@@ -44,17 +44,16 @@ def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
 # Checkpoints.
 
 
-def must_look(core: Core) -> bool:
+def must_inspect(core: Core) -> bool:
     """Return whether checkpoints have yet to be inspected after the close, and order it if so:
     before that the epoch is not decided, nor does the run end."""
-    line, doing = core.state.lineage, core.state.doing
-    if line.seen or not line.valid:
+    lineage, phase_state = core.state.lineage, core.state.phase_state
+    if lineage.is_inspected or not lineage.valid:
         return False
-    if not (isinstance(doing, states.Closing) and doing.looks):
-        core.state.doing = states.Closing(
-            core.now + core.config.settings.gather_seconds, looks=True
-        )
-        core.act(actions.LookAtCheckpoints(line.valid))
+    if not (isinstance(phase_state, states.Closing) and phase_state.inspects):
+        deadline = core.now + core.settings.gather_seconds
+        core.state.phase_state = states.Closing(deadline, inspects=True)
+        core.act(actions.InspectCheckpoints(lineage.valid))
     return True
 
 
@@ -65,11 +64,11 @@ def durable_valid(core: Core, event: ev.DurableValid) -> None:
     core.state.lineage.add_valid(Restore("durable", generation, *where, identity=event.identity))
 
 
-def with_struck(core: Core, reason: str) -> str:
+def with_unloadable(core: Core, reason: str) -> str:
     """Return why nothing can be restored, and which checkpoints could not be loaded."""
-    struck, why = sorted(core.state.lineage.struck), core.state.lineage.why_struck
-    last = f"; at the last try {why}" if why else ""
-    return f"{reason}; could not be loaded: {', '.join(struck)}{last}" if struck else reason
+    paths, cause = sorted(core.state.lineage.invalidated), core.state.lineage.invalidation_reason
+    last = f"; at the last try {cause}" if cause else ""
+    return f"{reason}; could not be loaded: {', '.join(paths)}{last}" if paths else reason
 
 
 # The dump.
@@ -77,33 +76,33 @@ def with_struck(core: Core, reason: str) -> str:
 
 def dump(core: Core) -> None:
     """Write the newest common generation (or the rest of it) to disk, then end with the state's
-    last words, or for lack of a spare if there are none."""
-    state, dumping = core.state, core.state.doing
+    final status, or for lack of a spare if there are none."""
+    state, dumping = core.state, core.state.phase_state
     if isinstance(dumping, states.Dumping) and dumping.held:
         _forget_lost(core, dumping)
         return
-    waited = f"no spare node for {core.config.settings.spare_timeout_seconds:g} s"
-    words = state.last_words or LastWords(ExitStatus.SAVED, waited, exports=True)
+    waited = f"no spare node for {core.settings.spare_timeout_seconds:g} s"
+    final = state.final or FinalStatus(ExitStatus.SAVED, waited, exports=True)
     if isinstance(dumping, states.Dumping):
-        words = dumping.words
-    elif must_look(core):
-        state.last_words = words
+        final = dumping.final
+    elif must_inspect(core):
+        state.final = final
         return
     restore = planner.choose_restore(restore_query(core, state.seats))
     if isinstance(restore, NoRestore):
-        status = 1 if words.status == ExitStatus.SAVED else words.status
+        status = 1 if final.status == ExitStatus.SAVED else final.status
         # If nodes cannot write, that is the reason, reported with the generations that they hold.
-        why = "" if _failed(core) else f"; {restore.reason}"
-        reason = with_struck(core, f"{words.reason}{why}")
-        dump_held(core, replace(words, status=status, reason=reason))
+        detail = "" if _failed(core) else f"; {restore.reason}"
+        reason = with_unloadable(core, f"{final.reason}{detail}")
+        dump_held(core, replace(final, status=status, reason=reason))
     elif restore.kind == "initial":
-        why = "nothing was saved" if _failed(core) else "nothing was computed yet"
-        _finish_with_slots(core, replace(words, reason=f"{words.reason}; {why}"), restore)
+        detail = "nothing was saved" if _failed(core) else "nothing was computed yet"
+        _finish_with_slots(core, replace(final, reason=f"{final.reason}; {detail}"), restore)
     elif restore.kind != "memory":
-        reason = f"{words.reason}; the newest checkpoint is {restore.path}"
-        dump_held(core, replace(words, reason=reason), restore)
+        reason = f"{final.reason}; the newest checkpoint is {restore.path}"
+        dump_held(core, replace(final, reason=reason), restore)
     else:
-        _dump_generation(core, words, restore)
+        _dump_generation(core, final, restore)
 
 
 def _forget_lost(core: Core, dumping: states.Dumping) -> None:
@@ -112,41 +111,42 @@ def _forget_lost(core: Core, dumping: states.Dumping) -> None:
     check_dumped(core)
 
 
-def cannot_decide(core: Core, why: str) -> None:
+def cannot_decide(core: Core, reason: str) -> None:
     """Save the state and end: no epoch can follow, and the save needs none."""
-    core.state.last_words = core.state.last_words or LastWords(1, why)
+    core.state.final = core.state.final or FinalStatus(1, reason)
     dump(core)
 
 
-def end_as_found(core: Core, words: LastWords) -> None:
+def end_as_found(core: Core, final: FinalStatus) -> None:
     """End a start that came to nothing. State that an earlier start left in memory stays."""
     if core.state.record is None:
-        core.state.last_words = words
+        core.state.final = final
         dump(core)  # there is no epoch yet
         return
     if not (core.config.restarted or core.config.finished or core.state.restarted):
-        finish(core, replace(words, reason=f"{words.reason}; nothing was computed yet"))
+        finish(core, replace(final, reason=f"{final.reason}; nothing was computed yet"))
         return
-    finish(core, words, keeps_slots=True)
+    finish(core, final, keeps_slots=True)
 
 
-def _dump_generation(core: Core, words: LastWords, restore: Restore) -> None:
+def _dump_generation(core: Core, final: FinalStatus, restore: Restore) -> None:
     state, g, chains = core.state, restore.generation, _chains(restore)
     directory = f"{core.config.dump_directory}/{g.lineage}-{g.iteration}"
     saved = replace(restore, kind="dump", path=directory, sources={}, recipes={})
-    if isinstance(state.doing, states.Dumping) and state.doing.restore == saved:
+    if isinstance(state.phase_state, states.Dumping) and state.phase_state.restore == saved:
         # Every node writes all it holds of the generation, also if other parts now lead to it.
-        state.doing.chains |= chains
-        _forget_lost(core, state.doing)
+        state.phase_state.chains |= chains
+        _forget_lost(core, state.phase_state)
         return
     nodes = {node for node in state.memory.held if node in state.fleet.nodes}
-    deadline = core.now + core.config.settings.first_step_seconds
-    state.doing = states.Dumping(deadline, words, saved, nodes, chains=chains, failed=_failed(core))
+    deadline = core.now + core.settings.first_step_seconds
+    failed = _failed(core)
+    state.phase_state = states.Dumping(deadline, final, saved, nodes, chains=chains, failed=failed)
     core.act(actions.Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
     check_dumped(core)
 
 
-def dump_held(core: Core, words: LastWords, resume: Restore | None = None) -> None:
+def dump_held(core: Core, final: FinalStatus, resume: Restore | None = None) -> None:
     """Write all that the remaining nodes hold before the run ends, because memory cannot give a
     generation to every role; a later run may find the rest (FFTrainer's lazy dump)."""
     state = core.state
@@ -154,12 +154,12 @@ def dump_held(core: Core, words: LastWords, resume: Restore | None = None) -> No
     nodes = [node for node, found in sorted(held.items()) if node in live and found.holdings]
     generations = _generations_held(state, nodes)
     if not generations:
-        _finish_with_slots(core, words, resume)
+        _finish_with_slots(core, final, resume)
         return
     directory = core.config.dump_directory
-    state.doing = states.Dumping(
-        core.now + core.config.settings.first_step_seconds,
-        words,
+    state.phase_state = states.Dumping(
+        core.now + core.settings.first_step_seconds,
+        final,
         Restore("dump", generations[0], path=directory),
         set(nodes),
         held=True,
@@ -172,7 +172,7 @@ def dump_held(core: Core, words: LastWords, resume: Restore | None = None) -> No
 
 def note_dumped(core: Core, event: ev.Dumped) -> None:
     """Note that a node wrote its part to disk, or could not."""
-    dumping = core.state.doing
+    dumping = core.state.phase_state
     if (
         not isinstance(dumping, states.Dumping)
         or event.node not in dumping.awaited
@@ -199,10 +199,10 @@ def _note_damaged(core: Core, event: ev.Dumped) -> bool:
     blame = core.state.blame
     new = event.damaged - blame.bad_parts
     blame.bad_parts |= new
-    for one in sorted(new):
-        g = f"{one.generation.lineage}:{one.generation.iteration}"
-        text = f"node {one.node} has part {one.part} of role {one.role} damaged, generation {g}"
-        core.log("error", text, one.node)
+    for part in sorted(new):
+        g = f"{part.generation.lineage}:{part.generation.iteration}"
+        text = f"node {part.node} has part {part.part} of role {part.role} damaged, generation {g}"
+        core.log("error", text, part.node)
     return bool(new)
 
 
@@ -212,25 +212,27 @@ def dump_overdue(core: Core, dumping: states.Dumping) -> None:
         _finish_dumped(core, dumping, "")
         return
     for node in sorted(dumping.awaited):
-        if isinstance(core.state.doing, states.Dumping):
-            _dump_failed(core, core.state.doing, node, "not done in time")
+        if isinstance(core.state.phase_state, states.Dumping):
+            _dump_failed(core, core.state.phase_state, node, "not done in time")
 
 
-def _dump_failed(core: Core, dumping: states.Dumping, node: int, why: str) -> None:
+def _dump_failed(core: Core, dumping: states.Dumping, node: int, error: str) -> None:
     """Continue without a node that cannot write, or not in time."""
-    dumping.failed[node] = why
+    dumping.failed[node] = error
     dumping.awaited.discard(node)
     if dumping.held:
-        core.log("error", f"node {node} could not write all it holds: {why}", node)
+        core.log("error", f"node {node} could not write all it holds: {error}", node)
         check_dumped(core)
         return
     core.state.memory.drop_node(node)
-    core.log("error", f"node {node} cannot dump: {why}", node)
+    core.log("error", f"node {node} cannot dump: {error}", node)
     dump(core)
 
 
 def _failed(core: Core) -> dict[int, str]:
-    return core.state.doing.failed if isinstance(core.state.doing, states.Dumping) else {}
+    return (
+        core.state.phase_state.failed if isinstance(core.state.phase_state, states.Dumping) else {}
+    )
 
 
 def _generations_held(state: states.State, nodes: list[int]) -> tuple[Generation, ...]:
@@ -244,12 +246,12 @@ def _generations_held(state: states.State, nodes: list[int]) -> tuple[Generation
 def _chains(restore: Restore) -> frozenset[Generation]:
     """Return the generations whose parts are written as well, because roles recompute from them."""
     replays = (recipe.replay for recipe in restore.recipes.values())
-    return frozenset(one for replay in replays if replay is not None for one in replay.sources)
+    return frozenset(g for replay in replays if replay is not None for g in replay.sources)
 
 
 def check_dumped(core: Core) -> None:
     """End the run when every node has written its part."""
-    dumping = core.state.doing
+    dumping = core.state.phase_state
     if not isinstance(dumping, states.Dumping) or dumping.awaited:
         return
     if dumping.held:
@@ -257,11 +259,11 @@ def check_dumped(core: Core) -> None:
         return
     if dumping.exporting:
         return  # the end of the export is awaited
-    restore, settings = dumping.restore, core.config.settings
+    restore, settings = dumping.restore, core.settings
     core.emit(Kind.DUMPED, path=restore.path, generation=restore.generation.to_list())
     # Before a time limit, the run has exported all that it could in time, while it trained.
     writers = _writers(core, dumping)
-    if settings.exports and dumping.words.exports and writers:
+    if settings.exports and dumping.final.exports and writers:
         dumping.deadline = core.now + settings.persist_seconds + settings.close_seconds
         dumping.exporting = True
         core.act(actions.ExportDump(restore, writers))
@@ -286,7 +288,7 @@ def _writers(core: Core, dumping: states.Dumping) -> dict[int, int]:
 
 def dump_exported(core: Core, event: ev.DumpExported) -> None:
     """Note that the dumped state is a checkpoint, too, or that this failed; then end."""
-    match core.state.doing:
+    match core.state.phase_state:
         case states.Dumping(exporting=True, restore=restore) as dumping:
             if event.generation == restore.generation:
                 _finish_dumped(core, dumping, event.path)
@@ -297,11 +299,11 @@ def dump_exported(core: Core, event: ev.DumpExported) -> None:
 
 def expedite(core: Core, dumping: states.Dumping, reason: str) -> None:
     """End the run as soon as the state is on the disk: the request has no time to lose."""
-    words = dumping.words
+    final = dumping.final
     if dumping.exporting:
         _finish_dumped(core, dumping, "")
-    elif words.exports:
-        dumping.words = replace(words, reason=f"{words.reason}; {reason}", exports=False)
+    elif final.exports:
+        dumping.final = replace(final, reason=f"{final.reason}; {reason}", exports=False)
 
 
 def stop(core: Core, event: ev.UserStop) -> None:
@@ -309,89 +311,89 @@ def stop(core: Core, event: ev.UserStop) -> None:
     state to continue from must be reported in any case; a dump in progress keeps its memory, any
     other run only if the user ``keeps`` it; a run that is over waits for nothing any more."""
     reason = event.reason
-    match core.state.doing:
+    match core.state.phase_state:
         case states.Dumping(exporting=True) as dumping:
             _finish_dumped(core, dumping, "")
-        case states.LeaveTaking() | states.Ended():
+        case states.Ending() | states.Ended():
             core.act(actions.ExpediteExit())
-        case states.Dumping(words=words):
+        case states.Dumping(final=final):
             run = PurePath(core.config.dump_directory).parent
             reason += (
-                f" before all was written ({words.reason}): the state stays in memory, 'deadpool"
+                f" before all was written ({final.reason}): the state stays in memory, 'deadpool"
                 f" run --resume {run} --run-dir NEW' continues from it,"
                 f" 'deadpool clean {run}' removes it"
             )
-            finish(core, LastWords(ExitStatus.STOPPED, reason), keeps_slots=True)
+            finish(core, FinalStatus(ExitStatus.STOPPED, reason), keeps_slots=True)
         case _ if core.state.restarted and not core.state.survived:
             # The user has reconsidered this start: the state from before it stays.
-            end_as_found(core, LastWords(ExitStatus.STOPPED, reason))
+            end_as_found(core, FinalStatus(ExitStatus.STOPPED, reason))
         case _:
             keeps = event.keeps and core.state.record is not None
-            finish(core, LastWords(ExitStatus.STOPPED, reason), keeps_slots=keeps)
+            finish(core, FinalStatus(ExitStatus.STOPPED, reason), keeps_slots=keeps)
 
 
 def _finish_dumped(core: Core, dumping: states.Dumping, checkpoint: str) -> None:
-    restore, words = dumping.restore, dumping.words
+    restore, final = dumping.restore, dumping.final
     run = PurePath(restore.path).parent.parent
     reason = (
-        f"{words.reason}; state dumped to {restore.path}:"
+        f"{final.reason}; state dumped to {restore.path}:"
         f" continue with 'deadpool run --resume {run} --run-dir NEW' and the same other arguments"
     )
     if checkpoint:
         reason += f"; the same state is a checkpoint for Megatron's --load in {checkpoint}"
-    finish(core, replace(words, reason=reason), restore)
+    finish(core, replace(final, reason=reason), restore)
 
 
 def _finish_held(core: Core, dumping: states.Dumping) -> None:
-    words, restore = dumping.words, dumping.restore
+    final, restore = dumping.final, dumping.restore
     run = PurePath(restore.path).parent
     if dumping.finished:
         core.emit(Kind.DUMPED, path=restore.path, generation=restore.generation.to_list())
         written = f"nodes {sorted(dumping.finished)} wrote what they held to {restore.path}"
-        words = replace(
-            words,
-            reason=f"{words.reason}; {written}: 'deadpool run --resume {run} --run-dir NEW'"
+        final = replace(
+            final,
+            reason=f"{final.reason}; {written}: 'deadpool run --resume {run} --run-dir NEW'"
             " continues from the newest generation that is whole with the memory of other hosts",
         )
-    _finish_with_slots(core, words, dumping.resume)
+    _finish_with_slots(core, final, dumping.resume)
 
 
-def _finish_with_slots(core: Core, words: LastWords, resume: Restore | None) -> None:
+def _finish_with_slots(core: Core, final: FinalStatus, resume: Restore | None) -> None:
     """End the run; data that a node could not write stays in memory, if it is nowhere else."""
-    failed, reason = _failed(core), words.reason
+    failed, reason = _failed(core), final.reason
     if failed:
-        why = "; ".join(dict.fromkeys(failed.values()))
+        errors = "; ".join(dict.fromkeys(failed.values()))
         run = PurePath(core.config.dump_directory).parent
         reason += (
-            f"; the dump of nodes {sorted(failed)} could not be written ({why}), the state stays in"
-            f" their memory: make room, then 'deadpool run --resume {run} --run-dir NEW' on their"
-            " hosts writes it first"
+            f"; the dump of nodes {sorted(failed)} could not be written ({errors}), the state stays"
+            f" in their memory: make room, then 'deadpool run --resume {run} --run-dir NEW' on"
+            " their hosts writes it first"
         )
-    finish(core, replace(words, reason=reason), resume, keeps_slots=bool(failed))
+    finish(core, replace(final, reason=reason), resume, keeps_slots=bool(failed))
 
 
 def finish(
     core: Core,
-    words: LastWords,
+    final: FinalStatus,
     resume: Restore | None = None,
     *,
     keeps_slots: bool = False,
     is_early: bool = False,
 ) -> None:
-    """End the run with these words; the agents get ``close_seconds`` to leave. ``keeps_slots``:
+    """End the run with this status; the agents get ``close_seconds`` to leave. ``keeps_slots``:
     data in memory stays there, for a start with the same run directory. When the run is over, and
     every requested save is valid, the coordinator reports it (RUN_ENDED)."""
     state = core.state
-    if isinstance(state.doing, states.LeaveTaking | states.Ended):
+    if isinstance(state.phase_state, states.Ending | states.Ended):
         return
     end_recovery(core)
-    is_lost = resume is None and words.status not in (0, ExitStatus.SAVED)
-    unsaved = words.reason if keeps_slots or is_lost else ""
-    limit = core.now + core.config.settings.close_seconds
-    state.doing = states.LeaveTaking(limit, words.status, unsaved)
+    is_lost = resume is None and final.status not in (0, ExitStatus.SAVED)
+    unsaved = final.reason if keeps_slots or is_lost else ""
+    limit = core.now + core.settings.close_seconds
+    state.phase_state = states.Ending(limit, final.status, unsaved)
     state.blame.suspicion = None
-    kind = str(words.kind or "")
-    core.act(actions.Finish(words.status, words.reason, resume, kind, keeps_slots, is_early))
+    kind = str(final.kind or "")
+    core.act(actions.Finish(final.status, final.reason, resume, kind, keeps_slots, is_early))
     check_ended(core)
 
 
@@ -399,7 +401,7 @@ def end_recovery(core: Core) -> None:
     """Report the times of a recovery when its first iteration is complete, or the run ends
     before."""
     state = core.state
-    if state.record is None or not isinstance(state.doing, states.Open):
+    if state.record is None or not isinstance(state.phase_state, states.Open):
         return
     if (report := state.recoveries.finish(state.record, core.now)) is not None:
         core.emit(Kind.RECOVERED, **{k: v for k, v in report.to_dict().items() if k != "epoch"})
@@ -407,7 +409,7 @@ def end_recovery(core: Core) -> None:
 
 def check_ended(core: Core, *, overdue: bool = False) -> None:
     """Exit when all agents have left."""
-    match core.state.doing:
-        case states.LeaveTaking(status=status) if overdue or not core.state.fleet.nodes:
-            core.state.doing = states.Ended()
+    match core.state.phase_state:
+        case states.Ending(status=status) if overdue or not core.state.fleet.nodes:
+            core.state.phase_state = states.Ended()
             core.act(actions.Exit(status))
