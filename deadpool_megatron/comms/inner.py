@@ -115,12 +115,6 @@ class Position:
     completed: int
     collective: bool = True
 
-    @property
-    def is_pending(self) -> bool:
-        """Return whether an operation was enqueued and has not ended."""
-        # The first collective after the ninth message has a lower number than the message.
-        return self.enqueued != self.completed
-
 
 @dataclass(frozen=True)
 class OperationCounts:

@@ -10,10 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pickle
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
@@ -22,6 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +35,12 @@ DEADLINE_SECONDS = 60.0
 
 @dataclass
 class Member:
-    """What a rank's function works with."""
+    """A rank, as its function uses it."""
 
     rank: int
     size: int
     port: int
-    channel: socket.socket
+    channel: Connection
     settings: dict[str, Any]
     faults: list[tuple[str, str, str]] = field(default_factory=list)
     interrupted_at: float = 0.0
@@ -90,27 +89,26 @@ class Member:
         dist.all_reduce(value)
         return value.item() == self.size
 
-    def say(self, what: Any) -> None:
-        """Send something to the test."""
-        data = pickle.dumps(what)
+    def send(self, message: Any) -> None:
+        """Send a message to the test."""
         with self._lock:
-            self.channel.sendall(struct.pack("<I", len(data)) + data)
+            self.channel.send(message)
 
     def order(self, name: str) -> threading.Event:
         """Set when the test sent ("order", name)."""
         return self.orders.setdefault(name, threading.Event())
 
     def _watch(self) -> None:
-        while (order := _receive(self.channel)) is not None:
+        while (order := _received(self.channel)) is not None:
             if order[0] == "interrupt":
                 self.interrupted_at = time.monotonic()
                 self.comms.interrupt(order[1])
             elif order[0] == "order":
                 self.order(order[1]).set()
             elif order[0] == "ask":
-                self.say(("answer", getattr(self.comms, order[1])()))
+                self.send(("answer", getattr(self.comms, order[1])()))
             elif order[0] == "held up":
-                self.say(("answer", bool(self.comms.waiting_for() or self.faults)))
+                self.send(("answer", bool(self.comms.waiting_for() or self.faults)))
 
 
 def kind(work: Any) -> Any:
@@ -130,7 +128,7 @@ class Ranks:
         self.size = size
         self.settings = settings
         self.pids: dict[int, int] = {}
-        self.channels: dict[int, socket.socket] = {}
+        self.channels: dict[int, Connection] = {}
         self.store_pid, self.port = _start_store()
 
     def __enter__(self) -> Ranks:
@@ -147,7 +145,7 @@ class Ranks:
     def start(self, function: Callable[..., Any], *args: Any, ranks: Any = None) -> Ranks:
         """Fork ``ranks`` (default: all) and run ``function(member, *args)`` in each."""
         for rank in range(self.size) if ranks is None else ranks:
-            own_end, far_end = socket.socketpair()
+            own_end, far_end = Pipe()
             pid = os.fork()
             if pid == 0:
                 for channel in [own_end, *self.channels.values()]:
@@ -157,9 +155,7 @@ class Ranks:
             self.pids[rank], self.channels[rank] = pid, own_end
         return self
 
-    def _run(
-        self, rank: int, channel: socket.socket, function: Callable[..., Any], args: Any
-    ) -> None:
+    def _run(self, rank: int, channel: Connection, function: Callable[..., Any], args: Any) -> None:
         code = 1
         try:
             sys.stdout = sys.stderr
@@ -169,21 +165,20 @@ class Ranks:
             torch.set_num_threads(1)
             member = Member(rank, self.size, self.port, channel, self.settings)
             result = function(member, *args)
-            member.say(("result", result))
+            member.send(("result", result))
             code = 0
         except BaseException:
             with contextlib.suppress(OSError):
-                member.say(("error", traceback.format_exc()))
+                member.send(("error", traceback.format_exc()))
         finally:
             os._exit(code)
 
-    def say(self, rank: int, *order: Any) -> None:
-        data = pickle.dumps(order)
-        self.channels[rank].sendall(struct.pack("<I", len(data)) + data)
+    def send(self, rank: int, *order: Any) -> None:
+        self.channels[rank].send(order)
 
     def interrupt(self, epoch: int, ranks: Any = None) -> None:
         for rank in self.pids if ranks is None else ranks:
-            self.say(rank, "interrupt", epoch)
+            self.send(rank, "interrupt", epoch)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         os.kill(self.pids[rank], number)
@@ -191,44 +186,41 @@ class Ranks:
             os.waitpid(self.pids.pop(rank), 0)
             self.channels.pop(rank).close()
 
-    def hear(self, rank: int, kind: str, seconds: float = DEADLINE_SECONDS) -> Any:
-        """The next message of ``rank``, which must be (kind, value); answers the value."""
-        self.channels[rank].settimeout(seconds)
-        message = _receive(self.channels[rank])
+    def receive(self, rank: int, kind: str, seconds: float = DEADLINE_SECONDS) -> Any:
+        """Return the value of the next message of ``rank``, which must be (kind, value)."""
+        assert self.channels[rank].poll(seconds), f"rank {rank} is silent for {seconds:g} s"
+        message = _received(self.channels[rank])
         assert message is not None, f"rank {rank} died"
         assert message[0] == kind, f"rank {rank}: {message[0]}: {message[1]}"
         return message[1]
 
-    def until_all(self, said: str = "ready") -> None:
-        """Until each rank has said this."""
+    def until_all(self, kind: str = "ready") -> None:
+        """Wait until each rank has sent such a message."""
         for rank in self.pids:
-            self.hear(rank, said)
+            self.receive(rank, kind)
 
     def order_all(self, name: str) -> None:
         for rank in self.pids:
-            self.say(rank, "order", name)
+            self.send(rank, "order", name)
 
-    def ask(self, rank: int, *what: str) -> Any:
-        """What ``rank`` answers, of its communicators or whether it is held up."""
-        self.say(rank, *what)
-        return self.hear(rank, "answer")
+    def ask(self, rank: int, *question: str) -> Any:
+        """Return the answer of ``rank``, of its communicators or whether it is held up."""
+        self.send(rank, *question)
+        return self.receive(rank, "answer")
 
     def until_held_up(self, *ranks: int) -> None:
-        """Until each of these ranks is in an operation, or in one that has failed."""
+        """Wait until each of these ranks is in an operation, or in a failed operation."""
         for rank in ranks:
             wait_for(f"rank {rank} to be held up", partial(self.ask, rank, "held up"))
 
     def results(self, seconds: float = DEADLINE_SECONDS) -> dict[int, Any]:
-        """The results of all living ranks; an error of one is shown with those of the others."""
+        """Return the results of all living ranks; errors of all of them are shown together."""
         messages: dict[int, Any] = {}
         for rank in sorted(self.pids):
-            # Others may wait for the one that has failed.
+            # Others may wait for the failed rank.
             has_failed = any(not m or m[0] != "result" for m in messages.values())
-            self.channels[rank].settimeout(min(seconds, 2.0) if has_failed else seconds)
-            try:
-                messages[rank] = _receive(self.channels[rank])
-            except TimeoutError:
-                messages[rank] = ("silent", seconds)
+            has_message = self.channels[rank].poll(min(seconds, 2.0) if has_failed else seconds)
+            messages[rank] = _received(self.channels[rank]) if has_message else ("silent", seconds)
         errors = [f"rank {r}: {m}" for r, m in messages.items() if not m or m[0] != "result"]
         assert not errors, "\n".join(errors).replace("\\n", "\n")
         return {rank: message[1] for rank, message in messages.items()}
@@ -274,38 +266,24 @@ def usage() -> dict[str, int]:
 
 
 def _start_store() -> tuple[int, int]:
-    read, write = os.pipe()
+    reader, writer = Pipe(duplex=False)
     pid = os.fork()
     if pid == 0:
         try:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            os.write(write, struct.pack("<I", store.port))
+            writer.send(store.port)
             while os.getppid() != 1:
                 time.sleep(0.5)
         finally:
             os._exit(0)
-    os.close(write)
-    port = struct.unpack("<I", os.read(read, 4))[0]
-    os.close(read)
-    return pid, port
+    writer.close()
+    with reader:
+        return pid, reader.recv()
 
 
-def _receive(channel: socket.socket) -> Any:
-    head = _exactly(channel, 4)
-    if head is None:
+def _received(channel: Connection) -> Any:
+    """Return the next message; None at the end of the other side."""
+    try:
+        return channel.recv()
+    except (EOFError, ConnectionError):
         return None
-    body = _exactly(channel, struct.unpack("<I", head)[0])
-    return None if body is None else pickle.loads(body)
-
-
-def _exactly(channel: socket.socket, count: int) -> bytes | None:
-    data = b""
-    while len(data) < count:
-        try:
-            part = channel.recv(count - len(data))
-        except ConnectionError:
-            return None
-        if not part:
-            return None
-        data += part
-    return data

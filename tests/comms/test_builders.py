@@ -88,7 +88,7 @@ LIMIT_SECONDS = 20.0
 
 def makes_a_group_late(member: Member) -> float:
     member.init(epoch=0)
-    member.say(("ready", None))
+    member.send(("ready", None))
     if member.rank == 0:
         with pytest.raises(EpochClosed):
             dist.new_group([0, 1], group_desc="LATE")
@@ -112,7 +112,7 @@ def test_a_group_whose_making_is_interrupted_is_none():
         ranks.start(makes_a_group_late).until_all()
         wait_for("rank 0", lambda: "new_group" in (ranks.ask(0, "ask", "waiting_for") or ()))
         ranks.interrupt(0)
-        ranks.say(1, "order", "interrupted")
+        ranks.send(1, "order", "interrupted")
         assert ranks.results() == {0: 2.0, 1: 2.0}
 
 

@@ -77,7 +77,7 @@ def survive(member: Member, kind: str) -> dict[str, float]:
     member.init()
     row, column = groups(member)
     member.attach(0)
-    member.say(("ready", None))
+    member.send(("ready", None))
     try:
         load(member, kind, row)
     except EpochClosed:
@@ -123,7 +123,7 @@ def test_killed_rank_is_replaced(kind):
 
 def faulted(member: Member) -> str:
     member.init(epoch=0)
-    member.say(("ready", None))
+    member.send(("ready", None))
     if member.rank == 1:
         time.sleep(30)
     with pytest.raises(CommunicatorFault) as caught:
@@ -150,7 +150,7 @@ def interrupted_attach(member: Member) -> bool:
 
     def tell() -> None:
         wait_for("the attach", lambda: member.epoch is not None)
-        member.say(("attaching", None))
+        member.send(("attaching", None))
 
     threading.Thread(target=tell).start()
     with pytest.raises(EpochClosed) as caught:
@@ -165,7 +165,7 @@ def interrupted_attach(member: Member) -> bool:
         member.attach(0)
     assert time.monotonic() - begin < 0.2
     assert member.comms.drain()
-    member.say(("out", out))
+    member.send(("out", out))
     return member.computes_in(1)
 
 
@@ -181,7 +181,7 @@ def test_interrupt_during_attach():
         ranks.until_all("attaching")
         ranks.interrupt(0)
         for rank in range(2):
-            assert ranks.hear(rank, "out") < 0.5
+            assert ranks.receive(rank, "out") < 0.5
         ranks.start(late, ranks=[2])
         assert all(ranks.results().values())
 
@@ -255,7 +255,7 @@ def dropped_send(member: Member) -> bool:
             value.data = torch.empty(1)
             member.order("go").wait()
         else:
-            member.say(("ready", None))
+            member.send(("ready", None))
             member.order("go").wait()
             time.sleep(0.05)
             junk = [torch.full((MEGABYTE,), -1.0) for _ in range(4)]
@@ -272,12 +272,12 @@ def dropped_send(member: Member) -> bool:
 def test_dropped_sends_are_kept_alive_and_drained():
     with Ranks(2) as ranks:
         ranks.start(dropped_send)
-        ranks.hear(1, "ready")
+        ranks.receive(1, "ready")
         ranks.order_all("go")
         for _ in range(2):
-            ranks.hear(1, "ready")
-        assert ranks.hear(0, "result")
-        assert ranks.hear(1, "result")
+            ranks.receive(1, "ready")
+        assert ranks.receive(0, "result")
+        assert ranks.receive(1, "result")
 
 
 def culprit(member: Member) -> bool:
@@ -287,7 +287,7 @@ def culprit(member: Member) -> bool:
     dist.barrier()
     dist.all_reduce(torch.ones(1), group=group)
     if member.rank == 1:
-        member.say(("ready", None))
+        member.send(("ready", None))
         member.order("go").wait()
     dist.all_reduce(torch.ones(1), group=group)
     return True
@@ -296,14 +296,14 @@ def culprit(member: Member) -> bool:
 def test_waiting_for_names_the_culprit():
     with Ranks(2) as ranks:
         ranks.start(culprit)
-        ranks.hear(1, "ready")
+        ranks.receive(1, "ready")
         pair = "TENSOR_PARALLEL(0,1)"
         wait_for("rank 0", lambda: ranks.ask(0, "ask", "waiting_for") == (pair, "allreduce", 2))
         assert ranks.ask(1, "ask", "waiting_for") is None
         for rank, begun in ((0, 2), (1, 1)):
             assert ranks.ask(rank, "ask", "operation_counts")[pair] == OperationCounts(begun, 0)
         assert ranks.ask(1, "ask", "progress") == 3  # one of them attach's own barrier
-        ranks.say(1, "order", "go")
+        ranks.send(1, "order", "go")
         assert all(ranks.results().values())
 
 
@@ -312,7 +312,7 @@ def other_thread(member: Member) -> dict[str, Any]:
     member.init(epoch=3)
     member.comms.interrupt(2)  # an older epoch: no effect
     dist.barrier()
-    member.say(("ready", None))
+    member.send(("ready", None))
     if member.rank == 0:
         with pytest.raises(EpochClosed):
             dist.recv(torch.zeros(4), 1)
@@ -326,6 +326,6 @@ def test_interrupt_wakes_a_receive_at_once():
         ranks.start(other_thread).until_all()
         ranks.until_held_up(0)
         ranks.interrupt(3, [0])
-        result = ranks.hear(0, "result")
+        result = ranks.receive(0, "result")
         assert result["out"] < 0.3
         assert result["drained"]

@@ -62,7 +62,7 @@ def without_store(member: Member) -> bool:
     member.init()
     group = dist.new_group([0, 1])
     member.attach(0)
-    member.say(("ready", None))
+    member.send(("ready", None))
     member.order("go").wait()
     check(member, group)
     dist.barrier()

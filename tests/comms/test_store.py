@@ -120,7 +120,7 @@ def without_one(member: Member, path: str) -> float:
             member.comms.interrupt(1)
 
         threading.Thread(target=close, daemon=True).start()
-        member.say(("ready", None))
+        member.send(("ready", None))
         with pytest.raises(EpochClosed):
             attach(member, store, 1, DEADLINE_SECONDS)
         took = time.monotonic() - member.interrupted_at
@@ -136,9 +136,9 @@ def test_a_close_ends_the_wait_for_a_peer_that_never_comes(agent):
     with Ranks(4) as ranks:
         ranks.start(without_one, agent)
         for rank in range(3):
-            ranks.hear(rank, "ready")
+            ranks.receive(rank, "ready")
         for rank in range(3):
-            ranks.say(rank, "order", "close")
+            ranks.send(rank, "order", "close")
         assert max(ranks.results().values()) < DEADLINE_SECONDS / 2
 
 

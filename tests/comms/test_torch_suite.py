@@ -61,7 +61,7 @@ def waits_for_a_future(member: Member) -> str:
         # As where gloo forgets to wake an operation whose connection went.
         gloo.cut_connections = lambda epoll: None
         future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
-        member.say(("waits", None))
+        member.send(("waits", None))
         with pytest.raises(RuntimeError) as caught:
             future.wait()
         return str(caught.value)
@@ -72,10 +72,10 @@ def waits_for_a_future(member: Member) -> str:
 def test_a_future_ends_with_its_epoch():
     with Ranks(2) as ranks:
         ranks.start(waits_for_a_future)
-        ranks.hear(0, "waits")
+        ranks.receive(0, "waits")
         ranks.interrupt(1, ranks=[0])
-        assert "epoch 1 was closed" in ranks.hear(0, "result")
-        ranks.say(1, "order", "end")
+        assert "epoch 1 was closed" in ranks.receive(0, "result")
+        ranks.send(1, "order", "end")
 
 
 def past_our_methods(member: Member) -> bool:

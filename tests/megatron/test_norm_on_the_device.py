@@ -35,7 +35,7 @@ def norm_stays_there(member: Member) -> bool:
     def catch_up(timeout_seconds: float) -> bool:
         if caught_up(timeout_seconds):
             return True
-        member.say(("waits", None))
+        member.send(("waits", None))
         assert member.order("told").wait(DEADLINE_SECONDS)
         return bool(caught_up(DEADLINE_SECONDS))
 
@@ -62,7 +62,7 @@ def only_when_told(begin: Callable[..., Writer]) -> Callable[..., Writer]:
 def test_no_slot_is_overwritten_before_the_norm_of_all_roles():
     with Ranks(2, kind=KIND) as ranks:
         ranks.start(norm_stays_there)
-        ranks.hear(0, "waits")
-        ranks.say(1, "order", "go")
-        ranks.say(0, "order", "told")
+        ranks.receive(0, "waits")
+        ranks.send(1, "order", "go")
+        ranks.send(0, "order", "told")
         assert all(ranks.results().values())

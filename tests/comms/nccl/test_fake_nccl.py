@@ -173,7 +173,7 @@ def junk(member: Member) -> bool:
     member.init("nccl", epoch=0)
     norm = torch.ones(1).clone()  # the first operation that is watched takes long
     dist.barrier()
-    member.say(("ready", None))
+    member.send(("ready", None))
     dist.all_reduce(norm)  # rank 1 is dead: returns, the host goes on
     begin = time.monotonic()
     read = norm.item()  # sits here until the abort
@@ -192,7 +192,7 @@ def dies_then_replaced(member: Member, epoch: int) -> bool:
     if epoch == 0:
         member.attach(epoch)
         dist.barrier()
-        member.say(("ready", None))
+        member.send(("ready", None))
         time.sleep(60)
     return member.computes_in(epoch)
 

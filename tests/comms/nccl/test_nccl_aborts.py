@@ -148,7 +148,7 @@ def abort_of_a_deep_queue(member: Member) -> float | None:
     clean = member.comms.drain()
     assert fabric.aborting() is not clean
     clock.is_due.set()
-    member.say(("drained", None))
+    member.send(("drained", None))
     return clock.seconds if clean else None
 
 
@@ -159,8 +159,8 @@ def test_a_deep_queue_costs_a_survivor_with_the_limits_of_cpus_only(nccl):
     limit = 0.45 * close_seconds if nccl else Settings().drain_seconds
     with Ranks(2, kind=KIND, drain_seconds=limit) as ranks:
         ranks.start(abort_of_a_deep_queue)
-        ranks.hear(0, "drained")
-        ranks.say(1, "order", "go")
+        ranks.receive(0, "drained")
+        ranks.send(1, "order", "go")
         took = ranks.results()[0]
     aborts_seconds = fake_nccl.ABORT_SECONDS + PENDING * fake_nccl.ABORT_SECONDS_PER_OPERATION
     if nccl:
@@ -200,7 +200,7 @@ def sees_its_peer_die(member: Member) -> Any:
     """The Work of rank 0, whose watchdog sees a dead peer before anybody has closed the epoch."""
     member.init("nccl", epoch=0)
     dist.barrier()
-    member.say(("ready", None))
+    member.send(("ready", None))
     if member.rank == 1:
         member.order("never").wait(DEADLINE_SECONDS)
     work = dist.all_reduce(torch.ones(1), async_op=True)
@@ -213,7 +213,7 @@ def peer_dies(member: Member) -> bool:
     assert work.wait(), "nobody who waits is told"
     assert not member.faults
     [position] = (member.comms.positions() or {}).values()
-    assert position.is_pending, "what the watchdog has let go of has not ended"
+    assert position.enqueued != position.completed, "what the watchdog has let go of has not ended"
 
     def close() -> None:
         wait_for("the report of the fault", lambda: member.faults)

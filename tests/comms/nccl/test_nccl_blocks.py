@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed, nccl as blocks
-from deadpool_megatron.comms.nccl import RINGS, Blocks
+from deadpool_megatron.comms.nccl import RINGS
 from fake_nccl import KIND, fake as fake_nccl
 from fake_nccl.collected import FreedCommunicatorError
 from tests.common.wait import wait_for
@@ -147,12 +147,12 @@ def connects(member: Member, description: str, in_first_step: bool) -> bool:
         member.order("close").wait(SECONDS)
         threading.Thread(target=member.comms.interrupt, args=(0,)).start()
         wait_for("the close", lambda: member.epoch.closed)
-        member.say(("closed", None))
+        member.send(("closed", None))
 
     closer = threading.Thread(target=close)
     if description not in RINGS and member.rank == 0:
         closer.start()
-    member.say(("attached", None))
+    member.send(("attached", None))
     if member.rank == 1:
         member.order("go").wait(SECONDS)
     peer = 1 - member.rank
@@ -164,7 +164,7 @@ def connects(member: Member, description: str, in_first_step: bool) -> bool:
         dist.batch_isend_irecv(ops)
     if closer.ident is not None:
         closer.join(SECONDS)
-    member.say(("enqueued", None))
+    member.send(("enqueued", None))
     member.order("leave").wait(SECONDS)
     return member.comms.drain()
 
@@ -174,9 +174,9 @@ def test_neighbours_in_a_ring_connect_as_their_group_is_made(description):
     with Ranks(2, kind=KIND) as ranks:
         ranks.start(connects, description, False)
         ranks.until_all("attached")
-        ranks.hear(0, "enqueued", SECONDS)
-        ranks.say(1, "order", "go")
-        ranks.hear(1, "enqueued")
+        ranks.receive(0, "enqueued", SECONDS)
+        ranks.send(1, "order", "go")
+        ranks.receive(1, "enqueued")
         ranks.order_all("leave")
         assert all(ranks.results().values())
 
@@ -189,46 +189,9 @@ def test_a_pair_may_connect_in_the_first_step_and_waits_meanwhile(in_first_step)
         ranks.start(connects, "OTHER", in_first_step)
         ranks.until_all("attached")
         ranks.until_held_up(0)
-        ranks.say(0, "order", "close")
-        ranks.hear(0, "closed")
-        ranks.say(1, "order", "go")
+        ranks.send(0, "order", "close")
+        ranks.receive(0, "closed")
+        ranks.send(1, "order", "go")
         ranks.until_all("enqueued")
         ranks.order_all("leave")
         assert ranks.results()[0] is in_first_step
-
-
-def test_an_abort_waits_until_no_block_is_open():
-    blocks = Blocks(lambda: False)
-    assert blocks.enter()
-    assert blocks.enter()
-    aborted = threading.Event()
-
-    def abort() -> None:
-        blocks.close(SECONDS, lambda: False)
-        aborted.set()
-
-    threading.Thread(target=abort).start()
-    first = RuntimeError("the first")
-    blocks.keep_error(first)
-    blocks.keep_error(RuntimeError("the second"))
-    assert blocks.leave() is None
-    assert blocks.is_open_here()
-    assert blocks.leave() is first
-    assert not blocks.is_open_here()
-    assert aborted.wait(SECONDS)
-    assert not blocks.enter(), "nothing begins after that"
-
-
-def test_a_thread_that_is_in_a_group_already_begins_nothing():
-    blocks = Blocks(lambda: True)
-    assert "left it open" in blocks.begin("send")
-    assert "left it open" in blocks.unusable_reason()
-
-
-def test_the_first_group_that_stays_open_is_the_reason():
-    blocks = Blocks(lambda: False)
-    assert blocks.begin("send") == blocks.unusable_reason() == ""
-    blocks.mark_left_open("send")
-    blocks.mark_left_open("recv")
-    assert blocks.begin("recv").startswith("send failed")
-    assert blocks.unusable_reason().startswith("send failed")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 from torch.distributed import distributed_c10d as c10d
 
-from deadpool_megatron.comms import Communicators, communicators, nccl as fabric
+from deadpool_megatron.comms import communicators, nccl as fabric
 from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.inner import GroupSpec
 from deadpool_megatron.comms.nccl import Blocks, NcclGroup
@@ -129,20 +129,3 @@ def test_each_collective_of_training_is_used_once_on_a_communicator_of_one_rank(
     assert calls[-1] == "barrier", "the host waits until the device is through"
     assert is_alone
     assert was_aborted, "nothing of it is left when a role comes"
-
-
-def test_only_nccl_is_warmed_up_and_what_it_refuses_ends_no_spare(monkeypatch):
-    asked: list[torch.device] = []
-
-    def refuse(device: torch.device) -> None:
-        asked.append(device)
-        raise RuntimeError("unhandled system error")
-
-    monkeypatch.setattr(fabric, "warm", refuse)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    Communicators("gloo").warm()
-    Communicators(KIND).warm()
-    assert not asked
-    with pytest.warns(UserWarning, match="NCCL could not be warmed up: unhandled system error"):
-        Communicators("nccl").warm()
-    assert asked == [torch.device("cuda", 3)]

@@ -61,7 +61,7 @@ def plays(
         found = sums(groups)
         splits = backend(world).splits
         if epoch != epochs[-1]:
-            member.say(("ready", None))
+            member.send(("ready", None))
             with pytest.raises(EpochClosed):
                 [dist.barrier() for _ in itertools.count()]
             store.close(epoch)
