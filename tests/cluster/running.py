@@ -311,7 +311,7 @@ class Agents(Told):
 
     def epochs(self) -> list[int]:
         """Numbers of all records."""
-        return list(self.journal().entries("epoch"))
+        return self.journal().numbers("epoch")
 
     def power_off(self, node: int) -> None:
         """SIGKILL everything on a node: agent first, which takes members and standby along."""

@@ -88,7 +88,7 @@ class Job:
 
     def first_record(self) -> EpochRecord:
         """The seats and nodes that the run began with."""
-        return EpochRecord.from_dict(Journal(self.run.journal).entries("epoch")[1])
+        return EpochRecord.from_dict(Journal(self.run.journal).read("epoch", 1))
 
     def final_iteration(self) -> int:
         """The last iteration of a run that is over."""

@@ -255,14 +255,13 @@ class EventWriter:
         ``why`` and for how many ``seconds``; during a problem also ``unwritten``, the newest events
         of the run's course, some of which may be written by now."""
         with self._changed:
-            now = time.monotonic()
-            trouble = self._trouble(now)
+            trouble = self._trouble()
             return {
                 "waiting": len(self._lines) + self._in_hand,
                 "dropped": self._dropped,
                 "trouble": trouble,
                 "why": self._error or "it does not answer",
-                "seconds": 0.0 if self._since is None else now - self._since,
+                "seconds": self._write_seconds(),
                 "unwritten": [event.to_dict() for event in self._recent] if trouble else [],
             }
 
@@ -277,8 +276,12 @@ class EventWriter:
         with self._changed:
             return len(self._lines) + self._in_hand + self._dropped - self._reported
 
-    def _trouble(self, now: float) -> str:
-        seconds = 0.0 if self._since is None else now - self._since
+    def _write_seconds(self) -> float:
+        """Return the time since the start of the unfinished write."""
+        return 0.0 if self._since is None else time.monotonic() - self._since
+
+    def _trouble(self) -> str:
+        seconds = self._write_seconds()
         if self._error:
             return f"events cannot be written for {seconds:.0f} s: {self._error}"
         is_long = seconds > _LONG_SECONDS
@@ -329,7 +332,7 @@ class EventWriter:
     def _works_again(self) -> None:
         with self._changed:
             reason, lost = self._error, self._dropped - self._reported
-            seconds = 0.0 if self._since is None else time.monotonic() - self._since
+            seconds = self._write_seconds()
             self._in_hand, self._since, self._error, self._reported = 0, None, "", self._dropped
             if not self._lines:
                 self._recent.clear()

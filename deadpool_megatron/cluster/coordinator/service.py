@@ -135,18 +135,18 @@ class Coordinator:
         if (record := self.state.record) is not None:
             await asyncio.to_thread(self.orders.prepare, record)
         self.spawn(listener.run())
-        pid, hostname = os.getpid(), socket.gethostname()
+        pid = os.getpid()
+        process = {"pid": pid, "hostname": socket.gethostname()}
         started = {str(pid): posix.start_time(pid)}
-        process = {"pid": pid, "hostname": hostname, "started": started}
-        address = {"host": self.options.host, "port": port}
-        self.spawn(self.files.show_address({**address, **process}))
-        self.spawn(self.files.keep_name(partial(self._write_again, {**address, **process})))
-        if self.state.record is None:
+        address = {"host": options.host, "port": port, **process, "started": started}
+        self.spawn(self.files.show_address(address))
+        self.spawn(self.files.keep_name(partial(self._write_again, address)))
+        if record is None:
             info = options.info
             facts = {"roles": info.world_size, "nodes": info.nodes, "spares": info.spares}
             more = {"command": list(info.command), "schema": SCHEMA_VERSION}
             self.files.write(Event(Kind.RUN_STARTED, data={**facts, **more}))
-        term = self.options.term
+        term = options.term
         where = {"term": term.number, "host": term.host, "hostname": term.hostname}
         self.files.write(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
         for trouble in self._not_understood:

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,15 @@ class DamagedEntry(JournalError):
     """An entry exists but has no readable content; a retry is of no use."""
 
 
+@contextlib.contextmanager
+def _as_journal_error(verb: str, path: Path) -> Iterator[None]:
+    """Raise the errors of the file system as a JournalError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise JournalError(f"cannot {verb} {path}: {error.strerror}") from error
+
+
 class Journal:
     """Write-once entries named (kind, number), and a sign of life, in a directory of any POSIX file
     system, NFS included.
@@ -66,10 +75,8 @@ class Journal:
         JournalError if the directory cannot be created; the run's directory must exist.
         """
         self._place, self._check_own = directory, check_own
-        try:
+        with _as_journal_error("make", directory):
             directory.mkdir(DIRECTORY_MODE, exist_ok=True)
-        except OSError as error:
-            raise JournalError(f"cannot make {directory}: {error.strerror}") from error
 
     @property
     def _directory(self) -> Path:
@@ -86,15 +93,14 @@ class Journal:
         final = self._path(kind, number)
         temporary = self._directory / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            with os.fdopen(handle, "w") as file:
-                file.write(framing.dumps_in_parts(entry) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            self._link(temporary, final, entry)
-            sync(self._directory)
-        except OSError as error:
-            raise JournalError(f"cannot write {final}: {error.strerror}") from error
+            with _as_journal_error("write", final):
+                handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+                with os.fdopen(handle, "w") as file:
+                    file.write(framing.dumps_in_parts(entry) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                self._link(temporary, final, entry)
+                sync(self._directory)
         finally:
             with contextlib.suppress(OSError):  # lost with its file system, or never created
                 temporary.unlink()
@@ -120,13 +126,10 @@ class Journal:
         network file system, False may be outdated for some time after another host has written it.
         """
         path = self._path(kind, number)
-        try:
+        with _as_journal_error("read", path), contextlib.suppress(FileNotFoundError):
             path.stat()
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise JournalError(f"cannot read {path}: {error.strerror}") from error
-        return True
+            return True
+        return False
 
     def read(self, kind: str, number: int) -> dict[str, Any]:
         """Return an existing entry. Raises JournalError if there is none, and DamagedEntry."""
@@ -138,10 +141,8 @@ class Journal:
     def numbers(self, kind: str) -> list[int]:
         """Return the numbers of all entries of a kind, ascending, without reading the entries."""
         found = []
-        try:
+        with _as_journal_error("read", self._place):
             names = [path.name for path in self._directory.iterdir()]
-        except OSError as error:
-            raise JournalError(f"cannot read {self._directory}: {error.strerror}") from error
         for name in names:
             if name.startswith("."):
                 continue  # the sign of life, or a temporary file of a writer that was killed
@@ -151,10 +152,6 @@ class Journal:
             if match["kind"] == kind:
                 found.append(int(match["number"]))
         return sorted(found)
-
-    def entries(self, kind: str) -> dict[int, dict[str, Any]]:
-        """Return all entries of a kind by number, ascending. Raises JournalError if damaged."""
-        return {number: self.read(kind, number) for number in self.numbers(kind)}
 
     def newest(self, kind: str) -> tuple[int, dict[str, Any]] | None:
         """Return the entry of a kind with the highest number, without reading the others."""
@@ -166,23 +163,19 @@ class Journal:
         place: an NFS client that opens the file asks the server for its attributes, while the entry
         of a replaced file may be cached for a minute.
         """
-        try:
+        with _as_journal_error("write", self._place / _BEAT):
             handle = os.open(self._directory / _BEAT, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
                 os.pwrite(handle, text.encode().ljust(_BEAT_BYTES)[:_BEAT_BYTES], 0)
             finally:
                 os.close(handle)  # an NFS client sends delayed writes here
-        except OSError as error:
-            raise JournalError(f"cannot write {self._directory / _BEAT}: {error}") from error
 
     def last_beat(self) -> str:
         """Return the newest sign of life; empty before the first. Readers only look for changes."""
-        try:
-            return (self._directory / _BEAT).read_text(errors="replace").strip()
-        except FileNotFoundError:
-            return ""
-        except OSError as error:
-            raise JournalError(f"cannot read {self._directory / _BEAT}: {error}") from error
+        path = self._directory / _BEAT
+        with _as_journal_error("read", path), contextlib.suppress(FileNotFoundError):
+            return path.read_text(errors="replace").strip()
+        return ""
 
 
 def digits(number: int) -> str:
@@ -260,9 +253,8 @@ async def write_patiently(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        entry = json.loads(path.read_bytes())
-    except OSError as error:
-        raise JournalError(f"cannot read {path}: {error.strerror}") from error
+        with _as_journal_error("read", path):
+            entry = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DamagedEntry(f"{path} is damaged: {error}") from error
     if not isinstance(entry, dict):

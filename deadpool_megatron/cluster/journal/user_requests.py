@@ -110,8 +110,6 @@ class Request:
                 ProtectionPlan.from_dict(content["plan"])
             case Verb.STOP:
                 str(content["reason"])
-            case _:
-                pass
         return request
 
 

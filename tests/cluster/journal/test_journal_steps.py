@@ -143,9 +143,9 @@ def test_two_writers_in_every_order_of_their_calls(tmp_path, paused):
                 waiting.append([*taken, 1])
             schedule.step(chosen)
             taken.append(chosen)
-            entry = Journal(directory).entries("epoch").get(1)
+            entry = Journal(directory).newest("epoch")
             if entry is not None:
-                seen.append(entry["by"])
+                seen.append(entry[1]["by"])
         schedule.join()
         paused.clear()
         assert sorted(results.values()) == ["lost", "won"], taken
