@@ -19,7 +19,7 @@ from deadpool_megatron.megatron.optimizer import ShardState, complete_state
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from tests.gpu.digests import state_digests
 from tests.megatron import gpu_rig
-from tests.megatron.gpu_rig import Slot, differences, plain_inner
+from tests.megatron.gpu_rig import Slot, begun_and_continued, differences, plain_inner, update
 from tests.megatron.plain_loop import plain_loop
 
 _one_rank = gpu_rig.one_rank
@@ -81,44 +81,9 @@ def trained(make: Make, **more: Any) -> tuple[Any, Any]:
     return inner, plain_loop([chunk], inner)
 
 
-def update(inner: Any, first: int, last: int, shard: ShardState | None = None) -> None:
-    for number in range(first, last):
-        for index, parameter in enumerate(optimizers.parameters_of(inner)):
-            generator = torch.Generator().manual_seed(10 * number + index)
-            gradient = torch.randn(parameter.shape, generator=generator)
-            # Zeros of either sign, as sparse rows have.
-            gradient[..., 0] = -0.0 if number % 2 else 0.0
-            parameter.grad = gradient.to(parameter.dtype)
-        inner.optimizer.step()
-        if shard is not None:
-            shard.after_update(0)
-
-
-def begun_and_continued(make: Make) -> tuple[Any, Any, Any, Any, ShardState]:
-    """A stock optimizer and ours, each with its loop, after four updates; those from each slot on
-    gave the same."""
-    stock, stock_loop = trained(make)
-    update(stock, 0, 4)
-    inner, loop = trained(make)
-    generator = torch.get_rng_state()
-    complete_state(loop.optimizer)
-    assert torch.equal(torch.get_rng_state(), generator), "random numbers were drawn"
-    shard = ShardState(loop.optimizer)
-    first = Slot(loop, shard)
-    update(inner, 0, 2, shard)
-    kept = Slot(loop, shard)
-    update(inner, 2, 4, shard)
-    assert differences(state_digests(stock_loop), state_digests(loop)) == []
-    for slot, begin in ((kept, 2), (first, 0)):
-        slot.restore(loop, shard)
-        update(inner, begin, 4, shard)
-        assert differences(state_digests(stock_loop), state_digests(loop)) == []
-    return stock, stock_loop, inner, loop, shard
-
-
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_any_optimizer_begins_and_continues_exactly(make):
-    begun_and_continued(make)
+    begun_and_continued(lambda: trained(make)[1])
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
@@ -142,9 +107,9 @@ def test_state_that_comes_later_ends_the_run():
     inner, loop = trained(lambda own: Counting(own, late=3))
     complete_state(loop.optimizer)
     shard = ShardState(loop.optimizer)
-    update(inner, 0, 2, shard)
+    update(inner, range(2), shard)
     with pytest.raises(UnsupportedState, match="Counting keeps more"):
-        update(inner, 2, 3, shard)
+        update(inner, [2], shard)
 
 
 def test_megatrons_own_function_makes_what_only_it_knows():
@@ -199,7 +164,8 @@ def test_an_offloaded_optimizer_goes_on_exactly(dtype):
             parameter.data = parameter.data.to(dtype)
         return offloaded(own)
 
-    stock, stock_loop, inner, loop, shard = begun_and_continued(make)
+    stock, loop, shard = begun_and_continued(lambda: trained(make)[1])
+    (inner,) = loop.optimizer.chained_optimizers
     assert len(inner.optimizer.sub_optimizers) == 2
     if dtype == torch.float32:
         return  # Megatron cannot load what has no other master
@@ -207,10 +173,10 @@ def test_an_offloaded_optimizer_goes_on_exactly(dtype):
     inner.optimizer.load_state_dict(inner.optimizer.state_dict())
     shard.readopt()
     loaded = Slot(loop, shard)
-    update(stock, 4, 6)
+    update(*stock.optimizer.chained_optimizers, range(4, 6))
     for _ in range(2):
-        update(inner, 4, 6, shard)
-        assert differences(state_digests(stock_loop), state_digests(loop)) == []
+        update(inner, range(4, 6), shard)
+        assert differences(state_digests(stock), state_digests(loop)) == []
         loaded.restore(loop, shard)
 
 

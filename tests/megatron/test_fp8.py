@@ -68,6 +68,13 @@ def train(loop: Any, count: int, seed: int, interrupt: bool = False) -> None:
             inner.optimizer.zero_grad()
 
 
+def outcome(manager: type[Manager], loop: Any, count: int) -> tuple[dict[str, str], list[int]]:
+    """Train; return the digests of the state, and the sizes of the reductions."""
+    manager.reduced.clear()
+    train(loop, count, seed=2)
+    return state_digests(loop), list(manager.reduced)
+
+
 @pytest.mark.parametrize(("recipe", "chunks"), [("delayed", 1), ("delayed", 2), ("tensorwise", 2)])
 def test_histories_and_scales_come_back_in_place(transformer_engine, recipe, chunks):
     """Traps, A4. Attention is delayed in its softmax under tensorwise scaling as well."""
@@ -80,16 +87,11 @@ def test_histories_and_scales_come_back_in_place(transformer_engine, recipe, chu
     train(loop, 3, seed=1)
     slot, at_capture = Slot(loop, shard), state_digests(loop)
     assert len(slot.extras) < len(first.extras) + 500, "room for them is there from the start"
-    transformer_engine.reduced.clear()
-    train(loop, 2, seed=2)
-    after, reduced = state_digests(loop), list(transformer_engine.reduced)
+    after = outcome(transformer_engine, loop, 2)
     train(loop, 1, seed=3, interrupt=True)
     slot.restore(loop, shard)
     assert differences(state_digests(loop), at_capture) == []
-    transformer_engine.reduced.clear()
-    train(loop, 2, seed=2)
-    assert differences(state_digests(loop), after) == []
-    assert transformer_engine.reduced == reduced
+    assert outcome(transformer_engine, loop, 2) == after
     now = [t.data_ptr() for _, t in fp8.named_tensors(loop.model_chunks)]
     assert now == addresses
     registered = itertools.chain(*transformer_engine.global_scale_buffer.values())
@@ -103,9 +105,7 @@ def test_a_newcomer_reduces_what_survivors_reduce(transformer_engine, recipe):
     shard = ShardState(loop.optimizer)
     train(loop, 2, seed=1)
     slot = Slot(loop, shard)
-    transformer_engine.reduced.clear()
-    train(loop, 1, seed=2)
-    after, reduced = state_digests(loop), list(transformer_engine.reduced)
+    after = outcome(transformer_engine, loop, 1)
     order = registered(transformer_engine)
     # Another process: nothing is registered there.
     for name in ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer"):
@@ -115,10 +115,7 @@ def test_a_newcomer_reduces_what_survivors_reduce(transformer_engine, recipe):
     Slot(newcomer, target)  # what a build captures
     slot.restore(newcomer, target)
     assert registered(transformer_engine) == order
-    transformer_engine.reduced.clear()
-    train(newcomer, 1, seed=2)
-    assert differences(state_digests(newcomer), after) == []
-    assert transformer_engine.reduced == reduced
+    assert outcome(transformer_engine, newcomer, 1) == after
 
 
 def test_before_the_first_step_nothing_is_registered(transformer_engine):
@@ -126,14 +123,10 @@ def test_before_the_first_step_nothing_is_registered(transformer_engine):
     loop = recipe_loop(chunks=2)
     shard = ShardState(loop.optimizer)
     slot = Slot(loop, shard)
-    train(loop, 1, seed=1)
-    after, reduced = state_digests(loop), list(transformer_engine.reduced)
+    after = outcome(transformer_engine, loop, 1)
     slot.restore(loop, shard)
     assert not any(transformer_engine.global_amax_buffer.values())
-    transformer_engine.reduced.clear()
-    train(loop, 1, seed=1)
-    assert differences(state_digests(loop), after) == []
-    assert transformer_engine.reduced == reduced
+    assert outcome(transformer_engine, loop, 1) == after
 
 
 def test_what_an_interrupt_leaves_behind_is_forgotten(transformer_engine):

@@ -2,7 +2,8 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron.core import parallel_state, rerun_state_machine
 from torch import Tensor, nn
 
 from deadpool_megatron.megatron.audit import pass_audit
-from deadpool_megatron.megatron.audit.comparison import _PASS, Mismatch
+from deadpool_megatron.megatron.audit.comparison import Mismatch
 from deadpool_megatron.megatron.audit.pass_audit import PassAudit
 
 
@@ -93,7 +94,7 @@ def rig(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", rerun_state_machine.RerunMode)
-def test_megatrons_rerun_machine_does_not_see_it(rig, mode, monkeypatch):
+def test_audit_leaves_the_rerun_machine_as_it_was(rig, mode, monkeypatch):
     machine = rerun_state_machine.get_rerun_state_machine()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     machine.set_mode(mode)
@@ -106,7 +107,7 @@ def test_megatrons_rerun_machine_does_not_see_it(rig, mode, monkeypatch):
     assert {name: vars(machine)[name] for name in before} == before
 
 
-def test_passes_that_do_not_repeat_are_left_and_the_roles_named(rig):
+def test_passes_that_do_not_repeat_are_given_up(rig):
     rig.noise = iter([0.0, 1.0])
     rig.iteration(1)
     (text,) = rig.reported
@@ -115,12 +116,25 @@ def test_passes_that_do_not_repeat_are_left_and_the_roles_named(rig):
     assert rig.done.count("pass") == 2, "not computed any more"
 
 
-def test_all_commit_the_generation_before_before_a_mismatch_is_reported(rig, monkeypatch):
-    def gather(rows: list[Tensor], row: Tensor) -> None:
-        rig.done.append("compared")
-        rows[0].copy_(row)
+@pytest.fixture
+def gathers(monkeypatch):
+    """Have that many roles gather the row of this role, changed by ``change(rows)``."""
 
-    monkeypatch.setattr(dist, "all_gather", gather)
+    def given(roles: int, change: Callable[[list[Tensor]], object]) -> None:
+        def gather(rows: list[Tensor], row: Tensor) -> None:
+            for role, target in enumerate(rows):
+                target.copy_(row)
+                target[REPLICA] = role
+            change(rows)
+
+        monkeypatch.setattr(dist, "get_world_size", lambda *_: roles)
+        monkeypatch.setattr(dist, "all_gather", gather)
+
+    return given
+
+
+def test_roles_commit_the_generation_before_they_report_a_mismatch(rig, gathers):
+    gathers(1, lambda _: rig.done.append("compared"))
     rig.iteration(1)
     assert rig.done == ["pass", "pass", "settled", "compared"]
 
@@ -132,64 +146,49 @@ def mismatches(monkeypatch):
     return found
 
 
-HARDWARE, OUTPUT = 4, 5  # where they stand in the row of a role
+PASS = "a forward and backward pass"
+# Positions in the row of a role.
+REPLICA, HARDWARE, OUTPUT = 0, 4, 5
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_other_bytes_of_other_hardware_are_no_mismatch(other, rig, mismatches, monkeypatch):
-    """Three replicas of one role, the last of which gives another output."""
+def test_other_bytes_of_other_hardware_are_no_mismatch(other, rig, mismatches, gathers):
+    """Three replicas of a role, the last of which gives another output."""
 
-    def gather(rows: list[Tensor], row: Tensor) -> None:
-        for replica, target in enumerate(rows):
-            target.copy_(row)
-            target[0] = replica
+    def change(rows: list[Tensor]) -> None:
         rows[2][OUTPUT] += 1
         rows[2][HARDWARE] += other
 
-    monkeypatch.setattr(dist, "get_world_size", lambda *_: 3)
-    monkeypatch.setattr(dist, "all_gather", gather)
+    gathers(3, change)
     for number in (1, 2):
         rig.iteration(number)
-    named = None if other else Mismatch((2,), True, "a forward and backward pass")
+    named = None if other else Mismatch((2,), True, PASS)
     assert mismatches == [named, named]
     warning = "audits cannot judge the passes of roles [2]: no data-parallel peer has"
     assert [text.startswith(warning) for text in rig.reported] == [True] * other, "once"
 
 
 @pytest.mark.parametrize("is_repeated", [False, True])
-def test_of_two_replicas_the_one_that_does_not_repeat_itself_is_wrong(
-    is_repeated, rig, mismatches, monkeypatch
-):
+def test_replica_that_does_not_repeat_itself_is_wrong(is_repeated, rig, mismatches, gathers):
     """In the second audit, as the first checks whether passes repeat. The second replica gives
     another output, once or each time."""
-    gathered = 0
-
-    def gather(rows: list[Tensor], row: Tensor) -> None:
-        nonlocal gathered
-        gathered += 1
-        for replica, target in enumerate(rows):
-            target.copy_(row)
-            target[0] = replica
-        rows[1][OUTPUT] += gathered == 2 or (gathered > 2 and is_repeated)
-
-    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr(dist, "all_gather", gather)
+    errors = itertools.chain([0, 1], itertools.repeat(int(is_repeated)))
+    gathers(2, lambda rows: rows[1][OUTPUT].add_(next(errors)))
     for number in (1, 2):
         rig.iteration(number)
     assert rig.done.count("pass") == 4
     assert rig.chunk.buffers[0].grad_data.sum() == 0
-    named = Mismatch((0, 1), False, _PASS) if is_repeated else Mismatch((1,), True, _PASS)
-    assert mismatches == [None, named]
+    named = ((0, 1), False) if is_repeated else ((1,), True)
+    assert mismatches == [None, Mismatch(*named, PASS)]
 
 
-def test_each_chunk_of_an_interleaved_pipeline_is_a_stage(rig, mismatches, monkeypatch):
+def test_each_chunk_of_an_interleaved_pipeline_is_a_stage(rig, mismatches, gathers, monkeypatch):
     """Three replicas of two ranks with two chunks each; in the second replica the first chunk of
     its second rank is wrong, and with it all that comes later, the chunks of its first rank
     included."""
 
-    def gather(rows: list[Tensor], row: Tensor) -> None:
+    def change(rows: list[Tensor]) -> None:
         for role, target in enumerate(rows):
-            target.copy_(row)
             replica, rank = divmod(role, 2)
             target[:3] = torch.tensor([replica, rank, rank])
         first_chunk, second_chunk = OUTPUT, OUTPUT + 6
@@ -200,9 +199,8 @@ def test_each_chunk_of_an_interleaved_pipeline_is_a_stage(rig, mismatches, monke
     config = SimpleNamespace(microbatch_group_size_per_vp_stage=2)
     vars(config).update(dict.fromkeys(pass_audit.SYNCHRONISING))
     monkeypatch.setattr(pass_audit.loops, "model_config", lambda _loop: config)
-    monkeypatch.setattr(dist, "get_world_size", lambda *_: 6)
-    monkeypatch.setattr(dist, "all_gather", gather)
+    gathers(6, change)
     rig.iteration(1)
-    assert rig.done.count("pass") == 2 * 4, "twice, each with the least that the pipeline takes"
-    assert mismatches == [Mismatch((3,), True, _PASS)]
+    assert rig.done.count("pass") == 2 * 4, "twice, each with the minimum of the pipeline"
+    assert mismatches == [Mismatch((3,), True, PASS)]
     assert all(chunk.buffers[0].grad_data.sum() == 0 for chunk in rig.chunks)
