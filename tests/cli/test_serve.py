@@ -27,7 +27,7 @@ from deadpool_megatron.cli import http_server, serve
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.observe.view import view
 from tests.cli.start.refused import old_run
-from tests.cluster.running import Run, environment, send
+from tests.cluster.runs import Run, environment, send
 from tests.common.browser import CHROMIUM, Browser
 from tests.common.synthetic_run import events_of, status_of
 from tests.common.wait import wait_for

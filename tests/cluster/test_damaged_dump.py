@@ -9,7 +9,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import Run, deadpool
+from tests.cluster.runs import Run, deadpool
 from tests.common.limits import setting_flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -40,7 +40,7 @@ def sealed(path: Path) -> dict[Generation, int]:
     }
 
 
-def test_the_run_goes_on_from_the_generation_before(tmp_path):
+def test_run_continues_from_the_generation_before_a_damaged_one(tmp_path):
     first = tmp_path / "first"
     # All roles, so that nobody is one generation further and has overwritten the older one.
     stops = [

@@ -76,7 +76,7 @@ def test_kind_of_end(line, kind):
     assert failures.kind_of_end(line) is kind
 
 
-def test_which_ends_say_that_the_device_is_broken_for_good():
+def test_ends_of_a_device_that_is_broken_for_good():
     for number in FOR_GOOD:
         assert failures.is_broken_for_good(None, f"NVRM: Xid (PCI:1:0): {number}, x")
     for line in ("Xid 13", "Xid 31", "Xid", "uncorrectable ECC error encountered", ""):
@@ -125,7 +125,7 @@ def test_numbers_do_not_make_another_cause():
     assert failures.same_text(first) != failures.same_text("Rank 3: found Inf at 0x7f31")
 
 
-def test_every_kind_has_words():
+def test_every_kind_has_a_meaning():
     planned = {failures.FailureKind.DRAINED, failures.FailureKind.RESTART}
     assert set(failures.MEANINGS) == set(failures.FailureKind)
     assert {kind for kind, meaning in failures.MEANINGS.items() if not meaning.to_do} == planned

@@ -9,7 +9,7 @@ import pytest
 
 from deadpool_megatron.cluster.run_directory.bad_nodes import read_bad_nodes
 from deadpool_megatron.events import Kind
-from tests.cluster.running import Run, deadpool, send
+from tests.cluster.runs import Run, deadpool, send
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ def kinds_of(final: dict[str, Any]) -> list[str]:
     return [recovery["kind"] for recovery in final["recoveries"]]
 
 
-def test_crash_by_a_signal_is_told_with_its_last_words(tmp_path):
+def test_crash_by_a_signal_is_reported_with_its_last_output(tmp_path):
     with Run(tmp_path / "r", spares=0) as run:
         run.wait_iteration(3)
         send(run.listing(1)["members"]["0"], signal.SIGSEGV)
@@ -48,9 +48,7 @@ def test_a_drain_waits_where_only_a_quarantined_node_is_left(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("error", ["device", ""])
-def test_health_of_a_node_that_trains_is_asked_after_a_device_error_and_each_minute(
-    error, tmp_path
-):
+def test_training_node_is_checked_after_a_device_error_and_each_minute(error, tmp_path):
     """A process would start again in place; the site's own check knows better."""
     sick = tmp_path / "sick"
     # Each node has a file of its own for the answers of what asks.

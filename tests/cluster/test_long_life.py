@@ -17,7 +17,7 @@ import pytest
 from deadpool_megatron.cli.common import CommandError, ask
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.events import Event, Kind, term_file, to_line
-from tests.cluster.running import Agents, deadpool
+from tests.cluster.runs import Agents, deadpool
 from tests.common.limits import setting_flags
 from tests.common.wait import wait_for
 
@@ -71,7 +71,7 @@ def was_opened(fifo: Path) -> bool:
     return True
 
 
-def test_a_takeover_in_an_old_run_opens_nothing_old(tmp_path):
+def test_takeover_in_an_old_run_opens_no_old_file(tmp_path):
     """How soon is printed: it is the machine's. That nothing old is opened is asserted."""
     with Agents(tmp_path / "r", options=_PATIENT) as run:
         run.wait_iteration(5)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.support.environment import VARIABLES
-from tests.cluster.running import deadpool
+from tests.cluster.runs import deadpool
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def environments(
 
 
 @pytest.mark.parametrize("method", ["fork", "exec"])
-def test_what_nccl_needs_is_there_and_what_the_user_has_set_stays(tmp_path, method):
+def test_environment_has_the_needs_of_nccl_and_keeps_settings_of_the_user(tmp_path, method):
     early = tmp_path / "early"
     early.mkdir()
     options = ("--deadpool-set", f"start-method={method}", "--preload", "tests.cluster.early_look")
@@ -90,7 +90,7 @@ def test_processes_of_one_node_share_its_cores(tmp_path):
 
 
 @pytest.mark.full
-def test_gloo_needs_nothing(tmp_path):
+def test_environment_for_gloo_has_no_variable(tmp_path):
     found = environments(tmp_path, "--deadpool-communicator", "gloo")["0-0"]
     assert {variable.name for variable in VARIABLES}.isdisjoint(found)
 
@@ -109,7 +109,7 @@ def smi(folder: Path, gpus: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("visible", "first", "method"), [("0,1,2,3,4,5", 0, "exec"), ("GPU-7,6,5,4,GPU-3,2", 7, "fork")]
 )
-def test_nodes_of_one_host_share_its_gpus_out_and_each_member_sees_its_own(
+def test_nodes_of_a_host_share_its_gpus_and_each_member_sees_its_own(
     tmp_path, visible, first, method
 ):
     """By its UUID, also before a parked process knows its member; and as number 0, which a script

@@ -12,7 +12,7 @@ from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
-from tests.cluster.running import MEMBER, Run, deadpool, send
+from tests.cluster.runs import MEMBER, Run, deadpool, send
 from tests.common.wait import MAX_WAIT_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def contents(run: run_files.RunDirectory) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
-def test_a_link_that_leads_elsewhere_later_leads_no_run_to_the_end_of_another(tmp_path):
+def test_link_that_later_leads_to_another_run_does_not_end_this_run(tmp_path):
     other, link = finished_run(tmp_path / "other"), tmp_path / "link"
     (tmp_path / "own").mkdir(mode=0o700)
     link.symlink_to(tmp_path / "own")
@@ -50,7 +50,7 @@ def test_a_link_that_leads_elsewhere_later_leads_no_run_to_the_end_of_another(tm
     assert contents(other) == before
 
 
-def test_another_run_in_the_place_of_its_directory_is_left_alone(tmp_path):
+def test_another_run_with_its_directory_name_is_left_alone(tmp_path):
     """The run that was there is continued under its directory's new name."""
     place, moved = tmp_path / "place", tmp_path / "moved"
     with Run(place, *ENDLESS, nodes=2, spares=0) as run:
@@ -72,7 +72,7 @@ def test_another_run_in_the_place_of_its_directory_is_left_alone(tmp_path):
         shutil.rmtree(place)
 
 
-def test_a_directory_removed_under_a_run_is_made_again(tmp_path):
+def test_directory_removed_under_a_run_is_created_again(tmp_path):
     """It is said, the run can be asked and steered, and what it computed is not lost."""
     place = tmp_path / "run"
     with Run(place, *ENDLESS, nodes=2, spares=0) as run:
@@ -100,7 +100,7 @@ def test_a_directory_removed_under_a_run_is_made_again(tmp_path):
 RESTARTED = ("ended_term", "ended_epoch", "finished")
 
 
-def test_a_run_that_is_training_is_not_resumed(tmp_path):
+def test_training_run_is_not_resumed(tmp_path):
     """Nor where its coordinator has just died."""
     with Run(tmp_path / "old", *ENDLESS, nodes=2, spares=0) as run:
         run.wait_iteration(5)

@@ -11,7 +11,7 @@ from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Event, Kind
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, Agents, Run, deadpool, send
+from tests.cluster.runs import FAST, MEMBER, Agents, Run, deadpool, send
 from tests.common.finished_run import read_final
 from tests.common.wait import MAX_WAIT_SECONDS, wait_for
 
@@ -71,7 +71,7 @@ def test_every_member_and_the_coordinator_at_once(tmp_path):
 @pytest.mark.parametrize(
     "how", ["everything", "agents", "hangup", pytest.param("launcher", marks=pytest.mark.full)]
 )
-def test_a_run_started_again_goes_on_from_memory(tmp_path, how):
+def test_restarted_run_continues_from_memory(tmp_path, how):
     # The second one leaves nothing behind of either; a failure before it cleans up as well.
     with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1) as first:
         first.wait_iteration(5)
@@ -106,7 +106,7 @@ def test_a_run_started_again_goes_on_from_memory(tmp_path, how):
 
 
 @pytest.mark.full
-def test_a_killed_launcher_leaves_slots_and_nothing_else(tmp_path):
+def test_killed_launcher_leaves_only_slots(tmp_path):
     with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=0) as run:
         run.wait_iteration(3)
         run.launcher.kill()
@@ -125,7 +125,7 @@ def test_a_killed_launcher_leaves_slots_and_nothing_else(tmp_path):
         assert "run" in deadpool("clean", "--yes", str(run.run.path)).stdout
 
 
-def test_an_agent_that_comes_back_brings_the_only_copy(tmp_path):
+def test_returning_agent_has_the_only_copy(tmp_path):
     """Nothing but its own slots holds role 1: with ``local`` there are no copies elsewhere."""
     options = ("--deadpool-protection", "local")
     with Agents(tmp_path / "r", *ENDLESS, nodes=2, spares=0, options=options) as agents:
@@ -143,7 +143,7 @@ def test_an_agent_that_comes_back_brings_the_only_copy(tmp_path):
 
 
 @pytest.mark.full
-def test_what_healthy_and_dead_nodes_held_is_put_together(tmp_path):
+def test_dump_of_live_nodes_is_completed_from_memory_of_a_dead_node(tmp_path):
     """Who is left writes what it holds; what the dead node left in memory completes it."""
     options = ("--deadpool-protection", "local", "--deadpool-spare-timeout-seconds", "1")
     with Agents(tmp_path / "r", *ENDLESS, nodes=2, spares=0, options=options) as agents:

@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Event, Kind, read_events
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import Run, deadpool, send
+from tests.cluster.runs import Run, deadpool, send
 from tests.common.limits import setting_flags
 from tests.common.wait import MAX_WAIT_SECONDS
 
@@ -38,7 +38,7 @@ def test_killed_and_stopped_vaults_come_back_without_an_interruption(tmp_path):
     assert final["recoveries"] == []
 
 
-def test_training_goes_on_without_a_coordinator_and_notices_nothing_of_the_next(tmp_path):
+def test_training_continues_without_a_coordinator_and_through_a_takeover(tmp_path):
     faults = [_stop_at_claim(node) for node in (1, 2)]
     with Run(tmp_path / "r", faults=faults) as run:
         run.wait_iteration(5)
@@ -110,7 +110,7 @@ def _beating(run: Run) -> set[int]:
 
 
 @pytest.mark.full
-def test_a_run_whose_first_coordinators_nodes_die_is_coordinated_by_others(tmp_path):
+def test_coordinators_follow_after_the_loss_of_their_nodes(tmp_path):
     """Two nodes keep standbys; when they have gone one after the other, others do."""
     with Run(tmp_path / "r", nodes=2, spares=2, options=_SOON) as run:
         run.wait_iteration(3)
@@ -131,7 +131,7 @@ def _term(run: Run, number: int) -> Event:
     return run.wait_event(Kind.COORDINATOR, number)
 
 
-def test_run_of_which_no_node_comes_up_ends_soon(tmp_path):
+def test_run_without_a_node_that_starts_ends_soon(tmp_path):
     faults = [
         {"id": f"a{node}", "point": "member.start", "match": {"node": node}, "target": "agent"}
         for node in (0, 1)
@@ -141,7 +141,7 @@ def test_run_of_which_no_node_comes_up_ends_soon(tmp_path):
     assert "no node came up" in run.output.read_text()
 
 
-def test_undisturbed_and_nothing_listens_but_on_the_given_address(tmp_path):
+def test_undisturbed_run_listens_only_at_the_given_address(tmp_path):
     with Run(tmp_path / "r", nproc=2) as run:
         run.wait_iteration(2)
         pids = cleanup.run_processes(run.run, run.run.read_run().run_id)
@@ -253,7 +253,7 @@ os.open = without_events
 
 
 @pytest.mark.parametrize(("misbehaves", "status"), [(False, 0), (True, 3)])
-def test_a_run_whose_events_cannot_be_written_decides_the_same(tmp_path, misbehaves, status):
+def test_run_decides_the_same_without_room_for_events(tmp_path, misbehaves, status):
     """It recovers, compares replayed steps, and ends as ever."""
     (tmp_path / "sitecustomize.py").write_text(_NO_ROOM_FOR_EVENTS)
     seam = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
@@ -289,7 +289,7 @@ def test_failing_command_ends_the_run_with_its_last_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_requests_are_waited_for_and_outlive_the_coordinator(tmp_path):
+def test_requests_outlive_the_coordinator(tmp_path):
     with Run(tmp_path / "r", spares=2) as run:
         where = str(run.run.path)
         run.wait_iteration(3)
@@ -317,7 +317,7 @@ def test_requests_are_waited_for_and_outlive_the_coordinator(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_bug_ends_the_run_and_another_goes_on_from_its_newest_iteration(tmp_path):
+def test_bug_ends_the_run_and_another_run_resumes_at_its_newest_iteration(tmp_path):
     first = tmp_path / "first"
     with Run(first, "--iterations", "20", "--misbehave", "fail", spares=0) as run:
         final = run.wait_end(1)
@@ -361,7 +361,7 @@ def test_second_interrupt_ends_at_once(tmp_path):
 
 
 @pytest.mark.full
-def test_a_journal_that_is_gone_ends_the_run_saved(tmp_path):
+def test_lost_journal_ends_the_run_with_a_dump(tmp_path):
     options = ("--deadpool-spare-timeout-seconds", "2")
     with Run(tmp_path / "r", options=options) as run:
         run.wait_iteration(5)

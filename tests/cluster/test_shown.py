@@ -17,7 +17,7 @@ from deadpool_megatron.cli.run_result import read_story
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from deadpool_megatron.observe.view import State, View, view
-from tests.cluster.running import Run, deadpool, send, start
+from tests.cluster.runs import Run, deadpool, send, start
 from tests.common.wait import wait_for
 from tests.vault.conftest import file_system
 
@@ -57,7 +57,7 @@ def samples(found: View) -> dict[str, float]:
     }
 
 
-def test_a_full_run_directory_is_said_everywhere_and_nothing_is_lost(tmp_path):
+def test_full_run_directory_is_shown_everywhere_and_nothing_is_lost(tmp_path):
     """A recovery waits for the journal, which is there, too: that is said as well."""
     with (
         file_system(tmp_path / "small", "2m") as mount,
@@ -126,7 +126,7 @@ def seen_after(run: Run) -> list[str]:
     return [one.kind for one in read_story(run.run.path).failures]
 
 
-def test_a_wait_for_a_spare_and_the_clock_of_who_looks(tmp_path):
+def test_wait_for_a_spare_is_shown_whatever_the_clock_of_the_viewer(tmp_path):
     """The roles lack copies for as long as all views say; the counter of the wait grows."""
     patient = ("--deadpool-spare-timeout", "120")
     with Run(tmp_path / "r", "--step-seconds", "0.05", spares=0, options=patient) as run:
@@ -159,7 +159,7 @@ def test_a_wait_for_a_spare_and_the_clock_of_who_looks(tmp_path):
             agent.kill()
 
 
-def test_a_bug_is_called_so_in_all_views(tmp_path):
+def test_bug_is_named_in_all_views(tmp_path):
     with Run(tmp_path / "r", "--iterations", "20", "--misbehave", "fail", spares=0) as run:
         run.wait_end(1)
         text = run.output.read_text()

@@ -8,7 +8,7 @@ import pytest
 
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
-from tests.cluster.running import Agents, deadpool
+from tests.cluster.runs import Agents, deadpool
 from tests.common.finished_run import read_final
 from tests.common.limits import setting_flags
 from tests.common.wait import MAX_WAIT_SECONDS, wait_for
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 _SOON = setting_flags(rejoin_seconds=6)
 
 
-def test_agents_alone_make_a_run_and_the_coordinator_is_beside_the_spare(tmp_path):
+def test_agents_alone_make_a_run_with_the_coordinator_on_the_spare(tmp_path):
     with Agents(tmp_path / "r", "--iterations", "30") as run:
         run.check_result(30)
         assert run.term().node == 2
@@ -29,7 +29,7 @@ def test_agents_alone_make_a_run_and_the_coordinator_is_beside_the_spare(tmp_pat
 
 
 @pytest.mark.full
-def test_the_order_to_end_outlives_the_coordinator_that_took_it(tmp_path):
+def test_order_to_end_outlives_its_coordinator(tmp_path):
     """Whoever gave it may be gone: it is carried out once, by the next one."""
     fault = {"id": "coordinator", "point": "coordinator.request"}
     with Agents(tmp_path / "r", spares=2, faults=[fault]) as run:
@@ -88,7 +88,7 @@ def test_spare_attaches_to_a_run_that_has_none_left(tmp_path):
 
 
 @pytest.mark.full
-def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path):
+def test_node_ordered_to_end_moves_its_roles_first(tmp_path):
     """As an evicted pod, here with the coordinator in it: the one that takes its place comes while
     it waits, and nothing is lost.
     """
@@ -117,7 +117,7 @@ def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path):
     assert sum(one["steps_recomputed"] for one in final["recoveries"]) == 0
 
 
-def test_agents_that_disagree_are_told(tmp_path):
+def test_agent_with_other_settings_is_refused(tmp_path):
     with Agents(tmp_path / "r", spares=0) as run:
         run.wait_iteration(2)
         other = run.start("other", "--node-id", "5", "--nodes", "7")

@@ -10,7 +10,7 @@ from deadpool_megatron.cluster.watch.windows import SLOW_FACTOR
 from deadpool_megatron.failures import GRACE_SECONDS
 from deadpool_megatron.settings import Settings
 from fake_nccl import KIND
-from tests.cluster.running import deadpool
+from tests.cluster.runs import deadpool
 from tests.faults.harness import jobs, layouts
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]

@@ -14,7 +14,7 @@ import yaml
 
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, environment
+from tests.cluster.runs import FAST, MEMBER, environment
 from tests.common.programs import run_among, stand_in
 from tests.common.wait import wait_for
 

@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_n
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Kind, read_events
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, deadpool, environment
+from tests.cluster.runs import FAST, MEMBER, deadpool, environment
 from tests.common.wait import MAX_WAIT_SECONDS
 
 OTHER = {"versions": {"torch": "another one"}}

@@ -10,7 +10,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import MEMBER
+from tests.cluster.runs import MEMBER
 from tests.common.finished_run import read_final
 from tests.common.limits import FAST, setting_flags
 from tests.slurm.cluster import Cluster

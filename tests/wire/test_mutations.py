@@ -12,7 +12,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.transport import realm_of
 from deadpool_megatron.wire import auth, framing
-from tests.cluster.running import Run, deadpool
+from tests.cluster.runs import Run, deadpool
 from tests.vault.harness import RUN_ID, Node, cluster, train, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin
 from tests.wire import mutations

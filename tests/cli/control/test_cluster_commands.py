@@ -11,7 +11,7 @@ from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.settings import Settings
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, Run, deadpool, start
+from tests.cluster.runs import FAST, MEMBER, Run, deadpool, start
 from tests.common.finished_run import read_final
 from tests.common.wait import MAX_WAIT_SECONDS, wait_for
 

@@ -24,7 +24,7 @@ class InStep(Journal):
 
 
 @pytest.mark.parametrize("coordinators", [1, 2])
-async def test_two_agents_of_one_host_that_come_together_are_two_nodes(tmp_path, coordinators):
+async def test_agents_of_a_host_that_attach_at_once_get_different_numbers(tmp_path, coordinators):
     """An old coordinator and the next one may both be asked."""
     both = threading.Barrier(2)
     asked = [Coordinator(InStep(tmp_path / "journal", both)) for _ in range(coordinators)]

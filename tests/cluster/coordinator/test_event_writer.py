@@ -65,7 +65,7 @@ def texts(directory: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE])
-def test_what_a_full_disk_refused_is_written_when_there_is_room(disk, tmp_path, number):
+def test_events_that_a_full_disk_refused_are_written_later(disk, tmp_path, number):
     disk.room, disk.error = 250, number  # it ends in the middle of a line
     writer = EventWriter(disk)
     for k in range(1, 101):
@@ -84,7 +84,7 @@ def test_what_a_full_disk_refused_is_written_when_there_is_room(disk, tmp_path, 
     assert disk.synced
 
 
-def test_a_large_file_is_followed_by_another_one(tmp_path):
+def test_large_event_file_is_followed_by_another(tmp_path):
     path = tmp_path / "events.jsonl"
     for term in (1, 2):
         writer = EventWriter(EventLog(path, term, part_bytes=1000))

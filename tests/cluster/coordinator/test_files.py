@@ -9,7 +9,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.settings import Settings
 
 
-async def test_a_cleaner_that_takes_the_run_file_does_not_hide_the_run(tmp_path, monkeypatch):
+async def test_removed_run_file_is_created_again(tmp_path, monkeypatch):
     monkeypatch.setattr(run_files, "_PAUSE_SECONDS", 0.01)
     run = RunDirectory(tmp_path / "run")
     whole = RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings())

@@ -23,7 +23,7 @@ def search():
     gc.enable()
 
 
-def test_what_is_new_and_unused_is_freed_with_the_next_tick(search):
+def test_new_garbage_is_freed_at_the_next_tick(search):
     search.tick(1.0)
     circle = weakref.ref(Circle())
     assert circle() is not None
@@ -31,7 +31,7 @@ def test_what_is_new_and_unused_is_freed_with_the_next_tick(search):
     assert circle() is None
 
 
-def test_what_was_in_use_when_it_was_new_is_freed_within_the_hour(search):
+def test_older_garbage_is_freed_within_an_hour(search):
     gc.freeze()  # what the tests before this one have left
     circle = Circle()
     seen = weakref.ref(circle)

@@ -82,7 +82,7 @@ def test_report_that_the_machine_fails_at_is_refused_and_ends_this_coordinator(
 
 
 @pytest.mark.parametrize(("loss", "is_told"), [("nan", True), ((1.5).hex(), False)])
-def test_a_loss_that_is_not_finite_is_told_the_machine_however_late(tmp_path, loss, is_told):
+def test_late_loss_reaches_the_machine_if_it_is_not_finite(tmp_path, loss, is_told):
     """The epoch was closed, and its iteration kept; all that goes on from it is bad."""
     rig = Rig().run(4)
     rig.feed(killed(rig, 0))

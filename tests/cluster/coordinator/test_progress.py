@@ -25,7 +25,7 @@ def hashed(iteration: int, role: int = 0, sha256: str = "aa", epoch: int = 1) ->
 
 
 @pytest.mark.parametrize("number", ["loss", "grad_norm"])
-def test_a_number_that_was_not_finite_may_be_replaced_and_is_passed_on_again(number):
+def test_number_that_was_not_finite_may_be_replaced_and_is_fed_again(number):
     """The coordinator that heard it first may have died; the right one is no divergence."""
     progress = ReportedProgress()
     good = Event(Kind.STEP, 2, role=0, iteration=5, data={"loss": "0x1p+0", "grad_norm": "0x1p+1"})
@@ -63,7 +63,7 @@ def test_other_numbers_are_a_divergence(is_fatal, status):
         (Settings(divergence="report"), False),
     ],
 )
-def test_where_a_divergence_ends_a_run(settings, fatal):
+def test_divergence_is_fatal_by_setting_and_communicator(settings, fatal):
     assert divergence_is_fatal(settings) is fatal
 
 
@@ -77,7 +77,7 @@ def test_state_hashes_are_compared_role_by_role():
     assert event.kind is Kind.STALE_DIVERGENCE
 
 
-def test_what_is_compared_does_not_grow_with_the_run():
+def test_compared_numbers_do_not_grow_with_the_run():
     progress = ReportedProgress()
     tracemalloc.start()
     try:
@@ -96,7 +96,7 @@ def test_what_is_compared_does_not_grow_with_the_run():
     assert len(json.dumps(progress.final({}, "", 0))) < 1000
 
 
-def test_numbers_of_iterations_that_were_thrown_away_are_forgotten():
+def test_numbers_of_discarded_iterations_are_forgotten():
     progress = ReportedProgress()
     for k in (1, 2, 3):
         progress.take(step(k))

@@ -73,7 +73,7 @@ def moving(journal: Journal) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("told_by", ["entry", "sign"])
-def test_a_look_does_not_grow_with_the_journal(journal, monkeypatch, told_by):
+def test_look_lists_no_entries_of_the_journal(journal, monkeypatch, told_by):
     """Nothing is listed; a newer term is found all the same, even if its sign was not written, or
     if this host has noted for a while that there is no such entry.
     """
@@ -94,7 +94,7 @@ def test_a_look_does_not_grow_with_the_journal(journal, monkeypatch, told_by):
 
 
 @pytest.mark.usefixtures("pipes_hang")
-def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path):
+def test_takeover_does_not_wait_for_a_hanging_run_directory(tmp_path):
     run, journal = RunDirectory(tmp_path), Journal(tmp_path / "journal")
     os.mkfifo(run.latest)
     durable = TimedRead(partial(succession.valid_checkpoints, run))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.journal.journal import Journal, LostRace
-from tests.cluster.running import environment
+from tests.cluster.runs import environment
 
 SECONDS = 60.0
 
@@ -32,7 +32,7 @@ def outcomes(what: str, directory: Path) -> dict[str, int]:
     return found
 
 
-def test_a_writer_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_path):
+def test_writer_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_path):
     found = outcomes("journal", tmp_path)
     assert found.keys() == {"absent", "whole"}
     assert found["whole"] > 2, "also after it has its name, and before it is known to be durable"
@@ -40,7 +40,7 @@ def test_a_writer_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_coordinator_killed_at_any_line_of_a_decision_announces_only_what_is_durable(tmp_path):
+def test_coordinator_killed_at_any_line_announces_only_durable_records(tmp_path):
     """The next one finds the epoch or decides it anew, also when only one agent has heard of it."""
     found = outcomes("coordinator", tmp_path)
     assert found.keys() == {"absent, 0 told", *(f"whole, {told} told" for told in range(3))}

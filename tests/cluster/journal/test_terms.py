@@ -14,7 +14,7 @@ from deadpool_megatron.settings import Settings
 RHYTHM = terms.HeartbeatTiming(beat=0.5, gap=1.0, stall=2.0, alone=2.0)
 
 
-def test_coordinator_that_is_alone_is_taken_for_gone_before_anybody_is_fenced():
+def test_isolated_coordinator_is_replaced_before_agents_fence_themselves():
     settings = Settings()
     rhythm = terms.HeartbeatTiming.of(settings)
     assert rhythm.alone + rhythm.beat + rhythm.stall + rhythm.beat < settings.fence_seconds
@@ -33,7 +33,7 @@ class SlowJournal(Journal):
 
 
 @pytest.mark.parametrize(("seconds", "gaps"), [([0.1, 60.0, 0.1], [160.1]), ([0.1, 0.9, 0.1], [])])
-async def test_a_coordinator_whose_journal_hung_trusts_no_silence_of_that_time(
+async def test_coordinator_concludes_nothing_from_silence_while_its_journal_hung(
     tmp_path, monkeypatch, seconds, gaps
 ):
     clock, found, newer = [100.0], list[float](), list[str]()

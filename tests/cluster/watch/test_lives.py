@@ -65,7 +65,7 @@ def live_with_hangs(script: Sequence[str], options: dict[str, Any], _: Path) -> 
     return told
 
 
-def test_hangs_are_told_as_before(tmp_path):
+def test_hangs_are_as_recorded(tmp_path):
     lives.compare(LIVES / "hangs.txt", live_with_hangs, tmp_path)
 
 
@@ -73,7 +73,7 @@ def test_hangs_are_told_as_before(tmp_path):
     st.lists(st.tuples(ON_HOST, COUNTS, COUNTS), min_size=2, max_size=5)
     | st.lists(st.tuples(ON_DEVICE, COUNTS, COUNTS), min_size=1, max_size=5)
 )
-def test_never_is_every_role_named(found):
+def test_hang_never_has_all_roles_as_culprits(found):
     """To kill all processes of a job for a hang would cost all that it has in its processes."""
     roles = {
         role: RoleStatus.from_beat({**beat, "section": "x", "iteration": k, "progress": n}, 11.0)

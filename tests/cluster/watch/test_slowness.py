@@ -12,7 +12,7 @@ STEPS = st.floats(0.01, 30.0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [None, 5])
-def test_an_hour_of_noise_names_nobody_but_the_node_that_is_slow(slow):
+def test_slowness_watch_names_only_the_slow_node_in_an_hour_of_noise(slow):
     """Sixteen nodes with iterations of half a second. Every hundredth one of each node has a pause:
     mostly of a whole iteration, now and then of fifty of them.
     """
@@ -42,7 +42,7 @@ def seen(every: int, step: float, commit: float, fit: bool = True) -> windows.St
 
 
 @given(STEPS, st.floats(0.01, 200.0), st.integers(1, 20), st.booleans())
-def test_what_is_chosen_when_training_waits_has_room(step, commit, every, fit):
+def test_next_cadence_fits_when_training_waited(step, commit, every, fit):
     stretch = seen(every, step, commit, fit)
     found = windows.next_cadence(every, stretch, 0)
     if stretch.share <= 0.05:
@@ -55,7 +55,7 @@ def test_what_is_chosen_when_training_waits_has_room(step, commit, every, fit):
 
 
 @given(STEPS, st.floats(0.01, 200.0), st.integers(1, 30))
-def test_it_settles(step, commit, every):
+def test_next_cadence_settles(step, commit, every):
     """Up and down with the same facts: no second change leads back."""
     first = windows.next_cadence(every, seen(every, step, commit), windows.CALM_STRETCHES)
     again = windows.next_cadence(first, seen(first, step, commit), windows.CALM_STRETCHES)

@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import Term, newest_term
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Event, Kind, read_events
-from tests.cluster.running import Told
+from tests.cluster.runs import Told
 from tests.common.finished_run import read_final
 from tests.common.wait import wait_for
 from tests.netns.lab.hosts import Host, Hosts

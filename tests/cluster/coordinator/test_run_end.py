@@ -91,7 +91,7 @@ def lines(directory: Path) -> str:
     ("becomes_valid", "limit_seconds", "stops"),
     [(True, 10.0, False), (False, 0.3, False), (False, 10.0, True)],
 )
-def test_the_end_waits_for_what_is_being_made_valid(
+def test_run_end_waits_for_pending_checkpoints(
     tmp_path, monkeypatch, becomes_valid, limit_seconds, stops
 ):
     """For so long as it says, and as its user wants."""
@@ -117,9 +117,7 @@ def test_the_end_waits_for_what_is_being_made_valid(
 
 
 @pytest.mark.parametrize(("is_loaded", "status"), [(False, 75), (True, 1)])
-def test_what_the_program_has_loaded_is_nothing_that_an_early_end_has_come_to(
-    tmp_path, monkeypatch, is_loaded, status
-):
+def test_loaded_checkpoint_is_no_progress_of_an_early_end(tmp_path, monkeypatch, is_loaded, status):
     """Else a chain of jobs would begin with it each time, and each would say that all is well."""
     ends, write = list[int](), run_files.RunFiles.write_result
 
@@ -141,7 +139,7 @@ def test_what_the_program_has_loaded_is_nothing_that_an_early_end_has_come_to(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_result_that_cannot_be_written_ends_the_run_in_one_clear_line(
+def test_result_that_cannot_be_written_is_reported_in_a_clear_line(
     tmp_path, monkeypatch, capfd, hangs
 ):
     release, removes = threading.Event(), list[bool]()
