@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.link.protocol import _OF_AGENTS, OF_MEMBERS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "deadpool_megatron"
-_MACHINE = "tests/cluster/machine/stale.py::feed_stale", "tests/cluster/machine/world.py::feed"
+_MACHINE = "tests/simulated/late.py::feed_stale", "tests/simulated/world.py::feed"
 _SAVES = "tests/cluster/coordinator/test_checkpoints_life.py::test_a_life_is_as_it_was_before"
 _AGENT = "tests/cluster/agent/test_life.py::test_a_life_is_as_it_was_before"
 _LINK = "tests/cluster/link/test_member_link.py::test_orders_reach_their_handlers_in_their_epoch"

@@ -27,9 +27,10 @@ from deadpool_megatron.layout.schemes import plan_of_kind
 from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.preflight.health import Health
 from tests.cluster.machine.rig import plain
-from tests.cluster.machine.stale import OF_EPOCH
-from tests.cluster.machine.world import World
 from tests.common import lives
+from tests.simulated.clock import Clock
+from tests.simulated.late import OF_EPOCH
+from tests.simulated.world import Shape, World
 
 LIVES = Path(__file__).parent / "lives"
 
@@ -37,16 +38,16 @@ LIVES = Path(__file__).parent / "lives"
 class Told(World):
     """A world that writes down what the machine does, with the time."""
 
-    def __init__(self, *size: int) -> None:
+    def __init__(self, *shape: int) -> None:
         self.lines: list[str] = []
         self.known: list[EpochRecord] = []
-        super().__init__(*size)
+        super().__init__(Shape(*shape).config(), Clock("", 0.0))
 
     def feed(self, event: ev.Input) -> list[act.Action]:
-        self.now += 0.01
+        self.clock.now += 0.01
         actions = super().feed(event)
         if actions:
-            self.lines.append(f"{self.now:.2f} {type(event).__name__}")
+            self.lines.append(f"{self.clock.now:.2f} {type(event).__name__}")
         self.known += [one.record for one in actions if isinstance(one, act.WriteRecord)]
         for action in actions:
             values = plain(action)
@@ -68,7 +69,6 @@ class Told(World):
         for _ in range(times):
             self.settle()
             self.train()
-        self.settle()
 
 
 def nodes_and_processes_are_lost() -> Told:
@@ -78,13 +78,13 @@ def nodes_and_processes_are_lost() -> Told:
     world.lose(1)
     world.train_on(2)
     world.end_member(0, 0)
-    world.hear(0)
+    world.nodes[0].reports.arrive()
     world.end_member(2, 1)
     world.train_on(2)
     world.feed(ev.DrainRequested(2))
     world.train_on(3)
     world.show()
-    world.join(9)
+    world.join()
     world.train_on(1)
     world.feed(ev.MemberSuspected(0, 1, 0, "frozen"))
     world.lose(0)
@@ -108,7 +108,7 @@ def plans_change_and_coordinators() -> Told:
     world.show()
     world.take_over_quietly()
     world.lose(0)
-    world.hear_last_words()
+    world.lost[0].reports.arrive()
     world.restart_coordinator(landed=True, received=1)
     world.settle()
     world.tick(world.config.settings.rejoin_seconds)
@@ -232,8 +232,8 @@ def memories_differ() -> Told:
     world = Told(3, 3, 1, 1)
     room = {0: 1 << 20, 1: 20_000, 2: 15_000, 3: 1 << 20, 4: 9_000, 5: 1 << 20}
     for node, memory_bytes in room.items():
-        joined = world.nodes[node].join(node)
-        world.nodes[node].reports[0] = replace(joined, memory_bytes=memory_bytes)
+        world.nodes[node].memory_bytes = memory_bytes
+        world.nodes[node].reports.reset(world.nodes[node].join())
     world.train_on(3)
     world.show()
     settings = world.config.settings

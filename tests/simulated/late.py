@@ -9,7 +9,7 @@ from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, Seat
-from tests.cluster.machine.world import World
+from tests.simulated.world import World
 
 Player = tuple[int, int, int, int]  # node, slot, incarnation, epoch
 # Each kind of input that carries an epoch, said by a player of a role in that epoch, which began
@@ -80,7 +80,7 @@ def feed_stale(world: World) -> None:
     known = (world.state.record, world.state.seats)  # records never change
     before = deepcopy(world.state, {id(one): one for one in known})
     for event in [*stale_inputs(world), *early_inputs(world)]:
-        actions = world.machine.handle(event, world.now)
+        actions = world.machine.handle(event, world.clock.now)
         assert world.state == before, event
         for action in actions:
             refused = isinstance(action, act.EmitEvent) and action.kind is Kind.REFUSED

@@ -1,0 +1,474 @@
+"""Nodes around the machine, as far as they act by themselves: agents, vaults and members."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev
+from deadpool_megatron.cluster.machine.state import Config
+from deadpool_megatron.layout import records
+from deadpool_megatron.layout.parity_groups import MEMBERS, ParityGroup, ParityPlacement
+from deadpool_megatron.layout.placement import CopyPlacement
+from deadpool_megatron.layout.schemes import SchemeKind
+from tests.cluster.machine.rig import STEP, layout
+from tests.simulated.clock import Channel, Clock
+
+SLOTS = 2
+# A role and the parts that are held of it.
+Held = tuple[int, frozenset[str]]
+EXTRAS = frozenset({"extras@step"})
+BLOCK = frozenset({"main", MEMBERS})
+layout_of = lru_cache(layout)
+
+
+@dataclass
+class Vault:
+    """Sealed generations by role (own, copies and parity), and which epoch may add to them."""
+
+    held: dict[Held, set[records.Generation]] = field(default_factory=dict)
+    epoch: int = 0
+    frozen: bool = True
+    promised: dict[Held, frozenset[records.Generation]] = field(default_factory=dict)
+
+    def seal(self, role: int, generation: records.Generation, parts: frozenset[str] = STEP) -> None:
+        """Keep the newest SLOTS: never the newest is overwritten, of the others the oldest."""
+        assert not self.frozen
+        kept = self.held.setdefault((role, parts), set()) | {generation}
+        self.held[role, parts] = set(sorted(kept)[-SLOTS:])
+
+    def has(self, role: int, generation: records.Generation, parts: frozenset[str]) -> bool:
+        return generation in self.held.get((role, parts), ())
+
+    def gives(self, role: int, generation: records.Generation, part: str) -> bool:
+        return any(
+            of == role and part in parts and generation in kept
+            for (of, parts), kept in self.held.items()
+        )
+
+    def close(self, epoch: int) -> None:
+        self.frozen = True
+        self.promised = {role: frozenset(kept) for role, kept in self.held.items()}
+        self.epoch = max(self.epoch, epoch)
+
+    def adopt(self, record: records.EpochRecord) -> None:
+        # Rule 3: between its inventory and the next record a vault changes nothing.
+        if self.frozen and self.promised:
+            assert self.promised == {role: frozenset(kept) for role, kept in self.held.items()}
+        newest = record.restore.generation if record.restore.kind == "memory" else None
+        for role, kept in self.held.items():
+            self.held[role] = {each for each in kept if newest is not None and each <= newest}
+        self.epoch, self.frozen, self.promised = record.epoch, False, {}
+
+
+@dataclass
+class Member:
+    """A live process. ``at``: the generation its state is, None before it restored; ``kept``: the
+    newest one that is protected; ``entered``: the iteration whose collective it has passed.
+
+    ``reported``: its newest report of each kind, which its agent repeats to a new coordinator.
+    """
+
+    seat: records.Seat
+    epoch: int = 0
+    role: int | None = None
+    at: records.Generation | None = None
+    kept: records.Generation | None = None
+    entered: int = 0
+    pause_at: int | None = None
+    reported: dict[type[ev.Input], ev.OfMember] = field(default_factory=dict)
+
+
+@dataclass
+class Node:
+    """An agent with its vault, its members and both directions of its connection.
+
+    ``epoch``: of the record that it follows; ``closed``: the newest epoch it has closed;
+    ``is_moved``: it has not had the welcome of the present coordinator yet.
+    """
+
+    number: int
+    orders: Channel[act.Action]
+    reports: Channel[ev.Input]
+    vault: Vault = field(default_factory=Vault)
+    members: dict[int, Member] = field(default_factory=dict)
+    incarnations: dict[int, int] = field(default_factory=dict)
+    epoch: int = 0
+    closed: int = 0
+    is_moved: bool = False
+    memory_bytes: int = 0
+
+    def report(self, *reports: ev.OfMember) -> None:
+        """Report something about members."""
+        for each in reports:
+            self.members[each.local_rank].reported[type(each)] = each
+            self.reports.send(each)
+
+    def join(self) -> ev.NodeJoined:
+        """The first message on a new connection."""
+        restored = {
+            local_rank: report.epoch
+            for local_rank, member in self.members.items()
+            if isinstance(report := member.reported.get(ev.Restored), ev.Restored)
+        }
+        running = {rank: member.seat.incarnation for rank, member in self.members.items()}
+        return ev.NodeJoined(
+            self.number,
+            "host",
+            self.number,
+            f"node{self.number}",
+            running,
+            dict(self.incarnations),
+            self.epoch,
+            self.closed,
+            restored,
+            self.memory_bytes,
+        )
+
+
+class Agents:
+    """All nodes, and what they do with the newest record. Nothing here knows the machine."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self.config, self.clock = config, clock
+        self.nodes: dict[int, Node] = {}
+        self.announced: list[records.EpochRecord] = []
+        self.signal = 100  # every death has its own, so that none counts as a repetition
+        self.losses_since_protected = 0
+        self.tolerance = 0
+        self.common: records.Generation | None = None
+        self.not_finite: records.Generation | None = None  # seen by a role of this epoch
+        self.committed: dict[records.Generation, set[int]] = {}
+        self.block_layouts: dict[int, records.RoleLayout] = {}
+        self.placements: dict[int, Any] = {}
+        self.iterations_left = 0  # before the roles rest until something happens
+        self._is_working = False
+
+    @property
+    def record(self) -> records.EpochRecord | None:
+        return self.announced[-1] if self.announced else None
+
+    def layout(self, role: int) -> records.RoleLayout:
+        return layout_of(role, self.config.world_size)
+
+    @property
+    def roles(self) -> range:
+        return range(self.config.world_size)
+
+    def end_member(self, node: int, local_rank: int) -> None:
+        member = self.nodes[node].members.pop(local_rank)
+        self.signal += 1
+        self.nodes[node].reports.send(ev.MemberLost(*member.seat.to_list(), signal=self.signal))
+
+    # Orders.
+
+    def obey(self, here: Node, order: act.Action) -> None:
+        """An agent takes an order."""
+        node = here.number
+        match order:
+            case act.StartMembers(_, incarnations):
+                for local_rank, incarnation in incarnations.items():
+                    if here.incarnations.get(local_rank, -1) >= incarnation:
+                        continue  # two coordinators have ordered the same
+                    if local_rank in here.members:  # an earlier order was obeyed late
+                        self.end_member(node, local_rank)
+                    here.incarnations[local_rank] = incarnation
+                    member = Member(records.Seat(node, local_rank, incarnation))
+                    here.members[local_rank] = member
+                    here.report(ev.MemberHello(*member.seat.to_list()))
+                    if here.epoch and not here.vault.frozen:
+                        here.report(ev.MemberWarm(*member.seat.to_list()))
+            case act.KillMember(_, local_rank, incarnation):
+                member = here.members.get(local_rank)
+                if member is not None and member.seat.incarnation == incarnation:
+                    self.end_member(node, local_rank)
+            case act.CloseEpoch(epoch):
+                if epoch > here.closed:
+                    here.closed = epoch
+                    here.vault.close(epoch)
+                    for member in here.members.values():
+                        member.role, member.at, member.kept = None, None, None
+                here.reports.send(ev.NodeInventory(self._inventory(here, epoch)))
+            case act.Announce(record) | act.Welcome(_, record):
+                if record is not None and record.epoch > here.vault.epoch:
+                    self._adopt(here, record)
+                    self.stir()
+                if here.is_moved and isinstance(order, act.Welcome):
+                    here.is_moved = False
+                    for member in here.members.values():
+                        for report in member.reported.values():
+                            if getattr(report, "epoch", here.closed + 1) > here.closed:
+                                here.reports.send(report)
+            case act.Pause(epoch, iteration):
+                self._pause(here, epoch, iteration)
+            case act.Dump(_, _, generation):
+                here.reports.send(ev.Dumped(node, generation))
+
+    def _inventory(self, here: Node, epoch: int) -> records.Inventory:
+        held = here.vault.held
+        holdings = [
+            records.Holding(role, each, parts)
+            for (role, parts), kept in held.items()
+            for each in kept
+        ]
+        layouts = [
+            self.block_layouts.get(role) or self.layout(role)
+            for role in sorted({role for role, _ in held})
+        ]
+        return records.Inventory(here.number, epoch, tuple(holdings), tuple(layouts))
+
+    def _adopt(self, here: Node, record: records.EpochRecord) -> None:
+        here.vault.adopt(record)
+        if here.number in record.nodes:
+            here.epoch = record.epoch
+        roles = {seat: role for role, seat in record.seats.items()}
+        for member in here.members.values():
+            member.epoch, member.role = record.epoch, roles.get(member.seat)
+            member.at, member.kept, member.pause_at = None, None, None
+            if member.role is None:
+                here.report(ev.MemberWarm(*member.seat.to_list()))
+
+    def _pause(self, here: Node, epoch: int, iteration: int) -> None:
+        for member in here.members.values():
+            if member.role is None or member.epoch != epoch or member.at is None:
+                continue
+            if member.entered > iteration:
+                here.report(ev.PauseRefused(*member.seat.to_list(), epoch, member.entered - 1))
+            else:
+                # After a loss that is not finite a member goes no further for an order.
+                member.pause_at = 0 if member.pause_at == 0 else iteration
+                self._stand_still(here, member)
+
+    def _stand_still(self, here: Node, member: Member) -> None:
+        if member.at is not None and member.at.iteration == member.pause_at:
+            here.report(ev.Paused(*member.seat.to_list(), member.epoch, member.at.iteration))
+
+    # Work of the open epoch.
+
+    def stir(self) -> None:
+        """Have all roles go on with what they can do, until nothing is left to do."""
+        if not self._is_working:
+            self._is_working = True
+            self.clock.after_delay(self._work, "work")
+
+    def _work(self) -> None:
+        """Some of the roles, in any order, do the next thing that they can."""
+        self._is_working = False
+        draw, roles = self.clock.stream("work"), [*self.roles]
+        active = roles
+        if self.clock.delay_seconds:
+            draw.shuffle(roles)
+            active = [role for role in roles if draw.random() < 0.7]
+        if self._go_on(active) or self._go_on(roles):
+            self.stir()
+
+    def _go_on(self, roles: list[int]) -> bool:
+        moved = [self.restore(role) or self.ship(role) or self.complete(role) for role in roles]
+        return self.enter() or any(moved)
+
+    def member_of(self, role: int) -> Member | None:
+        """The live member of a role, if it knows the newest record and its vault is open."""
+        if self.record is None:
+            return None
+        seat = self.record.seats[role]
+        here = self.nodes.get(seat.node)
+        member = here.members.get(seat.local_rank) if here else None
+        if member is None or here.vault.frozen or (member.seat, member.role) != (seat, role):
+            return None
+        return member if member.epoch == self.epoch else None
+
+    def restore(self, role: int) -> bool:
+        """A member fetches what the record says; only then it takes part."""
+        member = self.member_of(role)
+        if member is None or member.at is not None:
+            return False
+        restore, here, seat = self.record.restore, self.nodes[member.seat.node], member.seat
+        for part in ("main", "extras@step") if restore.kind == "memory" else ():
+            if not self._is_given(restore, role, part):
+                failed = ev.NotRestored(*seat.to_list(), self.epoch, part, "no source is alive")
+                is_new = member.reported.get(ev.NotRestored) != failed
+                here.report(*[failed] if is_new else [])
+                return is_new
+        member.at = member.kept = restore.generation
+        member.entered = restore.generation.iteration
+        here.vault.seal(role, restore.generation)
+        here.report(
+            ev.MemberRegistered(*seat.to_list(), self.layout(role)),
+            ev.Restored(*seat.to_list(), self.epoch, restore.generation),
+        )
+        return True
+
+    def _is_given(self, restore: records.Restore, role: int, part: str) -> bool:
+        """Whether a part can be had whole or from enough blocks of nodes that still live."""
+        live = self._live(restore, restore.sources[role][part], part)
+        recipe = restore.recipes.get(role)
+        decoding = recipe.decodings.get(part) if recipe is not None else None
+        if live or decoding is None:
+            return bool(live)
+        blocks = [self._live(restore, found, part) for found in decoding.blocks.values()]
+        return sum(map(bool, blocks)) >= len(decoding.group)
+
+    def _live(
+        self, restore: records.Restore, sources: Iterable[records.Source], part: str
+    ) -> list[records.Source]:
+        live = [source for source in sources if source.node in self.nodes]
+        for source in live:  # rule 3: what was promised is there
+            vault = self.nodes[source.node].vault
+            assert vault.gives(source.role, restore.generation, part)
+        return live
+
+    def _ready(self) -> list[Member]:
+        """All members, if each has a state; else none."""
+        members = [self.member_of(role) for role in self.roles]
+        ready = [member for member in members if member is not None and member.at is not None]
+        return ready if len(ready) == len(members) else []
+
+    def enter(self) -> bool:
+        """All roles pass the gate and the collective of their next iteration together."""
+        members = self._ready() if self.iterations_left else []
+        iterations = {m.at.iteration for m in members if m.at} | {m.entered for m in members}
+        for role, member in enumerate(members):
+            paused = member.pause_at is not None and member.entered >= member.pause_at
+            waits = self.is_due(member.entered + 1) or member.at == member.kept
+            if paused or len(iterations) > 1 or (waits and not self.is_committed(role, member)):
+                return False
+        for member in members:
+            member.entered += 1
+        self.iterations_left -= bool(members)
+        return bool(members)
+
+    def complete(self, role: int) -> bool:
+        """A role that passed the collective seals; others may be dead by now."""
+        member = self.member_of(role)
+        if member is None or member.at is None or member.entered == member.at.iteration:
+            return False
+        member.at = records.Generation(member.epoch, member.entered)
+        here = self.nodes[member.seat.node]
+        if self.is_due(member.entered):
+            member.kept = member.at
+            here.vault.seal(role, member.at)
+        here.reports.send(ev.StepReported(member.epoch, member.entered))
+        self._stand_still(here, member)
+        return True
+
+    def train_for(self, seconds: float, step_seconds: float) -> None:
+        """Let whole iterations pass at once if nothing disturbs them; then a few one by one."""
+        members = self._ready()
+        iterations = {(m.at, m.entered) for m in members}
+        is_calm = len(iterations) == 1 and not self.iterations_left
+        self.iterations_left = max(self.iterations_left, 2)
+        self.stir()
+        count = int(seconds / step_seconds)
+        if not is_calm or not count or any(m.pause_at is not None for m in members):
+            return
+        owed = {role: self.owed(role) for role in self.roles}
+        holders = {node for places in owed.values() for node, _, _ in places}
+        if any(self.is_behind(node) for node in holders):
+            return
+        epoch, first = self.record.epoch, members[0].entered
+        for iteration in (first + count - 1, first + count):
+            if not self.is_due(iteration) or iteration <= first:
+                continue
+            generation = records.Generation(epoch, iteration)
+            for role, member in enumerate(members):
+                self.nodes[member.seat.node].vault.seal(role, generation)
+                for node, key, parts in owed[role]:
+                    self.nodes[node].vault.seal(key, generation, parts)
+                member.kept = generation
+            for role, member in enumerate(members):
+                self._note_commit(role, member)
+        for member in members:
+            member.entered, member.at = first + count, records.Generation(epoch, first + count)
+        self.nodes[members[0].seat.node].reports.send(ev.StepReported(epoch, first + count))
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether the record wants the generation of ``iteration`` protected."""
+        return records.is_due(iteration, self.record.protection.every)
+
+    def is_behind(self, node: int) -> bool:
+        """Whether a node is lost, or has not opened the epoch of the newest record."""
+        other = self.nodes.get(node)
+        return other is None or other.vault.frozen or other.vault.epoch != self.epoch
+
+    @property
+    def epoch(self) -> int:
+        return self.record.epoch if self.announced else 0
+
+    def buddies(self, role: int) -> tuple[int, ...]:
+        key = -self.epoch
+        if key not in self.placements:
+            self.placements[key] = CopyPlacement.of_record(self.record)
+        return self.placements[key].buddies(role, self.layout(role).peers)
+
+    def group(self, role: int) -> ParityGroup | None:
+        """The roles with which a role shares parity blocks in this epoch."""
+        record = self.record
+        if record.protection.kind is not SchemeKind.PARITY:
+            return None
+        if record.epoch not in self.placements:
+            placement = self.placements[record.epoch] = ParityPlacement.of_record(record)
+            layouts = {r: self.layout(r) for r in record.seats}
+            for group in placement.groups:
+                for block in group.blocks:
+                    self.block_layouts[block] = placement.layout(block, layouts)
+        return self.placements[record.epoch].group_of(role)
+
+    def owed(self, role: int) -> list[tuple[int, int, frozenset[str]]]:
+        """Node, role and parts of everything that has to be elsewhere before a commit."""
+        group = self.group(role)
+        copies = STEP if group is None else EXTRAS
+        owed = [(node, role, copies) for node in self.buddies(role)]
+        if group is not None:
+            blocks = zip(group.blocks, group.holders, strict=True)
+            owed += [(node, block, BLOCK) for block, node in blocks]
+        return owed
+
+    def ship(self, role: int) -> bool:
+        """The next copy that is missing arrives, or a block for which all roles of the group have
+        sealed theirs; if the vaults have the same epoch open."""
+        member = self.member_of(role)
+        if member is None or member.kept is None:
+            return False
+        group = self.group(role)
+        for node, key, parts in self.owed(role):
+            if self.is_behind(node):
+                continue
+            vault = self.nodes[node].vault
+            if vault.has(key, member.kept, parts):
+                continue
+            if parts is BLOCK and not all(self._has_sealed(r, member.kept) for r in group.roles):
+                continue
+            vault.seal(key, member.kept, parts)
+            for other in [role] if parts is not BLOCK else group.roles:
+                if (owner := self.member_of(other)) is not None:
+                    self._note_commit(other, owner)
+            return True
+        return False
+
+    def _has_sealed(self, role: int, generation: records.Generation) -> bool:
+        node = self.record.seats[role].node
+        return not self.is_behind(node) and self.nodes[node].vault.has(role, generation, STEP)
+
+    def is_committed(self, role: int, member: Member) -> bool:
+        return member.kept is not None and all(
+            node in self.nodes and self.nodes[node].vault.has(key, member.kept, parts)
+            for node, key, parts in self.owed(role)
+        )
+
+    def _note_commit(self, role: int, member: Member) -> None:
+        if member.kept is None or not self.is_committed(role, member):
+            return
+        if self.not_finite is not None and member.kept >= self.not_finite:
+            return
+        roles = self.committed.setdefault(member.kept, set())
+        roles.add(role)
+        if len(roles) < self.config.world_size:
+            return
+        self.common = member.kept
+        members = [self.member_of(each) for each in self.roles]
+        same = [m for m in members if m is not None and m.kept == member.kept]
+        if len(same) == len(members) and all(self.is_committed(r, m) for r, m in enumerate(same)):
+            self.losses_since_protected = 0
+            self.tolerance = min(len(self.buddies(each)) for each in self.roles)
+            groups = [group for each in self.roles if (group := self.group(each)) is not None]
+            self.tolerance = min([self.tolerance, *(len(group.holders) for group in groups)])

@@ -1,0 +1,118 @@
+"""What can happen to a run, drawn in advance, and the rates at which it does."""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.layout.schemes import plan_of_kind
+from deadpool_megatron.preflight.eligibility import HostFacts
+from deadpool_megatron.preflight.health import Health
+from tests.simulated.late import feed_stale
+from tests.simulated.world import World
+
+FIT = HostFacts("host")
+SICK = replace(FIT, health=Health.OUT, health_text="row remapping failed")
+MAX_NODES = 16
+PHASES = (Phase.CLOSING, Phase.DECIDING, Phase.OPENING, Phase.PAUSING, Phase.WAITING_SPARE)
+
+
+#: time in seconds, kind, and two numbers that choose among what there is
+Hazard = tuple[float, str, int, int]
+
+
+def node_of(world: World, a: int) -> int:
+    return sorted(world.nodes)[a % len(world.nodes)]
+
+
+def lose_node(world: World, a: int, b: int) -> None:
+    """Mostly as many as the copies allow, sometimes more."""
+    if world.losses_since_protected < world.tolerance or b % 8 == 0:
+        world.lose(node_of(world, a))
+
+
+def end_member(world: World, a: int, b: int) -> None:
+    node = node_of(world, a)
+    if members := sorted(world.nodes[node].members):
+        world.end_member(node, members[b % len(members)])
+
+
+def suspect_member(world: World, a: int, _: int) -> None:
+    members = world.state.fleet.members
+    for place in sorted(members)[a % (len(members) + 1) :][:1]:
+        world.feed(ev.MemberSuspected(*place, members[place].incarnation, "frozen"))
+
+
+def join_spare(world: World, _: int, __: int) -> None:
+    if world.next_node < MAX_NODES:
+        world.join()
+
+
+def drain(world: World, a: int, _: int) -> None:
+    world.feed(ev.DrainRequested(node_of(world, a)))
+
+
+def reach(world: World, phase: Phase, a: int) -> None:
+    """A first failure, or a drain, leads to the phase."""
+    first = {Phase.PAUSING: drain, Phase.WAITING_SPARE: lose_node}.get(phase, end_member)
+    first(world, a, a)
+    world.settle(until=phase)
+
+
+def strike_again(world: World, a: int, b: int) -> None:
+    """A second failure hits in a phase of the first recovery."""
+    reach(world, PHASES[b % 4], a)
+    if world.nodes:
+        (lose_node if b % 2 else end_member)(world, a // 7, b // 7)
+
+
+def strike_coordinator(world: World, a: int, b: int) -> None:
+    """The coordinator dies in a phase of a recovery."""
+    reach(world, PHASES[b % 5], a)
+    world.restart_coordinator(landed=bool(a % 2), received=(0, 1, 10)[a // 2 % 3])
+
+
+def see_nan(world: World, a: int, b: int) -> None:
+    """Often another failure closes the epoch before it is reported."""
+    world.see_nan(a % world.config.world_size)
+    if b % 2:
+        end_member(world, b // 2, b // 2)
+
+
+def change_plan(world: World, a: int, b: int) -> None:
+    plan = plan_of_kind(("buddy", "parity")[a % 2], world.config.settings, 1 + b % 3, 2)
+    world.feed(ev.ProtectionRequested(plan, "a test"))
+
+
+#: each kind with its share
+KINDS: Mapping[str, tuple[float, Callable[[World, int, int], object]]] = {
+    "lose-node": (3, lose_node),
+    "end-member": (3, end_member),
+    "strike-again": (3, strike_again),
+    "strike-coordinator": (3, strike_coordinator),
+    "suspect-member": (1, suspect_member),
+    "join-spare": (2, join_spare),
+    "drain": (1, drain),
+    "change-plan": (1, change_plan),
+    "end-export": (1, lambda world, a, _: world.end_export(("", "/exports/iter_0000001")[a % 2])),
+    "dump": (0.2, lambda world, _, __: world.feed(ev.DumpRequested("time is over"))),
+    "take-over": (1, lambda world, _, __: world.take_over_quietly()),
+    "see-nan": (0.5, see_nan),
+    "report-facts": (
+        1,
+        lambda world, a, b: world.feed(ev.FactsReported(node_of(world, a), SICK if b % 2 else FIT)),
+    ),
+    "forget-fault": (0.5, lambda world, a, _: world.forget_fault(a % world.config.world_size)),
+    "stale": (2, lambda world, _, __: feed_stale(world)),
+}
+
+
+def draw(seed: str, count: int, mean_seconds: float) -> list[Hazard]:
+    """Return hazards of all kinds, in order, at exponential intervals."""
+    choose, at, hazards = random.Random(seed), 0.0, list[Hazard]()
+    shares = [share for share, _ in KINDS.values()]
+    for kind in choose.choices([*KINDS], shares, k=count):
+        at += choose.expovariate(1 / mean_seconds)
+        hazards.append((round(at, 2), kind, choose.randrange(1000), choose.randrange(1000)))
+    return hazards

@@ -1,0 +1,98 @@
+"""Small runs under many hazards, and months of a large one: the rules of the design hold.
+
+The checks are in the world: rule 2 (what all committed can be produced), rule 3 (what was promised
+is there), rule 5 (nothing stale changes anything), and that epochs rise, records are one per epoch,
+seats are live, every wait has a deadline, and nothing happens before it.
+"""
+
+import random
+
+import pytest
+
+from deadpool_megatron.cluster.machine import inputs as ev
+from tests.conftest import commit
+from tests.simulated.clock import Clock
+from tests.simulated.hazards import draw
+from tests.simulated.late import feed_stale
+from tests.simulated.months import Months
+from tests.simulated.trace import hold
+from tests.simulated.world import Shape, World
+
+
+def still(shape: Shape) -> World:
+    """A world without delays, at rest after its start."""
+    world = World(shape.config(), Clock("", 0.0))
+    world.settle()
+    return world
+
+
+@pytest.mark.parametrize("group", range(10))
+def test_small_runs_keep_the_rules_under_hazards(group):
+    for number in range(group, 150, 10):
+        seed = f"{commit()} {number}"
+        choose = random.Random(seed)
+        shape = Shape(
+            choose.randint(2, 3),
+            choose.randint(0, 2),
+            choose.randint(1, 2),
+            choose.randint(1, 2),
+            choose.choice([0, 0, 2, 3]),
+        )
+        hold(seed, shape, draw(seed, 40, choose.choice([0.5, 3.0])))
+
+
+def test_months_of_64_nodes_keep_the_rules():
+    months = Months(commit(), Shape(64, 2))
+    months.run(300)
+    print(f"300 days, {months.recoveries} recoveries, {months.ends.total()} jobs ended")
+    assert months.recoveries > 60
+
+
+def test_a_run_whose_only_iteration_cannot_be_written_keeps_it_in_memory():
+    """No step was reported yet, but one is committed."""
+    world = still(Shape(2, 1, 1, 2))
+    world.train()
+    world.lose(0)
+    world.lose(1)
+    world.restart_coordinator(landed=False)
+    world.settle()
+    world.tick(world.config.settings.rejoin_seconds)
+    world.settle()
+    world.end_waits()  # for a spare, then for the dump
+    assert world.finished.keeps_slots
+    text = "nothing was saved; the dump of nodes [2] could not be written ("
+    assert text in world.finished.reason
+
+
+def test_no_plan_moves_a_role_to_a_quarantined_node():
+    """Each epoch is held against it by the world; a failure may."""
+    world = still(Shape())
+    for node in (1, 0):
+        world.feed(ev.DrainRequested(node))
+        for _ in range(4):
+            world.train()
+    assert world.state.seats.nodes == {0, 2}
+    world.lose(0)
+    for _ in range(4):
+        world.train()
+    assert world.state.seats.nodes == {1, 2}
+
+
+@pytest.mark.parametrize("lost", [None, 0, 2])
+def test_a_run_without_spares_exports_what_it_has_dumped(lost):
+    """One more node may be lost while the checkpoint is made; the end comes with its end."""
+    world = still(Shape(nodes=3, spares=0, nproc=2))
+    world.train()
+    world.lose(1)
+    world.settle()
+    world.tick(world.config.settings.spare_timeout_seconds)
+    world.settle()
+    assert world.exporting == world.common
+    if lost is not None:
+        world.lose(lost)
+        world.settle()
+        assert world.finished is None
+    feed_stale(world)
+    world.end_export("/exports/iter_0000003" if lost is None else "")
+    assert world.finished.exit_status == 75
+    assert ("--load" in world.finished.reason) is (lost is None)

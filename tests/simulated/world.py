@@ -1,0 +1,429 @@
+"""A simulated cluster around the real machine, in simulated time; it holds the rules of the design.
+
+Messages take time; on a connection they keep their order, and nothing else is ordered. Time jumps
+from one call that is due, or deadline of the machine, to the next.
+"""
+
+import json
+import math
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+from deadpool_megatron.cluster.machine import actions as act, inputs as ev, state as states
+from deadpool_megatron.cluster.machine.machine import Machine
+from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.events import to_line
+from deadpool_megatron.layout.planner import keep_lineages
+from deadpool_megatron.layout.records import EpochRecord, Generation
+from deadpool_megatron.settings import Settings
+from tests.common.event_schema import check_event
+from tests.simulated.agents import Agents, Node
+from tests.simulated.clock import Channel, Clock
+
+STEP_SECONDS = 0.5
+MAX_CALLS = 100_000  # until a world has to be at rest
+
+
+class Shape(NamedTuple):
+    """A run. ``parity_group``: 0 for copies at buddies."""
+
+    nodes: int = 2
+    spares: int = 1
+    nproc: int = 1
+    replicas: int = 1
+    parity_group: int = 0
+
+    def config(self) -> states.Config:
+        scheme: dict[str, Any] = {"persist_directory": "/exports", "nonfinite": "rollback"}
+        if self.parity_group:
+            scheme |= {"protection": "parity", "parity_group": self.parity_group}
+        settings = Settings(replicas=self.replicas, restarts_in_place=10_000, **scheme)
+        return states.Config(self.nodes, self.spares, self.nproc, settings, "/dump")
+
+
+def next_deadline(state: states.State, config: states.Config) -> float:
+    """Return the earliest time at which a tick can change anything."""
+    settings, doing, fleet = config.settings, state.phase_state, state.fleet
+    times = [doing.deadline] if doing.deadline is not None else []
+    if isinstance(doing, states.Bootstrapping):
+        times.append(doing.deadline - settings.start_seconds + settings.connect_seconds)
+    if isinstance(doing, states.TakingOver) and config.restarted:
+        began = doing.deadline - settings.start_seconds
+        times += [began + settings.connect_seconds, began + settings.rejoin_seconds]
+    if state.blame.suspicion is not None:
+        times.append(state.blame.suspicion.until)
+    limits = dict.fromkeys(states.MemberStatus, settings.start_seconds)
+    limits |= {states.MemberStatus.KILLED: settings.close_seconds}
+    limits |= {states.MemberStatus.WARM: math.inf}
+    times += [m.since + limits[m.status] + 1e-6 for m in fleet.members.values()]
+    return min(times, default=math.inf)
+
+
+def knowledge(state: states.State) -> dict[str, object]:
+    """Return what a successor knows of the run at once, from its newest record."""
+    line, blame, fleet = state.lineage, state.blame, state.fleet
+    return {
+        "epoch": (state.record, state.epoch),
+        "line": (line.kept, line.invalidated),
+        "blame": (blame.failures, blame.nonfinite),
+        "nodes": (fleet.removed.keys(), fleet.quarantined, fleet.quarantined_hosts),
+        "protection": state.protection.plan,
+    }
+
+
+class World(Agents):
+    """Everything outside the machine, and the machine. ``check_every``: inputs after which costly
+    checks are made, each at its own time."""
+
+    def __init__(self, config: states.Config, clock: Clock, check_every: int = 3) -> None:
+        super().__init__(config, clock)
+        self.check_every, self.fed = check_every, 0
+        self.machine = Machine(self.config, clock.now)
+        self.next_node = 0
+        self.journal = Channel[EpochRecord](clock, self._note_journal, "journal")
+        self.journaled: list[EpochRecord] = []
+        self.written: list[int] = []
+        self.noted: dict[int, str] = {}  # nodes given up since the newest record
+        self.closed: list[int] = []
+        self.finished: act.Finish | None = None
+        self.exporting: Generation | None = None
+        self.poisoned_from: int | None = None  # by a loss that the machine has received
+        self.lost: list[Node] = []  # whose last reports are still on their way
+        self.rested_at = clock.now
+        for _ in range(config.nodes + config.spares):
+            self.join()
+
+    @property
+    def state(self) -> states.State:
+        return self.machine.state
+
+    # The machine and its actions.
+
+    def feed(self, event: ev.Input) -> list[act.Action]:
+        before = self.state.epoch
+        self._note_loss(event)
+        actions = self.machine.handle(event, self.clock.now)
+        self.fed += 1
+        if self.fed % self.check_every == 0 and not isinstance(event, ev.NodeJoined):
+            self._repeat(event)
+        waits = self.state.phase not in (Phase.RUNNING, Phase.ENDED)
+        assert (self.state.phase_state.deadline is not None) == waits
+        assert self.state.epoch >= before
+        for node in set(self.state.fleet.removed) & set(self.nodes):
+            self.lose(node, report=False)  # given up without a message: its agent fences itself
+        for action in actions:
+            self._carry_out(action)
+        return actions
+
+    def _repeat(self, event: ev.Input) -> None:
+        """What carries an epoch may be repeated, as to the next coordinator: it counts once. No
+        tick before the next deadline changes anything."""
+        known = (self.state.record, self.state.seats)  # records never change
+        before = deepcopy(self.state, {id(each): each for each in known})
+        if hasattr(event, "epoch") or isinstance(event, ev.NodeInventory):
+            for action in self.machine.handle(event, self.clock.now):
+                assert isinstance(action, act.EmitEvent), action
+            assert self.state == before, event
+        until = min(next_deadline(before, self.config), self.clock.now + 1e6)
+        if self.clock.now < until:
+            between = (
+                self.clock.now + (until - self.clock.now) * self.clock.stream("dense").random()
+            )
+            assert not self.machine.handle(ev.Tick(), between)
+            assert self.state == before, (between, until)
+
+    def _carry_out(self, action: act.Action) -> None:
+        match action:
+            case act.EmitEvent() if self.fed % self.check_every == 0:
+                check_event(json.loads(to_line(action.to_event())))
+            case act.WriteRecord(record):
+                self._check_written(record)
+                self.journal.send(record)
+                self.noted.clear()
+            case act.RecordRemoved(node, cause):
+                self.noted[node] = cause
+            case act.Announce(record):
+                self._check_announced(record)
+                self.announced.append(record)
+                self._send_all(action)
+            case act.CloseEpoch(epoch):
+                assert self.epoch == epoch
+                assert epoch not in self.closed
+                self.closed.append(epoch)
+                self._send_all(action)
+            case act.Pause():
+                self._send_all(action)
+            case act.Dump(nodes):
+                self._send(action, nodes)
+            case act.ExportDump(restore, roles):
+                assert set(roles) == set(self.roles)
+                assert set(roles.values()) <= set(self.state.fleet.nodes)
+                assert self.state.phase is Phase.DUMPING
+                self.exporting = restore.generation
+            case act.Welcome(node) | act.StartMembers(node) | act.KillMember(node):
+                self._send(action, [node])
+            case act.DropNode(node):
+                self.lose(node, report=False)
+            case act.Finish():
+                assert self.finished is None
+                self.finished = action
+                self._check_finish(action)
+
+    def _send(self, action: act.Action, nodes: Any) -> None:
+        for node in nodes:
+            if node in self.nodes:
+                self.nodes[node].orders.send(action)
+
+    def _send_all(self, action: act.Action) -> None:
+        self._send(action, self.state.fleet.nodes)
+
+    def _note_journal(self, record: EpochRecord) -> None:
+        self.journaled.append(record)
+        self.feed(ev.JournalWritten(record.epoch))
+
+    def _note_loss(self, event: ev.Input) -> None:
+        if not isinstance(event, ev.NotFinite) or self.state.phase in states.LAST_PHASES:
+            return
+        if self.state.lineage.keeps(Generation(event.epoch, event.iteration)):
+            self.poisoned_from = event.iteration
+
+    # Rules about decisions.
+
+    def _check_written(self, record: EpochRecord) -> None:
+        assert record.epoch > max(self.written, default=0)
+        self.written.append(record.epoch)
+        assert set(record.seats) == set(self.roles)
+        assert len(set(record.seats.values())) == len(record.seats)
+        deciding = self.state.phase_state
+        if not isinstance(deciding, states.Deciding) or deciding.redecide:
+            return  # overtaken in the same step: it will not be announced
+        assert set(record.nodes) == set(self.state.fleet.nodes)
+        found = [sources for parts in record.restore.sources.values() for sources in parts.values()]
+        for recipe in record.restore.recipes.values():
+            for decoding in recipe.decodings.values():
+                found += decoding.blocks.values()
+        named = {source.node for sources in found for source in sources}
+        assert named <= set(self.state.fleet.nodes)
+        for seat in record.seats.values():
+            member = self.state.fleet.members[seat.node, seat.local_rank]
+            assert member.incarnation == seat.incarnation
+            assert member.status is not states.MemberStatus.KILLED
+
+    def _check_announced(self, record: EpochRecord) -> None:
+        assert record.epoch in self.written
+        assert record.epoch > self.epoch
+        for seat in record.seats.values():
+            member = self.state.fleet.members[seat.node, seat.local_rank]
+            assert member.incarnation == seat.incarnation
+        self._check_restore(record)
+        recovery, fleet = self.state.recoveries.current, self.state.fleet
+        if recovery is not None and recovery.kind == "drained" and len(recovery.causes) == 1:
+            before = {seat.node for seat in self.record.seats.values()}
+            moved_to = {seat.node for seat in record.seats.values()} - before
+            assert not moved_to & (fleet.distrusted | fleet.quarantined), "a plan, no failure"
+        if self.poisoned_from is not None and record.restore.kind == "memory":
+            assert record.restore.generation.iteration < self.poisoned_from
+        self.poisoned_from = self.not_finite = None
+
+    def _check_restore(self, record: EpochRecord) -> None:
+        # Rule 2: what was committed by all is what training continues from, or something newer.
+        if self.protected:
+            assert record.restore.kind == "memory"
+            assert record.restore.generation >= self.common
+        elif record.restore.kind != "memory":
+            self.common = None
+        else:
+            kept = record.restore.generation
+            self.common = min(self.common, kept) if self.common else None
+
+    def _check_finish(self, finish: act.Finish) -> None:
+        # A node that does not write in time keeps the state in memory.
+        if finish.keeps_slots or not self.protected:
+            return
+        if finish.exit_status == 75:
+            assert finish.resume is not None
+            assert finish.resume.kind == "dump"
+            assert finish.resume.generation >= self.common
+        if finish.exit_status == 1:
+            assert "no generation" not in finish.reason, finish.reason
+
+    @property
+    def protected(self) -> bool:
+        """Whether rule 2 promises anything: fewer losses than copies since all were in place."""
+        return self.common is not None and self.losses_since_protected <= self.tolerance
+
+    # What happens to nodes and members.
+
+    def join(self) -> None:
+        number, self.next_node = self.next_node, self.next_node + 1
+        here: Node = Node(
+            number,
+            Channel(self.clock, lambda order: self.obey(here, order), "orders", number),
+            Channel(self.clock, self.feed, "reports", number),
+        )
+        self.nodes[number] = here
+        here.reports.send(here.join())
+
+    def lose(self, node: int, *, report: bool = True) -> None:
+        """A machine burns down: what it has sent is still on its way, in order."""
+        lost = self.nodes.pop(node, None)
+        if lost is None:
+            return
+        lost.orders.reset()
+        if lost.vault.held:
+            self.losses_since_protected += 1
+        if report:
+            lost.reports.send(ev.NodeLost(node, "connection closed"))
+            self.lost.append(lost)
+        else:
+            lost.reports.reset()
+
+    def see_nan(self, role: int) -> None:
+        """A role sees a loss that is not finite, and stands still; others may have committed it."""
+        member = self.member_of(role)
+        if member is None or member.at is None or member.at.lineage != member.epoch:
+            return
+        if member.at.iteration == 0:
+            return  # what was built or loaded has no loss
+        if member.entered != member.at.iteration:
+            return  # it has looked at its loss before it had a part in the next iteration
+        member.pause_at, self.common, self.not_finite = 0, None, member.at
+        node, iteration = member.seat.node, member.at.iteration
+        loss = ev.NotFinite(member.epoch, node, role, iteration, "loss", "nan")
+        self.nodes[node].reports.send(loss)
+
+    def end_export(self, path: str) -> None:
+        """What was dumped has become a checkpoint, or not (empty)."""
+        if self.exporting is not None:
+            self.feed(ev.DumpExported(self.exporting, path))
+            self.exporting = None
+
+    def restart_coordinator(
+        self, *, landed: bool, received: int = 0, notes_landed: bool = False
+    ) -> None:
+        """It is killed, and a new one reads the journal. Agents join again, report what they run,
+        and repeat what their members reported. ``landed``: the record being written had become
+        durable. ``received``: so many orders had reached each agent, which still obeys them; the
+        others are lost. ``notes_landed``: so had the notes of nodes that were given up since the
+        record, which a thread of its own writes."""
+        if self.state.phase in states.LAST_PHASES or self.finished is not None:
+            return
+        if landed:
+            self.journaled += self.journal.waiting
+        self.poisoned_from = None
+        self.journal.reset()
+        self.closed.clear()
+        for lost in self.lost:
+            lost.reports.reset()
+        self.lost.clear()
+        self.machine = Machine(self.config, self.clock.now)
+        if self.journaled:
+            if not notes_landed:
+                self.noted.clear()
+            self.machine.take_over(self.journaled[-1], (), removed=self.noted)
+            line: dict[int, int] = {}
+            for record in self.journaled:
+                line = keep_lineages(line, record.restore, record.epoch)
+            assert self.state.lineage.kept == line, "the newest record has it whole"
+        last = self.journaled[-1] if self.journaled else None
+        if last is not None and last.epoch > self.epoch:
+            self._check_restore(last)
+            self.announced.append(last)
+        # A record that was not durable never existed: its number is used again.
+        self.written = [record.epoch for record in self.journaled]
+        for here in self.nodes.values():
+            kept = [o for o in [*here.orders.waiting][:received] if not isinstance(o, act.Welcome)]
+            unheard = [r for r in here.reports.waiting if not isinstance(r, ev.NodeJoined)]
+            here.orders.reset(*kept)
+            here.reports.reset(here.join(), *unheard)
+            here.is_moved = True
+
+    # Time.
+
+    def tick(self, seconds: float) -> None:
+        """Let time pass in which nothing arrives."""
+        self.clock.now += seconds
+        self.feed(ev.Tick())
+
+    def end_waits(self) -> None:
+        """Nobody answers any more: time alone must end every wait."""
+        for _ in range(100):
+            if self.state.phase in (Phase.RUNNING, Phase.ENDED):
+                return
+            self.tick(400.0)
+        raise AssertionError(f"waits for {self.state.waiting_for()}")
+
+    def run_until(self, until: float) -> None:
+        """Make the calls that are due by then, and a tick at each deadline; then train."""
+        self._run(until)
+        if self.clock.now < until < math.inf:
+            self.clock.now = until
+        self.train_for(self.clock.now - self.rested_at, STEP_SECONDS)
+
+    def settle(self, until: Phase | None = None) -> None:
+        """Make the calls that are due, until all rest or the phase is reached."""
+        self._run(math.inf, until)
+
+    def _run(self, end: float, phase: Phase | None = None) -> None:
+        for _ in range(MAX_CALLS):
+            if self.state.phase is phase:
+                return
+            due, deadline = self.clock.next_at, next_deadline(self.state, self.config)
+            if min(due, deadline) > end or due == end == math.inf:
+                break
+            if deadline < due:
+                self.tick(max(deadline - self.clock.now, 0.0))
+                if next_deadline(self.state, self.config) <= deadline:
+                    self.tick(0.1)
+            else:
+                self.clock.call_next()
+        else:
+            raise AssertionError("never at rest")
+        if self.clock.next_at == math.inf:
+            self.rested_at = self.clock.now
+
+    def train(self) -> None:
+        """Two iterations of all roles, if possible."""
+        self.iterations_left = 2
+        self.stir()
+        self.settle()
+
+    # Stories.
+
+    def take_over_quietly(self) -> None:
+        """Nothing but the coordinator fails: training continues in its epoch."""
+        self.settle()
+        members = (member for here in self.nodes.values() for member in here.members.values())
+        to_pause = any(member.pause_at is not None for member in members)  # ordered earlier
+        if self.state.phase is not Phase.RUNNING or self.state.blame.suspicion or to_pause:
+            return
+        epoch, known = self.state.epoch, knowledge(self.state)
+        self.restart_coordinator(landed=True, notes_landed=True)
+        differences = {k: (v, known[k]) for k, v in knowledge(self.state).items() if v != known[k]}
+        assert not differences, differences
+        self.train()
+        if self.state.phase is Phase.BOOTSTRAPPING:  # for a spare that was lost before
+            self.tick(self.config.settings.rejoin_seconds)
+            self.settle()
+        assert self.state.phase is Phase.RUNNING
+        assert self.state.epoch == epoch
+        assert epoch not in self.closed
+
+    def forget_fault(self, role: int) -> None:
+        """A coordinator learns of broken communication and dies: the next one acts on it."""
+        self.settle()
+        member = self.member_of(role)
+        if self.state.phase is not Phase.RUNNING or member is None:
+            return
+        epoch = self.state.epoch
+        self.nodes[member.seat.node].report(
+            ev.MemberFault(*member.seat.to_list(), epoch, "peer closed")
+        )
+        self.settle()
+        self.restart_coordinator(landed=True)
+        self.settle()
+        self.tick(self.config.settings.rejoin_seconds)
+        self.settle()
+        self.tick(0.6)
+        # The third time without progress it is the program's own.
+        assert epoch in self.closed or self.finished is not None
