@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from deadpool_megatron.failures import GRACE_SECONDS, OF_THE_HOST, FailureKind
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory, Restore
-from deadpool_megatron.wire.forms import read, write
+from deadpool_megatron.wire.forms import Coded
 
 # This many causes of an end are reported.
 SHOWN_FAILURES = 3
@@ -18,7 +17,7 @@ _SAME_FAILURES = 3
 
 
 @dataclass(frozen=True)
-class Failure:
+class Failure(Coded):
     """The cause of an epoch's end. ``signature``: equal for the same failure again; () if it is no
     failure.
 
@@ -42,15 +41,6 @@ class Failure:
         """Return the cause, and where to look further."""
         return f"{self.cause} [{self.evidence}]" if self.evidence else self.cause
 
-    @staticmethod
-    def from_record(values: Mapping[str, Any]) -> Failure:
-        """Return the failure that :meth:`to_record` has kept."""
-        return read(Failure, values)
-
-    def to_record(self, iteration: int) -> dict[str, Any]:
-        """Return the entry for a record of the next epoch; see :class:`History`."""
-        return {**write(self), "iteration": iteration}
-
 
 @dataclass(frozen=True)
 class FinalStatus:
@@ -61,6 +51,10 @@ class FinalStatus:
     reason: str
     kind: FailureKind | None = None
     exports: bool = False
+
+    def with_detail(self, detail: str) -> FinalStatus:
+        """Return the same end with another clause of its reason."""
+        return replace(self, reason=f"{self.reason}; {detail}")
 
 
 @dataclass

@@ -88,11 +88,12 @@ def note_failure(core: Core, failure: Failure) -> None:
 
 def check_closed(core: Core) -> None:
     """Decide when every live node has promised its inventory and no killed process is left."""
-    match core.state.phase_state:
-        case states.Closing(awaited=awaited) if not awaited:
-            if not core.state.fleet.having(states.MemberStatus.KILLED):
-                core.state.recoveries.spend("close", core.now)
-                decide(core)
+    closing, fleet = core.state.phase_state, core.state.fleet
+    if not isinstance(closing, states.Closing) or closing.awaited:
+        return
+    if not fleet.having(states.MemberStatus.KILLED):
+        core.state.recoveries.spend("close", core.now)
+        decide(core)
 
 
 def checkpoints_inspected(core: Core, event: ev.CheckpointsFound) -> None:
@@ -267,7 +268,7 @@ def _history(state: states.State, restore: Restore) -> History:
         distrusted=state.fleet.distrusted - state.fleet.removed.keys(),
         nonfinite=state.blame.nonfinite,
         struck=state.lineage.invalidated,
-        failures=tuple(failure.to_record(k) for k, failure in state.blame.failures),
+        failures=tuple({**known.to_dict(), "iteration": k} for k, known in state.blame.failures),
         recoveries=state.recoveries.count + (recovery is not None),
         steps_recomputed=state.recoveries.steps_recomputed + again,
         reported_plan=state.protection.reported,

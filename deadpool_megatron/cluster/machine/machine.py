@@ -139,7 +139,7 @@ class Machine(Core):
         lineage.invalidated = history.struck
         # So that a repeated failure ends the run under any coordinator.
         state.blame.failures = tuple(
-            (int(entry["iteration"]), Failure.from_record(entry)) for entry in history.failures
+            (int(entry["iteration"]), Failure.from_dict(entry)) for entry in history.failures
         )
         state.blame.nonfinite = history.nonfinite
         state.recoveries.count = history.recoveries
@@ -148,7 +148,10 @@ class Machine(Core):
     def handle(self, event: ev.Input, now: float) -> list[Action]:
         """Handle one input. Inputs that are stale or make no sense change nothing."""
         self.now, self.actions = now, []
-        self._dispatch(event)
+        if isinstance(event, ev.Tick):
+            self._tick()
+        elif not isinstance(event, ev.OfMember) or self.is_present(event):
+            _TOPICS[type(event)](self, event)
         if isinstance(event, _GATHERS):
             bootstrap.check_gathered(self)
         running = self.state.phase_state
@@ -157,12 +160,6 @@ class Machine(Core):
         if self.state.requests:
             requests.advance(self)
         return self.actions
-
-    def _dispatch(self, event: ev.Input) -> None:
-        if isinstance(event, ev.Tick):
-            self._tick()
-        elif not isinstance(event, ev.OfMember) or self.is_present(event):
-            _TOPICS[type(event)](self, event)
 
     def _tick(self) -> None:
         """Check every deadline; log the wait that ends, if there was any."""

@@ -92,15 +92,13 @@ def dump(core: Core) -> None:
     if isinstance(restore, NoRestore):
         status = 1 if final.status == ExitStatus.SAVED else final.status
         # If nodes cannot write, that is the reason, reported with the generations that they hold.
-        detail = "" if _failed(core) else f"; {restore.reason}"
-        reason = with_unloadable(core, f"{final.reason}{detail}")
-        dump_held(core, replace(final, status=status, reason=reason))
+        reason = (final if _failed(core) else final.with_detail(restore.reason)).reason
+        dump_held(core, replace(final, status=status, reason=with_unloadable(core, reason)))
     elif restore.kind == "initial":
         detail = "nothing was saved" if _failed(core) else "nothing was computed yet"
-        _finish_with_slots(core, replace(final, reason=f"{final.reason}; {detail}"), restore)
+        _finish_with_slots(core, final.with_detail(detail), restore)
     elif restore.kind != "memory":
-        reason = f"{final.reason}; the newest checkpoint is {restore.path}"
-        dump_held(core, replace(final, reason=reason), restore)
+        dump_held(core, final.with_detail(f"the newest checkpoint is {restore.path}"), restore)
     else:
         _dump_generation(core, final, restore)
 
@@ -124,7 +122,7 @@ def end_as_found(core: Core, final: FinalStatus) -> None:
         dump(core)  # there is no epoch yet
         return
     if not (core.config.restarted or core.config.finished or core.state.restarted):
-        finish(core, replace(final, reason=f"{final.reason}; nothing was computed yet"))
+        finish(core, final.with_detail("nothing was computed yet"))
         return
     finish(core, final, keeps_slots=True)
 
@@ -138,9 +136,8 @@ def _dump_generation(core: Core, final: FinalStatus, restore: Restore) -> None:
         state.phase_state.chains |= chains
         _forget_lost(core, state.phase_state)
         return
-    nodes = {node for node in state.memory.held if node in state.fleet.nodes}
-    deadline = core.now + core.settings.first_step_seconds
-    failed = _failed(core)
+    nodes = state.memory.held.keys() & state.fleet.nodes.keys()
+    deadline, failed = core.now + core.settings.first_step_seconds, _failed(core)
     state.phase_state = states.Dumping(deadline, final, saved, nodes, chains=chains, failed=failed)
     core.act(actions.Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
     check_dumped(core)
@@ -156,15 +153,11 @@ def dump_held(core: Core, final: FinalStatus, resume: Restore | None = None) -> 
     if not generations:
         _finish_with_slots(core, final, resume)
         return
-    directory = core.config.dump_directory
+    directory, failed = core.config.dump_directory, _failed(core)
+    newest = Restore("dump", generations[0], path=directory)
+    deadline = core.now + core.settings.first_step_seconds
     state.phase_state = states.Dumping(
-        core.now + core.settings.first_step_seconds,
-        final,
-        Restore("dump", generations[0], path=directory),
-        set(nodes),
-        held=True,
-        resume=resume,
-        failed=_failed(core),
+        deadline, final, newest, set(nodes), held=True, resume=resume, failed=failed
     )
     core.act(actions.Dump(tuple(nodes), directory, generations[0], "", generations))
     check_dumped(core)
@@ -209,7 +202,7 @@ def _note_damaged(core: Core, event: ev.Dumped) -> bool:
 def dump_overdue(core: Core, dumping: states.Dumping) -> None:
     """End the wait for nodes, or for the exporters after them."""
     if dumping.exporting:
-        _finish_dumped(core, dumping, "")
+        _finish_dumped(core, dumping)
         return
     for node in sorted(dumping.awaited):
         if isinstance(core.state.phase_state, states.Dumping):
@@ -230,9 +223,8 @@ def _dump_failed(core: Core, dumping: states.Dumping, node: int, error: str) -> 
 
 
 def _failed(core: Core) -> dict[int, str]:
-    return (
-        core.state.phase_state.failed if isinstance(core.state.phase_state, states.Dumping) else {}
-    )
+    dumping = core.state.phase_state
+    return dumping.failed if isinstance(dumping, states.Dumping) else {}
 
 
 def _generations_held(state: states.State, nodes: list[int]) -> tuple[Generation, ...]:
@@ -268,7 +260,7 @@ def check_dumped(core: Core) -> None:
         dumping.exporting = True
         core.act(actions.ExportDump(restore, writers))
     else:
-        _finish_dumped(core, dumping, "")
+        _finish_dumped(core, dumping)
 
 
 def _writers(core: Core, dumping: states.Dumping) -> dict[int, int]:
@@ -299,11 +291,10 @@ def dump_exported(core: Core, event: ev.DumpExported) -> None:
 
 def expedite(core: Core, dumping: states.Dumping, reason: str) -> None:
     """End the run as soon as the state is on the disk: the request has no time to lose."""
-    final = dumping.final
     if dumping.exporting:
-        _finish_dumped(core, dumping, "")
-    elif final.exports:
-        dumping.final = replace(final, reason=f"{final.reason}; {reason}", exports=False)
+        _finish_dumped(core, dumping)
+    elif dumping.final.exports:
+        dumping.final = replace(dumping.final.with_detail(reason), exports=False)
 
 
 def stop(core: Core, event: ev.UserStop) -> None:
@@ -313,15 +304,13 @@ def stop(core: Core, event: ev.UserStop) -> None:
     reason = event.reason
     match core.state.phase_state:
         case states.Dumping(exporting=True) as dumping:
-            _finish_dumped(core, dumping, "")
+            _finish_dumped(core, dumping)
         case states.Ending() | states.Ended():
             core.act(actions.ExpediteExit())
         case states.Dumping(final=final):
-            run = PurePath(core.config.dump_directory).parent
             reason += (
-                f" before all was written ({final.reason}): the state stays in memory, 'deadpool"
-                f" run --resume {run} --run-dir NEW' continues from it,"
-                f" 'deadpool clean {run}' removes it"
+                f" before all was written ({final.reason}): the state stays in memory,"
+                f" {_command(core)} continues from it, 'deadpool clean {_run(core)}' removes it"
             )
             finish(core, FinalStatus(ExitStatus.STOPPED, reason), keeps_slots=True)
         case _ if core.state.restarted and not core.state.survived:
@@ -332,44 +321,47 @@ def stop(core: Core, event: ev.UserStop) -> None:
             finish(core, FinalStatus(ExitStatus.STOPPED, reason), keeps_slots=keeps)
 
 
-def _finish_dumped(core: Core, dumping: states.Dumping, checkpoint: str) -> None:
-    restore, final = dumping.restore, dumping.final
-    run = PurePath(restore.path).parent.parent
-    reason = (
-        f"{final.reason}; state dumped to {restore.path}:"
-        f" continue with 'deadpool run --resume {run} --run-dir NEW' and the same other arguments"
+def _run(core: Core) -> PurePath:
+    return PurePath(core.config.dump_directory).parent
+
+
+def _command(core: Core) -> str:
+    """Return the command that continues from the state of this run."""
+    return f"'deadpool run --resume {_run(core)} --run-dir NEW'"
+
+
+def _finish_dumped(core: Core, dumping: states.Dumping, checkpoint: str = "") -> None:
+    final = dumping.final.with_detail(
+        f"state dumped to {dumping.restore.path}:"
+        f" continue with {_command(core)} and the same other arguments"
     )
     if checkpoint:
-        reason += f"; the same state is a checkpoint for Megatron's --load in {checkpoint}"
-    finish(core, replace(final, reason=reason), restore)
+        detail = f"the same state is a checkpoint for Megatron's --load in {checkpoint}"
+        final = final.with_detail(detail)
+    finish(core, final, dumping.restore)
 
 
 def _finish_held(core: Core, dumping: states.Dumping) -> None:
     final, restore = dumping.final, dumping.restore
-    run = PurePath(restore.path).parent
     if dumping.finished:
         core.emit(Kind.DUMPED, path=restore.path, generation=restore.generation.to_list())
-        written = f"nodes {sorted(dumping.finished)} wrote what they held to {restore.path}"
-        final = replace(
-            final,
-            reason=f"{final.reason}; {written}: 'deadpool run --resume {run} --run-dir NEW'"
-            " continues from the newest generation that is whole with the memory of other hosts",
+        final = final.with_detail(
+            f"nodes {sorted(dumping.finished)} wrote what they held to {restore.path}:"
+            f" {_command(core)} continues from the newest generation that is whole with the"
+            " memory of other hosts"
         )
     _finish_with_slots(core, final, dumping.resume)
 
 
 def _finish_with_slots(core: Core, final: FinalStatus, resume: Restore | None) -> None:
     """End the run; data that a node could not write stays in memory, if it is nowhere else."""
-    failed, reason = _failed(core), final.reason
-    if failed:
+    if failed := _failed(core):
         errors = "; ".join(dict.fromkeys(failed.values()))
-        run = PurePath(core.config.dump_directory).parent
-        reason += (
-            f"; the dump of nodes {sorted(failed)} could not be written ({errors}), the state stays"
-            f" in their memory: make room, then 'deadpool run --resume {run} --run-dir NEW' on"
-            " their hosts writes it first"
+        final = final.with_detail(
+            f"the dump of nodes {sorted(failed)} could not be written ({errors}), the state stays"
+            f" in their memory: make room, then {_command(core)} on their hosts writes it first"
         )
-    finish(core, replace(final, reason=reason), resume, keeps_slots=bool(failed))
+    finish(core, final, resume, keeps_slots=bool(failed))
 
 
 def finish(
