@@ -123,11 +123,10 @@ class _Writer(Stream):
 class Office:
     """The coordinator of one term, as far as agents and orders go."""
 
-    def __init__(self, line: Line, term: int) -> None:
-        nodes = len(line.agents)
-        info = SimpleNamespace(settings=line.settings, nodes=nodes, spares=0)
+    def __init__(self, settings: Settings, nodes: int, term: int) -> None:
+        info = SimpleNamespace(settings=settings, nodes=nodes, spares=0)
         options: Any = SimpleNamespace(info=info, term=SimpleNamespace(number=term))
-        self.peers = Peers(line.settings, self, term)
+        self.peers = Peers(settings, self, term)
         self.orders = Orders(options, self.peers)
         self.said: list[Any] = []
         self.left: set[int] = set()
@@ -194,17 +193,21 @@ class Line:
         self.frames = 0
         self.term = 1
         self.agents = {node: Agent(self, node) for node in nodes}
+        self._offices: dict[int, Office] = {}
         self.link, self.obeyed = self.agents[nodes[0]].link, self.agents[nodes[0]].obeyed
-        self.office = Office(self, 1)
-        self._offices = {1: self.office}
+        self.office = self._open_office()
         self.numbers = itertools.count(1)
         self._serving: set[asyncio.Task[None]] = set()
 
     def take_over(self) -> Office:
         """Another coordinator is the newest; the old one does not know it yet."""
         self.term += 1
-        self.office = self._offices[self.term] = Office(self, self.term)
+        self.office = self._open_office()
         return self.office
+
+    def _open_office(self) -> Office:
+        office = self._offices[self.term] = Office(self.settings, len(self.agents), self.term)
+        return office
 
     def go_back(self) -> Office:
         """The first coordinator is named as the newest again."""

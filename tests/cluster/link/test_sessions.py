@@ -1,6 +1,7 @@
 """Connections of an agent: their rhythm, late answers, ends with messages on their way."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from typing import Any, cast
@@ -14,12 +15,37 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import TRANSLATED
 from deadpool_megatron.wire.framing import reset
-from tests.cluster.link.line import Agent, How, Line, play
+from deadpool_megatron.wire.listener import Listener
+from tests.cluster.link.line import Agent, How, Line, Office, play
 from tests.cluster.link.streams import Stream
 from tests.cluster.link.test_orders_once import beginning
-from tests.cluster.link.test_peers import SECONDS, SECRET, Events, connect, join, serve
+from tests.common.wait import until
 
 NEVER_SECONDS = 1e6
+SECRET = b"secret"
+SECONDS = 20.0
+
+
+def serve(scenario: Callable[[Office, tuple[str, int]], Awaitable[None]]) -> Office:
+    """Run a scenario with a coordinator that listens on a real socket."""
+
+    async def run() -> Office:
+        office = Office(Settings(connect_seconds=SECONDS), nodes=1, term=1)
+        listener = socket.create_server(("127.0.0.1", 0))
+        door = Listener(listener, SECRET, "run", SECONDS, office.peers)
+        serving = asyncio.create_task(door.run())
+        try:
+            await scenario(office, listener.getsockname())
+        finally:
+            serving.cancel()
+            door.close()
+        return office
+
+    return asyncio.run(run())
+
+
+def join(greeting: int = 1) -> dict[str, Any]:
+    return {"t": "join", "node": 0, "boot": "a", "greeting": greeting, "term": 0}
 
 
 def made(
@@ -27,7 +53,7 @@ def made(
 ) -> CoordinatorLink:
     first = iter(range(1, 100))
     return CoordinatorLink(
-        address, SECRET, "run", Settings(), lambda: join(0, greeting=next(first)), obeyed.append
+        address, SECRET, "run", Settings(), lambda: join(next(first)), obeyed.append
     )
 
 
@@ -119,29 +145,26 @@ class Proxy:
 def test_an_altered_record_costs_a_connection_and_no_node(monkeypatch, direction):
     monkeypatch.setenv(TRANSLATED, "1")
 
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
+    async def scenario(office: Office, address: tuple[str, int]) -> None:
         proxy = Proxy(address)
         server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
         link = made(lambda: server.sockets[0].getsockname(), [])
         running = asyncio.ensure_future(link.run(SECONDS))
-        await events.until(lambda: events.joined)
-        async with asyncio.timeout(SECONDS):
-            while not link.connected:
-                await asyncio.sleep(0.01)
+        await until(lambda: link.connected)
         proxy.spoiled.add(direction)
         link.send({"t": "report", "value": "while it happens"})
         # Half a second is what a lost connection has to come back: nothing follows from it later.
-        until = asyncio.get_running_loop().time() + 1.5
-        while asyncio.get_running_loop().time() < until or not events.said:
+        end = asyncio.get_running_loop().time() + 1.5
+        while asyncio.get_running_loop().time() < end or not office.said:
             link.beat()
             await asyncio.sleep(0.05)
-        assert events.left == []
+        assert not office.is_left
         running.cancel()
         server.close()
 
-    events = serve(scenario)
-    assert events.joined == [(0, False), (0, True)]
-    assert events.said == ["while it happens"]
+    office = serve(scenario)
+    assert len(office.terms) == 2
+    assert office.said == ["while it happens"]
 
 
 def test_a_greeting_that_was_left_says_nothing_any_more():
@@ -150,9 +173,9 @@ def test_a_greeting_that_was_left_says_nothing_any_more():
 
     def first() -> Mapping[str, Any]:
         said.append(None)
-        return join(0)
+        return join()
 
-    async def scenario(_: Events, address: tuple[str, int]) -> None:
+    async def scenario(_: Office, address: tuple[str, int]) -> None:
         for turns in range(60):
             greetings = agent_link.Greetings(SECRET, "run", Settings(), first)
             greetings.begin(address, SECONDS)
@@ -162,25 +185,6 @@ def test_a_greeting_that_was_left_says_nothing_any_more():
             greetings.close()
             await asyncio.wait(tasks, timeout=SECONDS)
             assert len(said) == before, f"left after {turns} turns"
-
-    serve(scenario)
-
-
-def test_nothing_comes_to_an_agent_before_its_welcome():
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        events.is_slow = True
-        reader, writer = await connect(address)
-        writer.write(framing.encode(join(3)))
-        await events.until(lambda: events.joined)
-        assert events.peers is not None
-        peer = events.peers.agents[3]
-        peer.ping()
-        events.welcome(peer)
-        peer.ping()
-        peer.ping()
-        events.peers.order(3, {"t": "stop"})
-        said = [(await framing.read_frame(reader))["t"] for _ in range(3)]
-        assert said == ["welcome", "ping", "stop"]
 
     serve(scenario)
 
