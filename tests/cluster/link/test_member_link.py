@@ -1,13 +1,11 @@
-"""A member's link and its end of the store, against an agent that is driven by hand."""
+"""A member's link, against an agent that is driven by hand."""
 
 import socket
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.link import rendezvous
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, StopOrder
 from deadpool_megatron.cluster.process import member_place
 from deadpool_megatron.cluster.process.member_place import MemberPlace
@@ -158,79 +156,3 @@ def test_member_without_agent_says_how_to_start(monkeypatch):
     monkeypatch.delenv(member_place.VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match="deadpool run"):
         MemberLink.from_environment()
-
-
-class Line:
-    """Remembers what the member sends."""
-
-    def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
-        self.asked = threading.Event()
-        self.store = rendezvous.MemberStore(self.send)
-
-    def send(self, message: Any) -> None:
-        self.sent.append(dict(message))
-        self.asked.set()
-
-
-@pytest.fixture
-def line():
-    return Line()
-
-
-def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Starts the call; the answer waits for its result or raises what it raised."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except rendezvous.StoreError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def result() -> Any:
-        thread.join(SECONDS)
-        (value,) = found
-        if isinstance(value, rendezvous.StoreError):
-            raise value
-        return value
-
-    return result
-
-
-def test_a_value_is_waited_for_and_its_folder_is_asked_for_once(line):
-    result = in_thread(lambda: line.store.get(3, "world/1", SECONDS))
-    assert line.asked.wait(SECONDS)
-    line.store.take(rendezvous.pack(3, {"world/0": "AA==", "world/1": "AQ=="}))
-    assert result() == b"\1"
-    assert line.store.get(3, "world/0", 0.0) == b"\0"
-    assert not line.store.has(3, ["world/2"])
-    assert line.sent == [rendezvous.pack(3, {}, ["world"])]
-
-
-def test_a_close_ends_a_wait_at_once_and_the_epoch_for_ever(line):
-    result = in_thread(lambda: line.store.wait(3, ["world/1"], 10 * SECONDS))
-    assert line.asked.wait(SECONDS)
-    line.store.close(3)
-    with pytest.raises(rendezvous.StoreError, match="epoch 3 is closed"):
-        result()
-    with pytest.raises(rendezvous.StoreError, match="epoch 3 is closed"):
-        line.store.set(3, "world/0", b"late")
-    line.store.set(4, "world/0", b"new")
-    with pytest.raises(rendezvous.StoreError, match="epoch 3 is closed"):
-        line.store.has(3, ["world/0"])
-    assert [message["epoch"] for message in line.sent] == [3, 4]
-
-
-def test_what_is_too_large_is_refused_and_what_nobody_wrote_is_named(line):
-    for key, value in (("key", bytes(rendezvous.MAXIMUM_VALUE_BYTES + 1)), ("k" * 600, b"")):
-        with pytest.raises(rendezvous.StoreError, match="over the limit"):
-            line.store.set(3, key, value)
-    assert line.sent == []
-    line.store.set(3, "world/0", b"me")
-    assert line.store.get(3, "world/0", 0.0) == b"me"
-    with pytest.raises(rendezvous.StoreError, match="'world/1' was not written within 0 s"):
-        line.store.wait(3, ["world/1"], 0.0)
