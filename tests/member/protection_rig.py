@@ -1,12 +1,9 @@
-"""A protection whose vault and copies a test plays."""
+"""A protection with a vault and copies that a test controls."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import select
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,11 +15,9 @@ from deadpool_megatron.member.role_layout import role_layout
 from deadpool_megatron.platform import devices
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.parts import Part
-from deadpool_megatron.vault.errors import Frozen, Interrupted
 
 SECONDS = 10.0
 EPOCH = 3
-Asked = tuple[Generation, str]
 
 
 class Writer:
@@ -49,56 +44,29 @@ class Writer:
 
 
 class Vault:
-    """Plays VaultClient. Everything is committed at once unless ``holds_back``."""
+    """A fake VaultClient. Everything is committed at once."""
 
     def __init__(self) -> None:
-        self.registered: list[int] = []
         self.writers: list[Writer] = []
         self.filled: list[Writer] = []
-        self.appended: list[tuple[Generation, str, bytes]] = []
-        self.asked: list[Asked] = []
-        self.holds_back = False
-        self.frozen = False
         self.refuses_to_fill = False
-        self.waiting = threading.Event()
-        self.commit = threading.Event()
 
-    def register(self, layout: Any, epoch: int, interrupted: int | None = None) -> None:
-        if interrupted is not None and select.select([interrupted], [], [], 0)[0]:
-            raise Interrupted("interrupted while waiting for register")
-        self.registered.append(epoch)
+    def register(self, layout: Any, epoch: int, interrupted: int) -> None:
+        """Accept any layout."""
 
     def slot_views(self, names: Sequence[str]) -> list[memoryview]:
         return [writer.part(name) for writer in self.writers[-2:] for name in names]
 
     def begin(self, generation: Generation, epoch: int) -> Writer:
-        self._check()
         self.writers.append(Writer(self, generation))
         return self.writers[-1]
 
-    def append(self, generation: Generation, part_name: str, payload: bytes) -> None:
-        self._check()
-        self.appended.append((generation, part_name, payload))
-
-    def wait_committed(
-        self, generation: Generation, boundary: str, *, interrupted: int, **options: Any
-    ) -> bool:
-        self.asked.append((generation, boundary))
-        self.waiting.set()
-        while self.holds_back and not self.commit.is_set():
-            if select.select([interrupted], [], [], 0.005)[0]:
-                return False
-            options["on_wait"](0.005)
+    def wait_committed(self, generation: Generation, boundary: str, **options: Any) -> bool:
         return True
-
-    def _check(self) -> None:
-        self.waiting.set()
-        if self.frozen:
-            raise Frozen("the epoch has been closed")
 
 
 class Copy(devices.CopyHandle):
-    """A copy that ends when it is told to."""
+    """A copy that the test ends."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -133,7 +101,7 @@ class SlowPlatform(devices.CpuPlatform):
         self.pinned.remove(id(memory))
 
     def end(self) -> None:
-        """End all copies that have begun."""
+        """End all copies."""
         for copy in self.copies:
             copy.ended.set()
 
@@ -141,40 +109,34 @@ class SlowPlatform(devices.CpuPlatform):
 class Rig:
     """A protection with two parts, its vault, and the switch that closes the epoch."""
 
-    def __init__(self, platform: devices.Platform, **settings: Any) -> None:
+    def __init__(self, platform: devices.Platform) -> None:
         self.vault = Vault()
         self.closed = 0
-        self.interrupt_fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self.waits: list[tuple[Generation, bool]] = []
         self.warnings: list[str] = []
         self.tensors = [torch.arange(100.0), torch.arange(7.0)]
         parts = [Part(f"shard{i}", [tensor], (0,)) for i, tensor in enumerate(self.tensors)]
-        updates = settings.pop("updates", None)
-        quick = {"close_seconds": 0.5, **settings}
-        self.settings = dataclasses.replace(Settings(), **quick)
         self.protection = Protection(
             vault=self.vault,  # type: ignore[arg-type]
             platform=platform,
-            settings=self.settings,
+            settings=Settings(),
             parts=parts,
-            layout=role_layout(0, parts, 128 << 10, [0, 1], 2 + self.settings.max_lag, "pp0"),
-            interrupt_fd=self.interrupt_fd,
+            layout=role_layout(0, parts, 128 << 10, [0, 1], 2, "pp0"),
+            interrupt_fd=-1,
             closed_epoch=lambda: self.closed,
-            report_wait=lambda g, seconds, over: self.waits.append((g, over)),
+            report_wait=lambda *_: None,
             pinned=devices.PinnedSlots(platform, self.warnings.append),
-            updates=updates,
         )
 
-    def start(self, every: int = 1) -> Rig:
+    def start(self) -> Rig:
         """Enter the epoch and seal generation 0, as a fresh start does."""
-        self.protection.enter(EPOCH, every)
+        self.protection.enter(EPOCH)
         self.protection.announce(generation(0), first=True)
         self.protection.complete(b"0")
         self.protection.begin_from(generation(0), "step")
         return self
 
     def step(self, iteration: int, *, skipped: bool = False) -> None:
-        """One iteration as the loop and the optimizer hooks go through it."""
+        """Train one iteration, as the loop and the hooks of the optimizer do."""
         protection = self.protection
         protection.announce(generation(iteration))
         protection.gate()
@@ -183,45 +145,16 @@ class Rig:
                 protection.before_update(index)
                 tensor.add_(1)
                 protection.after_update(index)
-        if protection.is_due:
-            protection.complete(f"extras {iteration}".encode())
-
-    def come_to_update(self) -> Rig:
-        """Seal generation 0, and come through the gate of the first iteration."""
-        self.start()
-        self.settled()
-        self.protection.announce(generation(1))
-        self.protection.gate()
-        return self
+        protection.complete(f"extras {iteration}".encode())
 
     def settled(self) -> list[Generation]:
-        """What was handed to the vault so far, after everything under way has ended."""
+        """Return the generations that the vault has got, after the end of all copies."""
         assert self.protection.quiesce(SECONDS)
         return [writer.generation for writer in self.vault.filled]
 
     def close(self) -> None:
-        """What the watcher thread does when the epoch is closed."""
+        """Close the epoch, as the watcher thread does."""
         self.closed = EPOCH
-        os.eventfd_write(self.interrupt_fd, 1)
-
-    def leave(self) -> None:
-        """What the link does when the member goes on to the next epoch."""
-        os.eventfd_read(self.interrupt_fd)
-
-    def close_when(self, event: threading.Event) -> threading.Thread:
-        """Close from another thread, once the main one waits."""
-
-        def run() -> None:
-            assert event.wait(SECONDS)
-            self.close()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
-
-# A platform, or that of the CPU, and settings -> a rig.
-Make = Callable[..., Rig]
 
 
 def generation(iteration: int) -> Generation:
@@ -232,11 +165,10 @@ def generation(iteration: int) -> Generation:
 def make():
     rigs: list[Rig] = []
 
-    def build(platform: devices.Platform | None = None, **settings: Any) -> Rig:
-        rigs.append(Rig(platform or devices.CpuPlatform(), **settings))
+    def build(platform: devices.Platform | None = None) -> Rig:
+        rigs.append(Rig(platform or devices.CpuPlatform()))
         return rigs[-1]
 
     yield build
     for rig in rigs:
         rig.protection.close()
-        os.close(rig.interrupt_fd)

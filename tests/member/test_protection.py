@@ -1,80 +1,23 @@
-"""Protection against a vault in this process: what is copied when, and what each wait waits for."""
+"""Protection with its helper thread, against a vault in this process; see also calls/."""
 
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
 
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.platform.devices import CpuPlatform, PinnedSlots
+from deadpool_megatron.member.protection import ProtectionError
+from deadpool_megatron.platform.devices import PinnedSlots
 from tests.member import protection_rig
-from tests.member.protection_rig import SECONDS, Make, Rig, SlowPlatform, Writer, generation
+from tests.member.protection_rig import EPOCH, SECONDS, SlowPlatform, Writer, generation
 
 make = protection_rig.make
 
 
-# The gate (design, section 4).
-
-
-def test_the_gate_does_not_open_by_itself(make):
-    rig = make().start()
-    rig.vault.holds_back = True
-    passed = threading.Event()
-
-    def commit() -> None:
-        while not rig.waits:  # the wait is reported while it lasts, and goes on
-            time.sleep(0.001)
-        assert not passed.is_set()
-        rig.vault.commit.set()
-
-    thread = threading.Thread(target=commit)
-    thread.start()
-    rig.protection.gate()
-    passed.set()
-    thread.join(SECONDS)
-    assert rig.waits[-1] == (generation(0), True)
-    assert rig.protection.stall_seconds > 0
-
-
-class DeviceBehind(CpuPlatform):
-    """Its device comes to what the host has enqueued when the host has looked so many times."""
-
-    def __init__(self, looks: float) -> None:
-        super().__init__()
-        self.looks = looks
-        self.waiting = threading.Event()
-
-    def catch_up(self, timeout_seconds: float) -> bool:
-        self.waiting.set()
-        self.looks -= 1
-        return self.looks < 0
-
-
-def takes_no_slot(rig: Rig) -> None:
-    taken = len(rig.vault.writers)
-    with pytest.raises(EpochClosed):
-        rig.protection.before_update(0)
-    assert len(rig.vault.writers) == taken
-
-
-def test_a_device_that_hears_nothing_is_left_at_a_close(make):
-    platform = DeviceBehind(looks=0)
-    rig = make(platform).come_to_update()
-    platform.looks = 1e9
-    platform.waiting.clear()
-    closer = rig.close_when(platform.waiting)
-    takes_no_slot(rig)
-    closer.join()
-
-
-# What is copied.
-
-
 @pytest.mark.parametrize("skipped", [False, True])
-def test_a_generation_holds_what_each_update_left(make, skipped):
-    """Traps, A5: no hook of an inner optimizer fires for a skipped one."""
+def test_generation_holds_the_state_after_each_update(make, skipped):
+    """Traps, A5: no hook of an inner optimizer fires for a skipped update."""
     rig = make().start()
     rig.step(1, skipped=skipped)
     wanted = [tensor.clone() for tensor in rig.tensors]
@@ -87,35 +30,56 @@ def test_a_generation_holds_what_each_update_left(make, skipped):
     assert bytes(slot.part("extras@step")[: slot.filled["extras@step"]]) == b"extras 1"
 
 
-# The cadence: only some generations are due.
+def test_protection_leaves_a_copy_that_still_reads(make):
+    platform = SlowPlatform()
+    rig = make(platform).start()
+    thread = threading.Timer(0.05, rig.close)
+    thread.start()
+    with pytest.raises(EpochClosed, match="copy of a generation"):
+        rig.protection.gate()
+    thread.join(SECONDS)
+    assert not rig.protection.quiesce(0.05), "the copies still read"
+    platform.end()
+    assert rig.protection.quiesce(SECONDS)
+    assert rig.vault.filled == []
+    assert rig.vault.writers[-1].abandoned
 
 
-def thin(make: Make, every: int, **settings: Any) -> Rig:
-    """An epoch of that cadence, from generation 0."""
-    rig = make(**settings)
-    return rig.start(every)
+def test_quiesce_has_a_common_deadline_for_all_copies(make):
+    rig = make(SlowPlatform())
+    rig.protection.enter(EPOCH)
+    rig.protection.announce(generation(1))
+    rig.protection.after_update(0)
+    rig.protection.after_update(1)
+    started = time.monotonic()
+    assert not rig.protection.quiesce(0.2)
+    assert time.monotonic() - started < 0.35
 
 
-@pytest.mark.parametrize(("lag", "wanted"), [(0, [0, 0, 3, 6]), (1, [0, 0, 0, 3])])
-def test_only_due_iterations_take_slots_and_wait_for_commits(make, lag, wanted):
-    """And the first one, whose state may be in memory once only."""
-    rig = thin(make, 3, max_lag=lag)
-    rig.vault.asked.clear()
-    for iteration in range(1, 11):
-        rig.protection.announce(generation(iteration))
-        assert rig.protection.is_due == (iteration % 3 == 0)
-        rig.step(iteration)
-    assert rig.settled() == [generation(iteration) for iteration in (0, 3, 6, 9)]
-    assert [asked[0].iteration for asked in rig.vault.asked] == wanted
+def test_gate_reports_a_slot_that_could_not_be_handed_over(make):
+    rig = make()
+    rig.vault.refuses_to_fill = True
+    rig.start()
+    with pytest.raises(ProtectionError, match="was not handed over: no vault"):
+        rig.protection.gate()
+    rig.vault.refuses_to_fill = False
+    rig.close()
+    with pytest.raises(EpochClosed):
+        rig.protection.gate()
+    rig.protection.enter(EPOCH + 1)
+    rig.protection.gate()
 
 
-# Boundaries (traps, A9).
+def test_helper_threads_end_with_their_role(make):
+    for _ in range(5):
+        rig = make().start()
+        rig.step(1)
+        rig.protection.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert "deadpool-sealer" not in names
 
 
-# Page-locked slots on a device.
-
-
-def test_a_driver_that_does_not_lock_memory_costs_speed_only(make):
+def test_refusal_to_lock_memory_costs_speed_only(make):
     class Refusing(SlowPlatform):
         def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
             if self.pinned:
