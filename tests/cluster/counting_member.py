@@ -1,6 +1,6 @@
 """A member that trains nothing: a role's state is a list of integers, changed once per iteration.
 
-It speaks to agent and vault exactly as a real member does, and keeps step with the other roles
+It uses agent and vault exactly as a real member does, and keeps step with the other roles
 through counters in a file of the run directory (in place of collectives). No torch: it starts in a
 fraction of a second, so whole runs with real kills fit in a test.
 
@@ -93,14 +93,14 @@ class Counting:
             "progress": self.progress,
         }
 
-    def tell(self, what: str, **facts: object) -> None:
-        """A message of the epoch under way."""
-        self.link.send({"t": what, "epoch": self.epoch, **facts})
+    def send(self, kind: str, **facts: object) -> None:
+        """Send a message of the current epoch."""
+        self.link.send({"t": kind, "epoch": self.epoch, **facts})
 
     def on_pause(self, iteration: int) -> None:
         started = self.pauses.order(iteration)
         if started is not None:
-            self.tell("pause-refused", iteration=started)
+            self.send("pause-refused", iteration=started)
 
     def ignore(self, *_: object) -> None:
         pass
@@ -118,12 +118,12 @@ class Counting:
     def take_record(self, record: records.EpochRecord) -> None:
         self.epoch = record.epoch
         self.pauses.reset()
-        mine = [role for role, seat in record.seats.items() if seat == self.link.seat]
-        if not mine:
+        roles = [role for role, seat in record.seats.items() if seat == self.link.seat]
+        if not roles:
             self.section = "parked"
             self.link.send({"t": "warm"})
             return
-        self.role = mine[0]
+        self.role = roles[0]
         failpoints.set_context(role=self.role, epoch=record.epoch)
         try:
             self.enter(record)
@@ -131,7 +131,7 @@ class Counting:
         except (EpochLeft, Frozen, Interrupted):
             pass
         self.section = "drain"
-        self.tell("drained", clean=True)
+        self.send("drained", clean=True)
 
     # Recovery.
 
@@ -142,8 +142,8 @@ class Counting:
             records.PartInfo(records.extras_part(name), 64, (self.role,))
             for name in records.BOUNDARIES
         ]
-        everybody = tuple(range(self.world_size))
-        return records.RoleLayout(self.role, tuple(parts), everybody, 2, f"counting-{VALUES}")
+        peers = tuple(range(self.world_size))
+        return records.RoleLayout(self.role, tuple(parts), peers, 2, f"counting-{VALUES}")
 
     def enter(self, record: records.EpochRecord) -> None:
         assert self.role is not None
@@ -167,7 +167,7 @@ class Counting:
                     interrupted=self.link.interrupt_fd,
                 )
             except RestoreUnavailable as error:
-                self.tell("restore-failed", part=error.part, text=str(error))
+                self.send("restore-failed", part=error.part, text=str(error))
                 self.wait(lambda: False)
             self.values = list(_FORMAT.unpack(bytes(parts.part("values"))))
             assert bytes(parts.part("extras@step")) == str(self.iteration).encode()
@@ -178,8 +178,8 @@ class Counting:
         else:
             self.values = [self.role] * VALUES
             self.seal()
-        self.tell("phase", phase="restore", seconds=time.monotonic() - started)
-        self.tell("restored", generation=restore.generation.to_list())
+        self.send("phase", phase="restore", seconds=time.monotonic() - started)
+        self.send("restored", generation=restore.generation.to_list())
         if self.role == 0 and record.emitted_up_to < self.iteration:
             self.report_step(self.iteration)
         if self.role == 0 and self.args.misbehave == "diverge" and self.epoch > 1:
@@ -188,7 +188,7 @@ class Counting:
         self.lockstep.put(self.role, self.epoch, self.iteration)
 
     def meet(self, record: records.EpochRecord) -> None:
-        """As communicators do: everybody tells everybody, through the store."""
+        """Exchange addresses through the store, as communicators do."""
         keys = [f"world/{role}" for role in record.seats]
         try:
             self.link.store.set(self.epoch, f"world/{self.role}", b"address")
@@ -246,11 +246,11 @@ class Counting:
         self.barrier(self.iteration)
         self.section = "done"
         state_hash = hashlib.sha256(_FORMAT.pack(*self.values)).hexdigest()
-        self.tell("done", role=self.role, state_hash=state_hash, samples=self.iteration)
+        self.send("done", role=self.role, state_hash=state_hash, samples=self.iteration)
         self.wait(lambda: False)
 
     def last_iteration(self) -> int:
-        """Asked to finish, role 0 sets a mark that nobody can have passed; --iterations else."""
+        """Return --iterations, or after a request to finish a mark that no role can have passed."""
         mark = self.run_dir / "finish-after"
         if self.role == 0 and not mark.exists() and (self.run_dir / "finish").exists():
             unfinished = self.run_dir / ".finish-after"
@@ -279,12 +279,12 @@ class Counting:
         if self.role == 0:
             self.wait(lambda: len(list(temporary.iterdir())) == self.world_size)
             where = {"temporary": str(temporary), "final": str(final)}
-            self.tell("durable-request", iteration=self.iteration, **where)
+            self.send("durable-request", iteration=self.iteration, **where)
 
     def pause(self, iteration: int) -> None:
-        """Stand still before ``iteration``, until a later one is wanted or the epoch is over."""
+        """Stand still before ``iteration``, until a later pause is ordered or the epoch is over."""
         self.section = "paused"
-        self.tell("paused", iteration=self.iteration)
+        self.send("paused", iteration=self.iteration)
         self.wait(lambda: self.pauses.may_start(iteration))
         self.section = "train"
 
@@ -317,7 +317,7 @@ class Counting:
 
 
 def expected_sha256(role: int, iterations: int) -> str:
-    """What a role's state must hash to after so many iterations, however often it was moved."""
+    """Return the hash of a role's state after its iterations, however often it was moved."""
     value = role
     for iteration in range(1, iterations + 1):
         value = (31 * value + iteration) % (1 << 61)

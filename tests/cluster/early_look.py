@@ -1,4 +1,4 @@
-"""Imported ahead by whoever starts members: notes the environment in which it is imported, and an
+"""Imported early by starters of members: notes the environment in which it is imported, and an
 interpreter that is torn down with it."""
 
 import atexit

@@ -1,5 +1,5 @@
 """Real runs of the counting member, under ``deadpool run`` or as one ``deadpool agent`` per node;
-proof that nothing is left of them."""
+and the check that they leave nothing."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _ROOT = Path(__file__).parents[2]
 _STACKS_SECONDS = 1.0
 # Here a busy machine must not look like a cut network, and a takeover takes some time anyway.
 _LIMITS = setting_flags(node_silence_seconds=5, fence_seconds=4)
-# What commands that start runs import; the processes of the tests are forks of one that has.
+# Imports of commands that start runs; the processes of the tests are forks with these imports.
 _IMPORTED = ("deadpool_megatron.cli.start.run", "deadpool_megatron.cli.start.node_agent")
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """Of a command line: this checkout first, nothing of an outer run."""
+    """Return that of a command line: this checkout first, nothing of an outer run."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("DEADPOOL_")}
     return {**inherited, "PYTHONPATH": str(_ROOT), **(extra or {})}
 
 
 def start(printed: Path, *arguments: str, **extra: str) -> forks.Forked:
-    """One ``deadpool`` command; what it prints is appended to a file."""
+    """Start a ``deadpool`` command; its output is appended to a file."""
     with open(printed, "ab") as output:
         return _start(output, output, arguments, extra)
 
 
 def deadpool(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """One ``deadpool`` command, to its end."""
+    """Run a ``deadpool`` command to its end."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         command = _start(output, errors, arguments, extra)
         try:
@@ -58,8 +58,8 @@ def deadpool(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
             command.kill()
         for file in (output, errors):
             file.seek(0)
-        said = (file.read().decode() for file in (output, errors))
-        return subprocess.CompletedProcess(arguments, status, *said)
+        texts = (file.read().decode() for file in (output, errors))
+        return subprocess.CompletedProcess(arguments, status, *texts)
 
 
 def _start(
@@ -83,8 +83,8 @@ def _ask_stacks(launcher: int) -> None:
     time.sleep(_STACKS_SECONDS)
 
 
-class Told:
-    """The words of a run in its directory, and what it has told in the end if all went well."""
+class ObservedRun:
+    """A run by its directory: its events, and the check of its result."""
 
     def __init__(self, directory: Path, roles: int, faults: Sequence[dict[str, Any]] = ()) -> None:
         self.run = RunDirectory(directory)
@@ -97,8 +97,8 @@ class Told:
         self._tail = EventTail(self.run.events)
         self._events: list[Event] = []
 
-    def tell(self, outputs: Iterable[Path]) -> None:
-        """Print what a failed test needs to be understood."""
+    def print_facts(self, outputs: Iterable[Path]) -> None:
+        """Print the events and logs, for a failed test."""
         for event in self.events():
             if event.kind not in (Kind.COMMITTED, Kind.SEALED, Kind.STEP):
                 print(json.dumps(event.to_dict()))
@@ -120,12 +120,12 @@ class Told:
         return [e for e in self._events if not kinds or e.kind in kinds]
 
     def newest_iteration(self) -> int:
-        """Of the steps reported so far."""
+        """Return the newest iteration reported so far."""
         return max((e.iteration or 0 for e in self.events(Kind.STEP)), default=0)
 
-    def wait_for(self, what: str, ready: Callable[[], T]) -> T:
+    def wait_for(self, name: str, ready: Callable[[], T]) -> T:
         """Poll until ``ready()`` is true."""
-        return wait_for(what, ready)
+        return wait_for(name, ready)
 
     def wait_iteration(self, iteration: int) -> None:
         """Until a step has been reported."""
@@ -152,8 +152,8 @@ class Told:
         return final
 
 
-class Run(Told):
-    """``deadpool run`` as a child. Use as a context manager: its end checks for leftovers."""
+class Run(ObservedRun):
+    """``deadpool run`` as a child. A context manager: at its end the run must leave nothing."""
 
     def __init__(
         self,
@@ -191,17 +191,17 @@ class Run(Told):
         if kind is None:
             self.wait_clean()
         elif run_id := self.run_id():
-            self.tell([self.output])
+            self.print_facts([self.output])
             cleanup.clean_run(self.run, run_id)
 
-    def wait_for(self, what: str, ready: Callable[[], T]) -> T:
+    def wait_for(self, name: str, ready: Callable[[], T]) -> T:
         """Poll until ``ready()`` is true; fail when the run has ended or the patience is over."""
 
         def ended() -> str:
             status = self.launcher.poll()
             return "" if status is None else f"the run ended ({status})"
 
-        return wait_for(what, ready, failure=ended)
+        return wait_for(name, ready, failure=ended)
 
     def wait_event(self, kind: Kind, count: int = 1) -> Event:
         """Until the ``count``-th event of a kind."""
@@ -209,7 +209,7 @@ class Run(Told):
         return self.events(kind)[count - 1]
 
     def wait_end(self, status: int = 0) -> dict[str, Any]:
-        """Until the launcher has ended, with this status; answers what it told."""
+        """Wait until the launcher has ended with this status; return the result."""
         assert self.launcher.wait(MAX_WAIT_SECONDS) == status, self.output.read_text()
         return read_final(self.run.path)
 
@@ -228,8 +228,8 @@ class Run(Told):
             wait_for("its memory to go", lambda: not segment_root(run_id).exists())
 
 
-class Agents(Told):
-    """Agents of one run. A context manager: its end checks that nothing is left behind."""
+class Agents(ObservedRun):
+    """Agents of a run. A context manager: its end checks that they leave nothing."""
 
     def __init__(
         self,
@@ -251,12 +251,12 @@ class Agents(Told):
         for node in range(nodes + spares):
             self.start(str(node), "--node-id", str(node))
 
-    def start(self, name: str, *which: str) -> forks.Forked:
-        """One more agent; ``which``: its ``--node-id`` or ``--attach``, and more options."""
+    def start(self, name: str, *flags: str) -> forks.Forked:
+        """Start another agent; ``flags``: its ``--node-id`` or ``--attach``, and more options."""
         self.agents[name] = start(
             self._outputs / f"{name}.out",
             *("agent", "--preload", "", "--run-dir", str(self.run.path)),
-            *(*self._size, *which, "--", *self._member),
+            *(*self._size, *flags, "--", *self._member),
             **self.extra,
         )
         return self.agents[name]
@@ -272,7 +272,7 @@ class Agents(Told):
         for agent in self.agents.values():
             agent.kill()
             agent.wait()
-        self.tell(self._outputs.iterdir())
+        self.print_facts(self._outputs.iterdir())
         if run_id:
             cleanup.clean_run(self.run, run_id)
 
@@ -285,7 +285,7 @@ class Agents(Told):
         assert not segment_root(run_id).exists()
 
     def wait_more(self, iterations: int) -> None:
-        """Until training has gone on by so many steps from now."""
+        """Wait for more iterations from now."""
         self.wait_iteration(self.newest_iteration() + iterations)
 
     def journal(self) -> Journal:
@@ -293,14 +293,14 @@ class Agents(Told):
         return Journal(self.run.journal)
 
     def term(self) -> Term:
-        """The newest term, once there is one."""
+        """Wait for a term; return the newest."""
         journal = self.journal()
         found = wait_for("a coordinator", lambda: newest_term(journal))
         assert found is not None
         return found
 
     def wait_term(self, number: int) -> Term:
-        """Until another coordinator has taken over and says where it is."""
+        """Wait until another coordinator has taken over and reports its address."""
 
         def there() -> bool:
             kind = Kind.COORDINATOR

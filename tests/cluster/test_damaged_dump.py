@@ -40,9 +40,9 @@ def sealed(path: Path) -> dict[Generation, int]:
     }
 
 
-def test_run_continues_from_the_generation_before_a_damaged_one(tmp_path):
+def test_run_continues_from_the_generation_before_a_damaged_copy(tmp_path):
     first = tmp_path / "first"
-    # All roles, so that nobody is one generation further and has overwritten the older one.
+    # All roles, so that none is a generation ahead and has overwritten the older generation.
     stops = [
         {
             "id": f"stop{role}",
@@ -58,7 +58,7 @@ def test_run_continues_from_the_generation_before_a_damaged_one(tmp_path):
         copy = memory / "copy-1.seg"
 
         def is_shipped() -> bool:
-            held = sorted(one.iteration for one in sealed(copy))
+            held = sorted(generation.iteration for generation in sealed(copy))
             return held[-2:] == [STOPPED - 2, STOPPED - 1]
 
         run.wait_for("two generations of role 1 on node 0", is_shipped)
@@ -77,7 +77,7 @@ def test_run_continues_from_the_generation_before_a_damaged_one(tmp_path):
     again = ("--resume", str(first))
     with Run(tmp_path / "second", "--iterations", "12", spares=0, options=again) as run:
         final = run.wait_end()
-        said = run.output.read_text()
-    assert f"dump/1-{older} of iteration {older}" in said
-    assert f"generation 1:{struck.iteration} lacks part" in said
+        output = run.output.read_text()
+    assert f"dump/1-{older} of iteration {older}" in output
+    assert f"generation 1:{struck.iteration} lacks part" in output
     assert final["roles"]["1"]["sha256"] == expected_sha256(1, 12)

@@ -1,4 +1,4 @@
-"""The ends of processes, told apart by exit status, signal and last words."""
+"""Kinds of ends of processes, by exit status, signal and last output."""
 
 import pytest
 

@@ -51,27 +51,27 @@ def test_a_drain_waits_where_only_a_quarantined_node_is_left(tmp_path):
 def test_training_node_is_checked_after_a_device_error_and_each_minute(error, tmp_path):
     """A process would start again in place; the site's own check knows better."""
     sick = tmp_path / "sick"
-    # Each node has a file of its own for the answers of what asks.
+    # Each node has a file of its own for the output of the check.
     where = "test ! -e {} || case $(readlink /proc/$PPID/fd/1) in *node1/*) {} ;; esac"
     command = where.format(sick, "echo row remapping failed; exit 2")
-    told = tmp_path / "told"
-    tell = f'echo "$DEADPOOL_EVENT_KIND" >> {told}'
-    options = ("--deadpool-health-command", command, "--deadpool-on-event", tell)
+    notices = tmp_path / "notices"
+    notify = f'echo "$DEADPOOL_EVENT_KIND" >> {notices}'
+    options = ("--deadpool-health-command", command, "--deadpool-on-event", notify)
     misbehave = ("--misbehave", error) if error else ()
     with Run(tmp_path / "r", *misbehave, options=options) as run:
         run.wait_event(Kind.EPOCH_OPENED)
         sick.touch()  # the spare was asked when it joined, and is again in a minute
-        aside = run.wait_event(Kind.NODE_QUARANTINED)
-        assert aside.node == 1
-        assert aside.data["cause"].endswith("its health command says: row remapping failed")
+        quarantined = run.wait_event(Kind.NODE_QUARANTINED)
+        assert quarantined.node == 1
+        assert quarantined.data["cause"].endswith("its health command says: row remapping failed")
         run.wait_event(Kind.RECOVERED, 2 if error else 1)
         final = run.finish()
     assert kinds_of(final) == ["device-error", "drained"][not error :]
     assert final["recoveries"][-1]["seats_changed"]["1"][1][0] == 2
     assert final["recoveries"][-1]["steps_recomputed"] == 0
-    # Whoever starts the next run leaves the host out, and the site was told of it, once.
+    # The next run leaves the host out, and the site was notified once.
     (bad,) = read_bad_nodes(tmp_path)
     assert (bad.host, bad.kind, bad.run) == (gethostname(), "device-error", final["run_id"])
-    assert bad.evidence == aside.data["cause"]
-    assert told.read_text().splitlines().count("node-quarantined") == 1
+    assert bad.evidence == quarantined.data["cause"]
+    assert notices.read_text().splitlines().count("node-quarantined") == 1
     assert deadpool("bad-nodes", "--names", str(tmp_path)).stdout == f"{bad.host}\n"

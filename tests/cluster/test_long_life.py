@@ -1,4 +1,4 @@
-"""Runs that are long or large: neither their events nor their agents have a say in them."""
+"""Runs that are long or large."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ from tests.common.limits import setting_flags
 from tests.common.wait import wait_for
 
 pytestmark = pytest.mark.slow
-# Nobody may be fenced, however busy the machine is.
+# No agent may be fenced, however busy the machine is.
 _PATIENT = setting_flags(
     fence_seconds=16, node_silence_seconds=20, rejoin_seconds=30, takeover_seconds=8
 )
@@ -31,8 +31,8 @@ AGENTS = 24
 
 
 def status(run: Agents) -> dict[str, Any]:
-    """What ``deadpool status`` is told; empty while nobody serves. Asked now and then: it is the
-    coordinator's own time.
+    """Return the answer to ``deadpool status``; empty without a coordinator. Not too often: it
+    takes the coordinator's own time.
     """
     time.sleep(0.2)
     try:
@@ -42,7 +42,7 @@ def status(run: Agents) -> dict[str, Any]:
 
 
 def goes_on(run: Agents, term: int) -> None:
-    """The coordinator of this term serves, and training goes on under it."""
+    """Wait until the coordinator of this term serves, and training continues."""
     journal = run.journal()
 
     def newest() -> int:
@@ -56,12 +56,12 @@ def goes_on(run: Agents, term: int) -> None:
 
 
 def _running(run: Agents) -> dict[str, Any]:
-    told = status(run)
-    return told if told.get("phase") == "running" else {}
+    found = status(run)
+    return found if found.get("phase") == "running" else {}
 
 
 def was_opened(fifo: Path) -> bool:
-    """Whether somebody waits in opening it: who has opened it to read does so for ever."""
+    """Return whether a process waits in opening it: a reader of it never returns."""
     try:
         os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
     except OSError as error:
@@ -79,7 +79,7 @@ def test_takeover_in_an_old_run_opens_no_old_file(tmp_path):
         os.kill(run.term().pid, signal.SIGKILL)
         goes_on(run, 2)
         opened = [path for path in old.fifos if was_opened(path)]
-        for path in old.files:  # before anything fails: what shows a failure reads all events
+        for path in old.files:  # before a failure, whose report reads all events
             path.unlink()
         assert opened == []
         (taken_over,) = [e for e in run.events(Kind.COORDINATOR) if e.data["term"] == 2]
@@ -98,7 +98,7 @@ def test_takeover_in_an_old_run_opens_no_old_file(tmp_path):
 
 @dataclass(frozen=True)
 class Old:
-    """Files of events that a run has from long ago; who opens one of ``fifos`` waits in it."""
+    """Files of old events of a run; a process that opens one of ``fifos`` hangs."""
 
     files: list[Path]
     fifos: list[Path]
@@ -141,14 +141,14 @@ def test_events_that_cannot_be_written_for_a_while_cost_nothing(tmp_path):
         run.wait_more(5)
         assert run.events(Kind.NODE_LOST) == []
         assert run.epochs() == [1]
-        told = [str(event.data["text"]) for event in run.events(Kind.LOG)]
-        assert any("events could not be written for" in text for text in told)
+        texts = [str(event.data["text"]) for event in run.events(Kind.LOG)]
+        assert any("events could not be written for" in text for text in texts)
         run.finish()  # each step is there, once
 
 
 @pytest.mark.full
 def test_simulated_agents_live_through_a_loss_and_a_takeover(tmp_path):
-    """The bench ends well only if every agent hears of each decision and is back after a kill."""
+    """The bench succeeds only if every agent gets each decision and is back after a kill."""
     bench = ROOT / "scripts" / "bench" / "coordinator.py"
     found = tmp_path / "found.json"
     done = subprocess.run(
@@ -164,7 +164,7 @@ def test_simulated_agents_live_through_a_loss_and_a_takeover(tmp_path):
     assert size["roles"] == (AGENTS - 2) * 8
     # A record of all roles as it is compressed, and the close.
     assert size["told_bytes_per_agent"] < 8000
-    # As many bytes of events as 512 roles may write, of which every one waits at every gate.
+    # As many bytes of events as 512 roles may write that all wait at every gate.
     assert size["event_bytes_per_day"] < 50e6
     assert size["stall_second_connections"] > 0
     assert size["standby_looks_per_second"] > 0

@@ -1,4 +1,4 @@
-"""What the members of a run find in their environment, each in a process of its own."""
+"""The environments of the members of a run, each in a process of its own."""
 
 import json
 import os
@@ -83,10 +83,10 @@ def test_environment_has_the_needs_of_nccl_and_keeps_settings_of_the_user(tmp_pa
 @pytest.mark.full
 def test_processes_of_one_node_share_its_cores(tmp_path):
     found = environments(tmp_path, nproc=2)
-    assert {one["OMP_NUM_THREADS"] for one in found.values()} == {"1"}
+    assert {each["OMP_NUM_THREADS"] for each in found.values()} == {"1"}
     (tmp_path / "other").mkdir()
     found = environments(tmp_path / "other", nproc=2, OMP_NUM_THREADS="3")
-    assert {one["OMP_NUM_THREADS"] for one in found.values()} == {"3"}
+    assert {each["OMP_NUM_THREADS"] for each in found.values()} == {"3"}
 
 
 @pytest.mark.full
@@ -96,7 +96,7 @@ def test_environment_for_gloo_has_no_variable(tmp_path):
 
 
 def smi(folder: Path, gpus: int) -> dict[str, str]:
-    """The environment in which an ``nvidia-smi`` lists so many GPUs."""
+    """Return an environment in which ``nvidia-smi`` lists these GPUs."""
     program = folder / "bin" / "nvidia-smi"
     program.parent.mkdir()
     lines = "".join(f"echo 'GPU {n}: NVIDIA H100 (UUID: GPU-{n})'\n" for n in range(gpus))
@@ -124,7 +124,7 @@ def test_nodes_of_a_host_share_its_gpus_and_each_member_sees_its_own(
         for node in range(3)
         for slot in range(2)
     }
-    assert {who: each["CUDA_VISIBLE_DEVICES"] for who, each in found.items()} == own
+    assert {member: each["CUDA_VISIBLE_DEVICES"] for member, each in found.items()} == own
     assert {each["LOCAL_RANK"] for each in found.values()} == {"0"}
     looks = [json.loads(path.read_text())["CUDA_VISIBLE_DEVICES"] for path in early.iterdir()]
     assert method == "fork" or set(looks) == set(own.values())

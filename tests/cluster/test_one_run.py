@@ -1,4 +1,4 @@
-"""A run is its id: what has its directory's name, and is another run's, is not believed."""
+"""A run is its id: files of another run in its directory are not used."""
 
 import os
 import shutil
@@ -73,7 +73,7 @@ def test_another_run_with_its_directory_name_is_left_alone(tmp_path):
 
 
 def test_directory_removed_under_a_run_is_created_again(tmp_path):
-    """It is said, the run can be asked and steered, and what it computed is not lost."""
+    """The run reports it, answers commands, and loses no state."""
     place = tmp_path / "run"
     with Run(place, *ENDLESS, nodes=2, spares=0) as run:
         run.wait_iteration(5)

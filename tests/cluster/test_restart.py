@@ -1,4 +1,4 @@
-"""All processes of a run die while its hosts live: the next ones go on from the slots in memory."""
+"""All processes of a run die while its hosts live: the next run continues from memory."""
 
 import os
 import re
@@ -23,28 +23,28 @@ def kill_everything(run: RunDirectory, launcher: int) -> None:
     """SIGKILL every process of the run at once, vaults too: a job step that is killed."""
     pids = [launcher, *cleanup.run_processes(run, run.read_run().run_id)]
     for pid in pids:
-        posix.kill(pid, signal.SIGSTOP)  # nobody sees another one die
+        posix.kill(pid, signal.SIGSTOP)  # none sees another die
     for pid in pids:
         posix.kill(pid)
     assert not posix.wait_gone(pids, 30)
 
 
 def mind_a_notice_and_lose_agents(first: Run) -> None:
-    """A scheduler's notice ends nobody; then all agents are killed together."""
+    """A scheduler's notice ends no process; then all agents are killed together."""
     agents = [int(first.listing(node)["agent"]) for node in range(3)]
-    everybody = [first.launcher.pid, *cleanup.run_processes(first.run, first.run.read_run().run_id)]
-    for pid in everybody:
+    processes = [first.launcher.pid, *cleanup.run_processes(first.run, first.run.read_run().run_id)]
+    for pid in processes:
         posix.kill(pid, signal.SIGUSR1)
     first.wait_iteration(first.newest_iteration() + 5)
-    assert all(posix.is_alive(pid) for pid in everybody)
+    assert all(posix.is_alive(pid) for pid in processes)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in agents:
             posix.kill(pid, number)
     assert first.launcher.wait(60) == 1
-    said = first.output.read_text()
-    assert "exit status 1: no node is left" in said
-    assert "checkpoint" not in said
-    assert re.search(r"holds \d+\.\d MiB in memory: the same command", said), said
+    output = first.output.read_text()
+    assert "exit status 1: no node is left" in output
+    assert "checkpoint" not in output
+    assert re.search(r"holds \d+\.\d MiB in memory: the same command", output), output
 
 
 def decided(events: list[Event]) -> list[str]:
@@ -61,7 +61,7 @@ def test_every_member_and_the_coordinator_at_once(tmp_path):
         run.wait_iteration(5)
         listings = [run.listing(node) for node in range(2)]
         send(read_json(run.run.coordinator)["pid"])
-        for pid in [pid for one in listings for pid in one["members"].values()]:
+        for pid in [pid for listing in listings for pid in listing["members"].values()]:
             send(pid)
         run.wait_event(Kind.RECOVERED)
         run.finish()
@@ -72,7 +72,7 @@ def test_every_member_and_the_coordinator_at_once(tmp_path):
     "how", ["everything", "agents", "hangup", pytest.param("launcher", marks=pytest.mark.full)]
 )
 def test_restarted_run_continues_from_memory(tmp_path, how):
-    # The second one leaves nothing behind of either; a failure before it cleans up as well.
+    # The second run removes all of both; a failure before it cleans up as well.
     with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1) as first:
         first.wait_iteration(5)
         if how == "everything":
@@ -144,7 +144,7 @@ def test_returning_agent_has_the_only_copy(tmp_path):
 
 @pytest.mark.full
 def test_dump_of_live_nodes_is_completed_from_memory_of_a_dead_node(tmp_path):
-    """Who is left writes what it holds; what the dead node left in memory completes it."""
+    """The other nodes write their slots; the memory of the dead node completes the dump."""
     options = ("--deadpool-protection", "local", "--deadpool-spare-timeout-seconds", "1")
     with Agents(tmp_path / "r", *ENDLESS, nodes=2, spares=0, options=options) as agents:
         agents.wait_iteration(5)

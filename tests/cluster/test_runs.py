@@ -21,7 +21,7 @@ from tests.common.limits import setting_flags
 from tests.common.wait import MAX_WAIT_SECONDS
 
 pytestmark = pytest.mark.slow
-# How long a new coordinator waits for a node that went with the old one; less than by default.
+# Wait of a new coordinator for a node that was lost together with the old coordinator.
 _SOON = setting_flags(rejoin_seconds=6)
 
 
@@ -43,7 +43,7 @@ def test_training_continues_without_a_coordinator_and_through_a_takeover(tmp_pat
     with Run(tmp_path / "r", faults=faults) as run:
         run.wait_iteration(5)
         send(read_json(run.run.coordinator)["pid"])
-        standbys = _stopped(run, faults)  # nobody takes over
+        standbys = _stopped(run, faults)  # no standby takes over
         before = _computed(run)
         run.wait_for("10 iterations without a coordinator", lambda: _computed(run) >= before + 10)
         for pid in standbys:
@@ -72,7 +72,7 @@ def _stopped(run: Run, faults: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _computed(run: Run) -> int:
-    """The iteration that role 0 has completed, as the members tell each other."""
+    """Return the iteration that role 0 has completed, by the counters of the members."""
     return int.from_bytes((run.run.path / "lockstep").read_bytes()[8:16], "little")
 
 
@@ -86,22 +86,22 @@ def test_stopped_coordinator_is_replaced_by_one_on_another_port_and_steps_down(t
         send(first["pid"], signal.SIGSTOP)
         run.wait_for("another one", lambda: read_json(run.run.coordinator)["pid"] != first["pid"])
         run.wait_for("all agents", lambda: any("stays open" in text for text in _texts(run)))
-        # An agent goes over when it hears its welcome, and tells the old one until then.
+        # An agent changes over at its welcome, and reports to the old coordinator until then.
         run.wait_for("all to beat for the new one", lambda: _beating(run) == {0, 1})
         woken = time.monotonic()
         os.kill(first["pid"], signal.SIGCONT)
         logs = [run.run.log(f"node{node}-standby") for node in (0, 1)]
-        run.wait_for("its last words", lambda: "steps down" in "".join(map(_text, logs)))
+        run.wait_for("its last output", lambda: "steps down" in "".join(map(_text, logs)))
         run.wait_iteration(_computed(run) + 5)
-        told = [json.loads(line) for line in run.run.events.open()]  # of the first term
-        # What had been sent to it before is written, under the date at which it is read.
-        assert not [event for event in told if event["monotonic_seconds"] > woken]
+        written = [json.loads(line) for line in run.run.events.open()]  # by the first term
+        # Earlier messages to it are written, under the date at which it reads them.
+        assert not [event for event in written if event["monotonic_seconds"] > woken]
         final = run.finish()
     assert final["recoveries"] == []
 
 
 def _beating(run: Run) -> set[int]:
-    """Nodes whose beats the coordinator of now has heard."""
+    """Return the nodes with beats at the present coordinator."""
     answer = deadpool("status", str(run.run.path), "--json")
     if answer.returncode:
         return set()  # it is not there yet
@@ -169,13 +169,13 @@ def _listening(pids: Iterable[int]) -> set[tuple[str, int]]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
                 address, port = fields[1].split(":")
-                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
-                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+                parts = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+                found.add((socket.inet_ntop(family, b"".join(parts)), int(port, 16)))
     return found
 
 
 def _texts(run: Run) -> list[str]:
-    """What was logged for people."""
+    """Return the logged lines."""
     return [str(event.data["text"]) for event in run.events(Kind.LOG)]
 
 
@@ -240,7 +240,7 @@ def _text(log: Path) -> str:
 
 
 # For every interpreter of a run that finds it: files of events have no room.
-_NO_ROOM_FOR_EVENTS = """
+_FULL_FOR_EVENTS = """
 import errno, os
 _open = os.open
 def without_events(path, flags, *more, **named):
@@ -253,9 +253,9 @@ os.open = without_events
 
 
 @pytest.mark.parametrize(("misbehaves", "status"), [(False, 0), (True, 3)])
-def test_run_decides_the_same_without_room_for_events(tmp_path, misbehaves, status):
+def test_run_decides_the_same_if_its_events_cannot_be_written(tmp_path, misbehaves, status):
     """It recovers, compares replayed steps, and ends as ever."""
-    (tmp_path / "sitecustomize.py").write_text(_NO_ROOM_FOR_EVENTS)
+    (tmp_path / "sitecustomize.py").write_text(_FULL_FOR_EVENTS)
     seam = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
     match = {"role": 1, "iteration": 6}
     faults = [{"id": "n", "point": "member.seal", "match": match}]
@@ -273,7 +273,7 @@ def test_run_decides_the_same_without_room_for_events(tmp_path, misbehaves, stat
             [
                 [[record[key] for key in shown] for record in records],
                 {role: values["sha256"] for role, values in final["roles"].items()},
-                [(one["kind"], one["seats_changed"]) for one in final["recoveries"]],
+                [(each["kind"], each["seats_changed"]) for each in final["recoveries"]],
             ]
         )
     assert decided[0] == decided[1]
@@ -310,8 +310,8 @@ def test_requests_outlive_the_coordinator(tmp_path):
         assert refused.returncode == 1
         assert "node 1 is not connected" in refused.stderr
         status = json.loads(deadpool("status", where, "--json").stdout)
-        told = [(one["number"], one["verb"], one["stage"]) for one in status["requests"]]
-        assert told == [(1, "drain", "done")]
+        requests = [(each["number"], each["verb"], each["stage"]) for each in status["requests"]]
+        assert requests == [(1, "drain", "done")]
         run.finish()
 
 
@@ -321,17 +321,17 @@ def test_bug_ends_the_run_and_another_run_resumes_at_its_newest_iteration(tmp_pa
     first = tmp_path / "first"
     with Run(first, "--iterations", "20", "--misbehave", "fail", spares=0) as run:
         final = run.wait_end(1)
-        said = run.output.read_text().strip().splitlines()[-1]
+        output = run.output.read_text().strip().splitlines()[-1]
     assert final["kind"] == "bug"
     assert "2 times the same failure" in final["reason"]
-    assert f"continue with 'deadpool run --resume {first} --run-dir NEW'" in said
+    assert f"continue with 'deadpool run --resume {first} --run-dir NEW'" in output
     again = ("--resume", str(first))
     with Run(tmp_path / "second", "--iterations", "20", spares=0, options=again) as run:
         final = run.wait_end()
     saved = read_json(RunDirectory(first).latest)["generation"][1]
-    assert saved in (6, 7), "at most one iteration before the one that failed"
+    assert saved in (6, 7), "at most one iteration before the failed iteration"
     steps = [step["iteration"] for step in final["steps"]]
-    assert steps == list(range(saved, 21)), "what was restored is told once more"
+    assert steps == list(range(saved, 21)), "the restored iteration is reported again"
     assert final["roles"]["1"]["sha256"] == expected_sha256(1, 20)
 
 
@@ -350,7 +350,7 @@ def test_interrupt_ends_in_order(tmp_path, number):
 
 @pytest.mark.full
 def test_second_interrupt_ends_at_once(tmp_path):
-    """Also where nobody can end the run in order."""
+    """Also without a coordinator that could end the run in order."""
     with Run(tmp_path / "r", options=("--deadpool-set", "takeover-seconds=60")) as run:
         run.wait_iteration(1)
         send(read_json(run.run.coordinator)["pid"], signal.SIGSTOP)
@@ -373,9 +373,9 @@ def test_lost_journal_ends_the_run_with_a_dump(tmp_path):
         assert final["reason"].startswith("epoch 2 cannot be journalled: cannot write")
         assert len(list(run.run.dump.iterdir())) == 1
         assert len(run.events(Kind.DUMPED)) == 1
-        said = run.output.read_text().strip().splitlines()[-1]
-        assert "epoch 2 cannot be journalled" in said
-        assert f"continue with 'deadpool run --resume {run.run.path}" in said
+        output = run.output.read_text().strip().splitlines()[-1]
+        assert "epoch 2 cannot be journalled" in output
+        assert f"continue with 'deadpool run --resume {run.run.path}" in output
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""What people are shown of real runs, while something is wrong: words, numbers, advice."""
+"""Views of real runs while something is wrong: titles, numbers, advice."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def seen(run: Run, skew: float = 0.0) -> View:
 
 
 def shown(run: Run) -> dict[str, Any]:
-    """What `deadpool status` prints, and its JSON."""
+    """Return the lines and the JSON of `deadpool status`."""
     text = deadpool("status", str(run.run.path))
     assert text.returncode == 0, text.stderr
     values = json.loads(deadpool("status", "--json", str(run.run.path)).stdout)
@@ -58,7 +58,7 @@ def samples(found: View) -> dict[str, float]:
 
 
 def test_full_run_directory_is_shown_everywhere_and_nothing_is_lost(tmp_path):
-    """A recovery waits for the journal, which is there, too: that is said as well."""
+    """A recovery waits for the journal, which is in the directory, too: that is shown as well."""
     with (
         file_system(tmp_path / "small", "2m") as mount,
         Run(mount / "r", "--step-seconds", "0.05") as run,
@@ -77,9 +77,9 @@ def test_full_run_directory_is_shown_everywhere_and_nothing_is_lost(tmp_path):
             assert values["deadpool_events_waiting"] > 20
             assert values["deadpool_iteration"] > written + 20
             assert values["deadpool_state.running"] == 1
-            told = shown(run)
-            assert told["lines"][0].startswith("Running; r is full since ")
-            assert "to do: make room on its file system" in told["lines"][1]
+            status = shown(run)
+            assert status["lines"][0].startswith("Running; r is full since ")
+            assert "to do: make room on its file system" in status["lines"][1]
             report = deadpool("report", str(run.run.path)).stdout.splitlines()
             assert ": Running; r is full since " in report[0]
             wait_for("the launcher's line", lambda: " r is full since " in run.output.read_text())
@@ -90,7 +90,7 @@ def test_full_run_directory_is_shown_everywhere_and_nothing_is_lost(tmp_path):
             wait_for("the wait for the journal", lambda: waits in seen(run).title)
             found = seen(run)
             assert found.state is State.RECOVERING
-            assert [one.kind for one in found.story.failures] == ["process-crash"]
+            assert [failure.kind for failure in found.story.failures] == ["process-crash"]
         wait_for("the recovery", lambda: run.events(Kind.RECOVERED))
         run.finish()  # each step is there, once
         assert "recovered in" in run.output.read_text()
@@ -109,10 +109,10 @@ def test_a_failure_that_cannot_be_written_is_shown(tmp_path):
         send(run.listing(0)["members"]["0"])
         wait_for("the recovery", lambda: seen(run).story.survived)
         wait_for("training", lambda: seen(run).state is State.RUNNING)
-        told = shown(run)
-        assert "r cannot be written (File too large) since " in told["lines"][0]
-        assert any("failures survived: 1" in line for line in told["lines"])
-        assert any("[process-crash]" in line for line in told["lines"])
+        status = shown(run)
+        assert "r cannot be written (File too large) since " in status["lines"][0]
+        assert any("failures survived: 1" in line for line in status["lines"])
+        assert any("[process-crash]" in line for line in status["lines"])
         assert samples(seen(run))["deadpool_recoveries_total.process-crash"] == 1
         assert run.events(Kind.EPOCH_CLOSED) == []
         resource.prlimit(coordinator, resource.RLIMIT_FSIZE, (hard, hard))
@@ -123,11 +123,11 @@ def test_a_failure_that_cannot_be_written_is_shown(tmp_path):
 
 
 def seen_after(run: Run) -> list[str]:
-    return [one.kind for one in read_story(run.run.path).failures]
+    return [failure.kind for failure in read_story(run.run.path).failures]
 
 
 def test_wait_for_a_spare_is_shown_whatever_the_clock_of_the_viewer(tmp_path):
-    """The roles lack copies for as long as all views say; the counter of the wait grows."""
+    """The roles lack copies as long as all views show it; the counter of the wait grows."""
     patient = ("--deadpool-spare-timeout", "120")
     with Run(tmp_path / "r", "--step-seconds", "0.05", spares=0, options=patient) as run:
         run.wait_iteration(5)
@@ -145,9 +145,9 @@ def test_wait_for_a_spare_is_shown_whatever_the_clock_of_the_viewer(tmp_path):
         wait_for("the counter", lambda: samples(seen(run))[counter] > waited)
         line = "to do: start another node as a spare"
         wait_for("the line", lambda: line in run.output.read_text())
-        told = shown(run)
-        assert told["lines"][0].startswith("Waiting for a spare: training stands still")
-        assert told["state"] == State.WAITING
+        status = shown(run)
+        assert status["lines"][0].startswith("Waiting for a spare: training stands still")
+        assert status["state"] == State.WAITING
         agent = start(tmp_path / "agent.out", "agent", "--run-dir", str(run.run.path), "--attach")
         try:
             recovered = run.wait_event(Kind.RECOVERED)
@@ -167,9 +167,9 @@ def test_bug_is_named_in_all_views(tmp_path):
         assert "--attach" not in text.rpartition("ended with status 1")[2]
         report = deadpool("report", str(run.run.path)).stdout
         assert re.search(r"^failure \d \[bug\]", report, re.MULTILINE)
-        told = deadpool("status", str(run.run.path)).stdout
-        assert "to do: fix the program or the data first" in told
-        assert "[bug]" in told
+        status = deadpool("status", str(run.run.path)).stdout
+        assert "to do: fix the program or the data first" in status
+        assert "[bug]" in status
         assert "ended with status 1 [bug]" in text
 
 
@@ -190,6 +190,6 @@ def test_a_takeover_is_no_loss_of_copies(tmp_path):
 
         wait_for("all agents", is_back)
         assert states <= {State.TAKEOVER, State.RUNNING, State.UNANSWERED}
-        assert [one.kind for one in seen(run).story.failures] == ["coordinator"]
+        assert [failure.kind for failure in seen(run).story.failures] == ["coordinator"]
         assert samples(seen(run))["deadpool_failures_total.coordinator"] == 1
         run.finish()

@@ -14,7 +14,7 @@ from tests.common.limits import setting_flags
 from tests.common.wait import MAX_WAIT_SECONDS, wait_for
 
 pytestmark = pytest.mark.slow
-# How long a new coordinator waits for a node that went with the old one; less than by default.
+# Wait of a new coordinator for a node that was lost together with the old coordinator.
 _SOON = setting_flags(rejoin_seconds=6)
 
 
@@ -30,7 +30,7 @@ def test_agents_alone_make_a_run_with_the_coordinator_on_the_spare(tmp_path):
 
 @pytest.mark.full
 def test_order_to_end_outlives_its_coordinator(tmp_path):
-    """Whoever gave it may be gone: it is carried out once, by the next one."""
+    """The command may have ended: the next coordinator carries out its order once."""
     fault = {"id": "coordinator", "point": "coordinator.request"}
     with Agents(tmp_path / "r", spares=2, faults=[fault]) as run:
         run.wait_iteration(5)
@@ -50,7 +50,7 @@ def test_node_of_the_coordinator_and_a_training_node_die_together(tmp_path):
         first = run.term()
         assert first.node is not None
         run.power_off(first.node)
-        # Not node 0: what it computes until then it has told nobody, and its steps are checked.
+        # Not node 0: its last steps would not be reported yet, and they are checked.
         run.power_off(1)
         run.wait_term(2)
         run.wait_more(5)
@@ -60,7 +60,7 @@ def test_node_of_the_coordinator_and_a_training_node_die_together(tmp_path):
 
 @pytest.mark.full
 def test_stopped_agent_comes_back_as_a_new_spare(tmp_path):
-    # What members say meanwhile waits in their sockets, which hold some hundred steps.
+    # Reports of members wait in their sockets meanwhile, which hold some hundred steps.
     with Agents(tmp_path / "r", "--step-seconds", "0.1", spares=2) as run:
         run.wait_iteration(5)
         wait_for("warm spares", lambda: len(run.events(Kind.MEMBER_WARM)) >= 2)
@@ -89,8 +89,8 @@ def test_spare_attaches_to_a_run_that_has_none_left(tmp_path):
 
 @pytest.mark.full
 def test_node_ordered_to_end_moves_its_roles_first(tmp_path):
-    """As an evicted pod, here with the coordinator in it: the one that takes its place comes while
-    it waits, and nothing is lost.
+    """As for an evicted pod, here with the coordinator: its replacement starts while it waits, and
+    nothing is lost.
     """
     options = ("--leave-seconds", "60", *_SOON)
     with Agents(tmp_path / "r", spares=0, options=options) as run:
@@ -105,16 +105,16 @@ def test_node_ordered_to_end_moves_its_roles_first(tmp_path):
 
         def stages() -> list[tuple[str, str]]:
             status = json.loads(deadpool("status", str(run.run.path), "--json").stdout)
-            return [(one["verb"], one["stage"]) for one in status["requests"]]
+            return [(each["verb"], each["stage"]) for each in status["requests"]]
 
-        # Its coordinator may have ended before the journal had the last word on it.
+        # Its coordinator may have ended before the journal had its result.
         wait_for("the drain to be done", lambda: stages() == [("drain", "done")])
         run.wait_more(3)
         final = run.finish()
     recovery = final["recoveries"][0]
     assert recovery["kind"] == "drained"
     assert recovery["seats_changed"][str(node)][1][0] == 2
-    assert sum(one["steps_recomputed"] for one in final["recoveries"]) == 0
+    assert sum(each["steps_recomputed"] for each in final["recoveries"]) == 0
 
 
 def test_agent_with_other_settings_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""A coordinator that is asked, whose machine does nothing with a request but remember it."""
+"""A coordinator that takes requests, with a machine that only keeps them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from deadpool_megatron.settings import Settings
 
 
 class Coordinator:
-    """Of three nodes, two with a role. ``fed``: what the machine was given; ``said``: warnings,
-    orders, and why it steps down."""
+    """Of three nodes, two with a role. ``fed``: inputs of the machine; ``output``: warnings, orders
+    and the reason for stepping down."""
 
     def __init__(self, journal: Journal, term: int = 1, *, restarted: bool = False) -> None:
         self.options: Any = SimpleNamespace(
@@ -44,10 +44,10 @@ class Coordinator:
             seats={0: Seat(1, 0, 0), 1: Seat(0, 3, 7)},
         )
         self.fed: list[Any] = []
-        self.said: list[Any] = []
+        self.output: list[Any] = []
         self.tasks: list[asyncio.Task[object]] = []
-        self.superseded = self.warn = self.said.append
-        self.peers: Any = SimpleNamespace(order=lambda *order: self.said.append(order))
+        self.superseded = self.warn = self.output.append
+        self.peers: Any = SimpleNamespace(order=lambda *order: self.output.append(order))
         given: Any = self
         self.commands = Commands(given, self.describe)
         self.desk = self.commands.requests
@@ -70,16 +70,17 @@ class Coordinator:
         return self
 
     async def end(self, number: int, stage: Stage) -> None:
-        """The machine says what became of a request."""
+        """Let the machine end a request."""
         self.state.requests = tuple(
-            one.at(stage) if one.number == number else one for one in self.state.requests
+            request.at(stage) if request.number == number else request
+            for request in self.state.requests
         )
         self.desk.note()
         await asyncio.gather(*self.tasks)
 
 
 def deliver(peers: Peers, peer: AgentPeer, message: Mapping[str, Any]) -> None:
-    """A message of an agent arrives."""
+    """Let a message of an agent arrive."""
     peers._hand_over(peer, message, peers._take)
 
 
@@ -89,7 +90,7 @@ class Broken(Journal):
 
 
 class Contested(Journal):
-    """The coordinator before takes one more, just as this one reads."""
+    """Of two coordinators: the predecessor takes a request while its successor reads."""
 
     contests = 1
 

@@ -1,4 +1,4 @@
-"""The life of saves and exports: what the coordinator orders, tells and has on the disk."""
+"""The life of saves and exports: orders, inputs of the machine, events and files; see lives/."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ PATH = Path(__file__).parent / "lives" / "checkpoints.txt"
 
 
 class Life:
-    """A made-up run, of which a line of the script is what happens to it."""
+    """A run that happens by the lines of a script."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.lines: list[str] = []
@@ -33,9 +33,9 @@ class Life:
         self._world.run.path.mkdir()
         (self._world.run.path / "run.json").write_text('{"run_id": "id"}')
 
-    def do(self, what: str, value: Any) -> None:
+    def do(self, command: str, value: Any) -> None:
         world, state = self._world, self._world.state
-        match what:
+        match command:
             case "wait":
                 self._now += value
             case "tick":
@@ -99,14 +99,15 @@ class Life:
                 self.lines.append(f"    loaded: {loaded}, used: {is_used}")
 
     def show(self) -> None:
-        """All that has come of it."""
+        """Note the effects of a line."""
         world = self._world
         for _, _, message in world.sent:
             self._place = Path(message.get("directory", self._place))
         found = [f"to {node}: {json.dumps(message)}" for node, _, message in world.sent]
-        found += [f"told the machine: {one}" for one in world.fed]
+        found += [f"told the machine: {item}" for item in world.fed]
         found += [
-            f"event: {one.kind} {one.epoch} {one.iteration} {one.data}" for one in world.events
+            f"event: {event.kind} {event.epoch} {event.iteration} {event.data}"
+            for event in world.events
         ]
         found += [f"warning: {text}" for text in world.warnings]
         found += [f"to all: iteration {iteration} is valid" for iteration in world.done]
@@ -121,8 +122,8 @@ class Life:
     def live(self, script: Sequence[str]) -> list[str]:
         for line in script:
             self.lines.append(line)
-            what, _, value = line.replace("DIR", str(self._directory)).partition(": ")
-            self.do(what, json.loads(value or "1"))
+            command, _, value = line.replace("DIR", str(self._directory)).partition(": ")
+            self.do(command, json.loads(value or "1"))
             self.show()
         for task in self._world.tasks:
             task.close()

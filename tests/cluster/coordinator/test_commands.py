@@ -1,4 +1,4 @@
-"""Numbers for agents that come at the same time; what else is asked is in calls/requests.txt."""
+"""Numbers for agents that attach at the same time; other commands are in calls/requests.txt."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from tests.cluster.coordinator.asked import Coordinator
 
 
 class InStep(Journal):
-    """Whoever lists it waits until another one has listed it as well."""
+    """A journal of which each reader waits until another reader has listed it as well."""
 
     def __init__(self, directory: Path, both: threading.Barrier) -> None:
         super().__init__(directory)
@@ -25,7 +25,7 @@ class InStep(Journal):
 
 @pytest.mark.parametrize("coordinators", [1, 2])
 async def test_agents_of_a_host_that_attach_at_once_get_different_numbers(tmp_path, coordinators):
-    """An old coordinator and the next one may both be asked."""
+    """An old coordinator and its successor may both get a request."""
     both = threading.Barrier(2)
     asked = [Coordinator(InStep(tmp_path / "journal", both)) for _ in range(coordinators)]
     with ThreadPoolExecutor(2) as threads:

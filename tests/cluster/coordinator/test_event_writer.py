@@ -1,4 +1,4 @@
-"""Events are written beside the loop: what the file system does to the writer holds nobody up."""
+"""Events are written in a thread of their own, whatever the file system does."""
 
 import errno
 import os
@@ -14,11 +14,11 @@ from tests.common.wait import MAX_WAIT_SECONDS, wait_for
 
 
 class Disk(EventLog):
-    """Files that are full after so many bytes, or that do not answer."""
+    """Files that are full after ``free`` bytes, or that do not answer."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.room: int | None = None
+        self.free: int | None = None
         self.error = errno.ENOSPC
         self.refused = threading.Event()
         self.answers = threading.Event()
@@ -29,12 +29,12 @@ class Disk(EventLog):
     def append(self, lines: bytes) -> int:
         self.asked.set()
         assert self.answers.wait(MAX_WAIT_SECONDS)
-        if self.room is not None:
-            lines = lines[: self.room]
+        if self.free is not None:
+            lines = lines[: self.free]
             if not lines:
                 self.refused.set()
                 raise OSError(self.error, os.strerror(self.error))
-            self.room -= len(lines)
+            self.free -= len(lines)
         return super().append(lines)
 
     def sync(self) -> None:
@@ -66,17 +66,17 @@ def texts(directory: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE])
 def test_events_that_a_full_disk_refused_are_written_later(disk, tmp_path, number):
-    disk.room, disk.error = 250, number  # it ends in the middle of a line
+    disk.free, disk.error = 250, number  # it ends in the middle of a line
     writer = EventWriter(disk)
     for k in range(1, 101):
         writer.write(step(k))
     assert disk.refused.wait(MAX_WAIT_SECONDS)
-    while not (told := writer.describe())["trouble"]:
+    while not (status := writer.describe())["trouble"]:
         disk.refused.clear()
         assert disk.refused.wait(MAX_WAIT_SECONDS)
-    assert os.strerror(number) in told["trouble"]
-    assert told["waiting"] > 0
-    disk.room = None
+    assert os.strerror(number) in status["trouble"]
+    assert status["waiting"] > 0
+    disk.free = None
     assert writer.close(MAX_WAIT_SECONDS) == 0
     assert steps(tmp_path) == list(range(1, 101))
     (text,) = texts(tmp_path)
@@ -105,14 +105,14 @@ def test_waiting_events_are_shown_until_they_are_written(disk, tmp_path, monkeyp
     monkeypatch.setattr(files, "_RETRY_SECONDS", 0.01)
     writer = EventWriter(disk)
     for number, text in enumerate(("first", "second"), 1):
-        disk.room = 0
+        disk.free = 0
         writer.write(Event(Kind.NODE_LOST, 1, 0, data={"cause": text}))
         wait_for("trouble", lambda: writer.describe()["trouble"])
         shown = writer.describe()
         assert [event["data"]["cause"] for event in shown["unwritten"]] == [text]
         assert (shown["waiting"], shown["why"]) == (1, "No space left on device")
         assert shown["seconds"] > 0.0
-        disk.room = None
+        disk.free = None
         wait_for("all", lambda: not writer.describe()["waiting"])
         wait_for("the warning", lambda number=number: len(texts(tmp_path)) == number)
         assert "No space left on device; 0 were dropped" in texts(tmp_path)[-1]

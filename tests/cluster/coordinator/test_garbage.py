@@ -1,4 +1,4 @@
-"""The coordinator looks for garbage itself, so little at a time that nobody waits for it."""
+"""The coordinator searches for garbage itself, a little at a time."""
 
 import gc
 import weakref
@@ -32,7 +32,7 @@ def test_new_garbage_is_freed_at_the_next_tick(search):
 
 
 def test_older_garbage_is_freed_within_an_hour(search):
-    gc.freeze()  # what the tests before this one have left
+    gc.freeze()  # objects of the tests before
     circle = Circle()
     seen = weakref.ref(circle)
     search.tick(1.0)
@@ -54,5 +54,5 @@ def test_objects_of_all_roles_are_never_looked_through(search, monkeypatch):
         search.tick(3.0)
     finally:
         gc.callbacks.remove(look)
-    assert looks == ["start", "stop"]  # of the second tick, with next to nothing in it
-    assert not any(one is inventories[0] for one in gc.get_objects())
+    assert looks == ["start", "stop"]  # second tick, with next to nothing in it
+    assert not any(found is inventories[0] for found in gc.get_objects())

@@ -20,18 +20,18 @@ from tests.cluster.machine.rig import Rig, g, killed
 _SEAT = {"slot": 0, "incarnation": 0}
 
 
-def hear(directory: Path, scenario: Callable[[Coordinator, AgentPeer], None]) -> Coordinator:
-    """A coordinator that hears node 0, and goes on until nothing is left to do."""
+def run(directory: Path, scenario: Callable[[Coordinator, AgentPeer], None]) -> Coordinator:
+    """Let a coordinator with node 0 carry out a scenario, until nothing is left to do."""
 
     async def live() -> Coordinator:
         journal = Journal(directory / "journal")
-        one = coordinator(lambda name: journal, directory, "run")
+        service = coordinator(lambda name: journal, directory, "run")
         writer: Any = PipeWriter(1)
-        peer = one.peers.agents[0] = AgentPeer(0, "boot", writer, 0.0)
-        scenario(one, peer)
+        peer = service.peers.agents[0] = AgentPeer(0, "boot", writer, 0.0)
+        scenario(service, peer)
         for _ in range(20):
             await asyncio.sleep(0.005)
-        return one
+        return service
 
     return asyncio.run(live())
 
@@ -49,51 +49,51 @@ def hear(directory: Path, scenario: Callable[[Coordinator, AgentPeer], None]) ->
     ids=lambda message: str(message)[:60],
 )
 def test_report_that_cannot_be_used_ends_nothing(tmp_path, message):
-    def scenario(one: Coordinator, peer: AgentPeer) -> None:
-        deliver(one.peers, peer, {**message, "n": 1})
+    def scenario(service: Coordinator, peer: AgentPeer) -> None:
+        deliver(service.peers, peer, {**message, "n": 1})
 
-    one = hear(tmp_path, scenario)
-    assert one.peers.refusals == 1
-    assert one.peers.taken(one.peers.agents[0]) == 1, "else its successor is told it again"
-    assert not one.tasks
+    service = run(tmp_path, scenario)
+    assert service.peers.refusals == 1
+    assert service.peers.taken(service.peers.agents[0]) == 1, "its successor would get it again"
+    assert not service.tasks
 
 
 def test_report_that_the_machine_fails_at_is_refused_and_ends_this_coordinator(
     tmp_path, monkeypatch
 ):
-    """Its state may be half changed; the successor is not told it again, and reads the journal."""
+    """Its state may be half changed; the successor reads the journal, without the report."""
     ended, handled = list[BaseException](), list[inputs.Input]()
     monkeypatch.setattr(stepping, "_REFUSAL_SECONDS", 0.02)
     monkeypatch.setattr(stepping, "end_process", ended.append)
 
-    def scenario(one: Coordinator, peer: AgentPeer) -> None:
+    def scenario(service: Coordinator, peer: AgentPeer) -> None:
         def fails(item: inputs.Input, _: float) -> Any:
             handled.append(item)
             raise KeyError("a mistake of ours")
 
-        monkeypatch.setattr(one._stepper._machine, "handle", fails)
+        monkeypatch.setattr(service._stepper._machine, "handle", fails)
         hello = {"t": "member", **_SEAT, "m": {"t": "hello", "pid": 1}, "n": 1}
-        deliver(one.peers, peer, hello)
-        assert one.peers.taken(peer) == 1
-        one.feed(inputs.Tick())
+        deliver(service.peers, peer, hello)
+        assert service.peers.taken(peer) == 1
+        service.feed(inputs.Tick())
 
-    assert hear(tmp_path, scenario).peers.refusals == 1
+    assert run(tmp_path, scenario).peers.refusals == 1
     assert len(handled) == len(ended) == 1
 
 
-@pytest.mark.parametrize(("loss", "is_told"), [("nan", True), ((1.5).hex(), False)])
-def test_late_loss_reaches_the_machine_if_it_is_not_finite(tmp_path, loss, is_told):
-    """The epoch was closed, and its iteration kept; all that goes on from it is bad."""
+@pytest.mark.parametrize(("loss", "is_fed"), [("nan", True), ((1.5).hex(), False)])
+def test_late_loss_reaches_the_machine_if_it_is_not_finite(tmp_path, loss, is_fed):
+    """The epoch was closed, and its iteration kept: all later iterations are bad."""
     rig = Rig().run(4)
     rig.feed(killed(rig, 0))
     rig.closed(g(5))
     rig.journal()
     fed: list[inputs.Input] = []
 
-    def scenario(one: Coordinator, _: AgentPeer) -> None:
-        one.state = rig.state
-        one.feed = fed.append  # type: ignore[method-assign]
-        one._progressed(Event(Kind.STEP, 1, 1, 1, 5, data={"loss": loss}))
+    def scenario(service: Coordinator, _: AgentPeer) -> None:
+        service.state = rig.state
+        service.feed = fed.append  # type: ignore[method-assign]
+        service._progressed(Event(Kind.STEP, 1, 1, 1, 5, data={"loss": loss}))
 
-    hear(tmp_path, scenario)
-    assert fed == ([inputs.NotFinite(1, 1, 1, 5, "loss", "nan")] if is_told else [])
+    run(tmp_path, scenario)
+    assert fed == ([inputs.NotFinite(1, 1, 1, 5, "loss", "nan")] if is_fed else [])

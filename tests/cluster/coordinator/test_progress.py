@@ -26,7 +26,7 @@ def hashed(iteration: int, role: int = 0, sha256: str = "aa", epoch: int = 1) ->
 
 @pytest.mark.parametrize("number", ["loss", "grad_norm"])
 def test_number_that_was_not_finite_may_be_replaced_and_is_fed_again(number):
-    """The coordinator that heard it first may have died; the right one is no divergence."""
+    """The coordinator that received it first may have died; the right number is no divergence."""
     progress = ReportedProgress()
     good = Event(Kind.STEP, 2, role=0, iteration=5, data={"loss": "0x1p+0", "grad_norm": "0x1p+1"})
     bad = replace(good, epoch=1, data={**good.data, number: "nan"})
@@ -41,7 +41,7 @@ def test_number_that_was_not_finite_may_be_replaced_and_is_fed_again(number):
 
 @pytest.mark.parametrize(("is_fatal", "status"), [(True, 3), (False, 0)])
 def test_other_numbers_are_a_divergence(is_fatal, status):
-    """It decides the exit status, unless it is only to be told."""
+    """It decides the exit status, unless it is only reported."""
     progress = ReportedProgress(is_fatal)
     progress.take(step(1))
     event, item = progress.take(step(1, loss="0x1.8p+0", epoch=2))
@@ -87,11 +87,11 @@ def test_compared_numbers_do_not_grow_with_the_run():
             if k == 4_000:
                 tracemalloc.reset_peak()
                 before, _ = tracemalloc.get_traced_memory()
-        _, most = tracemalloc.get_traced_memory()
+        _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    # 8,000 iterations are megabytes. What threads of other tests have taken meanwhile counts, too.
-    assert most - before < 400_000
+    # 8,000 iterations are megabytes. Memory of threads of other tests counts, too.
+    assert peak - before < 400_000
     assert progress.take(step(12_000 - COMPARED[Kind.STEP] + 1)) == (None, None), "it is known yet"
     assert len(json.dumps(progress.final({}, "", 0))) < 1000
 

@@ -1,4 +1,4 @@
-"""The whole life of a standby: what it says to its agent, waits for and claims; see lives/."""
+"""The whole life of a standby: its reports, waits and claims; see lives/."""
 
 import contextlib
 import json
@@ -24,11 +24,11 @@ PATH = Path(__file__).parent / "lives" / "standby.txt"
 
 
 class World:
-    """A standby, its journal, its agent and time; one line of the script is one of its pauses."""
+    """A standby, its journal, its agent and time; each line of the script is a pause of it."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch, **options: int) -> None:
         self.lines: list[str] = []
-        self._patch, self._directory, self._now, self._words = patch, directory, 1000.0, b""
+        self._patch, self._directory, self._now, self._input = patch, directory, 1000.0, b""
         self._coordinator: Exception | None = None
         self._run, self.journal = RunDirectory(directory), Journal(directory / "journal")
         self._reports, reports = os.pipe()
@@ -39,7 +39,7 @@ class World:
         patch.setattr(standby.time, "monotonic", lambda: self._now)
         patch.setattr(standby, "readable", self._pause)
         patch.setattr(standby.os, "set_blocking", lambda *_: None)
-        patch.setattr(standby.os, "read", lambda *_: self._words)
+        patch.setattr(standby.os, "read", lambda *_: self._input)
         patch.setattr(standby.auth, "connect", self._connect)
         patch.setattr(standby.sys, "stderr", SimpleNamespace(write=self._print, flush=int))
         self._standby = Standby(StandbyOptions(*place), self.journal)
@@ -65,16 +65,16 @@ class World:
 
     def _note(self, text: str) -> None:
         with contextlib.suppress(BlockingIOError):
-            said = _READ(self._reports, 1 << 16).decode().splitlines()
-            self.lines += [f"    says {line}" for line in said]
+            reports = _READ(self._reports, 1 << 16).decode().splitlines()
+            self.lines += [f"    says {line}" for line in reports]
         self.lines.append(f"    {text}")
 
     def _pause(self, _: int, seconds: float) -> bool:
         self._note(f"it looks again in {seconds:.2f} s")
-        what, self._words = next(self._script, "gone"), b""
-        if what != "gone":
-            self.lines.append(what)
-        name, _, value = what.partition(": ")
+        command, self._input = next(self._script, "gone"), b""
+        if command != "gone":
+            self.lines.append(command)
+        name, _, value = command.partition(": ")
         match name:
             case "wait":
                 self._now = round(self._now + float(value or seconds), 2)
@@ -100,7 +100,7 @@ class World:
                 (self._directory / "journal" / "term-00000002.json").write_text(value)
                 return False
             case "piece":
-                self._words = json.loads(value).encode()
+                self._input = json.loads(value).encode()
                 return True
             case "coordinator":
                 self._coordinator = ConnectionRefusedError() if value == "dead" else None
@@ -108,7 +108,7 @@ class World:
             case "result":
                 self._run.final.write_text(value)
                 return False
-        self._words = b"" if what == "gone" else what.encode() + b"\n"
+        self._input = b"" if command == "gone" else command.encode() + b"\n"
         return True
 
     def _raise(self, error: Exception) -> Any:

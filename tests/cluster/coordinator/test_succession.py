@@ -1,4 +1,4 @@
-"""A standby beside its coordinator: the sign of life in any journal, and what else is heard."""
+"""A standby next to its coordinator: looks at the journal, and reads before a claim."""
 
 import asyncio
 import json
@@ -31,13 +31,13 @@ def journal(tmp_path):
 def live(
     journal: Journal, meanwhile: Callable[[list[str]], Awaitable[None]]
 ) -> tuple[list[str], list[str]]:
-    """The coordinator of term 1 shows its sign beside something else, which is given the newer
-    terms that it finds; returns these, and its troubles.
+    """Run the sign of life of term 1 during ``meanwhile(newer)``, which gets the newer terms that
+    are found; return these, and the troubles.
     """
     newer, troubles = list[str](), list[str]()
 
     async def story() -> None:
-        one = SignOfLife(
+        sign_of_life = SignOfLife(
             journal,
             1,
             _RHYTHM,
@@ -46,23 +46,23 @@ def live(
             on_newer=newer.append,
             on_trouble=troubles.append,
         )
-        living = asyncio.create_task(one.run())
+        living = asyncio.create_task(sign_of_life.run())
         await meanwhile(newer)
         living.cancel()
-        one.close()
+        sign_of_life.close()
 
     asyncio.run(story())
     return newer, troubles
 
 
-async def until(what: Callable[[], object]) -> None:
+async def until(ready: Callable[[], object]) -> None:
     async with asyncio.timeout(MAX_WAIT_SECONDS):
-        while not what():
+        while not ready():
             await asyncio.sleep(0.005)
 
 
 def moving(journal: Journal) -> Callable[[], bool]:
-    """Asks whether the sign has been seen to move ten times."""
+    """Return a check whether the sign has changed ten times."""
     seen: set[str] = set()
 
     def has_moved() -> bool:
@@ -72,8 +72,8 @@ def moving(journal: Journal) -> Callable[[], bool]:
     return has_moved
 
 
-@pytest.mark.parametrize("told_by", ["entry", "sign"])
-def test_look_lists_no_entries_of_the_journal(journal, monkeypatch, told_by):
+@pytest.mark.parametrize("shown_by", ["entry", "sign"])
+def test_look_lists_no_entries_of_the_journal(journal, monkeypatch, shown_by):
     """Nothing is listed; a newer term is found all the same, even if its sign was not written, or
     if this host has noted for a while that there is no such entry.
     """
@@ -84,10 +84,10 @@ def test_look_lists_no_entries_of_the_journal(journal, monkeypatch, told_by):
     async def meanwhile(newer: list[str]) -> None:
         await until(moving(journal))
         assert newer == []
-        if told_by == "entry":
+        if shown_by == "entry":
             claim_term(journal, 2, "127.0.0.1", 2, 1)
-        # Written again as by who beats on: the old coordinator may be about to write its own.
-        await until(lambda: newer or (told_by == "sign" and journal.beat(sign(2, 1))))
+        # Written again, as the old coordinator may be about to write its own.
+        await until(lambda: newer or (shown_by == "sign" and journal.beat(sign(2, 1))))
 
     monkeypatch.setattr(Journal, "numbers", no_list)
     assert live(journal, meanwhile) == (["term 2 has begun"], [])

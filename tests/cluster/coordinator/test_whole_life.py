@@ -1,5 +1,5 @@
-"""The whole life of coordinators, one after the other, in virtual time: what each writes to its
-journal, orders, tells and prints; see lives/."""
+"""The whole life of coordinators, one after the other, in virtual time: entries of the journal,
+orders, events and output; see lives/."""
 
 import asyncio
 import errno
@@ -42,7 +42,7 @@ text_of = partial(lives.text, volatile=_VOLATILE)
 
 
 class _AtOnceLoop(VirtualLoop):
-    """What is to be done in a thread is done at once."""
+    """A loop that does at once the work for threads."""
 
     def run_in_executor(self, _: Any, function: Callable[..., Any], *given: Any) -> Any:
         done = self.create_future()
@@ -54,7 +54,7 @@ class _AtOnceLoop(VirtualLoop):
 
 
 class Whole:
-    """Coordinators and their agents; a line of the script is what happens to them."""
+    """Coordinators and their agents; each line of the script happens to them."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
         self.lines: list[str] = []
@@ -78,12 +78,12 @@ class Whole:
             write_result(files, *given)
             self._note("the result is written")
 
-        def told(outlet: Outlet, notice: Any) -> None:
+        def sent(outlet: Outlet, notice: Any) -> None:
             put(outlet, notice)
             outlet.flush(time.monotonic() + 60.0)  # its thread may warn
 
-        def event(_: EventWriter, one: Event) -> None:
-            self._note(f"event: {text_of(one.to_dict())}")
+        def event(_: EventWriter, found: Event) -> None:
+            self._note(f"event: {text_of(found.to_dict())}")
 
         def printed(text: str) -> None:
             if text.strip() and not text.startswith((" ", "Traceback")):
@@ -92,7 +92,7 @@ class Whole:
         patch.setattr(Journal, "write", written)
         patch.setattr(RunFiles, "write_result", result)
         patch.setattr(EventWriter, "write", event)
-        patch.setattr(Outlet, "put", told)
+        patch.setattr(Outlet, "put", sent)
         patch.setattr(service.sys, "stderr", SimpleNamespace(write=printed, flush=int))
         for module in (service, stepper):
             patch.setattr(module, "end_process", lambda error: pytest.fail(repr(error)))
@@ -134,8 +134,8 @@ class Whole:
                     beat = {"t": "beat", "b": 0.0, "o": 99, **self._beats.get(node, {})}
                     deliver(peers, peers.agents[node], beat)
 
-    async def do(self, what: str, value: Any) -> None:
-        match what.split():
+    async def do(self, command: str, value: Any) -> None:
+        match command.split():
             case ["wait"]:
                 await asyncio.sleep(value)
             case ["join", node]:
@@ -200,8 +200,8 @@ class Whole:
             await self._settle()
             for line in script:
                 self.lines.append(line)
-                what, _, value = line.replace("DIR", str(self._directory)).partition(": ")
-                await self.do(what, json.loads(value))
+                command, _, value = line.replace("DIR", str(self._directory)).partition(": ")
+                await self.do(command, json.loads(value))
                 await self._settle()
             if self._running.done():
                 self._note(f"exit status {self._running.result()}")

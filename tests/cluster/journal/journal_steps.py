@@ -1,4 +1,4 @@
-"""Dies at one line after the other of writing and announcing a decision; looks at what is left.
+"""Dies at each line of writing and announcing a decision, one after the other, and checks the rest.
 
 ``python -m tests.cluster.journal.journal_steps coordinator|journal PLACE DIRECTORY`` forks a child
 for each line. In ``coordinator`` the child is a coordinator whose first epoch is to be recorded, up
@@ -67,7 +67,7 @@ class Death:
 
 
 class PipeWriter(Stream):
-    """What is written is out at once."""
+    """A stream that writes at once."""
 
     def __init__(self, handle: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def write_entry(journal: Journal, line: int) -> None:
 
 
 def step_journal(opened: Callable[[str], Journal]) -> Counter[str]:
-    """An entry is whole or absent; whoever comes next can write it or read it."""
+    """An entry is whole or absent; the next writer can write it or read it."""
     found: Counter[str] = Counter()
     for line in range(1, 1000):
         name = str(line)
@@ -120,7 +120,7 @@ def step_journal(opened: Callable[[str], Journal]) -> Counter[str]:
 
 
 def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) -> Coordinator:
-    """A new one, as after a take-over: what it knows is what the journal says."""
+    """Return a coordinator that knows only the journal, as after a takeover."""
     run = RunDirectory(directory / name)
     info = RunInfo(
         run_id=name,
@@ -151,22 +151,22 @@ def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) ->
     )
 
 
-async def decide(one: Coordinator, pipes: list[int], line: int) -> None:
+async def decide(service: Coordinator, pipes: list[int], line: int) -> None:
     """From the first agent to the announcement of epoch 1."""
-    heard = [PipeWriter(pipe) for pipe in pipes]
-    for node, writer in enumerate(heard):
-        one.peers.agents[node] = AgentPeer(node, 1, writer, 0.0)  # type: ignore[arg-type]
-        one.feed(ev.NodeJoined(node, "host", 1, f"rack{node}"))
-    one.feed(ev.MemberHello(0, 0, 0))
+    writers = [PipeWriter(pipe) for pipe in pipes]
+    for node, writer in enumerate(writers):
+        service.peers.agents[node] = AgentPeer(node, 1, writer, 0.0)  # type: ignore[arg-type]
+        service.feed(ev.NodeJoined(node, "host", 1, f"rack{node}"))
+    service.feed(ev.MemberHello(0, 0, 0))
     Death(line).begin()
-    one.feed(ev.MemberHello(1, 0, 0))
-    while one.tasks:
-        await asyncio.wait(one.tasks)
+    service.feed(ev.MemberHello(1, 0, 0))
+    while service.tasks:
+        await asyncio.wait(service.tasks)
     sys.settrace(None)
 
 
 def announced(pipe: int) -> set[int]:
-    """The epochs that an agent has heard of."""
+    """Return the epochs that an agent has received."""
     data = b""
     while piece := os.read(pipe, 1 << 16):
         data += piece
@@ -174,26 +174,26 @@ def announced(pipe: int) -> set[int]:
 
 
 def step_coordinator(opened: Callable[[str], Journal], directory: Path) -> Counter[str]:
-    """Nobody hears of an epoch that the next coordinator does not know; that one can go on."""
+    """No agent receives an epoch that the next coordinator does not know; that can continue."""
     found: Counter[str] = Counter()
     for line in range(1, 2000):
         name = str(line)
         pipes = [os.pipe() for _ in range(NODES)]
 
         def live(name: str = name, line: int = line, ends: Any = pipes) -> None:
-            one = coordinator(opened, directory, name)
-            asyncio.run(decide(one, [end for _, end in ends], line))
+            service = coordinator(opened, directory, name)
+            asyncio.run(decide(service, [end for _, end in ends], line))
 
         code = in_child(live)
         for _, end in pipes:
             os.close(end)
-        heard = [announced(pipe) for pipe, _ in pipes]
+        received = [announced(pipe) for pipe, _ in pipes]
         for pipe, _ in pipes:
             os.close(pipe)
         journal = opened(name)
         decided = set(journal.numbers("epoch"))
         assert decided <= {1}
-        for epochs in heard:
+        for epochs in received:
             assert epochs <= decided, "announced, and not durable"
         successor = coordinator(opened, directory, name)
         known = successor.state.record
@@ -201,10 +201,10 @@ def step_coordinator(opened: Callable[[str], Journal], directory: Path) -> Count
         if decided:
             assert known is not None
             assert known.to_dict() == journal.read("epoch", 1)
-        told = sum(map(bool, heard))
-        found[f"{'whole' if decided else 'absent'}, {told} told"] += 1
+        reached = sum(map(bool, received))
+        found[f"{'whole' if decided else 'absent'}, {reached} reached"] += 1
         if code == 0:
-            assert told == NODES
+            assert reached == NODES
             return found
         assert code == DIED, code
     raise AssertionError("the child never comes to its end")
@@ -212,13 +212,13 @@ def step_coordinator(opened: Callable[[str], Journal], directory: Path) -> Count
 
 def main() -> None:
     os.fsync = lambda handle: None  # nothing is to be proved about disks, and it takes its time
-    what, directory = sys.argv[1], Path(sys.argv[2])
+    part, directory = sys.argv[1], Path(sys.argv[2])
 
     def opened(name: str) -> Journal:
         (directory / "journals").mkdir(exist_ok=True)
         return Journal(directory / "journals" / name)
 
-    found = step_journal(opened) if what == "journal" else step_coordinator(opened, directory)
+    found = step_journal(opened) if part == "journal" else step_coordinator(opened, directory)
     print(json.dumps(found))
 
 

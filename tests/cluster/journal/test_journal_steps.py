@@ -17,9 +17,9 @@ from tests.cluster.runs import environment
 SECONDS = 60.0
 
 
-def outcomes(what: str, directory: Path) -> dict[str, int]:
+def outcomes(part: str, directory: Path) -> dict[str, int]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.journal.journal_steps", what, str(directory)],
+        [sys.executable, "-m", "tests.cluster.journal.journal_steps", part, str(directory)],
         env=environment(),
         cwd=Path(__file__).parents[3],
         capture_output=True,
@@ -41,9 +41,9 @@ def test_writer_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_path):
 @pytest.mark.full
 @pytest.mark.slow
 def test_coordinator_killed_at_any_line_announces_only_durable_records(tmp_path):
-    """The next one finds the epoch or decides it anew, also when only one agent has heard of it."""
+    """The next coordinator finds the epoch or decides it again, even if only one agent has it."""
     found = outcomes("coordinator", tmp_path)
-    assert found.keys() == {"absent, 0 told", *(f"whole, {told} told" for told in range(3))}
+    assert found.keys() == {"absent, 0 reached", *(f"whole, {count} reached" for count in range(3))}
 
 
 class Schedule:
@@ -81,7 +81,7 @@ class Schedule:
         return [number for number, ended in enumerate(self._ended) if not ended]
 
     def step(self, number: int) -> None:
-        """Let one writer go on to its next call, or to its end."""
+        """Let a writer continue to its next call, or to its end."""
         self._go[number].release()
         assert self._stopped.acquire(timeout=SECONDS)
 
@@ -115,7 +115,7 @@ def paused(monkeypatch):
 
 
 def test_two_writers_in_every_order_of_their_calls(tmp_path, paused):
-    """Exactly one wins, the other is told so, and a reader at any moment sees all of it or none."""
+    """Exactly one wins, the other gets an error, and a reader always sees all of it or none."""
     waiting: list[list[int]] = [[]]
     tried = 0
     winners = set()

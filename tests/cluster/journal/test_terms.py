@@ -1,4 +1,4 @@
-"""Terms: a newer one is seen; and who claims the next one when."""
+"""The timing of terms; their entries and claims are in calls/journal.txt."""
 
 from dataclasses import replace
 from pathlib import Path

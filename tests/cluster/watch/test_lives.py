@@ -1,4 +1,4 @@
-"""Hangs over the life of a run, line by line: what is looked at, and each word of what comes of it.
+"""Hangs over the life of a run, line by line: each look, and its whole verdict.
 
 How the file is written again: tests/common/lives.py.
 """
@@ -32,26 +32,26 @@ ON_DEVICE = st.tuples(NUMBERS, NUMBERS).map(
 
 
 def live_with_hangs(script: Sequence[str], options: dict[str, Any], _: Path) -> list[str]:
-    """``ROLES BEAT``: from now on these roles (``0-3``) have a beat that differs so from the usual
-    one. ``look NOW``: the limit, the hang and its table at this time."""
-    settings, told = Settings(**options), list[str]()
+    """``ROLES BEAT``: from now on the beats of these roles (``0-3``) have these values instead of
+    the usual. ``look NOW``: the limit, the hang and its table at this time."""
+    settings, lines = Settings(**options), list[str]()
     clock, limit = ProgressClock(), HangLimit(settings)
     beats: dict[int, dict[str, Any]] = {}
     for line in script:
         word, _sep, rest = line.partition(" ")
-        told.append(line)
+        lines.append(line)
         if word == "look":
             statuses = clock.update(beats, float(rest))
             limit.look(statuses, float(rest))
             if hang := find_hang(statuses, settings, limit.seconds):
-                told += [f"    {hang.culprits} after {hang.still_seconds} s: {hang.cause}"]
+                lines += [f"    {hang.culprits} after {hang.still_seconds} s: {hang.cause}"]
                 table = table_of(statuses)
                 check_event(Event(Kind.HANG, 1, data={"roles": [], **table}).to_dict())
                 for group in table["groups"]:
                     rows = [f"        {json.dumps(row)}" for row in group.pop("rows")]
-                    told += [f"    {json.dumps(group)}", *rows]
-                told += [f"    {table['left_out']} more groups"] * bool(table["left_out"])
-            told += [f"    the limit is {limit.seconds} s"]
+                    lines += [f"    {json.dumps(group)}", *rows]
+                lines += [f"    {table['left_out']} more groups"] * bool(table["left_out"])
+            lines += [f"    the limit is {limit.seconds} s"]
         elif word in ("note_hang", "forget_step"):
             getattr(limit, word)(*map(float, rest.split()))
         else:
@@ -62,7 +62,7 @@ def live_with_hangs(script: Sequence[str], options: dict[str, Any], _: Path) -> 
                     del beats[role]
                 else:
                     beats[role] = {**usual, **json.loads(rest)}
-    return told
+    return lines
 
 
 def test_hangs_are_as_recorded(tmp_path):

@@ -1,4 +1,4 @@
-"""Verdicts from what is measured, whatever it is; each rule is in calls/windows.txt."""
+"""Verdicts from random measurements; each rule is in calls/windows.txt."""
 
 import random
 
@@ -13,8 +13,8 @@ STEPS = st.floats(0.01, 30.0)
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [None, 5])
 def test_slowness_watch_names_only_the_slow_node_in_an_hour_of_noise(slow):
-    """Sixteen nodes with iterations of half a second. Every hundredth one of each node has a pause:
-    mostly of a whole iteration, now and then of fifty of them.
+    """Sixteen nodes with iterations of half a second. Every hundredth of each node has a pause,
+    mostly of a whole iteration, now and then of fifty.
     """
     noise, roles = random.Random(1), range(16)
     watch, totals = windows.SlownessWatch(), [0.0 for _ in roles]

@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import Term, newest_term
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Event, Kind, read_events
-from tests.cluster.runs import Told
+from tests.cluster.runs import ObservedRun
 from tests.common.finished_run import read_final
 from tests.common.wait import wait_for
 from tests.netns.lab.hosts import Host, Hosts
@@ -58,7 +58,7 @@ class Obituary:
         os.close(self._handle)
 
 
-class Cluster(Told):
+class Cluster(ObservedRun):
     """A context manager; the hosts end the processes. Node i is started on host i."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Cluster(Told):
 
     def show(self) -> None:
         """Print what a failed test needs to be understood."""
-        self.tell(self.run.path.parent.glob(f"{self.run.path.name}-agent*.out"))
+        self.print_facts(self.run.path.parent.glob(f"{self.run.path.name}-agent*.out"))
 
     # What has happened so far.
 
