@@ -24,15 +24,15 @@ from deadpool_megatron.wire import auth
 
 
 def _die(details: threading.ExceptHookArgs) -> None:
-    """A thread that ends by a mistake of ours would be missed only at the next failure: end now,
-    the agent starts a new vault on the same slots."""
+    """End the process after an unhandled exception of a thread, which would be missed only at the
+    next failure; the agent starts a new vault on the same slots."""
     traceback.print_exception(details.exc_type, details.exc_value, details.exc_traceback)
     sys.stderr.flush()
     os._exit(70)
 
 
 def main() -> int:
-    """Run until told to stop. Exit status 0, 2 for a start that cannot work, 70 for a mistake."""
+    """Run until the order to stop. Exit status 0; 2 for a failed start; 70 for a bug."""
     parser = argparse.ArgumentParser(prog="python -m deadpool_megatron.vault")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--node", type=int, required=True)

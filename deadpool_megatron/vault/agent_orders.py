@@ -100,12 +100,12 @@ class Vault:
 
     def wait(self) -> None:
         """Wait for the order to stop, or until the agent is gone for too long; then shut down."""
-        looked = time.monotonic()
+        checked_at = time.monotonic()
         while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
             slot_memory.remove_unneeded(self.store)
             self.store.table.removed.clear()
-            if time.monotonic() - looked > _NAMES_SECONDS:
-                looked = time.monotonic()
+            if time.monotonic() - checked_at > _NAMES_SECONDS:
+                checked_at = time.monotonic()
                 self._keep_names()
             with self._event_lock:
                 alone = self._agent is None
@@ -270,7 +270,7 @@ class Vault:
         """Report each invalid state word once: it comes from a stray write, or bad memory."""
         with self._gate.lock:
             segments = list(self.store.table.segments.values())
-            found = {(one, *word) for one in segments for word in one.invalid_states()}
+            found = {(segment, *word) for segment in segments for word in segment.invalid_states()}
         for segment, slot, name, word in found - self._damaged:
             generation, where = segment.generation(slot), f"header of slot {slot}"
             role, where = segment.layout.role, f"{where} of {segment.path.name}"
@@ -279,18 +279,18 @@ class Vault:
 
     def _dump(self, message: Mapping[str, Any]) -> dict[str, Any]:
         store, directory = self.store, Path(message["directory"])
-        if held := [Generation.from_list(one) for one in message["held"]]:
-            # All intact parts are written: for damaged parts there is nothing left to try.
+        if held := [Generation.from_list(values) for values in message["held"]]:
+            # Only intact parts are written, as damaged parts have no other source any more.
             return {"files": dump_held(store, directory, held)}
         files = dump(
             store, directory, Generation.from_list(message["generation"]), message["boundary"]
         )
-        return {"files": files, "damaged": [one.to_list() for one in damaged(store)]}
+        return {"files": files, "damaged": [part.to_list() for part in damaged(store)]}
 
     def _take(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         name, iteration = str(message["name"]), int(message["iteration"])
         taken = take(self.store, name, iteration, float(message["limit_seconds"]))
-        return [one.to_dict() for one in taken]
+        return [snapshot.to_dict() for snapshot in taken]
 
     def _cut(self) -> None:
         """Break every connection to and from other vaults, and signal the workers to end."""

@@ -55,15 +55,16 @@ class VaultControl:
         return control
 
     async def close_epoch(self, epoch: int, deadline_seconds: float) -> None:
-        """After this nothing of ``epoch`` is sealed on this node; the inventory is stable."""
+        """Close an epoch: no part of it is sealed on this node any more; the inventory is
+        stable."""
         await self._order("close", deadline_seconds, epoch=epoch)
 
     async def inventory(self, deadline_seconds: float) -> Inventory:
-        """Return what this node can produce; only after :meth:`close_epoch`."""
+        """Return the parts that this node can produce; only after :meth:`close_epoch`."""
         return Inventory.from_dict(await self._order("inventory", deadline_seconds))
 
     async def adopt(self, record: EpochRecord, deadline_seconds: float) -> None:
-        """Open the record's epoch; restoring and re-protection continue in the background."""
+        """Open the record's epoch; restore and re-protection continue in the background."""
         await self._order("adopt", deadline_seconds, record=record.to_dict())
 
     async def dump(
@@ -74,27 +75,26 @@ class VaultControl:
         deadline_seconds: float,
         held: Sequence[Generation] = (),
     ) -> dict[str, Any]:
-        """Write what this node holds of a generation: ``files``, their paths, and ``damaged``, of
-        which parts it has no intact bytes (:meth:`BadPart.to_list`). With ``held`` all of those
-        generations instead, each to a directory of its own: ``files``."""
+        """Write this node's parts of a generation. Return ``files``, their paths, and ``damaged``,
+        the parts without intact bytes (:meth:`BadPart.to_list`). ``held``: the generations to write
+        instead, each to its own directory; then only ``files`` is returned."""
         about = {"directory": str(directory), "generation": generation.to_list()}
         about |= {"boundary": boundary, "held": [other.to_list() for other in held]}
         return dict(await self._order("dump", deadline_seconds, **about))
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
-        """Set the generation of an iteration of the open epoch aside; see
-        :mod:`.disk.pinned_snapshot`."""
-        # The vault's own limit is the one that says what was waited for.
+        """Pin a snapshot of an iteration of the open epoch; see :mod:`.disk.pinned_snapshot`."""
+        # The vault's own limit ends first, and its error names the awaited event.
         about = {"name": name, "iteration": iteration, "limit_seconds": deadline_seconds}
         answer = await self._order("take", deadline_seconds + _TAKE_GRACE_SECONDS, **about)
         return [Snapshot.from_dict(snapshot) for snapshot in answer]
 
     async def status(self, deadline_seconds: float) -> dict[str, Any]:
-        """Counters and holdings, see ``Vault.status``."""
+        """Return counters and holdings, see ``Vault.status``."""
         return dict(await self._order("status", deadline_seconds))
 
     async def shutdown(self, remove: bool, deadline_seconds: float) -> None:
-        """End the vault; ``remove`` takes the node's segments and their directory away."""
+        """End the vault; ``remove``: with the node's segments and their directory."""
         await self._order("shutdown", deadline_seconds, remove=remove)
 
     async def close(self) -> None:

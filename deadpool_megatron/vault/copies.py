@@ -2,7 +2,7 @@
 
 Each epoch of a vault has one scheme object (:mod:`.schemes.registry`). It answers which parts are
 owed to which nodes, adds to slots that are about to be sealed, and answers which memory may be
-given back. Here are the schemes that are made of copies.
+freed. This module has the schemes that are made of copies.
 
 The sources of a restored generation do not depend on the plan of the new epoch: blocks and steps of
 earlier epochs stand in the record's recipes, and in the files of a dump
@@ -51,7 +51,7 @@ class Offer:
 
     @property
     def role(self) -> int:
-        """Return whose they are."""
+        """Return the role of the parts."""
         return self.layout.role
 
     @property
@@ -81,22 +81,22 @@ class Scheme(ABC):
 
     @abstractmethod
     def _ways(self, layout: RoleLayout, kind: PartKind) -> Ways:
-        """Groups of targets with the parts that each of a group is owed. Of ``kind`` and extras
-        only: shard parts, or the steps to them."""
+        """Return groups of targets with the parts that each target of a group is owed: extras, and
+        parts of ``kind``, which are shard parts or the steps to them."""
 
     def owed(self, layout: RoleLayout, generation: Generation) -> Owed:
-        """Return what of a generation of a role has to be elsewhere before it counts."""
+        """Return the parts that must be on other nodes before a generation is committed."""
         return self._sized(layout, PartKind.SHARD)
 
     def keeps(self, layout: RoleLayout, node: int) -> Collection[str]:
-        """Parts that ``node`` continues to receive into the segment of this layout."""
+        """Return the parts that ``node`` continues to receive into the segment of this layout."""
         if layout.role not in self._seats:
             return ()
         owed = self._sized(layout, PartKind.SHARD).names
         return {name for target, names in owed.items() if target.node == node for name in names}
 
     def elsewhere(self, layout: RoleLayout) -> list[str]:
-        """Shard parts that reach no other node, as peers hold the same bytes."""
+        """Return the shard parts that are not sent, because peers hold the same bytes."""
         return [
             part.name
             for part in layout.parts
@@ -106,25 +106,25 @@ class Scheme(ABC):
     def sealing(  # noqa: B027  most add nothing
         self, segment: Segment, slot: int, digests: dict[str, int]
     ) -> None:
-        """Own parts with these checksums are about to be sealed; others may be added to them."""
+        """Extend the own parts that are about to be sealed, with their checksums."""
 
     def follows(self, role: int, generation: Generation) -> Generation | None:
         """Return the generation that a step starts from; None if the generation travels whole."""
         return None
 
     def make_whole(self, role: int, generation: Generation) -> None:  # noqa: B027  most are whole
-        """A buddy lacks what the step of ``generation`` leads from."""
+        """Send ``generation`` whole, since a buddy lacks the base of its step."""
 
     def lacks_base(
         self, held: Mapping[Generation, Collection[str]], follows: Any, names: Collection[str]
     ) -> bool:
         """Return whether ``held``, the parts of a role here, lack the base of offered steps.
-        ``follows``: the base that the owner names."""
+        ``follows``: the base that the owner has sent."""
         return False
 
     def combine(self, channel: Channel, block: int, offer: Offer) -> None:
-        """Answer a role that puts parts into a block that is kept here. Raises Refused. The vault's
-        lock is not held."""
+        """Answer a role that puts parts into a block of this node. Raises Refused. The vault's lock
+        is not held."""
         raise Refused(Refusal.WRONG_BLOCK)
 
     def cut(self) -> None:  # noqa: B027  most run nothing
@@ -147,7 +147,7 @@ class Scheme(ABC):
 
 
 class Copies(Scheme):
-    """Copies of all that an iteration changes, but of what enough peers hold anyway."""
+    """Copies of all parts that an iteration changes, except those that enough peers hold."""
 
     def __init__(self, record: EpochRecord) -> None:
         super().__init__(record)
@@ -168,17 +168,17 @@ class Copies(Scheme):
 
 
 class Local(Scheme):
-    """Generations stay on their own node (REFT's SMP): nothing is owed to anybody."""
+    """Generations stay on their own node (REFT's SMP): no part is owed to another node."""
 
     def _ways(self, layout: RoleLayout, kind: PartKind) -> Ways:
         return ()
 
 
 class LocalTwice(Scheme):
-    """A second copy of everything is owed to the own node, whatever peers hold, and acknowledged
+    """A second copy of all parts is owed to the own node, even if peers hold them, and acknowledged
     like the copy of a buddy. A damaged slot of a dead process is repaired without the network: a
-    restore takes the first place of a part on its node whose checksum matches."""
+    restore uses the first place of a part on its node whose checksum matches."""
 
     def _ways(self, layout: RoleLayout, kind: PartKind) -> Ways:
-        names = [one.name for one in layout.parts if kind_of(one.name) in (kind, PartKind.EXTRAS)]
+        names = [p.name for p in layout.parts if kind_of(p.name) in (kind, PartKind.EXTRAS)]
         return [([Target(self._seats[layout.role])], names)]

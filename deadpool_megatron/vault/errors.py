@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 _SHORT = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # Raised by values of the wrong type or size; an infinite "integer" overflows.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
-# Strangers must not be able to flood the event log: one event a second for each reason.
+# Unauthenticated peers must not flood the event log: an event a second for each reason.
 _REFUSAL_EVENT_SECONDS = 1.0
 _MAX_REASONS = 200
-_NUMBERS = re.compile(r"\d+")  # reasons that differ in nothing else are counted as one
+_NUMBERS = re.compile(r"\d+")  # reasons that differ only in them are counted together
 
 
 def is_shortage(error: Exception) -> bool:
@@ -41,11 +41,11 @@ class Code(StrEnum):
 
 
 class Refusal(StrEnum):
-    """Reasons for a vault not to take, or give, what another one asks of it."""
+    """Reasons for a vault to refuse a request of another vault."""
 
-    EARLY = "early"  # the epoch, or a slot, is not there yet: ask again soon
-    WAITED = "waited"  # others have not come yet: ask again at once
-    SUPERSEDED = "superseded"  # something newer of the role is here: this counts as taken
+    EARLY = "early"  # the epoch, or a slot, does not exist yet: ask again soon
+    WAITED = "waited"  # other roles have not sent their parts yet: ask again at once
+    SUPERSEDED = "superseded"  # a newer generation of the role is here: counts as received
     NO_BASE = "no base"  # the base of a step was lost here
     NOT_HELD = "not held"
     STALE = "stale"  # the epoch is over
@@ -62,20 +62,20 @@ class Refusal(StrEnum):
     OTHER_BYTES = "other bytes than a sealed parity block was made of"
 
 
-# Of these nothing is wrong with anybody.
-NO_OFFENCE = frozenset(
+# Normal refusals, which are not reported.
+NORMAL_REFUSALS = frozenset(
     {Refusal.EARLY, Refusal.WAITED, Refusal.SUPERSEDED, Refusal.NO_BASE, Refusal.NOT_HELD}
 )
 
 
 class VaultError(Exception):
-    """The vault cannot do what was asked; one clear line for a person."""
+    """A failed request to a vault: one line for people."""
 
     code = Code.FAILED
 
     @staticmethod
     def of(code: str, text: str) -> VaultError:
-        """The error that another process has sent."""
+        """Return the error that another process has sent."""
         kinds: dict[str, type[VaultError]] = {
             Code.TOO_LATE: TooLate,
             Code.NO_SHARED_MEMORY: OutOfSpace,
@@ -84,19 +84,19 @@ class VaultError(Exception):
 
 
 class TooLate(VaultError):
-    """An answer that is late: the generation has been overwritten."""
+    """The generation has been overwritten."""
 
     code = Code.TOO_LATE
 
 
 class OutOfSpace(VaultError):
-    """There is no memory for a slot: the file system is full, or the node's limit is reached."""
+    """No memory for a slot: the file system is full, or the node's limit is reached."""
 
     code = Code.NO_SHARED_MEMORY
 
 
 class Refused(VaultError):
-    """Another vault is refused something, or refuses it. ``about``: for people."""
+    """A request between vaults that was refused. ``about``: details for people."""
 
     def __init__(self, reason: Refusal, about: str = "") -> None:
         self.reason = reason
@@ -125,7 +125,7 @@ class SegmentError(VaultError):
 
 
 class DamagedSegment(SegmentError):
-    """The file is of this version, but its description is not as it was written."""
+    """The file is of this version, but its description has changed since it was written."""
 
     def __init__(self, text: str, expected: int, found: int) -> None:
         super().__init__(text)
@@ -171,7 +171,7 @@ class VaultReports:
     def corruption(
         self, role: int, generation: Generation, name: str, where: str, expected: int, found: int
     ) -> None:
-        """Count and report bytes that are not what they should be."""
+        """Count and report corrupt bytes."""
         self.counters["corruption"] += 1
         log.warning("corruption: role %d %s part %s in %s", role, generation, name, where)
         checksums = {"expected": f"{expected:016x}", "found": f"{found:016x}"}
@@ -179,7 +179,7 @@ class VaultReports:
         self.emit(Kind.CORRUPTION, role, generation, data)
 
     def refuse(self, text: str, **facts: object) -> None:
-        """Count something that was not accepted, and report it at most once a second."""
+        """Count a refusal, and report each reason at most once a second."""
         now, reason = time.monotonic(), _NUMBERS.sub("N", text)
         with self._lock:
             if reason not in self._refused and len(self._refused) >= _MAX_REASONS:

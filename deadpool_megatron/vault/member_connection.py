@@ -1,9 +1,9 @@
 """The vault's side of a member's connection: registration, seals, restores.
 
-It goes over the vault's AF_UNIX socket, as the agent's orders do. One named thread reads each
-connection. Sending never waits for the other side, since a stopped member must not hold up
-anybody's commit: bytes that the socket does not take at once are kept and sent as it drains, and a
-connection with too much kept is cut (its owner connects again).
+It uses the vault's AF_UNIX socket, as the agent's orders do. A named thread reads each connection.
+Sending never waits for the other side, since a stopped member must not delay any commit: bytes that
+the socket does not accept at once are kept and sent as it drains, and a connection with too many
+kept bytes is cut (its owner connects again).
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ class MemberConnections:
         self._lock = threading.Lock()
         self._connections: dict[int, MemberConnection] = {}
         self.workers: Mapping[int, RoleWorker] = {}
-        # By role: damage found while its member was away; its epoch decides whether it counts.
+        # By role: damage that was found while its member was not connected. The member ignores
+        # that of another epoch.
         self._found_bad: dict[int, dict[str, Any]] = {}
         self._ledger.on_committed = self._committed
         store.on_bad = self._bad
 
     def set_workers(self, workers: Mapping[int, RoleWorker]) -> None:
-        """The workers of a newly opened epoch; waiting members are handed to them."""
+        """Set the workers of a newly opened epoch, and hand waiting members to them."""
         with self._lock:
             self.workers = workers
             connections = list(self._connections.values())
@@ -61,7 +62,7 @@ class MemberConnections:
             connection.resume()
 
     def enter(self, connection: MemberConnection) -> None:
-        """A member has registered; the newest connection of a role counts."""
+        """Note that a member has registered; the newest connection of a role replaces others."""
         with self._lock:
             self._connections[connection.role] = connection
             bad = self._found_bad.pop(connection.role, None)
@@ -69,7 +70,7 @@ class MemberConnections:
             connection.link.send(bad)
 
     def leave(self, connection: MemberConnection) -> None:
-        """Its connection has ended."""
+        """Note that a connection has ended."""
         with self._lock:
             if self._connections.get(connection.role) is connection:
                 del self._connections[connection.role]
@@ -91,7 +92,7 @@ class MemberConnections:
 
 
 class MemberConnection:
-    """One connection of one member, from its ``member`` message on."""
+    """A connection of a member, from its ``member`` message on."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class MemberConnection:
         self._lock = threading.Lock()
 
     def run(self, stopping: threading.Event) -> None:
-        """Until the member closes. Raises WireError or OSError at the end of the stream."""
+        """Serve until the member closes. Raises WireError or OSError at the end of the stream."""
         self._members.enter(self)
         self._trust(self._trusted)
         try:
@@ -131,12 +132,12 @@ class MemberConnection:
             self._unpin()
 
     def push_committed(self, generation: Generation, boundary: str) -> None:
-        """Report to the member how far its newest generation is committed."""
+        """Send the member the committed boundary of its newest generation."""
         about = {"epoch": self._gate.open_epoch, "generation": generation.to_list()}
         self.link.send({"t": "committed", **about, "boundary": boundary})
 
     def _attach(self) -> bool:
-        """Map the member's segment, which is created if the member does not use it already."""
+        """Map the member's segment; create it unless the member uses it already."""
         try:
             if self._has_slots:
                 self._store.attach(own_name(self.role, self._seat))
@@ -158,10 +159,10 @@ class MemberConnection:
                 self.push_committed(*committed)
         worker = self._members.workers.get(self.role)
         if worker is not None:
-            worker.poke()
+            worker.wake()
 
     def _trust(self, matched: bool) -> None:
-        """A replay by this very process has given the bytes of its own update, or others."""
+        """Note whether a replay by this process has given the bytes of its own update."""
         with self._gate.lock:
             rehearsed = self._ledger.rehearsed
             (rehearsed.add if matched else rehearsed.discard)(self.role)
@@ -194,7 +195,7 @@ class MemberConnection:
     # Restoring.
 
     def resume(self) -> None:
-        """Hand the member's request to the worker of its epoch, as soon as there is one."""
+        """Hand the member's request to the worker of its epoch, as soon as it exists."""
         worker = self._members.workers.get(self.role)
         with self._lock:
             request = self._request
@@ -220,10 +221,10 @@ class MemberConnection:
             elif record.restore.kind not in ("memory", "dump"):
                 self._answer(epoch, VaultError(f"epoch {epoch} starts from {record.restore.kind}"))
             else:
-                worker.want(self.layout, partial(self._answer, epoch))
+                worker.restore_for(self.layout, partial(self._answer, epoch))
 
     def _answer(self, epoch: int, outcome: dict[str, Place] | VaultError) -> None:
-        """Answer a wish of ``epoch``; the member may have continued to a newer one meanwhile."""
+        """Answer a request of ``epoch``; the member may be in a newer epoch by now."""
         about: dict[str, Any] = {"epoch": epoch}
         if isinstance(outcome, RestoreUnavailable):
             about |= {"t": "unavailable", "part": outcome.part, "tried": outcome.tried}
@@ -237,7 +238,7 @@ class MemberConnection:
             with self._lock:
                 self._pinned += outcome.values()
                 over = self._over
-            if over:  # its member has died while this was fetched, and will never release it
+            if over:  # its member has died meanwhile, and will never release it
                 self._unpin()
                 return
             parts = {
@@ -255,12 +256,12 @@ class MemberConnection:
 
 
 class LocalLink:
-    """One local connection. :meth:`send` and :meth:`close` from any thread."""
+    """A local connection. :meth:`send` and :meth:`close` from any thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._socket.settimeout(_MESSAGE_SECONDS)
-        # A time-out belongs to the Python object: the reader waits, the senders never do.
+        # A timeout belongs to the Python object: the reader waits, the senders never wait.
         self._sender = connection.dup()
         self._sender.settimeout(0)
         self._lock = threading.Lock()
@@ -268,8 +269,8 @@ class LocalLink:
         self._closed = False
 
     def send(self, *messages: Mapping[str, Any]) -> None:
-        """Send frames after those that were kept, and keep the bytes that the socket does not take
-        now. On a broken connection nothing is done."""
+        """Send frames after those that were kept, and keep the bytes that the socket does not
+        accept now. Does nothing on a broken connection."""
         with self._lock:
             if self._closed:
                 return
@@ -281,7 +282,7 @@ class LocalLink:
                 self._shutdown()
 
     def receive(self, stopping: threading.Event) -> dict[str, Any] | None:
-        """The next frame, or None when the vault stops. Raises WireError or OSError at the end."""
+        """Return the next frame; None when the vault stops. Raises WireError or OSError."""
         while not stopping.is_set():
             with self._lock:
                 events = select.POLLIN | (select.POLLOUT if self._kept else 0)
@@ -309,7 +310,7 @@ class LocalLink:
 
 
 def listening_at(path: Path) -> socket.socket:
-    """A socket of this user's own that listens there, in place of whatever had the name."""
+    """Return a socket of this user that listens at ``path``, which it replaces."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     path.unlink(missing_ok=True)
     listener.bind(str(path))
@@ -333,11 +334,11 @@ class LocalServer:
         self._name = HeldName(self._path, self._listen_again)
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Begin to accept connections."""
         self._thread.start()
 
     def keep_name(self) -> bool:
-        """Listen under the same name again if it is gone; whether it was. Raises OSError."""
+        """Listen again if the name was removed; return whether it was. Raises OSError."""
         return self._name.look()
 
     def _listen_again(self) -> None:
@@ -357,7 +358,7 @@ class LocalServer:
                 link = LocalLink(connection)  # takes a second descriptor
             except TimeoutError:
                 continue
-            except OSError as error:  # no file descriptor left, for one
+            except OSError as error:  # for example, no file descriptor is left
                 log.warning("accept: %s", error)
                 if connection is not None:
                     connection.close()

@@ -1,6 +1,6 @@
-"""Memory for generations: where it is taken, and what limits it.
+"""Memory for generations: its reservation, and its limits.
 
-The memory in use is what the files of the node's directory occupy, plus bookings of memory that is
+The memory in use is that of the files of the node's directory, plus reservations of memory that is
 being allocated, read from the file system under a lock: no record needs repair after a kill at any
 moment. The lock is held for the count, not while memory is filled, which takes seconds.
 
@@ -53,14 +53,14 @@ class Budget:
 
     def allocate(self, file: int, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
         """Allocate the memory of (start, count) ranges of an open file now: a full file system must
-        be an error here, not SIGBUS later. Raises NoRoom, and has taken nothing beyond the limit.
+        be an error here, not SIGBUS later. Raises OutOfSpace without exceeding the limit.
         """
         if not self.limit_bytes:
             _allocate(file, path, ranges)
             return
         wanted = sum(count for _, count in ranges)
         known = os.fstat(file)
-        # Of ranges that have their memory already, from before a restart, nothing is taken.
+        # Ranges that have their memory already, from before a restart, need no more.
         wanted = min(wanted, max(0, known.st_size - known.st_blocks * BLOCK_BYTES))
         if wanted:
             with self._booked(wanted, path) as booked:
@@ -71,7 +71,7 @@ class Budget:
 
     @contextlib.contextmanager
     def _booked(self, wanted: int, path: Path) -> Iterator[Path]:
-        """Count memory as taken before it is there."""
+        """Reserve memory before it is allocated."""
         booked = self.directory / f"{_BOOKED}{os.getpid()}.{uuid4().hex}"
         limit = time.monotonic() + _LOCK_SECONDS
         while not self._book(booked, wanted, path, is_last=time.monotonic() > limit):
@@ -82,8 +82,8 @@ class Budget:
             booked.unlink(missing_ok=True)
 
     def _book(self, booked: Path, wanted: int, path: Path, *, is_last: bool) -> bool:
-        """False: no room as long as others are about to take theirs, of which a piece may count
-        twice. Raises NoRoom if there is none without them, or it ``is_last``."""
+        """Reserve memory; False if the reservations of others leave too little, of which a piece
+        may be counted twice. Raises OutOfSpace if they are not the reason, or it ``is_last``."""
         with self._locked():
             if self.used_bytes() + wanted > self.limit_bytes:
                 self._remove_unfinished()
@@ -116,7 +116,7 @@ class Budget:
             os.close(handle)
 
     def _remove_unfinished(self) -> None:
-        """Remove what processes were making, or about to take, when they were killed."""
+        """Remove unfinished files and reservations of killed processes."""
         making = ((path, path.name.rpartition(".")[2]) for path in self.directory.glob(".*.seg.*"))
         taking = ((path, path.name.split(".")[2]) for path in self.directory.glob(f"{_BOOKED}*"))
         for path, maker in (*making, *taking):
@@ -125,8 +125,8 @@ class Budget:
 
 
 def allocated_bytes(directory: Path) -> int:
-    """Return what the files of a directory occupy, or are about to; those that vanish meanwhile do
-    not count."""
+    """Return the memory of the files of a directory, with reservations; files that vanish
+    meanwhile do not count."""
     total = 0
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -172,9 +172,9 @@ class CgroupMemory:
 def cgroup_memory(
     root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")
 ) -> CgroupMemory | None:
-    """Of versions 1 and 2, over all levels from the own group up; None without any limit."""
+    """Return the tightest limit from the own cgroup (version 1 or 2) up; None without a limit."""
     found = list(_cgroups(root, own))
-    return min(found, key=lambda one: one.left_bytes, default=None)
+    return min(found, key=lambda group: group.left_bytes, default=None)
 
 
 def _cgroups(root: Path, own: Path) -> Iterator[CgroupMemory]:
@@ -209,7 +209,7 @@ def _left_in(group: Path, limit_name: str, usage_name: str) -> CgroupMemory | No
 
 
 def _reclaimable(group: Path) -> int:
-    """Page cache of files on disk, which the kernel gives up before it ends anybody."""
+    """Return the page cache of files on disk, which the kernel frees before it kills a process."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:
@@ -223,20 +223,20 @@ def _reclaimable(group: Path) -> int:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return what the file system of a directory has left."""
+    """Return the free bytes of the file system of a directory."""
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize
 
 
 def memlock_bytes() -> int | None:
-    """Return how much this process may lock in memory; None for any amount."""
+    """Return the bytes that this process may lock in memory; None for no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """One thing that limits a node's memory: bytes it allows in all, and what to do about it."""
+    """A limit of a node's memory: its total bytes, and the remedy."""
 
     name: str
     nbytes: int
@@ -244,7 +244,7 @@ class MemoryLimit:
 
 
 def problem(needs: NodeNeeds, limits: Sequence[MemoryLimit]) -> str:
-    """Return why a node with these needs must not start: one line; empty when all is well."""
+    """Return the reason why a node with these needs must not start, in a line; empty if none."""
     tightest = min(limits, key=lambda limit: limit.nbytes, default=None)
     if tightest is None or needs.total <= tightest.nbytes:
         return ""
@@ -258,7 +258,7 @@ def problem(needs: NodeNeeds, limits: Sequence[MemoryLimit]) -> str:
 def warnings(
     needs: NodeNeeds, limits: Sequence[MemoryLimit], memlock_bytes: int | None, *, pinned: bool
 ) -> list[str]:
-    """Return what lets training start but may hurt later. ``pinned``: slots get locked for a
+    """Return the problems that do not prevent a start. ``pinned``: slots get locked for a
     device."""
     found = []
     tightest = min(limits, key=lambda limit: limit.nbytes, default=None)
@@ -279,8 +279,7 @@ def warnings(
 
 
 def memory_limits(directory: Path, limit_bytes: int) -> list[MemoryLimit]:
-    """Return what limits the node's generations, in all; ``limit_bytes`` is the user's, 0 for
-    none."""
+    """Return all limits for the node's generations; ``limit_bytes``: the user's, 0 for none."""
     used = allocated_bytes(directory)
     limits = [
         MemoryLimit(
@@ -300,5 +299,5 @@ def memory_limits(directory: Path, limit_bytes: int) -> list[MemoryLimit]:
 
 
 def usable_bytes(directory: Path, limit_bytes: int) -> int:
-    """Return what all of it leaves for the node's generations, those that are there included."""
+    """Return the bytes that all limits allow for the node's generations, with those in use."""
     return min(limit.nbytes for limit in memory_limits(directory, limit_bytes))

@@ -2,7 +2,7 @@
 
 One named thread for each connection. The epoch is judged before the first byte and, under the lock
 that closing takes, again after the last; bytes arrive directly in the slot and are check-summed as
-they come. Refused messages are counted and reported, never answered with anything but the reason.
+they come. Refused messages are counted and reported; the answer contains only the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault import slot_memory, transport as transports
 from deadpool_megatron.vault.copies import Offer
-from deadpool_megatron.vault.errors import MALFORMED, NO_OFFENCE, Refusal, Refused, VaultError
+from deadpool_megatron.vault.errors import MALFORMED, NORMAL_REFUSALS, Refusal, Refused, VaultError
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
@@ -29,8 +29,8 @@ from deadpool_megatron.vault.transport import HANDSHAKE_SECONDS, Channel, Transp
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 log = logging.getLogger(__name__)
-# Connections that have not proved yet to know the run secret: their number, and the time of each.
-# At the limit the next connection waits in the kernel's queue, and the time of each is shorter.
+# Connections that have not yet proved to know the run secret: their number, and their time limit.
+# At the maximum the next connection waits in the kernel's queue, and the time limit is shorter.
 _MAX_UNAUTHENTICATED = 64
 _UNAUTHENTICATED_SECONDS = HANDSHAKE_SECONDS
 _CROWDED_SECONDS = 0.5
@@ -38,7 +38,7 @@ _PAUSE_SECONDS = 0.02
 
 
 class Server:
-    """Takes connections of other vaults."""
+    """Accepts and serves the connections of other vaults."""
 
     def __init__(self, store: SlotStore, transport: Transport) -> None:
         self._store = store
@@ -51,11 +51,11 @@ class Server:
         self._thread = threading.Thread(target=self._accept, name="accept-vaults", daemon=True)
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Begin to accept connections."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Cut everything and accept no more."""
+        """Cut all connections and accept no more."""
         self._stopping.set()
         self.cut()
         self._thread.join(timeout=2.0)
@@ -73,7 +73,7 @@ class Server:
                 continue
             try:
                 channel = self._transport.accept(0.5)
-            except OSError as error:  # no file descriptor left, for one
+            except OSError as error:  # for example, no file descriptor is left
                 log.warning("accept: %s", error)
                 self._stopping.wait(0.1)
                 continue
@@ -125,7 +125,7 @@ class Server:
 
 
 class _Connection:
-    """The dialogue with one authenticated vault."""
+    """The connection of an authenticated vault."""
 
     def __init__(self, store: SlotStore, channel: Channel) -> None:
         self._store = store
@@ -139,7 +139,7 @@ class _Connection:
         try:
             self._answer(message)
         except Refused as refused:
-            if refused.reason not in NO_OFFENCE:
+            if refused.reason not in NORMAL_REFUSALS:
                 about = {key: message[key] for key in ("node", "role", "epoch") if key in message}
                 self._store.reports.refuse(str(refused), **about)
             self._channel.send({"t": "refused", "why": str(refused.reason), "about": refused.about})
@@ -191,7 +191,7 @@ class _Connection:
     def _take(
         self, offer: Offer, needed: list[tuple[str, int, int]], wanted: list[str]
     ) -> list[str]:
-        """Ask for the parts that are not here, and take them; returns those that are sealed."""
+        """Request the parts that are not here, and return those that were received and sealed."""
         store, generation = self._store, offer.generation
         if slot_memory.own_slots_missing(store):
             raise Refused(Refusal.EARLY)
@@ -210,17 +210,17 @@ class _Connection:
                 slot_memory.reserve(store, segment, wanted, slot, generation)
             except VaultError as error:
                 raise Refused(Refusal.NO_SHARED_MEMORY, str(error)) from error
-            # Before the extras are sealed: with them there is what the shards have to be like.
+            # Before the extras are sealed, since a restore checks shards by the owner's checksums.
             store.note_elsewhere(segment, slot, offer.elsewhere, offer.epoch)
             self._channel.send({"t": "need", "parts": wanted})
-            return [one[0] for one in needed if self._keep(segment, slot, *one, offer.epoch)]
+            return [part[0] for part in needed if self._keep(segment, slot, *part, offer.epoch)]
         finally:
             store.release(segment, slot)
 
     def _keep(
         self, segment: Segment, slot: int, name: str, nbytes: int, digest: int, epoch: int
     ) -> bool:
-        """Take and seal a part; False when its bytes are damaged. Raises VaultError at a close."""
+        """Receive and seal a part; False if its bytes are damaged. Raises VaultError at a close."""
         store, role = self._store, segment.layout.role
         store.open_part(segment, slot, name, epoch)
         found = transports.receive_part(self._channel, segment, slot, name, nbytes)
@@ -234,8 +234,7 @@ class _Connection:
         return True
 
     def _offer(self, message: Mapping[str, Any]) -> Offer:
-        """Return what a message offers. Raises Refused when it must not come from its sender, or
-        now."""
+        """Return the parts that a message offers. Raises Refused for a wrong sender or moment."""
         epoch, role = int(message["epoch"]), int(message["role"])
         generation = Generation.from_list(message["generation"])
         parts = {str(name): (int(size), int(digest)) for name, size, digest in message["parts"]}
@@ -303,7 +302,7 @@ class _Connection:
                 table.unpin(places[0])
 
     def _send(self, place: Place, generation: Generation) -> None:
-        """Send a part and check it on the way, so that a damaged slot is found at its home."""
+        """Send a part and check it on the way, so that a damaged slot is found on its node."""
         store, view, size = self._store, place.view, self._store.settings.chunk_bytes
         about = {"role": place.segment.layout.role, "iteration": generation.iteration}
         self._channel.send({"t": "part", "nbytes": place.nbytes, "checksum": place.checksum})

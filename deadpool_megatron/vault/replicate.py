@@ -1,8 +1,8 @@
 """Replicates a role's sealed parts to their targets: a thread for each target.
 
-Nothing is queued: debts follow from the table and the ledger. So a broken connection, a stopped or
-restarted vault at the other end and a restart of this vault all resume by reading them again.
-Each of several buddies is sent its own copy, by a thread of its own: none waits for another.
+No work is queued: missing copies follow from the table and the ledger. So after a broken
+connection, a stop or restart of the other vault, or a restart of this vault, the threads resume by
+reading them again. Each buddy has its own thread, so no copy waits for another.
 
 One put: ``put`` with the parts on offer and the checksums of those that peers hold anyway,
 ``need`` with those the buddy lacks, their raw bytes in that order, ``sealed``; from the holder of
@@ -32,17 +32,17 @@ from deadpool_megatron.wire.framing import WireError
 log = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
-_LOOK_SECONDS = 1.0  # bounds what a lost wake-up could cost
+_CHECK_SECONDS = 1.0  # bounds what a lost wake-up could cost
 
 # A generation and those of its parts that the node lacks.
 Work = tuple[Generation, list[Place]]
 
 
 class Sender(threading.Thread, ABC):
-    """Thread that replicates one role's generations of one epoch to one target.
+    """Thread that replicates a role's generations of an epoch to a target.
 
-    A subclass ships one generation; which, when, how often and over which connection is decided
-    here.
+    A subclass ships a generation; this class chooses the generation, the moment, the retries and
+    the connection.
     """
 
     verb = "ship"
@@ -67,11 +67,11 @@ class Sender(threading.Thread, ABC):
         with self._gate.changed:
             work = self._ledger.shipment(self._layout, self._target, self._epoch)
             if work is None and self._going():
-                self._gate.changed.wait(_LOOK_SECONDS)
+                self._gate.changed.wait(_CHECK_SECONDS)
             return work
 
     def _offered(self, work: Work, **more: object) -> dict[str, Any]:
-        """The message that offers it."""
+        """Return the message that offers a generation."""
         generation, places = work
         return {
             "t": "put",
@@ -87,13 +87,13 @@ class Sender(threading.Thread, ABC):
 
     @abstractmethod
     def _ship_once(self, work: Work) -> bool:
-        """True to continue at once, False to try again after a pause.
+        """Ship a generation. Return True to continue at once, False to retry after a pause.
 
-        VaultError, or what :data:`UNREACHABLE` names, breaks the connection. A pause follows.
+        VaultError and the errors of :data:`UNREACHABLE` break the connection; a pause follows.
         """
 
     def run(self) -> None:
-        """Until the epoch is closed."""
+        """Replicate until the epoch is closed."""
         pause = _FIRST_PAUSE_SECONDS
         while self._going():
             work = self._next()
@@ -131,7 +131,7 @@ class Sender(threading.Thread, ABC):
         return self._channel
 
     def _disconnect(self) -> None:
-        """Only this thread closes: a descriptor must not be reused under its feet."""
+        """Close the connection; only this thread may, since its descriptor could be reused."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -149,7 +149,7 @@ class Sender(threading.Thread, ABC):
             raise WireError("the epoch was closed")
 
     def _examine(self, place: Place) -> None:
-        """The other end found other bytes than were announced: was it the wire or our memory?"""
+        """Check whether our bytes are corrupt, after the receiver's checksum has differed."""
         found = checksum(place.view)
         if found != place.checksum:
             self._store.mark_bad(place, found)
@@ -162,10 +162,10 @@ def sender_to(target: Target, store: SlotStore, layout: RoleLayout, scheme: Sche
 
 
 class Replicator(Sender):
-    """Thread that ships copies to one buddy."""
+    """Thread that ships copies to a buddy."""
 
     def _ship_once(self, work: Work) -> bool:
-        """True when the buddy has the parts; False to try again after a pause."""
+        """Ship a generation; True when the buddy has the parts, False to retry after a pause."""
         generation, places = work
         failpoints.hit(
             "vault.ship", role=self._layout.role, iteration=generation.iteration, to=self._node
@@ -207,7 +207,7 @@ class Replicator(Sender):
             self._ledger.acknowledge(self._layout, generation, self._node, names, self._epoch)
             return True
         if refused.reason is Refusal.NO_BASE:
-            with self._gate.changed:  # it travels whole
+            with self._gate.changed:  # the generation is sent whole
                 self._scheme.make_whole(self._layout.role, generation)
                 self._gate.changed.notify_all()
             return True
@@ -219,13 +219,13 @@ class Replicator(Sender):
 
 
 class LocalCopier(Sender):
-    """Thread that doubles one role's generations of one epoch in the memory of their node (REFT's
-    ARC). They lie in ``copy-<role>.seg``; it never connects to anybody."""
+    """Thread that copies a role's generations of an epoch a second time in the memory of their node
+    (REFT's ARC), to ``copy-<role>.seg``, without a connection."""
 
     verb = "double"
 
     def _ship_once(self, work: Work) -> bool:
-        """True when all parts are there twice; False to try again after a pause."""
+        """Copy a generation; True when all parts exist twice, False to retry after a pause."""
         generation, places = work
         role = self._layout.role
         failpoints.hit("vault.double", role=role, iteration=generation.iteration)
@@ -236,11 +236,11 @@ class LocalCopier(Sender):
                 for place in self._store.table.find(role, generation, name)
                 if place.segment.seat is None
             }
-        lacking = [place for place in places if (place.name, place.checksum) not in kept]
-        doubled = [place.name for place in places if place not in lacking]
+        missing = [place for place in places if (place.name, place.checksum) not in kept]
+        doubled = [place.name for place in places if place not in missing]
         try:
-            if lacking:
-                doubled += self._double(generation, lacking)
+            if missing:
+                doubled += self._double(generation, missing)
         except VaultError as error:
             if self._going():
                 self._store.reports.refuse(f"second copy: {error}", role=role)
@@ -248,8 +248,8 @@ class LocalCopier(Sender):
         return len(doubled) == len(places)
 
     def _double(self, generation: Generation, places: list[Place]) -> list[str]:
-        """Copy the parts; returns the names of those sealed, none while no slot is free. Raises
-        VaultError where there is no room, or at a close."""
+        """Copy the parts and return the names of those sealed, none while no slot is free. Raises
+        VaultError without memory, or at a close."""
         store = self._store
         names = [place.name for place in places]
         segment = slot_memory.ensure_copy(store, self._layout, generation, names)
@@ -264,7 +264,7 @@ class LocalCopier(Sender):
             store.release(segment, slot)
 
     def _copy(self, place: Place, segment: Segment, slot: int) -> bool:
-        """Copy and seal a part; False when its source turns out to be damaged."""
+        """Copy and seal a part; False if its source is damaged."""
         store = self._store
         if not isinstance(store.copy_part(place, segment, slot, self._epoch), Place):
             self._examine(place)

@@ -1,13 +1,13 @@
-"""Producing every part of the generation an epoch starts from, each byte checked.
+"""Restores a role: fetches or produces every part of the generation that an epoch starts from.
 
-For each part the sources of the record are tried in order. A source that lacks the part or gives
-damaged bytes is not asked again; a source that cannot be reached, or has not adopted the epoch yet,
-is asked again until the deadline. After the last source the schemes of the role's recipe produce
-the part. All parts then lie in one slot of the member's own segment, as if it had written them.
+For each part the sources of the record are tried in order. A source that lacks the part or sends
+damaged bytes is dropped; a source that cannot be reached, or has not adopted the epoch yet, is
+retried until the deadline. After the last source the schemes of the role's recipe produce the part.
+All checked parts are written to a slot of the member's own segment, as if it had written them.
 
 For parts that the member recomputes, the parts of a chain are fetched instead
-(layout.gradient_chain). They are read where this node has them, or copied to where copies and steps
-of other nodes' roles are kept: more generations than a role has slots.
+(layout.gradient_chain). If this node lacks them, they are copied to the segments for copies and
+steps of other nodes' roles, because a chain has more generations than a role has slots.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
 
 
-class _Hopeless(Exception):
-    """This source cannot give the part, now or later."""
+class _SourceUnusable(Exception):
+    """A source that cannot give the part, now or later."""
 
 
 class _NoSlotYet(ConnectionError):
-    """A thread of a closed epoch still holds the slot; as good as a source that is away."""
+    """A thread of a closed epoch still holds the slot; retried as an unreachable source is."""
 
 
 class _Wanted(NamedTuple):
-    """A part of a generation, and its sources; ``leads``: the restored generation is computed from
-    it, but it does not belong to that generation."""
+    """A part of a generation, and its sources; ``leads``: it belongs to another generation, from
+    which the restored generation is computed."""
 
     generation: Generation
     name: str
@@ -56,7 +56,7 @@ class _Wanted(NamedTuple):
 
 
 class Restorer:
-    """Gets the parts of one role for one epoch. One thread."""
+    """Gets the parts of a role for an epoch. One thread."""
 
     def __init__(self, store: SlotStore, record: EpochRecord, role: int) -> None:
         self._store = store
@@ -66,7 +66,7 @@ class Restorer:
         self._seat = record.seats[role]
         self._channels: dict[int, transport.Channel] = {}
         self._silent: set[int] = set()
-        # By generation: bytes and checksum, as the role had them, of parts that its peers hold.
+        # By generation: the owner's bytes and checksum of parts that its peers hold.
         self._known_sums = defaultdict[Generation, dict[str, tuple[int, int]]](dict)
         self._extras = records.extras_part(record.restore.boundary)
         self._recipe = record.restore.recipes.get(role, Recipe())
@@ -74,7 +74,7 @@ class Restorer:
         self._index: PartIndex | None = None
 
     def describe(self) -> RoleLayout | None:
-        """Ask the sources what the role consists of, so that fetching need not wait for it."""
+        """Return the layout of the role from its sources, so that fetching can start early."""
         found = [*self._record.restore.sources.get(self._role, {}).values()]
         for parts in self._chain().values():
             found += parts.values()
@@ -86,15 +86,15 @@ class Restorer:
                 layout = channel.receive()["layout"]
                 if layout is not None:
                     return RoleLayout.from_dict(layout)
-            except (_Hopeless, *transport.UNREACHABLE) as error:
+            except (_SourceUnusable, *transport.UNREACHABLE) as error:
                 log.info("describe role %d by node %d: %s", self._role, node, error)
                 self._forget(node)
         return None
 
     def obtain(self, layout: RoleLayout) -> dict[str, Place]:
-        """A verified place in this node's memory for each shard part and the extras.
+        """Return a checked place in this node's memory for each shard part and the extras.
 
-        Instead of a part that has to be recomputed there are those of its chain, by
+        A part that must be recomputed is replaced by the parts of its chain, by
         :func:`gradient_chain.key`. Raises RestoreUnavailable, or VaultError when there is no memory
         or the epoch was closed.
         """
@@ -103,8 +103,8 @@ class Restorer:
             while True:
                 try:
                     return {
-                        text: self._obtain_part(layout, one, deadline, text)
-                        for text, one in self._wanted(layout).items()
+                        text: self._obtain_part(layout, wanted, deadline, text)
+                        for text, wanted in self._wanted(layout).items()
                     }
                 except OSError as error:  # the directory of a dump cannot be read
                     if not is_shortage(error) or time.monotonic() > deadline:
@@ -144,8 +144,8 @@ class Restorer:
     def accepts(
         self, segment: Segment, slot: int, digests: Mapping[str, int], obtained: Obtained
     ) -> bool:
-        """Return whether parts of the restored generation may be sealed, which may have been
-        recomputed. From any thread. ``obtained``: the result of :meth:`obtain`, if any."""
+        """Return whether parts of the restored generation, perhaps recomputed, may be sealed. From
+        any thread. ``obtained``: the result of :meth:`obtain`, if any."""
         if not any(name in digests for name in segment.layout.shard_parts):
             return True  # extras that were appended
         if obtained is None and self._record.restore.kind == "dump":
@@ -162,7 +162,7 @@ class Restorer:
         self._rebuilds.cut()
 
     def close(self) -> None:
-        """Close connections."""
+        """Close all connections."""
         for node in list(self._channels):
             self._forget(node)
 
@@ -173,12 +173,12 @@ class Restorer:
         here = Source(self._gate.node, self._role)
         sources = [here, *(source for source in wanted.sources if source != here)]
         while sources:
-            # A node that has kept us waiting for one part is asked last for the next.
+            # A node that was slow to answer for a part is tried last for the next.
             for source in sorted(sources, key=lambda source: source.node in self._silent):
                 self._gate.require_open(self._record.epoch)
                 try:
                     return self._fetch(layout, wanted, source)
-                except _Hopeless as error:
+                except _SourceUnusable as error:
                     sources.remove(source)
                     if source in wanted.sources:
                         tried.append((source.node, source.role, str(error)))
@@ -203,7 +203,7 @@ class Restorer:
         raise RestoreUnavailable(part, tuple(tried))
 
     def _find(self, layout: RoleLayout, wanted: _Wanted) -> Place:
-        """Checked bytes that this node holds for the role itself, laid out as it wants them."""
+        """Return checked bytes that this node holds for the role, in the right layout."""
         with self._gate.lock:
             places = self._store.table.find(self._role, wanted.generation, wanted.name)
             known = self._store.table.elsewhere(self._role, wanted.generation)
@@ -220,11 +220,11 @@ class Restorer:
             else:
                 found = copied
             self._store.mark_bad(place, found)
-        raise _Hopeless("not held intact here")
+        raise _SourceUnusable("not held intact here")
 
     def _copy(self, layout: RoleLayout, wanted: _Wanted, place: Place) -> Place | int:
-        """Copy what this node holds elsewhere: a copy of the role, or the slots of a process that
-        played it here. Returns the wrong checksum of damaged bytes."""
+        """Copy a part from a copy of the role, or from the slots of a process that had the role
+        here. Returns the wrong checksum of damaged bytes."""
         with self._target(layout, wanted) as (segment, slot):
             slot_memory.require_fit(segment, {wanted.name: place.nbytes})
             return self._store.copy_part(place, segment, slot, self._record.epoch)
@@ -240,31 +240,31 @@ class Restorer:
         try:
             nbytes, expected = transport.ask_part(channel, epoch, source, generation, name)
         except Refused as refused:
-            raise _Hopeless(str(refused)) from refused
-        # Memory is taken for what is on its way, not for what a source may turn out to lack.
+            raise _SourceUnusable(str(refused)) from refused
+        # Memory is allocated only now, as the source might have lacked the part.
         with self._target(layout, wanted) as (segment, slot):
             if not 0 <= nbytes <= segment.capacity(name):
                 self._forget(source.node)
-                raise _Hopeless(f"part of {nbytes} bytes does not fit")
+                raise _SourceUnusable(f"part of {nbytes} bytes does not fit")
             known = self._known_sums[generation].get(name, (nbytes, expected))
             if (nbytes, expected) != known:
                 self._forget(source.node)
                 where = f"role {source.role} on node {source.node}"
                 store.reports.corruption(self._role, generation, name, where, known[1], expected)
-                raise _Hopeless("not the bytes that the role had")
+                raise _SourceUnusable("not the bytes that the role had")
             store.open_part(segment, slot, name, epoch)
             found = transport.receive_part(channel, segment, slot, name, nbytes)
             if found != expected:
                 where = f"from node {source.node}"
                 store.reports.corruption(self._role, generation, name, where, expected, found)
-                raise _Hopeless("checksum does not match")
+                raise _SourceUnusable("checksum does not match")
             return store.seal_copy(segment, slot, name, nbytes, expected, epoch)
 
     def _load(
         self, index: PartIndex, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
     ) -> Place:
-        """Read a part from the files of a dump, those of the role or of a role with the same bytes,
-        or rebuild it from them."""
+        """Read a part from the dump files of the role, or of a role with the same bytes, or rebuild
+        it from them."""
         tried: list[tuple[int, int, str]] = []
         directory, restored = Path(self._record.restore.path), self._record.restore.generation
         same = {part.name: part.replicas for part in layout.parts}.get(wanted.name, ())
@@ -273,8 +273,8 @@ class Restorer:
                 source, reason = self._slot_of(dumped, layout, wanted)
                 if source is not None:
                     try:
-                        place = self._read_patiently(dumped, source, layout, wanted, deadline)
-                    except OSError as error:  # its disk fails: on to the next place
+                        place = self._read_when_free(dumped, source, layout, wanted, deadline)
+                    except OSError as error:  # its disk fails: try the next place
                         if is_shortage(error):
                             raise
                         place, reason = None, f"{type(error).__name__}: {error}"
@@ -290,8 +290,8 @@ class Restorer:
     def _slot_of(
         self, dumped: Segment, layout: RoleLayout, wanted: _Wanted
     ) -> tuple[int | None, str]:
-        """The slot of a file that has the part, and what is wrong if it has none, or if its bytes
-        turn out to be damaged."""
+        """Return the slot of a file that has the part, and the reason to report if it has none, or
+        if its bytes are damaged."""
         if dumped.layout.role == layout.role:
             if dumped.layout.layout_hash != layout.layout_hash:
                 return None, "other layout"
@@ -303,11 +303,11 @@ class Restorer:
                 return slot, "checksum does not match"
         return None, "not in the file"
 
-    def _read_patiently(
+    def _read_when_free(
         self, dumped: Segment, source: int, layout: RoleLayout, wanted: _Wanted, deadline: float
     ) -> Place | None:
-        """Read a part as soon as there is a slot; None when its bytes are damaged. Raises OSError
-        when its disk fails, or when no slot is free at the deadline."""
+        """Read a part as soon as a slot is free; None if its bytes are damaged. Raises OSError
+        when its disk fails, or no slot is free at the deadline."""
         name = wanted.name
         entry = dumped.entry(source, name)
         place = Place(dumped, source, name, entry.nbytes, entry.checksum, entry.epoch)
@@ -331,8 +331,8 @@ class Restorer:
     def _target(
         self, layout: RoleLayout, wanted: _Wanted | None = None
     ) -> Iterator[tuple[Segment, int]]:
-        """The slot for the generation, held while bytes arrive only: a thread of a closed epoch
-        that still waits for some connection must not keep it."""
+        """Claim the slot for the generation, only while bytes arrive: a thread of a closed epoch
+        that still waits for a connection must not keep it."""
         store, epoch = self._store, self._record.epoch
         generation = wanted.generation if wanted is not None else self._record.restore.generation
         lead = wanted.name if wanted is not None and wanted.leads else None
@@ -355,7 +355,7 @@ class Restorer:
             try:
                 self._channels[node] = self._gate.dial(node)
             except VaultError as error:
-                raise _Hopeless(str(error)) from error
+                raise _SourceUnusable(str(error)) from error
             if not self._gate.is_open(self._record.epoch):
                 raise ConnectionError("the epoch was closed while connecting")
         return self._channels[node]

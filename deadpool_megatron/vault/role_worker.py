@@ -1,8 +1,8 @@
-"""The work for one role seated on this node in one epoch: restore, seal, have it shipped.
+"""The work for a role that is seated on this node in an epoch: restore, seal, start replication.
 
-The slots drive it, not messages: a message of the member only causes another look, so nothing is
-lost when the vault or the member dies between two steps. The thread that receives the message
-seals; the worker's own thread looks once a second for anything left to seal.
+The slots drive it, not messages: a message of the member only triggers a check of the slots, so no
+work is lost when the vault or the member dies between two steps. The thread that receives the
+message seals; the worker's own thread checks once a second for parts that are left to seal.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
 
 log = logging.getLogger(__name__)
-# Answers a member that waits for its state: the places, or why there are none.
+# Answers a member that waits for its state: with the places, or the reason why none exist.
 RestoreAnswer = Callable[[dict[str, Place] | VaultError], None]
 
 
 class RoleWorker(threading.Thread):
-    """Thread of one role and epoch; ends when the epoch is closed."""
+    """Thread of a role and an epoch; ends when the epoch is closed."""
 
     def __init__(self, store: SlotStore, record: EpochRecord, role: int, seat: Seat) -> None:
         super().__init__(name=f"role-{role}", daemon=True)
@@ -48,26 +48,26 @@ class RoleWorker(threading.Thread):
         self._refused: set[tuple[int, Generation]] = set()
         self._restorer = Restorer(store, record, role)
 
-    def poke(self) -> None:
-        """Look at the slots again; from any thread."""
+    def wake(self) -> None:
+        """Check the slots again; from any thread."""
         self._wake.set()
 
-    def want(self, layout: RoleLayout, answer: RestoreAnswer) -> None:
-        """The member waits for its parts; ``answer`` is called from this thread, once."""
+    def restore_for(self, layout: RoleLayout, answer: RestoreAnswer) -> None:
+        """Restore the parts for the member; ``answer`` is called once, from this thread."""
         with self._lock:
             self._layout = layout
             self._waiting.append(answer)
-        self.poke()
+        self.wake()
 
     def cut(self) -> None:
-        """The epoch was closed: break connections and end soon."""
+        """Break connections and end soon: the epoch was closed."""
         for replicator in self._replicators:
             replicator.cut()
         self._restorer.cut()
-        self.poke()
+        self.wake()
 
     def run(self) -> None:
-        """Until the epoch is closed."""
+        """Restore and seal until the epoch is closed."""
         while self._gate.is_open(self.epoch):
             self._wake.clear()
             layout = self._known_layout()
@@ -114,7 +114,7 @@ class RoleWorker(threading.Thread):
         with self._lock:
             wanted = bool(self._waiting)
         if not wanted and self._is_over():
-            # The parts of a chain are gigabytes, and mapped for as long as they are referenced.
+            # The parts of a chain are gigabytes, and stay mapped while they are referenced.
             self._outcome = None
             return
         corrupt = self._corrupt_part()
@@ -128,20 +128,20 @@ class RoleWorker(threading.Thread):
             except VaultError as error:
                 log.warning("role %d: %s", self._role, error)
                 self._outcome = error
-                if corrupt:  # the commit gate is blocked on it: another epoch is needed
+                if corrupt:  # the commit gate is blocked on it: close the epoch
                     restored = self._restored
                     self._store.on_bad(self.epoch, self._role, restored, corrupt)
         self._answer(self._outcome)
 
     def _is_over(self) -> bool:
-        """Return whether a newer generation than the restored one is committed: then no restore
-        asks for it again."""
+        """Return whether a generation after the restored generation is committed: then no restore
+        needs the restored generation again."""
         with self._gate.lock:
             committed = self._ledger.committed.get(self._role)
         return committed is not None and committed[0] > self._restored
 
     def _corrupt_part(self) -> str:
-        """A part that was restored, and found damaged before it could be sent on; empty if none."""
+        """Return a restored part that was found damaged before it could be sent on, or ''."""
         outcome = self._outcome if isinstance(self._outcome, dict) else {}
         restored = self._restored
         for place in outcome.values():
@@ -152,12 +152,13 @@ class RoleWorker(threading.Thread):
         return ""
 
     def _may_restore_unasked(self) -> bool:
-        """Return whether to restore before the member asks for it.
+        """Return whether to restore before the member requests it.
 
-        A member that asks waits, and writes nothing. Before that it may be stopped between any two
-        stores of the last epoch. So no slot is taken that it may have chosen: either it has never
-        used any, or a slot holds the generation already, which it does not overwrite. Nor is a
-        generation restored that it has passed in this epoch, when the vault was restarted.
+        A member that requests a restore waits, and does not write. Before that it may be stopped
+        between any two stores of the last epoch. So no slot is used that it may have chosen: either
+        it has never used any, or a slot holds the generation already, which it does not overwrite.
+        After a restart of the vault, a generation that the member has passed in this epoch is not
+        restored either.
         """
         restored = self._restored
         with self._gate.lock:
@@ -181,7 +182,7 @@ class RoleWorker(threading.Thread):
     # Sealing.
 
     def seal(self) -> None:
-        """Seal what the member has finished; from any thread."""
+        """Seal the parts that the member has finished; from any thread."""
         with self._gate.lock:
             segment = self._store.table.own(self._role, self._seat)
         if segment is not None:
@@ -204,8 +205,8 @@ class RoleWorker(threading.Thread):
             digests = {}
             for name, (entry, view) in filled.parts.items():
                 digests[name] = found = checksum(view)
-                # An earlier vault had sealed it when it died, and it has changed since: its
-                # checksum is worth more than a new checksum of the present bytes.
+                # An earlier vault had sealed the part, which has changed since: its checksum is
+                # right, not that of the present bytes.
                 if entry.state is PartState.SEALED and entry.checksum != found:
                     del digests[name]
                     place = Place(segment, slot, name, entry.nbytes, entry.checksum, entry.epoch)

@@ -1,17 +1,17 @@
 """The pace of a generation's bytes: they are sent as soon as a share of the NIC allows.
 
-A node that is lost before its newest generation has left costs the iterations since the last one,
-so copies leave early: at once while training does not use the NIC. While it does they are spread
-evenly, at no more than their share (FFTrainer sends in idle gaps; REFT calls its kind HAS), and
-accelerate when a gate comes near. Without knowledge of training's traffic they are spread evenly
-all the time, over at most the first half of the available time. That time is learned from past
-generations: from the seal until a member waits for it, or until the next seal. Holding back is a
-courtesy and ends at once where it would cost anything.
+A node that is lost before its newest generation was sent costs the iterations since the generation
+before, so copies leave early: at once while training does not use the NIC. While it does they are
+spread evenly, at no more than their share (FFTrainer sends in idle gaps; REFT calls its kind HAS),
+and accelerate when a gate comes near. Without knowledge of training's traffic they are spread
+evenly all the time, over at most the first half of the available time. That time is learned from
+past generations: from the seal until a member waits for it, or until the next seal. Holding back
+ends at once where it would delay training.
 
 Training's bytes are those that the interface of the vault's address has sent, less those that TCP
-has sent for the vault. That needs no hook in the training process. Neighbours on the same interface
-and other vaults of the host count as training, too: copies must not hold them up. Restores are not
-paced: the run stands while they continue, and no training traffic is in their way.
+has sent for the vault. That needs no hook in the training process. Other traffic of the interface,
+of other vaults too, counts as training: copies must not delay it. Restores are not paced, because
+no training runs meanwhile.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ HALF = 0.5
 # and for training that sends all the time: then late copies get half of the NIC.
 LATEST = 0.7
 # Share of the NIC while training sends and gaps are likely: there were some last time.
-_PATIENT_SHARE = 0.05
+_GAPS_LIKELY_SHARE = 0.05
 # Full speed until there are enough intervals. The median of the newest is used: evaluations and
 # saves among them do not move it.
 _MIN_INTERVALS, _MAX_INTERVALS = 3, 15
-# A gate that was found shut shows the time that there really is. It is used for this number of
-# iterations before the whole iteration is tried again.
+# A closed gate shows the time that is really available. That time is used for this number of
+# iterations, then the whole iteration is tried again.
 _GATE_ITERATIONS = 64
 _MAX_GATES = 5
 _MAX_SEALS = 16
-# The time of a piece at the current rate, within limits: even, but with few turns of a thread that
-# has to wait for the interpreter (with 2 ms they cost as much as the bytes).
+# The time of a piece at the current rate, within limits: evenly spread, but with few wake-ups of a
+# thread that waits for the interpreter (every 2 ms they cost as much as the bytes).
 _PIECE_SECONDS = 0.016
 _MIN_PIECE_BYTES = 64 << 10
-# A slower rate would disturb training no less, and a receiver would take a connection for dead
-# without a piece for tens of seconds.
+# A slower rate would disturb training as much, and a receiver would drop a connection without a
+# piece for tens of seconds.
 MIN_RATE = 1 << 20
 # Bounds what a lost wake-up could cost; the end of an epoch is seen as soon.
 _LONGEST_WAIT_SECONDS = 0.1
@@ -74,22 +74,22 @@ _HEADERS = 1.05  # of packets that are not joined, which the interface counts an
 # The interface must count at least this of what was sent, once that was a share of the link.
 _COUNTED, _MIN_SAMPLE_SHARE = 0.1, 0.25
 _SYSFS = Path("/sys/class/net")
-_COUNTERS = Path("/proc/self/net/dev")  # of the process's own namespace, whatever is on /sys
-_SENT_COLUMN = 8  # after the name: eight columns of what was received, then the bytes sent
+_COUNTERS = Path("/proc/self/net/dev")  # in the network namespace of the process, unlike /sys
+_SENT_COLUMN = 8  # after the name: eight columns for receipt, then the bytes sent
 _SIOCGIFADDR = 0x8915
 _BYTES_PER_WORD = 4  # in which port_xmit_data counts
 _ARPHRD_INFINIBAND = "32"
 
 
 def interface_of(address: str) -> str:
-    """Returns the interface whose first IPv4 address this is; empty where there is none."""
+    """Return the interface whose first IPv4 address this is; empty if there is none."""
     if address.startswith("127."):
         return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:
                 continue  # it has no address
             if socket.inet_ntoa(answer[20:24]) == address:
@@ -98,11 +98,11 @@ def interface_of(address: str) -> str:
 
 
 class Pace:
-    """Knowledge of the time that generations of one role have. Not thread-safe.
+    """The time that is available for the generations of a role. Not thread-safe.
 
-    ``now`` is monotonic time in seconds. ``fit``: of the newest committed generation the seconds
-    that shipping took without what the pace held it back, those there are, and those from its seal
-    to its commit (None: not known).
+    ``now`` is monotonic time in seconds. ``fit``: for the newest committed generation the seconds
+    of shipping without delays by the pace, the available seconds, and those from seal to commit
+    (None: not known).
     """
 
     def __init__(self) -> None:
@@ -118,15 +118,15 @@ class Pace:
         self._gates: deque[tuple[int, float]] = deque(maxlen=_MAX_GATES)
         self._newest: Generation | None = None
         self._waiting: tuple[Generation, float] | None = None
-        self._hurried: Generation | None = None
+        self._awaited: Generation | None = None
         self._committed: Generation | None = None
         self._stall_seconds = 0.0
 
     def sealed(self, generation: Generation, now: float) -> None:
-        """A generation lies whole in the own node's memory."""
+        """Note that a generation is sealed in the own node's memory."""
         last, self._newest = self._newest, generation
         if last is not None and last < generation and last.lineage == generation.lineage:
-            # What the gate held up is no time that training needs.
+            # The time at the gate is not part of training's own time.
             self._intervals.append(max(0.0, now - self.seals[last] - self._stall_seconds))
         self._stall_seconds = 0.0
         self.seals[generation] = now
@@ -135,7 +135,7 @@ class Pace:
 
     def waits(self, generation: Generation, now: float) -> None:
         """Note that the role's member waits at its gate until ``generation`` is committed."""
-        self._hurried = generation
+        self._awaited = generation
         if self._committed is not None and generation <= self._committed:
             return  # the messages have crossed, or it waits for later extras
         self._waiting = generation, now
@@ -148,7 +148,7 @@ class Pace:
         if self._waiting is not None and self._waiting[0] <= generation:
             self._stall_seconds += now - self._waiting[1]
             self._waiting = None
-        self.shipped = {g: one for g, one in self.shipped.items() if g >= generation}
+        self.shipped = {g: seconds for g, seconds in self.shipped.items() if g >= generation}
         sealed = self.seals.get(generation)
         self.fit = {
             "ship_seconds": self.shipped.get(generation, 0.0),
@@ -157,7 +157,7 @@ class Pace:
         }
 
     def seconds(self) -> float | None:
-        """Return the time for a generation; None while too few were seen."""
+        """Return the available time for a generation; None while too few are known."""
         if len(self._intervals) < _MIN_INTERVALS or self._newest is None:
             return None
         usual = statistics.median(self._intervals)
@@ -167,14 +167,14 @@ class Pace:
 
     def is_late(self, generation: Generation) -> bool:
         """Return whether a member waits for the generation, or a newer generation is ready."""
-        awaited = self._hurried is not None and generation <= self._hurried
+        awaited = self._awaited is not None and generation <= self._awaited
         return awaited or (self._newest is not None and generation < self._newest)
 
 
 class SharedNic:
-    """The NIC by which all copies of a node leave: the interface ``name`` (empty: not known), its
-    speed, its use, and the hard limit. Thread-safe; its lock is a leaf: nothing else is locked
-    while it is held. The files are other ones in tests."""
+    """The NIC that sends all copies of a node: the interface ``name`` (empty: not known), its
+    speed, its use, and the hard limit. Thread-safe; no other lock is taken while its lock is held.
+    Tests replace the files."""
 
     def __init__(
         self, settings: Settings, name: str = "", sysfs: Path = _SYSFS, counters: Path = _COUNTERS
@@ -182,16 +182,15 @@ class SharedNic:
         self.name = name
         self._directory, self._counters = sysfs / name, counters
         # RDMA passes by the counters of an Ethernet interface. Those of an InfiniBand port have
-        # what the IP interface on it sends as well.
+        # the traffic of the IP interface on it as well.
         ports = self._directory.glob("device/infiniband/*/ports/*/counters/port_xmit_data")
         self._rdma_ports = sorted(ports) if name else []
         self._is_infiniband = bool(self._rdma_ports) and self._read("type") == _ARPHRD_INFINIBAND
         self.share = settings.link_share
-        self.copies = max(1, settings.replicas)  # of a generation, all sent at the same time
+        self.copies = max(1, settings.replicas)  # copies of a generation, sent in parallel
         self.fills_gaps = settings.link_gaps == "on"
-        # Bytes per second: the speed that the interface reports, which may be more than its network
-        # carries; the best speed of an unpaced shipment or of the interface in a moment, which may
-        # be less than the NIC has.
+        # Bytes per second: the speed that the interface reports, which may exceed that of its
+        # network; the best measured speed, which may be below that of the NIC.
         self._stated, self.seen = self.stated(), 0.0
         self.shares: set[Share] = set()
         self.closed_bytes = 0  # that TCP has sent for shipments which are over
@@ -202,7 +201,7 @@ class SharedNic:
         self._bits = math.ceil(settings.rate_limit_gbps * _GIGABIT)  # a second; 0: no limit
         rate = self._bits / 8 if self._bits else None
         self.burst_bytes = piece_bytes(rate, settings.chunk_bytes)
-        self._full_at = 0  # when all that was let through is paid for, in ns times bits a second
+        self._full_at = 0  # when the limit allows the next byte, in ns times bits a second
 
     # Its speed and its use.
 
@@ -213,15 +212,15 @@ class SharedNic:
             return ""
 
     def stated(self) -> float:
-        """Return the speed in one direction that the interface reports, 0 where it reports none. A
-        virtual interface (veth in a container) reports a meaningless speed."""
+        """Return the speed per direction that the interface reports, 0 if none. A virtual interface
+        (veth in a container) reports a meaningless speed."""
         has_hardware = any((self._directory / part).exists() for part in ("device", "bonding"))
         text = self._read("speed") if self.name and has_hardware else ""
         return int(text) * 1e6 / 8 if text.isdigit() else 0.0
 
     def sent_bytes(self) -> int:
-        """Return the bytes that have left by it so far, those of RDMA too. Raises OSError or
-        ValueError where they are not counted."""
+        """Return the bytes that it has sent so far, by RDMA too. Raises OSError or ValueError where
+        they are not counted."""
         if not self.name:
             raise OSError("the vault's address is of no known interface")
         total = _BYTES_PER_WORD * sum(int(port.read_bytes()) for port in self._rdma_ports)
@@ -241,15 +240,15 @@ class SharedNic:
         return self.seen, "the most that was seen on it" if self.seen else ""
 
     def watch(self) -> None:
-        """Read the counters for as long as a shipment is paced; a thread of its own."""
+        """Read the counters while a shipment is paced; runs in its own thread."""
         self._readings.clear()
         while True:
             time.sleep(_READ_SECONDS)
             with self.changed:
-                if not self.speed()[0] or not any(one.seconds for one in self.shares):
+                if not self.speed()[0] or not any(share.seconds for share in self.shares):
                     self.is_watched = self.is_idle = False
                     return
-                own_bytes = self.closed_bytes + sum(one.own_bytes() for one in self.shares)
+                own_bytes = self.closed_bytes + sum(share.own_bytes() for share in self.shares)
             try:
                 began = time.monotonic()
                 sent_bytes = self.sent_bytes()
@@ -266,12 +265,12 @@ class SharedNic:
                 return
 
     def reads(self, now: float, sent_bytes: int, own_bytes: int) -> bool:
-        """Return whether only the vault uses the NIC, by the readings of the last moments; False
-        while too little is known. ``own_bytes``: sent by TCP for the vault, read before
+        """Return whether only the vault uses the NIC, by the latest readings; False while too
+        little is known. ``own_bytes``: sent by TCP for the vault, read before
         ``sent_bytes``. Raises ValueError when the counters do not move."""
         readings = self._readings
         readings.append((now, sent_bytes, own_bytes))
-        # The oldest reading that is kept is the youngest that is old enough.
+        # The oldest reading is the newest that is at least a span old.
         while len(readings) > 2 and now - readings[1][0] >= SPAN_SECONDS:
             readings.popleft()
         seconds, sent, own = (a - b for a, b in zip(readings[-1], readings[0], strict=True))
@@ -279,10 +278,10 @@ class SharedNic:
             return False
         # Early shipments, which nothing holds back, had to share the link with training.
         self.seen = max(self.seen, sent / seconds)
-        bytes_there_were = self.speed()[0] * seconds
-        if own > _MIN_SAMPLE_SHARE * bytes_there_were and sent < _COUNTED * own:
+        capacity_bytes = self.speed()[0] * seconds
+        if own > _MIN_SAMPLE_SHARE * capacity_bytes and sent < _COUNTED * own:
             raise ValueError("its counters do not move while copies are sent")
-        return sent - _HEADERS * own <= _MIN_SHARE * bytes_there_were
+        return sent - _HEADERS * own <= _MIN_SHARE * capacity_bytes
 
     # Progress of generations.
 
@@ -291,7 +290,7 @@ class SharedNic:
         return self.paces.setdefault(role, Pace())
 
     def begin(self) -> None:
-        """Forget all paces: a new epoch has other placements, perhaps another pace of training."""
+        """Drop all paces: a new epoch has other placements, perhaps another speed of training."""
         with self.changed:
             self.paces = {}
             self.changed.notify_all()
@@ -299,20 +298,20 @@ class SharedNic:
     def note(
         self, method: Callable[[Pace, Generation, float], None], role: int, generation: Generation
     ) -> dict[str, float | None]:
-        """Call a method of the pace of a role now. Returns how its newest shipment fitted."""
+        """Call a method of the pace of a role now, and return its ``fit``."""
         with self.changed:
             method(self.pace(role), generation, time.monotonic())
             self.changed.notify_all()
             return self.pace(role).fit
 
     def fits(self) -> dict[int, dict[str, float | None]]:
-        """Return the newest figures of each role."""
+        """Return the ``fit`` of each role."""
         with self.changed:
             return {role: pace.fit for role, pace in self.paces.items()}
 
     def let_through(self, nbytes: int, now_ns: int) -> int:
-        """Reserve ``nbytes``, at most a burst, and return when they may be sent: in any time t at
-        most ``burst_bytes`` + rate * t. The generic cell rate algorithm."""
+        """Reserve ``nbytes``, at most a burst, and return when they may be sent: at most
+        ``burst_bytes`` + rate * t in any time t. The generic cell rate algorithm."""
         if not self._bits:
             return now_ns
         burst, takes = self.burst_bytes * 8_000_000_000, nbytes * 8_000_000_000
@@ -321,11 +320,11 @@ class SharedNic:
 
 
 class Share(AbstractContextManager["Share"]):
-    """A shipment of ``nbytes``, which ends with the ``with`` statement: spread evenly over
-    ``seconds`` (0: at full speed) from the seal on, or faster when it is late or would be.
+    """A shipment of ``nbytes`` by a ``with`` statement: spread evenly over ``seconds`` (0: at full
+    speed) from the seal on, or faster when it is late or would be.
 
     The restored generation of an epoch is shipped at full speed: until it has arrived a second loss
-    would be fatal, which is worse than a burst. ``sent``: counts of its channel. One thread.
+    would be fatal, which is worse than a burst. ``sent``: counters of its channel. One thread.
     """
 
     def __init__(
@@ -352,11 +351,11 @@ class Share(AbstractContextManager["Share"]):
         self.is_free = not self.seconds  # from the start
 
     def _hold_back(self, sealed: float, window: float) -> None:
-        """Spread it over the available time from its seal on."""
+        """Spread the shipment over the available time from its seal on."""
         nic = self._nic
         self._begin, self._speed = sealed, nic.speed()[0] / (len(nic.paces) * nic.copies)
-        is_patient = nic.fills_gaps and nic.pace(self._role).finds_gaps
-        share = min(nic.share, _PATIENT_SHARE if is_patient else 1.0)
+        has_gaps = nic.fills_gaps and nic.pace(self._role).finds_gaps
+        share = min(nic.share, _GAPS_LIKELY_SHARE if has_gaps else 1.0)
         self.seconds = self._nbytes / max(share * self._speed, MIN_RATE)
         if not nic.fills_gaps or not self._speed:
             self.seconds = min(HALF * window, self.seconds)
@@ -379,34 +378,34 @@ class Share(AbstractContextManager["Share"]):
             self._nic.shares.discard(self)
 
     def own_bytes(self) -> int:
-        """Return the bytes that TCP has sent for it so far."""
+        """Return the bytes that TCP has sent for the shipment so far."""
         return max(0, self._sent().nbytes - self._sent_before.nbytes)
 
-    def pieces(self, view: memoryview, going: Callable[[], bool]) -> Iterator[memoryview]:
-        """Yield the bytes of a part in pieces, each when it may be sent; end early when ``going``
-        returns False."""
+    def pieces(self, view: memoryview, keep_going: Callable[[], bool]) -> Iterator[memoryview]:
+        """Yield the bytes of a part in pieces, each when it may be sent; stop early when
+        ``keep_going`` returns False."""
         start = 0
-        while start < len(view) and going():
+        while start < len(view) and keep_going():
             before = time.monotonic()
-            size = self._await_turn(going)
+            size = self._await_turn(keep_going)
             self._held_seconds += time.monotonic() - before
             piece = view[start : start + size]
             with self._nic.changed:
                 end = self._nic.let_through(len(piece), time.monotonic_ns())
-            while going() and (left := end - time.monotonic_ns()) > 0:
+            while keep_going() and (left := end - time.monotonic_ns()) > 0:
                 time.sleep(min(left / 1e9, _LONGEST_WAIT_SECONDS))
-            if not going():
+            if not keep_going():
                 return
             yield piece
             start += len(piece)
             self.sent_bytes += len(piece)
             self.gap_bytes += len(piece) * self.is_in_gap
 
-    def _await_turn(self, going: Callable[[], bool]) -> int:
+    def _await_turn(self, keep_going: Callable[[], bool]) -> int:
         """Wait until the next piece may be sent, and return its maximum size."""
         nic, rate = self._nic, None
         with nic.changed:
-            while going() and (wait := self._wait_seconds()) > 0:
+            while keep_going() and (wait := self._wait_seconds()) > 0:
                 nic.changed.wait(min(wait, _LONGEST_WAIT_SECONDS))
             self.is_in_gap = nic.is_idle and self.seconds > 0
             if self.seconds:
@@ -419,8 +418,8 @@ class Share(AbstractContextManager["Share"]):
         return 0.0 if not self.seconds or self._nic.is_idle else self.due() - time.monotonic()
 
     def end(self) -> None:
-        """Count the time of the shipment, which has arrived, without the time that the pace held it
-        back; but bytes were on their way meanwhile, too."""
+        """Record the time of the shipment, which has arrived, without the delays by the pace, but
+        at least the time in which its bytes were on their way."""
         busy = self._sent().busy_seconds - self._sent_before.busy_seconds
         seconds = max(time.monotonic() - self._began - self._held_seconds, busy)
         with self._nic.changed:

@@ -1,20 +1,20 @@
-"""Memory for slots and blocks, taken from parts that are no longer owed where none is left.
+"""Memory for slots and blocks, and the release of parts that are no longer owed.
 
 The memory of an own segment may be allocated before its process has a role: a spare process parks
 slots, and its vault gives them the name of the role, or creates others. Only the vault names them,
-whether it needs them first or the member does.
+whether it or the member needs them first.
 
-With another plan, or other nodes, a vault holds what it kept by the record before until something
-newer has taken its place. Both together may be more than the limit, and what is new would wait for
-room that is only given back once it is there. So the old is given back as soon as it may be:
+After a change of plan or nodes, a vault keeps the parts of the earlier record until newer parts
+have replaced them. Both together may exceed the limit, and the new parts would wait for memory that
+is freed only after they have arrived. So old parts are freed as soon as possible:
 
-* parts that are not sealed, in slots without a writer: at once;
-* sealed parts that no role of the open epoch owes to this node: those older than the generation
-  that the epoch began with at once, that generation itself when what is offered here proves that
-  all roles have committed it again. With 2+N slots any newer one does: a collective keeps all roles
-  at the gate that waits for it. With 3+N it is the second one after it (design, section 4).
+* unsealed parts in slots without a writer: at once;
+* sealed parts that no role of the open epoch owes to this node: those older than the restored
+  generation at once, the restored generation when an offer proves that all roles have committed it
+  again. With 2+N slots any newer generation proves it: a collective keeps all roles at the gate
+  that waits for it. With 3+N the second generation after it does (design, section 4).
 
-Chains of steps are left alone.
+Chains of steps are not freed.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ def ensure_own(
     store: SlotStore, layout: RoleLayout, seat: Seat, *, epoch: int | None = None
 ) -> Segment:
     """Return the segment of the member on ``seat``, created if necessary: when the member
-    registers, or earlier for parts that are restored before that.
+    registers, or earlier for restored parts.
 
-    ``epoch``: that of the restore. Raises NoRoom, VaultError when the layouts differ or
-    that epoch is over.
+    ``epoch``: that of the restore. Raises OutOfSpace; VaultError when the layouts differ or that
+    epoch is over.
     """
     path = store.table.directory / segments.own_name(layout.role, seat)
     with store.creation_lock(layout.role):
         with store.gate.lock:
             is_new = path.name not in store.table.segments and not path.exists()
         if is_new:
-            _with_room(store, None, lambda: make_own(path, layout, seat, store.table.budget))
+            _with_space(store, None, lambda: make_own(path, layout, seat, store.table.budget))
         with store.gate.lock:
             is_over = epoch is not None and not store.gate.is_open(epoch)
             if is_over and is_new and store.gate.own_roles().get(layout.role) != seat:
-                path.unlink()  # the adoption that would have taken it away is past
+                path.unlink()  # no later adoption would remove it
             else:
                 segment = store.attach(path.name)
             if is_over:
@@ -71,18 +71,17 @@ def ensure_own(
 def ensure_copy(
     store: SlotStore, layout: RoleLayout, generation: Generation, names: Collection[str] = ()
 ) -> Segment:
-    """Return the segment for parts of a role that is seated elsewhere, of ``generation``, which is
-    offered here; steps have a segment of their own. Raises VaultError when there is no memory, or
-    layouts differ."""
+    """Return the segment for offered parts of a role that is seated elsewhere; steps have their own
+    segment. Raises VaultError without memory, or when layouts differ."""
     name, slots = copy_name(layout.role), layout.slots
     if layout.step_parts and _belong_to_step(store, layout, generation, names):
         name, slots = steps_name(layout.role), layout.generations_kept(store.settings.full_every)
-    return _with_room(store, generation, lambda: _ensure(store, layout, name, slots))
+    return _with_space(store, generation, lambda: _ensure(store, layout, name, slots))
 
 
-def _with_room(store: SlotStore, offered: Generation | None, make: Callable[[], T]) -> T:
-    """Make something; where there is no room for it, once more after what may go was given back:
-    by ``offered``, or what the epoch began with."""
+def _with_space(store: SlotStore, offered: Generation | None, make: Callable[[], T]) -> T:
+    """Call ``make``, and on OutOfSpace again after freeing the memory that is not needed once
+    ``offered`` (or the restored generation) is offered."""
     try:
         return make()
     except OutOfSpace:
@@ -94,7 +93,7 @@ def _with_room(store: SlotStore, offered: Generation | None, make: Callable[[], 
 
 
 def _ensure(store: SlotStore, layout: RoleLayout, name: str, slots: int) -> Segment:
-    """Slots get their memory when they are first used."""
+    """Return a segment whose slots get their memory at their first use."""
     node = store.gate.node
     with store.creation_lock(layout.role):
         with store.gate.lock:
@@ -134,13 +133,13 @@ def _belong_to_step(
 def reserve(
     store: SlotStore, segment: Segment, names: Collection[str], slot: int, generation: Generation
 ) -> None:
-    """Allocate memory for parts of a claimed slot, for ``generation``. Raises NoRoom."""
-    _with_room(store, generation, lambda: segment.reserve(names, [slot]))
+    """Allocate memory for parts of a claimed slot, for ``generation``. Raises OutOfSpace."""
+    _with_space(store, generation, lambda: segment.reserve(names, [slot]))
 
 
 def require_fit(segment: Segment, sizes: Mapping[str, int]) -> None:
-    """Raise NoRoom for a part that is larger than its place. A segment stays as it was made, while
-    layouts whose extras have other room count as the same."""
+    """Raise OutOfSpace for a part that exceeds its capacity. A segment keeps its capacities, while
+    layouts that differ only in the capacity of extras are equal."""
     for name, nbytes in sizes.items():
         if nbytes > segment.capacity(name):
             raise OutOfSpace(
@@ -150,8 +149,8 @@ def require_fit(segment: Segment, sizes: Mapping[str, int]) -> None:
 
 
 def own_slots_missing(store: SlotStore) -> bool:
-    """True when memory is limited, and a member has yet to get its slots: it ends if there is no
-    room for them, while a copy that comes too early comes again."""
+    """Return whether memory is limited and a member still lacks its slots: it would fail without
+    memory for them, while a copy that is refused is offered again."""
     with store.gate.lock:
         return bool(store.settings.memory_bytes) and any(
             store.table.own(role, seat) is None for role, seat in store.gate.own_roles().items()
@@ -159,7 +158,7 @@ def own_slots_missing(store: SlotStore) -> bool:
 
 
 def give_back(store: SlotStore, offered: Generation) -> bool:
-    """Give memory back that is not needed once ``offered`` is offered; False when there is none."""
+    """Free the memory that is not needed once ``offered`` is offered; False if there is none."""
     table, gate, chosen = store.table, store.gate, list[tuple[Segment, int, list[str]]]()
     with gate.lock:
         record, scheme = gate.record, store.ledger.scheme
@@ -182,7 +181,7 @@ def give_back(store: SlotStore, offered: Generation) -> bool:
                 if names := _unneeded(segment, slot, owed, is_old=is_old):
                     chosen.append((segment, slot, names))
                     table.writers.add(key)
-    # Gigabytes take a while, and a close must not wait: the slots count as being written.
+    # Freeing gigabytes takes time, and a close must not wait: the slots count as being written.
     given = [segment.give_back(names, slot) for segment, slot, names in chosen]
     for segment, slot, _ in chosen:
         store.release(segment, slot)
@@ -190,12 +189,12 @@ def give_back(store: SlotStore, offered: Generation) -> bool:
 
 
 def remove_unneeded(store: SlotStore) -> None:
-    """Take segments away that nothing is written into any more, and of which nothing can be asked
-    for since something newer was sealed here (:meth:`Table.unneeded`). Called now and then."""
+    """Remove unused segments that no restore can need, because newer generations were sealed here
+    (:meth:`Table.unneeded`). Called periodically."""
     table = store.table
     with store.gate.lock:
         record = store.gate.record
-        unused = [one for one in table.segments.values() if not store.is_used(one)]
+        unused = [held for held in table.segments.values() if not store.is_used(held)]
         if not unused or record is None or not store.gate.open_epoch:
             return
         newest = max((slot.generation for slot in table.sealed() if slot.parts), default=None)
@@ -221,10 +220,10 @@ def _unneeded(segment: Segment, slot: int, owed: Collection[str], *, is_old: boo
 
 
 def park(directory: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> Segment:
-    """Make the slots of the process on ``seat``, which waits for a role, most likely one with this
-    ``layout``: to fill gigabytes of memory with zeros takes seconds that a recovery need not have.
+    """Create the slots of the process on ``seat``, which waits for a role, most likely with this
+    ``layout``: filling gigabytes of memory with zeros takes seconds, which a recovery then saves.
 
-    Raises NoRoom.
+    Raises OutOfSpace.
     """
     for left in _parked_on_place(directory, seat):
         left.unlink(missing_ok=True)
@@ -232,9 +231,9 @@ def park(directory: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> Seg
 
 
 def unpark(directory: Path, seat: Seat) -> None:
-    """Take away what the process on ``seat`` has parked, if it has not become a role's.
+    """Remove the slots that the process on ``seat`` has parked, unless a role has them.
 
-    Its memory first: the process may have it mapped still, but does not look into it any more.
+    Their memory is freed first, since the process may still have them mapped.
     """
     for path in directory.glob(f"{_parked(seat)}*"):
         with contextlib.suppress(FileNotFoundError):
@@ -243,11 +242,11 @@ def unpark(directory: Path, seat: Seat) -> None:
 
 
 def make_own(path: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> None:
-    """Make ``path``, the segment of a role: of what its process has parked, if that is laid out as
-    the role needs it, else of new memory. By the vault alone. Raises NoRoom."""
+    """Create ``path``, the segment of a role: from the slots that its process has parked, if their
+    layout fits the role, else from new memory. Only for the vault. Raises OutOfSpace."""
     for left in _parked_on_place(path.parent, seat):
         if not left.name.lstrip(".").startswith(_parked(seat).lstrip(".")):
-            left.unlink(missing_ok=True)  # its process is gone: that on this seat came later
+            left.unlink(missing_ok=True)  # its process has ended: that on this seat is newer
     for parked in path.parent.glob(f"{_parked(seat)}*"):
         with contextlib.suppress(SegmentError, FileNotFoundError):
             if Segment.open(parked, budget=budget, seat=seat).become(path, layout):
@@ -263,7 +262,7 @@ def _parked_on_place(directory: Path, seat: Seat) -> list[Path]:
 
 
 def _parked(seat: Seat) -> str:
-    """Return how the name begins; the process that makes it comes last."""
+    """Return the prefix of the name; the number of the process follows."""
     return f".parked-{seat.node}.{seat.local_rank}.{seat.incarnation}.seg."
 
 

@@ -1,7 +1,7 @@
-"""The slot store: the slots of one node, and every way for bytes in them to become restorable.
+"""The slot store: the slots of a node, and all ways to seal parts in them.
 
-A part counts from the moment when it is sealed, which the epoch gate permits in the open epoch
-only; each seal is entered in the commit ledger under the same lock.
+A part can be restored as soon as it is sealed, which the epoch gate permits in the open epoch only;
+each seal is entered in the commit ledger under the same lock.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class SlotStore:
     # Epochs.
 
     def close(self, epoch: int) -> None:
-        """After this returns nothing of ``epoch`` (or older) is ever sealed on this node."""
+        """Close ``epoch`` and all older epochs: no part of them is sealed on this node any more."""
         with self.gate.lock:
             if self.gate.close(epoch):
                 self.reports.epoch = 0
                 self.table.freeze()
 
     def inventory(self) -> Inventory:
-        """Return what this node can produce. Raises VaultError unless the epoch has been closed."""
+        """Return the parts of this node. Raises VaultError unless the epoch has been closed."""
         gate = self.gate
         with gate.lock:
             if gate.open_epoch or not gate.closed_epoch:
@@ -92,7 +92,7 @@ class SlotStore:
                     self.table.remove(segment)
             self.reports.epoch = record.epoch
             gate.open(record)
-            for role in gate.own_roles():  # a role that owes nothing has no other occasion
+            for role in gate.own_roles():  # a role that owes no parts has no other trigger
                 if (layout := self.table.layout(role)) is not None:
                     ledger.advance(layout)
             return True
@@ -126,10 +126,10 @@ class SlotStore:
     def seal_own(
         self, segment: Segment, filled: Filled, digests: dict[str, int], epoch: int
     ) -> bool:
-        """Seal parts of a member's slot that were check-summed; False when too late."""
+        """Seal check-summed parts of a member's slot; False when too late."""
         role, slot, generation = segment.layout.role, filled.slot, filled.generation
         with self.gate.lock:
-            if not self.gate.is_open(epoch):  # the slot may be that of the next epoch by now
+            if not self.gate.is_open(epoch):  # the slot may belong to the next epoch by now
                 return False
             if self.gate.own_roles().get(role) != segment.seat:
                 self.reports.refuse("seal of a member without a seat", role=role, epoch=epoch)
@@ -144,7 +144,7 @@ class SlotStore:
                 segment.seal_part(slot, name, segment.entry(slot, name).nbytes, digest, epoch)
             if failpoints.ACTIVE:
                 self.fail_point_corrupt("vault.sealed", segment, slot, digests)
-            if state is SlotState.FILLED:  # a SEALED one may be taken by its member at any time
+            if state is SlotState.FILLED:  # the member may reuse a SEALED slot at any time
                 segment.set_state(slot, SlotState.SEALED)
                 self.nic.note(Pace.sealed, role, generation)
             self.ledger.advance(segment.layout)
@@ -189,7 +189,7 @@ class SlotStore:
     def note_elsewhere(
         self, segment: Segment, slot: int, parts: Iterable[tuple[str, int, int]], epoch: int
     ) -> None:
-        """Keep the checksums that the owner of a copy reports for parts that are not in it."""
+        """Keep the owner's checksums of the parts that its copy lacks."""
         with self.gate.lock:
             for name, nbytes, digest in parts if self.gate.is_open(epoch) else ():
                 if segment.entry(slot, name).state is PartState.ABSENT:
@@ -207,7 +207,7 @@ class SlotStore:
             return self.table.claim(segment, generation, epoch, fresh=fresh)
 
     def release(self, segment: Segment, slot: int) -> None:
-        """End of :meth:`claim`."""
+        """Release a slot that was claimed."""
         with self.gate.lock:
             self.table.release(segment, slot)
 
@@ -219,7 +219,7 @@ class SlotStore:
         with self.gate.changed:
             entry = place.segment.entry(place.slot, place.name)
             if (entry.state, entry.checksum) != (PartState.SEALED, place.checksum):
-                return  # overwritten while it was read; it is another generation's slot now
+                return  # overwritten while it was read: the slot has another generation now
             if entry.epoch != place.epoch:
                 return  # another thread has marked it, and the part was restored since
             self.table.mark_bad(place)
@@ -227,7 +227,7 @@ class SlotStore:
         self.reports.corruption(
             role, generation, place.name, f"slot {place.segment.path.name}", place.checksum, found
         )
-        # A lost part of an older generation is fetched again; that of a new one must be recomputed.
+        # A lost part of an older generation is fetched again; the newest must be recomputed.
         if place.segment.seat is not None and generation.lineage == self.gate.open_epoch:
             self.on_bad(generation.lineage, role, generation, place.name)
 

@@ -26,12 +26,12 @@ from deadpool_megatron.wire.sealed_records import RecordSocket
 
 # Errors from a vault that cannot be reached, or breaks the protocol.
 UNREACHABLE = (OSError, WireError, *MALFORMED)
-# No single step of a stranger's handshake may take longer than this.
+# No step of an unauthenticated handshake may take longer than this.
 HANDSHAKE_SECONDS = 5.0
 # TC_PRIO_BULK of linux/pkt_sched.h: queueing disciplines with bands (pfifo_fast, prio, fq) send it
 # when nothing of the default priority waits. It does not leave the host.
 _BULK = 2
-# At most this waits in a socket: bytes that it has taken cannot give way any more.
+# The maximum that waits in a socket: bytes in it cannot give way any more.
 _UNSENT_BYTES = 256 << 10
 # struct tcp_info of linux/tcp.h: tcpi_busy_time, microseconds with unacknowledged bytes (Linux
 # 4.10), and three fields later tcpi_bytes_sent (4.19).
@@ -41,21 +41,21 @@ _SENT = struct.Struct("=Q24xQ")
 
 
 def realm_of(run_id: str, node: int) -> str:
-    """Return the subject of a handshake with the vault of ``node``. It differs from those of the
-    coordinator and other vaults: the handshake proves which peer was dialled."""
+    """Return the subject of a handshake with the vault of ``node``. The subjects of coordinator and
+    other vaults differ, so the handshake proves the identity of the peer."""
     return f"{run_id}/vault{node}"
 
 
 class Sent(NamedTuple):
-    """Counts of the kernel for one side of a connection."""
+    """Kernel counters of one side of a connection."""
 
     busy_seconds: float = 0.0  # in which bytes were on their way
-    nbytes: int = 0  # that TCP has handed to the network, what it had to repeat as well
+    nbytes: int = 0  # sent by TCP, with retransmissions
 
 
 class Channel:
-    """One connection; ``secret`` None leaves authentication out. One thread at a time per
-    direction; :meth:`shutdown` from any thread.
+    """A connection to another vault; ``secret``: None for no authentication. One thread at a time
+    per direction; :meth:`shutdown` from any thread.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Channel:
         connection.settimeout(deadline_seconds)
 
     def authenticate(self) -> None:
-        """Accepting side, before anything else. Raises WireError or OSError for a stranger."""
+        """Authenticate the peer that has connected. Raises WireError or OSError."""
         if self._secret is not None:
             self._socket.settimeout(min(HANDSHAKE_SECONDS, self._deadline_seconds))
             auth.accept(self._socket, self._secret, self._realm)
@@ -87,32 +87,32 @@ class Channel:
         self._socket.send_bulk(view)
 
     def receive_bulk(
-        self, target: memoryview, taken: Callable[[memoryview], object] = lambda piece: None
+        self, target: memoryview, on_piece: Callable[[memoryview], object] = lambda piece: None
     ) -> None:
-        """Fill ``target`` with raw bytes; ``taken`` is given each piece of it as it arrives."""
-        framing.receive_into(self._socket, target, taken)
+        """Fill ``target`` with raw bytes; ``on_piece`` gets each piece as it arrives."""
+        framing.receive_into(self._socket, target, on_piece)
 
     def readable(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for a frame or the end of the stream."""
         if self._socket.pending():
-            return True  # taken already: the descriptor knows nothing of it
+            return True  # already received, so the descriptor does not show it
         try:
             return framing.readable(self._socket.fileno(), seconds)
         except ValueError as error:  # closed by another thread
             raise framing.ConnectionClosed("channel is closed") from error
 
     def give_way(self, dscp: int) -> None:
-        """From now on this side's bytes come after those of training: see docs/streaming.md."""
+        """Send later bytes of this side after those of training: see docs/streaming.md."""
         if self._socket.family == socket.AF_INET6:
             self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)
         else:
             self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
-        # After the class, which sets one of its own.
+        # After the traffic class, which sets a priority by itself.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
     def sent(self) -> Sent:
-        """Returns what this side has sent so far."""
+        """Return the counters of this side so far."""
         try:
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         except OSError:  # cut just now
@@ -126,12 +126,12 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the resources back."""
+        """Close the connection."""
         self._socket.close()
 
 
 class Transport:
-    """Opens channels to other vaults and takes theirs: TCP, with the handshake of
+    """Opens channels to other vaults and accepts theirs: TCP, with the handshake of
     :mod:`deadpool_megatron.wire.auth`. Thread-safe.
 
     The listening socket is made by the agent and inherited, so the address and the backlog of
@@ -153,7 +153,7 @@ class Transport:
         defer_accept(listener, HANDSHAKE_SECONDS)
 
     def connect(self, node: int, host: str, port: int) -> Channel:
-        """An authenticated channel to the vault of ``node``. Raises OSError or WireError."""
+        """Return an authenticated channel to the vault of ``node``. Raises OSError or WireError."""
         realm = realm_of(self._run_id, node)
         connection = auth.connect((host, port), self._secret, realm, self._deadline_seconds)
         return Channel(connection, self._deadline_seconds, self._secret, realm)
@@ -172,23 +172,23 @@ class Transport:
         return Channel(records, self._deadline_seconds, self._secret, self._realm)
 
     def close(self) -> None:
-        """Take no more channels."""
+        """Accept no more channels."""
         self._listener.close()
 
 
 def begin_thread(name: str, target: Callable[[], None]) -> None:
-    """Run ``target`` in a thread of its own, which does not hold the process. Where the host has
-    none left the vault ends, as by any mistake: its successor continues with the same slots."""
+    """Run ``target`` in a daemon thread. If the host has no thread left, the vault ends as by any
+    bug, and its successor continues with the same slots."""
     threading.Thread(target=target, name=name, daemon=True).start()
 
 
 def ask_part(
     channel: Channel, epoch: int, source: Source, generation: Generation, part: str
 ) -> tuple[int, int]:
-    """Returns size (bytes) and checksum of a part, whose bytes follow.
+    """Request a part and return its bytes and checksum; the bytes follow on the channel.
 
-    Raises Refused; ConnectionError from one that has not adopted the epoch yet; what
-    :meth:`Channel.receive` raises.
+    Raises Refused; ConnectionError if the vault has not adopted the epoch yet; the errors of
+    :meth:`Channel.receive`.
     """
     about = {"role": source.role, "generation": generation.to_list(), "part": part}
     channel.send({"t": "fetch", "epoch": epoch, **about})
@@ -203,10 +203,8 @@ def ask_part(
 def ask_elsewhere(
     channel: Channel, source: Source, generation: Generation
 ) -> dict[str, tuple[int, int]]:
-    """Returns size (bytes) and checksum, as the owner had them, of the parts of a generation that
-    a copy lacks because peers of the role hold the same bytes.
-
-    Raises what :meth:`Channel.receive` raises.
+    """Return the owner's bytes and checksum of the parts of a generation that its copy lacks,
+    because peers of the role hold the same bytes. Raises the errors of :meth:`Channel.receive`.
     """
     channel.send({"t": "describe", "role": source.role, "generation": generation.to_list()})
     found = channel.receive()["elsewhere"]
@@ -214,7 +212,7 @@ def ask_elsewhere(
 
 
 def receive_part(channel: Channel, segment: Segment, slot: int, name: str, nbytes: int) -> int:
-    """Receive a part's bytes straight into its slot; returns their checksum."""
+    """Receive a part's bytes directly into its slot and return their checksum."""
     digest = xxhash.xxh3_64()
     channel.receive_bulk(segment.data(slot, name, nbytes), digest.update)
     return digest.intdigest()

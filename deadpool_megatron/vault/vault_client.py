@@ -1,9 +1,8 @@
 """The member's side of its vault: fill slots, wait for commits, restore state.
 
-No torch: buffers are memoryviews of shared memory. There is no thread of its own; all of it is used
-from the member's main thread, except that a SlotWriter may be filled by another one. The vault may
-die and come back at any time: what the member has written stays in its segment, and the next call
-connects and registers again.
+No torch: buffers are memoryviews of shared memory. The client has no thread; the member's main
+thread uses it, but another thread may fill a SlotWriter. The vault may die and restart at any time:
+the member's data stays in its segment, and the next call connects and registers again.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ from deadpool_megatron.wire import framing
 # A vault that was stopped may not hold up the training thread for longer than this.
 _SEND_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
-# Agent and vault look every ten seconds whether the names that they need are there.
+# Agent and vault check every ten seconds that the names of their files exist.
 _NAMELESS_SECONDS = 30.0
-# Another thread may have connected again since the wait began; look again this often.
-_LOOK_SECONDS = 0.5
-# Sends a message to the vault if it is there.
+# Another thread may have connected again since the wait began; check again this often.
+_CHECK_SECONDS = 0.5
+# Sends a message to the vault if it is connected.
 Notify = Callable[[Mapping[str, Any]], None]
 
 
 class VaultClient:
-    """See the module text. ``connect_seconds`` bounds register, which waits for the vault.
-
-    ``memory_bytes``: what all files of the node may occupy (0: no limit).
+    """A member's connection to its vault, and its slots. ``connect_seconds`` bounds register, which
+    waits for the vault. ``memory_bytes``: the limit for all files of the node (0: none).
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class VaultClient:
         self._epoch = 0
         self._restored: Generation | None = None
         self._commit: tuple[int, Generation, str] | None = None  # epoch, ..., boundary
-        self._bad: tuple[int, str] | None = None  # epoch, what a person is told
+        self._bad: tuple[int, str] | None = None  # epoch, message for people
         self._reply: dict[str, Any] | None = None
         self._rehearsed = False
         self._nameless_tries = 0  # since the last connection, to reach a socket without its name
@@ -73,19 +71,20 @@ class VaultClient:
     # Registration.
 
     def has_segment(self, role: int) -> bool:
-        """Return whether the slots of this incarnation for ``role`` have been made."""
+        """Return whether the slots of this incarnation for ``role`` exist."""
         return self._own_path(role).exists()
 
     def park(self, layout: RoleLayout) -> None:
-        """Make slots before there is a role: see :func:`own_slots.park`. Raises NoRoom."""
+        """Create slots before the role is known: see :func:`slot_memory.park`. Raises
+        OutOfSpace."""
         self._parked = park(self.directory, layout, self._seat, self._budget)
 
     def register(self, layout: RoleLayout, epoch: int, interrupted: int | None = None) -> None:
         """Register this process for its role with the vault, which creates its segment.
 
-        Raises NoRoom when shared memory is too small, VaultError when the layout differs from that
-        of an existing segment, or the vault does not answer within ``connect_seconds``; Interrupted
-        when ``interrupted`` is readable before that.
+        Raises OutOfSpace when shared memory is too small, VaultError when the layout differs from
+        that of an existing segment, or the vault does not answer within ``connect_seconds``;
+        Interrupted when ``interrupted`` is readable before that.
         """
         path = self._own_path(layout.role)
         if self._segment is None or self._segment.path != path:
@@ -100,7 +99,7 @@ class VaultClient:
             raise _unregistered(answer)
         if self._segment is None:
             parked, self._parked = self._parked, None
-            # What is mapped already stays where it is: a device may know its memory.
+            # A mapped segment keeps its address, which a device may have registered.
             if parked is not None and parked.is_now(path):
                 self._segment = parked
             else:
@@ -108,7 +107,7 @@ class VaultClient:
             unpark(self.directory, self._seat)
 
     def slot_views(self, names: Sequence[str]) -> list[memoryview]:
-        """The memory of these parts in all slots of this process, those of its role or parked."""
+        """Return the memory of these parts in all slots of this process, parked slots included."""
         segment = self._segment or self._parked
         if segment is None:
             return []
@@ -129,13 +128,13 @@ class VaultClient:
         self.notify({"t": "rehearsed", "matched": matched})
 
     def ended(self) -> None:
-        """Report that this epoch has no newer generation: the run is at its end."""
+        """Report that this epoch has no newer generation: the run ends."""
         self.notify({"t": "ended", "epoch": self._epoch})
 
     def sealed_part(self, generation: Generation, name: str) -> memoryview | None:
-        """Bytes of a part in this member's own segment, None unless they are sealed there.
+        """Return the bytes of a part in this member's segment, None unless they are sealed there.
 
-        They stay as they are until the role has passed the next gate.
+        They do not change until the role has passed the next gate.
         """
         segment = self._own()
         for slot in range(segment.slots):
@@ -146,14 +145,12 @@ class VaultClient:
         return None
 
     def begin(self, generation: Generation, epoch: int) -> SlotWriter:
-        """Take a slot for a new generation, which must be computed in ``epoch`` (its lineage) or be
-        the one that the epoch begins with, recomputed.
+        """Return the writer of a slot for a new generation, which is computed in ``epoch`` (its
+        lineage), or for the restored generation of the epoch, which is recomputed.
 
-        Never the slot with the newest sealed generation, nor one whose successor this role has not
-        committed in this epoch; among the others the one with the oldest. Where a slot holds some
-        of the generation that the epoch begins with, it is that slot, for the parts that it lacks.
-        Raises Frozen while the epoch is closed, VaultError when no slot may be overwritten (a gate
-        was left out).
+        See :func:`free_slot`. If a slot holds parts of the restored generation, the writer fills
+        the missing parts of that slot. Raises Frozen while the epoch is closed, VaultError when no
+        slot may be overwritten (a gate was left out).
         """
         if generation.lineage != epoch and generation != self._restored:
             raise VaultError(f"{generation} was not computed in epoch {epoch}")
@@ -166,16 +163,16 @@ class VaultClient:
         if segment.is_frozen():
             raise Frozen(f"epoch {epoch} has been closed")
         for held in range(segment.slots) if generation == self._restored else ():
-            # It stays the one of that generation, whatever parts of it have been lost since.
+            # The slot stays that of the generation, even if parts of it have been lost.
             if segment.state(held) is SlotState.SEALED and segment.generation(held) == generation:
                 return PartsWriter(self.notify, segment, held, generation, epoch)
         newest = self.newest_committed
-        known = [newest[0] if newest else None, self._restored]
-        floor = max((one for one in known if one is not None), default=None)
+        known = [generation for generation in (newest and newest[0], self._restored) if generation]
+        floor = max(known, default=None)
         slot = free_slot(segment, epoch, floor)
         before = segment.mark_writing(slot)
-        # The order matters: WRITING first, then FROZEN (vault/shm/segment.py). The count reveals a
-        # vault that has promised this slot, and has opened an epoch since.
+        # First WRITING, then FROZEN (vault/shm/segment.py). The count reveals that the vault has
+        # promised this slot, and opened an epoch since.
         if segment.freezes() != freezes:
             segment.back_out(slot, before)
             raise Frozen(f"epoch {epoch} has been closed")
@@ -203,7 +200,7 @@ class VaultClient:
 
     @property
     def newest_committed(self) -> tuple[Generation, str] | None:
-        """Newest committed generation of this role in the current epoch, and its boundary."""
+        """Return the newest committed generation of this role and epoch, and its boundary."""
         if self._commit is None or self._commit[0] != self._epoch:
             return None
         return self._commit[1], self._commit[2]
@@ -220,13 +217,13 @@ class VaultClient:
         """Wait at the commit gate until the generation is committed; False when ``interrupted``
         became readable before.
 
-        ``on_wait(seconds so far)`` is called every ``report_every_seconds``: the gate never opens
-        by itself. Raises VaultError when the vault has found the slot damaged, or a restarted one
-        has not got it: it can never be committed.
+        ``on_wait(seconds so far)`` is called every ``report_every_seconds``: the gate has no time
+        limit. Raises VaultError when the generation can never be committed: the vault has found its
+        slot damaged, or has restarted and lacks the slot.
         """
         if self._is_committed(generation, boundary):
             return True
-        # A vault that spreads this generation over the iteration has to send it now.
+        # A vault that spreads this generation over the iteration must send it now.
         self.notify({"t": "waiting", "epoch": self._epoch, "generation": generation.to_list()})
         started = time.monotonic()
         due = started + report_every_seconds
@@ -264,7 +261,7 @@ class VaultClient:
         deadline_seconds: float,
         interrupted: int,
     ) -> RestoredParts:
-        """All shard parts and the extras of the generation that ``epoch`` starts from, checked.
+        """Return the checked shard parts and extras of the generation that ``epoch`` starts from.
 
         Protects that generation from being overwritten. Raises RestoreUnavailable when a part
         cannot be produced from any source, Interrupted, or VaultError (deadline, epoch over).
@@ -274,8 +271,8 @@ class VaultClient:
         self._enter(epoch)
         self._restored = generation
         about = {"generation": generation.to_list(), "boundary": boundary}
-        wish = {"t": "restore", "epoch": epoch, **about}
-        answer = self._ask(wish, time.monotonic() + deadline_seconds, interrupted, "restore")
+        request = {"t": "restore", "epoch": epoch, **about}
+        answer = self._ask(request, time.monotonic() + deadline_seconds, interrupted, "restore")
         if answer["t"] == "unavailable":
             tried = tuple((int(n), int(r), str(reason)) for n, r, reason in answer["tried"])
             raise RestoreUnavailable(str(answer["part"]), tried)
@@ -292,7 +289,7 @@ class VaultClient:
     # The connection.
 
     def notify(self, message: Mapping[str, Any]) -> None:
-        """Send a message if the vault is connected; all that matters is in shared memory."""
+        """Send a message if the vault is connected; a lost message does no harm."""
         with self._lock:
             if self._link is None:
                 self._reconnect()
@@ -301,7 +298,7 @@ class VaultClient:
                 self._link.settimeout(_SEND_SECONDS)
                 framing.send(self._link, message)
             except OSError:
-                self._pump()  # its last messages: damage of a part is reported once
+                self._pump()  # reads its last messages: damage of a part is reported once
                 self._reconnect()
 
     def _own(self) -> Segment:
@@ -337,9 +334,9 @@ class VaultClient:
             self._link, self._nameless_tries = link, 0
 
     def _ask(
-        self, message: Mapping[str, Any] | None, deadline: float, interrupted: int | None, what: str
+        self, message: Mapping[str, Any] | None, deadline: float, interrupted: int | None, name: str
     ) -> dict[str, Any]:
-        """Send a request (None: the registration itself) until it is answered."""
+        """Send a request (None: only register) until it is answered; ``name``: for errors."""
         sent_on: socket.socket | None = None
         while True:
             if self._link is None:
@@ -355,22 +352,22 @@ class VaultClient:
                 return reply
             if self._nameless_tries * _RETRY_SECONDS > _NAMELESS_SECONDS:
                 text = f"{self._path} was removed, {LIKELY_CLEANERS}, and not created again in time"
-                raise VaultError(f"vault: {what}: {text}")
+                raise VaultError(f"vault: {name}: {text}")
             left = deadline - time.monotonic()
             if left <= 0:
-                raise VaultError(f"vault: no answer to {what} on {self._path} in time")
+                raise VaultError(f"vault: no answer to {name} on {self._path} in time")
             if self._poll(interrupted, left):
-                raise Interrupted(f"interrupted while waiting for {what}")
+                raise Interrupted(f"interrupted while waiting for {name}")
 
     def _poll(self, interrupted: int | None, seconds: float) -> bool:
-        """Wait a while for the vault or the interrupt; True for the interrupt."""
+        """Wait for the vault or the interrupt; True for the interrupt."""
         poll = select.poll()
         if interrupted is not None:
             poll.register(interrupted, select.POLLIN)
         with self._lock:
             if self._link is not None:
                 poll.register(self._link, select.POLLIN)
-            seconds = min(seconds, _LOOK_SECONDS if self._link is not None else _RETRY_SECONDS)
+            seconds = min(seconds, _CHECK_SECONDS if self._link is not None else _RETRY_SECONDS)
         ready = poll.poll(max(0.0, seconds) * 1000)
         return any(descriptor == interrupted for descriptor, _ in ready)
 
@@ -402,19 +399,19 @@ class VaultClient:
             about = f"part {message['part']} of generation {message['generation']}"
             self._bad = int(message["epoch"]), f"{about} was damaged in the member's own slot"
         elif message.get("epoch", self._epoch) == self._epoch:
-            self._reply = message  # to a request of this epoch; older ones were given up
+            self._reply = message  # to a request of this epoch, not to an abandoned request
 
 
 def _unregistered(answer: Mapping[str, Any]) -> VaultError:
-    """The vault cannot use the slots of this process."""
+    """Return the error of a vault that cannot use the slots of this process."""
     code, text = answer.get("code", Code.FAILED), answer.get("text", answer["t"])
     return VaultError.of(code, f"vault: {text}")
 
 
 def free_slot(segment: Segment, epoch: int, floor: Generation | None) -> int:
-    """The slot to overwrite in ``epoch``: never the newest sealed one, nor anything that is not
-    older than ``floor`` (the newest generation that is committed, or that the epoch began with);
-    an empty one first, then the oldest. Raises VaultError when there is none.
+    """Return the slot to overwrite in ``epoch``: an empty slot, or the oldest that is neither the
+    newest sealed nor newer than ``floor`` (the newest generation that is committed, or that the
+    epoch began with). Raises VaultError when there is none.
     """
     slots = range(segment.slots)
     sealed = [segment.generation(s) for s in slots if segment.state(s) is SlotState.SEALED]
@@ -436,10 +433,10 @@ def free_slot(segment: Segment, epoch: int, floor: Generation | None) -> int:
 
 
 class SlotWriter:
-    """One slot that is being written; from ``VaultClient.begin``.
+    """The writer of a slot; from ``VaultClient.begin``.
 
-    May be handed to another thread. After its epoch was closed this writer is stale, and changes
-    nothing in a slot that was taken for another generation.
+    May be handed to another thread. After its epoch was closed the writer is stale, and does not
+    change a slot that has another generation by now.
     """
 
     def __init__(
@@ -453,23 +450,23 @@ class SlotWriter:
         self._freezes = segment.freezes()
 
     def part(self, name: str) -> memoryview:
-        """Writable bytes of a part, its full capacity; uninitialised."""
+        """Return the writable, uninitialised bytes of a part with its full capacity."""
         return self._segment.data(self._slot, name)
 
     def fill(self, parts: Mapping[str, int]) -> None:
         """Declare these parts complete (name -> bytes used) and have the vault seal them.
 
-        Raises VaultError when the slot belongs to another generation though the epoch is open: the
-        parts would never be sealed, and the gate would wait in vain.
+        Raises VaultError when the slot belongs to another generation although the epoch is open:
+        the parts would never be sealed, and the gate would wait forever.
         """
         if self._is_owned():
             self._declare(parts)
             self._notify({"t": "filled"})
-        elif self._segment.freezes() == self._freezes:  # looked at last: a close freezes first
+        elif self._segment.freezes() == self._freezes:  # read last: a close freezes first
             raise VaultError(f"slot {self._slot} is not that of {self.generation} any more")
 
     def abandon(self) -> None:
-        """Give the slot back; its bytes count for nothing."""
+        """Release the slot and discard its bytes."""
         if self._is_owned():
             self._segment.set_state(self._slot, SlotState.EMPTY)
 
@@ -478,24 +475,25 @@ class SlotWriter:
 
     def _is_owned(self) -> bool:
         segment, slot = self._segment, self._slot
-        begun = segment.generation(slot), segment.epoch(slot)
-        return segment.state(slot) is SlotState.WRITING and begun == (self.generation, self._epoch)
+        started = segment.generation(slot), segment.epoch(slot)
+        owned = self.generation, self._epoch
+        return segment.state(slot) is SlotState.WRITING and started == owned
 
 
 class PartsWriter(SlotWriter):
-    """Parts that were lost of a generation, in the slot that holds the rest of it.
+    """The writer of lost parts of a generation, in the slot that holds its other parts.
 
-    No other slot is taken for them: older generations may be asked for until this one is committed
-    again. The parts do not count while they are written, nor does the slot change otherwise.
+    No other slot is overwritten: older generations may be needed until this generation is committed
+    again. The parts are invalid while they are written; the rest of the slot does not change.
     """
 
     def part(self, name: str) -> memoryview:
-        """Return the writable bytes of a part, whose damaged content does not count any more."""
+        """Invalidate a damaged part and return its writable bytes."""
         self._segment.invalidate_part(self._slot, name, PartState.ABSENT)
         return super().part(name)
 
     def abandon(self) -> None:
-        """The parts stay lost."""
+        """Leave the parts invalid."""
 
     def _declare(self, parts: Mapping[str, int]) -> None:
         for name, nbytes in parts.items():
@@ -508,9 +506,10 @@ class PartsWriter(SlotWriter):
 
 
 class RestoredParts:
-    """Checked bytes of one generation, read-only; kept by the vault until closed.
+    """Checked read-only bytes of a generation, which the vault keeps until :meth:`close`.
 
-    Those in the member's ``own`` slots are seen where it has them mapped, and a device knows them.
+    Parts in the member's ``own`` slots are views of its mapping, which a device may have
+    registered.
     """
 
     def __init__(
@@ -535,14 +534,14 @@ class RestoredParts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the parts."""
+        """Return the names of the parts."""
         return tuple(self._parts)
 
     def part(self, name: str) -> memoryview:
-        """Read-only bytes, exactly as many as were filled. Raises KeyError for an unknown part."""
+        """Return the filled bytes of a part. Raises KeyError for an unknown part."""
         return self._parts[name]
 
     def close(self) -> None:
-        """Let the vault reuse the slots. Views handed out still show whatever is there."""
+        """Let the vault reuse the slots. Earlier views then show any bytes."""
         self._parts.clear()
         self._notify({"t": "release"})

@@ -62,7 +62,7 @@ def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path):
     restore = Restore("memory", restored)
     state.adopt(record_of(2, count=1, seats={3: Seat(0, 0, 1)}, restore=restore))
     members, asked = MemberConnections(state), list[RoleLayout]()
-    worker: Any = SimpleNamespace(epoch=2, want=lambda layout, answer: asked.append(layout))
+    worker: Any = SimpleNamespace(epoch=2, restore_for=lambda layout, answer: asked.append(layout))
     members.set_workers({3: worker})
     wish = {"t": "restore", "epoch": 2, "generation": restored.to_list(), "boundary": "step"}
     for incarnation in range(2):

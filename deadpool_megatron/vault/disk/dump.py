@@ -32,7 +32,7 @@ from deadpool_megatron.vault.slot_store import SlotStore
 
 log = logging.getLogger(__name__)
 
-_What = tuple[Generation, str]  # a part of a generation
+PartKey = tuple[Generation, str]  # a part of a generation
 
 
 def dump_files(directory: Path, role: int | None = None) -> Iterator[segments.Segment]:
@@ -102,7 +102,7 @@ def damaged(store: SlotStore) -> list[BadPart]:
             for part in slot.segment.layout.parts
             if slot.segment.entry(slot.slot, part.name).state is segments.PartState.BAD
         }
-        return sorted(one for one in found if not table.find(one.role, one.generation, one.part))
+        return sorted(bad for bad in found if not table.find(bad.role, bad.generation, bad.part))
 
 
 def found_slots(node: int, directory: Path) -> Inventory | None:
@@ -154,7 +154,9 @@ def dump_kept(
     store = SlotStore(scheme_of, node, directory, settings, lambda _: None)
     store.table.scan()
     held = {holding.generation for holding in store.table.holdings()}
-    written = dump_held(store, base, [one for one in held if is_kept(kept, one)])
+    written = dump_held(
+        store, base, [generation for generation in held if is_kept(kept, generation)]
+    )
     store.table.require_read()
     return written
 
@@ -167,20 +169,20 @@ def _dump_role(
     if layout is None:
         return None
     path = directory / segments.dump_name(role, store.gate.node)
-    found: dict[_What, list[Place]] = {}
-    kept: dict[_What, Place] = {}
+    found: dict[PartKey, list[Place]] = {}
+    kept: dict[PartKey, Place] = {}
     try:
         # If a shard part turns out to be damaged, the steps that lead to it are needed instead.
         while wanted := _pin_wanted(store, layout, generation, boundary, found):
-            for what, places in wanted.items():
+            for key, places in wanted.items():
                 for place in places:
                     if (digest := segments.checksum(place.view)) == place.checksum:
-                        kept[what] = place
+                        kept[key] = place
                         break
                     store.mark_bad(place, digest)
-        for what, place in _written_before(path, layout, generation).items():
-            if what not in kept and _is_intact(place, store.settings.chunk_bytes):
-                kept[what] = place
+        for key, place in _written_before(path, layout, generation).items():
+            if key not in kept and _is_intact(place, store.settings.chunk_bytes):
+                kept[key] = place
         is_whole = any(g == generation for g, _ in kept)
         if is_whole:
             _write_dump(path, layout, generation, kept, store.settings.chunk_bytes)
@@ -196,8 +198,8 @@ def _pin_wanted(
     layout: RoleLayout,
     generation: Generation,
     boundary: str | None,
-    found: dict[_What, list[Place]],
-) -> dict[_What, list[Place]]:
+    found: dict[PartKey, list[Place]],
+) -> dict[PartKey, list[Place]]:
     """Return the parts to write that are not in ``found`` yet, with pinned places, and add them to
     ``found``."""
     names = tuple(part.name for part in layout.parts)
@@ -207,9 +209,9 @@ def _pin_wanted(
         wanted = [(generation, name) for name in names]
         wanted += _led_from(store.table, layout, generation)
         new = {
-            what: store.table.find(layout.role, *what)
-            for what in dict.fromkeys(wanted)
-            if what not in found
+            key: store.table.find(layout.role, *key)
+            for key in dict.fromkeys(wanted)
+            if key not in found
         }
         for place in (place for places in new.values() for place in places):
             store.table.pin(place)
@@ -217,11 +219,11 @@ def _pin_wanted(
     return new
 
 
-def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[_What]:
+def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[PartKey]:
     """Return the held steps to shard parts that are not held: back to a whole copy, or to a
     gap."""
     held = table.held(layout.role)
-    found: list[_What] = []
+    found: list[PartKey] = []
     for shard in layout.shard_parts:
         at: Generation | None = generation
         while at is not None and shard not in held.get(at, ()):
@@ -233,7 +235,7 @@ def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[
     return list(dict.fromkeys(found))
 
 
-def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> dict[_What, Place]:
+def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> dict[PartKey, Place]:
     """Return the parts listed in an earlier file of that name, since the memory may be damaged or
     gone by now."""
     try:
@@ -269,23 +271,23 @@ def _write_dump(
     path: Path,
     layout: RoleLayout,
     generation: Generation,
-    places: dict[_What, Place],
+    places: dict[PartKey, Place],
     chunk_bytes: int,
 ) -> None:
     slots = sorted({g for g, _ in places} | {generation}, reverse=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         dumped = segments.Segment.create(unfinished, layout, None, (), len(slots))
-        for slot, one in enumerate(slots):
-            names = [name for g, name in places if g == one]
+        for slot, written in enumerate(slots):
+            names = [name for g, name in places if g == written]
             dumped.reserve(names, [slot])
-            dumped.open_slot(slot, one, one.lineage)
+            dumped.open_slot(slot, written, written.lineage)
             for name in names:
-                place = places[one, name]
+                place = places[written, name]
                 view = place.view
                 for start in range(0, len(view), chunk_bytes):
                     dumped.write_from(slot, name, start, view[start : start + chunk_bytes])
-                dumped.seal_part(slot, name, place.nbytes, place.checksum, one.lineage)
+                dumped.seal_part(slot, name, place.nbytes, place.checksum, written.lineage)
         dumped.flush()
         unfinished.rename(path)
     except (OutOfSpace, OSError) as error:

@@ -73,24 +73,24 @@ def take(store: SlotStore, name: str, iteration: int, deadline_seconds: float) -
         epoch, roles = store.gate.open_epoch, sorted(store.gate.own_roles())
     if not epoch:
         raise VaultError("no epoch is open")
-    takers = [_Taker(store, name, Generation(epoch, iteration), role) for role in roles]
+    copiers = [_SnapshotCopier(store, name, Generation(epoch, iteration), role) for role in roles]
     try:
-        for taker in takers:
-            taker.reserve(limit)
-        for taker in takers:
-            taker.copy_shard(limit)
-        return [taker.finish(limit) for taker in takers]
+        for copier in copiers:
+            copier.reserve(limit)
+        for copier in copiers:
+            copier.copy_shard(limit)
+        return [copier.finish(limit) for copier in copiers]
     except BaseException:
-        for taker in takers:
-            taker.path.unlink(missing_ok=True)
+        for copier in copiers:
+            copier.path.unlink(missing_ok=True)
         raise
     finally:
-        for taker in takers:
-            taker.close()
+        for copier in copiers:
+            copier.close()
 
 
-class _Taker:
-    """The snapshot of one role."""
+class _SnapshotCopier:
+    """Copies the snapshot of a role."""
 
     def __init__(self, store: SlotStore, name: str, generation: Generation, role: int) -> None:
         self._store = store
@@ -193,7 +193,7 @@ class _Taker:
         iteration = self._generation.iteration
         return TooLate(f"the slot of iteration {iteration} of role {self._role} was overwritten")
 
-    def _wait(self, limit: float, what: str) -> None:
+    def _wait(self, limit: float, awaited: str) -> None:
         """Wait for a change, with the lock held. Raises VaultError at a close, or at the limit."""
         if not self._gate.is_open(self._generation.lineage):
             raise VaultError(f"epoch {self._generation.lineage} was closed")
@@ -201,5 +201,5 @@ class _Taker:
             raise VaultError("it was dropped")
         left = limit - time.monotonic()
         if left <= 0:
-            raise VaultError(f"role {self._role}: waited too long for {what}")
+            raise VaultError(f"role {self._role}: waited too long for {awaited}")
         self._gate.changed.wait(min(left, 1.0))

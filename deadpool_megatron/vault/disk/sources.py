@@ -41,8 +41,8 @@ def dumped_parts(
     for dumped in dump_files(directory):
         node, role = node_of(dumped), dumped.layout.role
         described[node].append(dumped.layout)
-        for slot, one in slots_of(dumped, generation):
-            holdings[node].append(Holding(role, one, frozenset(_sealed(dumped, slot))))
+        for slot, held in slots_of(dumped, generation):
+            holdings[node].append(Holding(role, held, frozenset(_sealed(dumped, slot))))
     found = {
         node: Inventory(node, 0, tuple(holdings[node]), tuple(known))
         for node, known in described.items()
@@ -62,7 +62,7 @@ def snapshot_of_dump(directory: Path, role: int, generation: Generation, boundar
     Reads descriptions and headers only. Raises VaultError for a part without bytes, which could
     only be computed from parity blocks or gradients.
     """
-    files = [one for one in dump_files(directory, role) if one.generation(0) == generation]
+    files = [file for file in dump_files(directory, role) if file.generation(0) == generation]
     if not files:
         raise VaultError(f"there is nothing of role {role} in {directory}")
     layout = files[0].layout
@@ -70,11 +70,11 @@ def snapshot_of_dump(directory: Path, role: int, generation: Generation, boundar
     parts: dict[str, tuple[int, int, int]] = {}
     elsewhere: dict[str, str] = {}
     for name in (*layout.shard_parts, records.extras_part(boundary)):
-        found = [one for one in files if one.layout.layout_hash == layout.layout_hash]
+        found = [file for file in files if file.layout.layout_hash == layout.layout_hash]
         for other in sorted(set(infos[name].replicas) - {role}):
             others = dump_files(directory, other)
-            found += (one for one in others if one.layout.has(infos[name]))
-        held = next((one for one in found if holds(one, name, generation.iteration)), None)
+            found += (file for file in others if file.layout.has(infos[name]))
+        held = next((file for file in found if holds(file, name, generation.iteration)), None)
         if held is None:
             raise VaultError(
                 f"part {name} of role {role} is not in {directory} as bytes: a run that"
@@ -92,8 +92,8 @@ def dump_differs(directory: Path, layout: RoleLayout) -> str:
     """Return how the model in a role's files differs from its ``layout``; empty where it does not,
     or no file can be read now."""
     with contextlib.suppress(OSError):  # a shortage: the vault waits until it can read them
-        held = [one.layout for one in dump_files(directory, layout.role)]
-        if held and all(one.layout_hash != layout.layout_hash for one in held):
+        held = [dumped.layout for dumped in dump_files(directory, layout.role)]
+        if held and all(dumped.layout_hash != layout.layout_hash for dumped in held):
             return difference(held[0], layout)
     return ""
 

@@ -1,8 +1,8 @@
-"""The schemes, each an object behind one class that the rest of the vault asks.
+"""The schemes that are more than copies (:mod:`..copies`), each a subclass of one class.
 
-scheme         the class; copies, the default; what stays on the own node: once, or twice
-parity         coded blocks of a group of roles, and making those that are held here
-parity_decode  a part out of any k blocks, of vaults or of the files of a dump
+registry       the scheme of an epoch record, and the ways to rebuild parts
+parity         coded blocks of a group of roles, and building those of this node
+parity_decode  decoding a part from any k blocks of vaults, or of the files of a dump
 parity_code    the code: any k of k + m
-gradients      generations that travel as the steps that lead to them
+gradients      generations that are sent as the steps that lead to them
 """

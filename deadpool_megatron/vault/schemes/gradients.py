@@ -1,10 +1,9 @@
-"""Recompute: generations travel whole now and then, as steps in between (layout.gradient_chain).
+"""Recompute: generations are sent whole at intervals, as steps in between (layout.gradient_chain).
 
-A generation travels as a step if its predecessor was made in this epoch (or was restored by it),
+A generation is sent as a step if its predecessor was made in this epoch (or was restored by it),
 the last whole generation is less than ``full_every`` back, the member's rehearsal has shown that a
-replay gives the very bytes, and the member has kept the step. All others travel whole; so does a
-generation whose step the buddy cannot use. A restarted vault loses nothing: it starts with a whole
-generation.
+replay gives the same bytes, and the member has kept the step. All others are sent whole; so is a
+generation whose step the buddy cannot use. A restarted vault begins with a whole generation.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Recompute(Copies):
         return self._sized(layout, PartKind.STEP if is_step else PartKind.SHARD)
 
     def sealing(self, segment: Segment, slot: int, digests: dict[str, int]) -> None:
-        """Add to a step that a member has kept the checksums of the shard parts after it."""
+        """Add the checksums of the resulting shard parts to a step that the member has kept."""
         layout, generation = segment.layout, segment.generation(slot)
         if not set(digests) >= set(layout.shard_parts):
             return  # extras that were appended
@@ -80,7 +79,7 @@ class Recompute(Copies):
         return not all(chain(held, before, shard) for shard in shards)
 
     def decide(self, layout: records.RoleLayout, generation: Generation, has_step: bool) -> None:
-        """Decide how a new generation travels; ``has_step``: the member has kept what led to it."""
+        """Decide whether a new generation is sent whole; ``has_step``: the member has its step."""
         way = self._chains.get(layout.role)
         if way is None:
             self._chains[layout.role] = _Way(generation, generation)
@@ -127,9 +126,10 @@ class Replayed:
     def accepts(
         self, segment: Segment, slot: int, digests: Mapping[str, int], obtained: Obtained
     ) -> bool:
-        """Return whether shard parts are what the owner had; those that differ are given up.
+        """Return whether recomputed shard parts equal the owner's; others are invalidated.
 
-        The member has compared them before; nothing is sealed on its word alone (rule 4).
+        The member has compared them too, but the vault seals only bytes that it has checked (rule
+        4).
         """
         sums = (obtained or {}).get(key(self._restored, SUMS_PART))
         if sums is None:
@@ -149,9 +149,8 @@ class Replayed:
 def replayed_otherwise(
     segment: Segment, slot: int, digests: Mapping[str, int], sums: Place
 ) -> list[str]:
-    """Shard parts that a member has recomputed, and that are not what the owner had by ``sums``.
-    They are given up. The member has compared before; nothing is sealed on its word alone (rule 4).
-    """
+    """Invalidate the recomputed shard parts that differ from the owner's by ``sums``, and return
+    their names."""
     had, shards = unpack_sums(sums.view), segment.layout.shard_parts
     wrong = [
         name for name in shards if name in digests and had.get(name, (0, -1))[1] != digests[name]

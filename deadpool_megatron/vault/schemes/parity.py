@@ -8,10 +8,10 @@ sealed; after a time limit it is ``waited``, and the owner repeats the question.
 comes earlier, so the parts stay in the slots of their owners, whose members do not pass the gate.
 
 * A block needs the memory of one slot, as a copy does, and a piece for each owner that sends.
-* Bytes cannot be taken out of a sum. So a part of which an owner's bytes arrive damaged, break off
-  or arrive twice is restarted, and its owners learn from the next answer that it is needed again.
-* An unfinished part is ABSENT, so a close promises nothing of it; after the cut no thread writes
-  into its slot. A block is sealed together with the list of its contributions, under the lock that
+* Bytes cannot be removed from a sum. So a part whose bytes from an owner arrive damaged, in part or
+  twice is restarted, and its owners learn from the next answer that it is needed again.
+* An unfinished part is ABSENT, so a close does not promise it; after the cut no thread writes into
+  its slot. A block is sealed together with the list of its contributions, under the lock that
   a close takes.
 * A restarted vault of an owner sends its parts again; their checksums show that the block has them.
   A restarted holder starts unsealed blocks from nothing. Owners of a sealed block that turned out
@@ -52,7 +52,7 @@ _MAX_PIECE_BYTES = 1 << 20
 
 
 class Parity(Copies):
-    """Blocks are computed of shard parts only (layout.parity_groups)."""
+    """Blocks of the shard parts of each group, and copies of extras (layout.parity_groups)."""
 
     def __init__(self, record: records.EpochRecord, store: SlotStore) -> None:
         super().__init__(record)
@@ -62,11 +62,11 @@ class Parity(Copies):
         begin_thread("load-code", partial(load_code, record.replicas))
 
     def coded(self, layout: records.RoleLayout) -> list[str]:
-        """Shard parts that go into the blocks of the role's group."""
+        """Return the shard parts that are combined into the blocks of the role's group."""
         return self._uncovered(layout, records.PartKind.SHARD)
 
     def holders(self, role: int) -> list[Target]:
-        """Return the holders of the blocks that a role is part of."""
+        """Return the holders of the blocks of a role's group."""
         group = self.placement.group_of(role)
         if group is None:
             return []
@@ -109,14 +109,14 @@ class Parity(Copies):
             return block
 
     def cut(self) -> None:
-        """Unfinished blocks are given up."""
+        """Abandon unfinished blocks."""
         for block in self._blocks.values():
             block.cut()
 
 
 class _Sum:
-    """A part of a block while it is made. ``given``: role -> bytes and checksum of what it has put
-    into it, None while that comes."""
+    """A part of a block that is being built. ``given``: role -> bytes and checksum of its
+    contribution, None while that arrives."""
 
     def __init__(self, combination: Combination) -> None:
         self.combination = combination
@@ -124,7 +124,7 @@ class _Sum:
 
 
 class BlockBuild:
-    """One generation of a block, in a claimed slot. Guarded by the vault's lock."""
+    """A generation of a block, in a claimed slot. Guarded by the vault's lock."""
 
     def __init__(self, begin: Callable[[str], Combination], segment: Segment, slot: int) -> None:
         self.segment = segment
@@ -134,25 +134,24 @@ class BlockBuild:
         self._start_build = begin
 
     def begin(self, name: str) -> _Sum:
-        """Start the sum of a part; bytes added before, and those on their way, are lost."""
+        """Start the sum of a part, without bytes that were added before or are on their way."""
         self.give_up(name)
         self.sums[name] = _Sum(self._start_build(name))
         return self.sums[name]
 
     def give_up(self, name: str) -> None:
-        """Nothing is written into a part any more."""
+        """End all writes to a part."""
         if name in self.sums:
             self.sums[name].combination.give_up()
 
     def lacks(self, role: int, names: Iterable[str]) -> list[str]:
-        """Parts that a role has not put into it."""
+        """Return the parts that a role has not contributed."""
         return [n for n in names if n not in self.sums or not self.sums[n].given.get(role)]
 
 
 class ParityBlock:
-    """One parity block that is kept here, generation after generation of one epoch; see the module
-    text. Thread-safe: called by the threads that serve the owners. Fields are guarded by the
-    vault's lock."""
+    """A parity block of this node, generation after generation of an epoch; see the module text.
+    Thread-safe: called by the threads that serve the owners. The vault's lock guards its fields."""
 
     def __init__(
         self,
@@ -170,16 +169,15 @@ class ParityBlock:
         self._piece_bytes = min(store.settings.chunk_bytes, _MAX_PIECE_BYTES)
         self._wait_seconds = min(_WAIT_SECONDS, store.settings.connect_seconds / 4)
         known = {role: store.table.layout(role) for role in self._group.roles}
-        self._layouts = {role: one for role, one in known.items() if one is not None}
+        self._layouts = {role: layout for role, layout in known.items() if layout is not None}
         self._reported: set[int] = set()  # whose layout is that of this epoch
         self._builds: dict[records.Generation, BlockBuild] = {}
-        self._creation_lock = (
-            threading.Lock()
-        )  # memory is taken, for one generation after the other
+        # Memory is allocated for one generation after the other.
+        self._creation_lock = threading.Lock()
         self._is_asking = self._is_over = False
 
     def cut(self) -> None:
-        """Give up what is unfinished: the epoch is over."""
+        """Abandon unfinished generations: the epoch is over."""
         with self._gate.lock:
             self._is_over = True
             for generation in list(self._builds):
@@ -197,9 +195,9 @@ class ParityBlock:
     # Parts that an owner sends.
 
     def put(self, channel: Channel, offer: Offer) -> None:
-        """The dialogue about a role's parts of a generation: ``need`` and their bytes, answered by
-        ``taken``; or, where none are needed, ``sealed`` as soon as the block is. Raises Refused,
-        with WAITED when that takes too long."""
+        """Serve an offer of a role: receive the needed parts and answer ``taken``; if none are
+        needed, answer ``sealed`` as soon as the block is sealed. Raises Refused, with WAITED when
+        that takes too long."""
         with self._gate.changed:
             self._layouts[offer.role] = offer.layout
             self._reported.add(offer.role)
@@ -219,7 +217,7 @@ class ParityBlock:
         channel.send({"t": "sealed", "parts": offer.names})
 
     def _build_of(self, offer: Offer) -> BlockBuild | None:
-        """The making of a generation; None when its block is sealed with these very bytes."""
+        """Return the build of a generation; None when its block is sealed with these bytes."""
         store, generation = self._store, offer.generation
         with self._gate.changed:
             if not self._gate.changed.wait_for(
@@ -261,7 +259,7 @@ class ParityBlock:
             raise Refused(Refusal.STALE)
 
     def _sealed(self, generation: records.Generation) -> Mapping[int, Parts] | None:
-        """Return what the sealed block is made of, if it has all that it has to have."""
+        """Return the contributions to the sealed block, if it is complete."""
         store = self._store
         with self._gate.lock:
             places = store.table.find(self._number, generation, parity_groups.MEMBERS)
@@ -282,7 +280,7 @@ class ParityBlock:
         return contributions if whole else None
 
     def _start_build(self, generation: records.Generation) -> BlockBuild:
-        """Take a slot for a generation. Raises Refused."""
+        """Start to build a generation in a free slot. Raises Refused."""
         store, roles = self._store, self._group.roles
         if slot_memory.own_slots_missing(store):
             raise Refused(Refusal.EARLY)
@@ -320,20 +318,20 @@ class ParityBlock:
         return build
 
     def _claim(self, segment: Segment, generation: records.Generation) -> int:
-        # Others may rely on a block of the restored generation, though it lacks parts that peers
-        # held before: it stays until its replacement is sealed.
+        # A restore may need a block of the restored generation, even without the parts that peers
+        # held before: the block stays until its replacement is sealed.
         fresh = generation == self._scheme.record.restore.generation
         with self._gate.lock:
             slot = self._store.claim(segment, generation, self._epoch, fresh=fresh)
             # An owner sends the next generation only after this generation is complete.
-            for newer in [one for one in self._builds if one > generation and slot is None]:
+            for newer in [build for build in self._builds if build > generation and slot is None]:
                 self._give_up(newer)
         if slot is None:
             raise Refused(Refusal.EARLY)
         return slot
 
     def _needed(self, build: BlockBuild, offer: Offer) -> list[str]:
-        """Parts that a role has yet to send."""
+        """Return the parts that a role has not sent yet."""
         with self._gate.lock:
             return [
                 name
@@ -342,14 +340,14 @@ class ParityBlock:
             ]
 
     def _take(self, channel: Channel, build: BlockBuild, name: str, offer: Offer) -> bool:
-        """Add the bytes of a part as they come; False when they are damaged. Raises
-        ConnectionClosed when the part has been begun again meanwhile."""
+        """Add the bytes of a part as they arrive; False if they are damaged. Raises
+        ConnectionClosed when the part has been restarted meanwhile."""
         store, role, (nbytes, expected) = self._store, offer.role, offer.parts[name]
         number, digest = self._group.roles.index(role), xxhash.xxh3_64()
         buffer = memoryview(bytearray(min(nbytes, self._piece_bytes)))
         with self._gate.lock:
             if self._builds.get(offer.generation) is not build:
-                raise ConnectionClosed("the block is begun again")
+                raise ConnectionClosed("the block was restarted")
             found = build.sums.get(name)
             if found is None or role in found.given:  # on its way already, or other bytes
                 found = build.begin(name)
@@ -360,7 +358,7 @@ class ParityBlock:
                 piece = buffer[: nbytes - start]
                 channel.receive_bulk(piece, digest.update)
                 if not found.combination.add(number, start, piece):
-                    raise ConnectionClosed("the part is begun again")
+                    raise ConnectionClosed("the part was restarted")
                 store.reports.counters["bytes combined"] += len(piece)
                 about = {"role": role, "iteration": offer.generation.iteration, "part": name}
                 failpoints.hit("vault.combine", **about)
@@ -383,11 +381,11 @@ class ParityBlock:
     # Sealing.
 
     def _absent(self, build: BlockBuild) -> list[int]:
-        """Roles that have yet to put something into it."""
+        """Return the roles whose contribution is missing."""
         return [r for r in self._group.roles if build.lacks(r, self._coded(r))]
 
     def _seal(self, generation: records.Generation, build: BlockBuild) -> None:
-        """Seal the block of a generation if all is in it."""
+        """Seal the block of a generation if all contributions are in it."""
         store = self._store
         with self._gate.lock:
             if build.is_sealed or build.is_being_sealed or self._absent(build):
@@ -395,7 +393,7 @@ class ParityBlock:
             build.is_being_sealed = True
             sums, segment, slot = dict(build.sums), build.segment, build.slot
             given = {
-                role: {n: one for n in sorted(self._coded(role)) if (one := sums[n].given[role])}
+                role: {n: part for n in sorted(self._coded(role)) if (part := sums[n].given[role])}
                 for role in self._group.roles
             }
         contributions = {role: parts for role, parts in given.items() if parts}
@@ -406,8 +404,8 @@ class ParityBlock:
         view = segment.data(slot, parity_groups.MEMBERS, len(members))
         view[:] = members
         parts = {parity_groups.MEMBERS: (len(members), checksum(view))}
-        for name in sorted({name for one in given.values() for name in one}):
-            longest = max(one[name][0] for one in given.values() if name in one)
+        for name in sorted({name for part in given.values() for name in part}):
+            longest = max(part[name][0] for part in given.values() if name in part)
             parts[name] = longest, checksum(segment.data(slot, name, longest))
 
         def seal() -> None:
@@ -445,8 +443,8 @@ class ParityBlock:
         raise Refused(Refusal.WAITED)
 
     def _ask_absent(self, generation: records.Generation, roles: Collection[int]) -> None:
-        """Ask roles what they consist of, and for what they believe to be in a sealed block. Called
-        under the lock."""
+        """Request the layouts of roles, and the parts that they believe to be in a sealed block.
+        Called under the lock."""
         if not self._is_asking:
             self._is_asking = True  # before the thread may be over
             begin_thread(f"block-{self._number}", partial(self._ask, generation, roles))

@@ -1,13 +1,13 @@
 """The mathematics of parity blocks: k data blocks, m parity blocks, any k of them give all others.
 
-One parity block is the XOR of the data blocks; several are a Reed-Solomon code over bytes as zfec
-computes it. Both are linear, so a block is summed up from k others, piece by piece: what byte v of
-one of them adds to the wanted one is ``table[v]``, to be XORed. To encode is to want a parity block
-when the data blocks are at hand. The tables (256 entries) are taken from zfec itself, by encoding
-and decoding every value of a byte with zeros beside it, so they cannot disagree with it. Adding up
-pieces as they come instead of collecting blocks first is REFT's way (arXiv 2310.12670).
+A single parity block is the XOR of the data blocks; several are a Reed-Solomon code over bytes, as
+computed by zfec. Both are linear, so a block is the sum of k others, piece by piece: byte v of a
+given block adds ``table[v]`` to the wanted block, by XOR. Encoding computes a parity block from the
+data blocks. The tables (256 entries) are computed by zfec: it encodes and decodes every value of a
+byte together with zeros. Adding pieces as they arrive, instead of collecting blocks first, follows
+REFT (arXiv 2310.12670).
 
-Blocks may differ in length: what is missing at the end of one counts as zeros. No I/O here.
+Blocks may differ in length: missing bytes at the end count as zeros. No I/O here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Coder:
             _zfec()
 
     def begin(self, numbers: Collection[int], wanted: int, out: memoryview) -> Combination:
-        """Block ``wanted``, to be summed up in ``out`` from the first ``data`` of these others.
+        """Return the combination of block ``wanted`` in ``out``, from the first k of ``numbers``.
 
         Raises ValueError when there are too few.
         """
@@ -57,18 +57,18 @@ class Coder:
 
 
 class Combination:
-    """A block while it is summed up, over whatever lay there before. Thread-safe: blocks come in
-    any order and side by side, each from its beginning on; what of one does not come is zeros."""
+    """The sum of a block, which overwrites its memory. Thread-safe: blocks arrive in any order and
+    in parallel, each from its beginning on; missing bytes count as zeros."""
 
     def __init__(self, tables: Mapping[int, bytes], out: memoryview) -> None:
         self._tables = tables
         self._out = out
-        self._filled = 0  # behind it nothing was computed yet: what lies there is replaced
+        self._filled = 0  # later bytes were not computed yet: they are replaced, not added to
         self._is_over = False
         self._lock = threading.Lock()
 
     def add(self, number: int, start: int, piece: memoryview) -> bool:
-        """Add the bytes of block ``number`` from ``start`` on; False when it was given up."""
+        """Add the bytes of block ``number`` from ``start`` on; False after :meth:`give_up`."""
         piece = piece[: max(0, len(self._out) - start)]
         share = memoryview(_translated(self._tables[number], piece))
         with self._lock:
@@ -81,7 +81,7 @@ class Combination:
         return True
 
     def give_up(self) -> None:
-        """Nothing is written any more once this has returned."""
+        """End all writes; none follows after the return."""
         with self._lock:
             self._is_over = True
 
@@ -92,8 +92,8 @@ def _xor(target: memoryview, source: Buffer) -> None:
 
 
 def _translated(table: bytes, chunk: Buffer) -> Buffer:
-    """Two bytes at a time by numpy, as fast as bytes.translate(), which would keep the interpreter
-    lock all the while: commits, closes and all other roles would stand still."""
+    """Translate two bytes at a time by numpy: as fast as bytes.translate(), which would hold the
+    interpreter lock and so block commits, closes and all other roles."""
     if table == _ALL_BYTES:
         return chunk
     even = len(chunk) // 2 * 2
@@ -110,18 +110,18 @@ def _translated(table: bytes, chunk: Buffer) -> Buffer:
 
 @cache
 def _pair_table(table: bytes) -> NDArray[numpy.uint16]:
-    """For every two neighbouring bytes: either order of bytes in a word has the same."""
+    """Return the table for pairs of bytes; it is the same for either byte order."""
     each = numpy.frombuffer(table, numpy.uint8).astype(numpy.uint16)
     return (each[None, :] | each[:, None] << 8).astype(numpy.uint16).reshape(-1)
 
 
 @cache
 def _solve(data: int, parities: int, chosen: tuple[int, ...], wanted: int) -> Mapping[int, bytes]:
-    """Chosen block -> its table for the wanted one."""
+    """Return chosen block -> its table for the wanted block."""
     zfec = _zfec()
     decoder = zfec.Decoder(data, data + parities)
     encoder = zfec.Encoder(data, data + parities)
-    # zfec wants each data block that is there at its own place, parity blocks in between.
+    # zfec expects each given data block at its own place, and parity blocks in between.
     spare = [number for number in chosen if number >= data]
     order = [i if i in chosen else spare.pop() for i in range(data)]
     tables = {}
@@ -134,7 +134,7 @@ def _solve(data: int, parities: int, chosen: tuple[int, ...], wanted: int) -> Ma
 
 
 def _zfec() -> Any:
-    """Not at the top: a run with one parity block works without it."""
+    """Import zfec only if it is needed: a run with one parity block works without it."""
     import zfec
 
     return zfec

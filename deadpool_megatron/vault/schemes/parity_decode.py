@@ -1,11 +1,11 @@
 """Decodes a part that no node holds whole, from k coded blocks of other vaults or of a dump.
 
-The blocks arrive at once, a thread and a connection for each, and every piece is added into the
-slot as it comes (:mod:`.parity_code`), so the memory needed is that of k pieces whatever the size
-of the part. Every block is held against the checksum that its place keeps of it, a data block also
-against what the parity was computed from, and the result against the checksum that its owner gave
-it when it was whole. A block that fails is replaced by another, and the part begun again. That
-snapshots can be rebuilt from parity over groups of nodes is REFT's (its AEC), the code zfec's.
+The blocks arrive in parallel, each by its own thread and connection, and every piece is added to
+the slot as it arrives (:mod:`.parity_code`), so k pieces of memory are enough for a part of any
+size. Every block is compared with the checksum of its place, a data block also with the
+contribution from which the parity was computed, and the result with the checksum of its owner. A
+block that fails is replaced by another, and the part restarted. Rebuilding snapshots from parity
+over groups of nodes follows REFT (its AEC); the code is that of zfec.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
-_CHANCES = 2  # bytes damaged on the way come whole the next time; damaged at home they do not
+_CHANCES = (
+    2  # bytes damaged on the way arrive intact the next time, unlike bytes damaged at the source
+)
 _MAX_SMALL_BYTES = 16 << 20
 
 # Bytes and checksum of a part, and a function that fills a piece from a start byte, in order.
@@ -69,8 +71,8 @@ def load_code(parities: int) -> None:
 
 @dataclass(eq=False)
 class BlockError(Exception):
-    """A block did not arrive. ``final``: nor will it from this place; ``damaged``: its bytes are
-    wrong; ``members``: the missing part was the list of its contributions."""
+    """A block that did not arrive. ``final``: it never will from this place; ``damaged``: its bytes
+    are wrong; ``members``: the missing part was the list of its contributions."""
 
     number: int
     source: Source | None
@@ -84,8 +86,8 @@ class BlockError(Exception):
 
 
 class BlockSource(ABC):
-    """A block from one place. ``wanted``: bytes and checksum that it must have; None for parity, of
-    which only its place has a checksum. One thread, but :meth:`cut`. Public methods raise
+    """A block at a place. ``wanted``: its expected bytes and checksum; None for parity, of which
+    only its place has a checksum. One thread, except for :meth:`cut`. Public methods raise
     BlockError; the others VaultError when the place cannot give it, OSError or WireError when it
     was not reached.
     """
@@ -111,7 +113,7 @@ class BlockSource(ABC):
         self.moved = time.monotonic()  # when its last bytes came
 
     def add_to(self, combination: Combination) -> None:
-        """Fetch it piece by piece, until it is here or not wanted any more."""
+        """Fetch the block piece by piece, until it is whole or no longer needed."""
         with self._asked() as (nbytes, expected, read):
             if self._wanted not in (None, (nbytes, expected)):
                 raise VaultError("holds other bytes than the parity was computed from")
@@ -125,11 +127,11 @@ class BlockSource(ABC):
                 self.moved = time.monotonic()
                 digest.update(piece)
                 if not combination.add(self._number, start, piece):
-                    raise ConnectionError("is not wanted any more")
+                    raise ConnectionError("is no longer needed")
             self._check(digest.intdigest(), expected)
 
     def small(self) -> bytes:
-        """Return the whole part, which must be small."""
+        """Return the bytes of a small part."""
         with self._asked() as (nbytes, expected, read):
             if not 0 <= nbytes <= _MAX_SMALL_BYTES:
                 raise VaultError(f"{self._part} of {nbytes} bytes")
@@ -139,7 +141,7 @@ class BlockSource(ABC):
         return bytes(content)
 
     def error(self, reason: str, *, final: bool = False, damaged: bool = False) -> BlockError:
-        """The error of this block."""
+        """Return an error of this block."""
         is_members = self._part == MEMBERS
         return BlockError(self._number, self._source, reason, final, damaged, is_members)
 
@@ -148,7 +150,7 @@ class BlockSource(ABC):
 
     @abstractmethod
     def _opened(self) -> AbstractContextManager[Asked]:
-        """Ask for the part, and give the resources back in the end."""
+        """Request the part, and free the resources at the end."""
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[Asked]:
@@ -169,7 +171,7 @@ class BlockSource(ABC):
 
 
 class VaultBlock(BlockSource):
-    """A block in the memory of a vault, fetched by a connection of its own."""
+    """A block in the memory of a vault, fetched by its own connection."""
 
     _channel: Channel | None = None
     _over = False
@@ -213,12 +215,12 @@ class DumpedBlock(BlockSource):
 
 
 class _WrongResultError(Exception):
-    """All blocks match their checksums, but the decoded part does not: its expected and its actual
+    """All blocks match their checksums, but the decoded part does not: its expected and actual
     checksum."""
 
 
 class _Candidates:
-    """The blocks of a decoding that may still be used, and where they are."""
+    """The blocks of a decoding that may still be used, with their places."""
 
     def __init__(self, decoding: Decoding, silent: set[int]) -> None:
         self._count = len(decoding.group)
@@ -232,8 +234,8 @@ class _Candidates:
     def choose(self) -> Choice | None:
         """Return k blocks, silent nodes last; None when too few are left.
 
-        There is always parity among them, as the data blocks without the wanted block are too few,
-        and at least one parity block has its list of contributions.
+        They include parity, as the data blocks without the wanted block are too few, and at least
+        one parity block has a list of contributions.
         """
 
         def is_silent(source: Source) -> bool:
@@ -253,11 +255,11 @@ class _Candidates:
         return None
 
     def drop_together(self, choice: Choice) -> None:
-        """These do not give the part, whichever of them is to blame."""
+        """Exclude a choice of blocks that gave a wrong part together."""
         self._wrong.add(frozenset(choice.items()))
 
     def drop(self, error: BlockError, late: bool) -> bool:
-        """Take a failure into account; True when its place is given up for what it was asked."""
+        """Note a failure; True when its place is not used for this part any more."""
         source = error.source
         if source is None:
             self._zeros.discard(error.number)
@@ -276,7 +278,7 @@ class _Candidates:
 
 
 class Decoder:
-    """Decodes parts of one role for one epoch. One thread; :meth:`cut` from any.
+    """Decodes parts of a role for an epoch. One thread; :meth:`cut` from any.
 
     ``target``: the claimed slot for the role.
     """
@@ -305,7 +307,7 @@ class Decoder:
         tried: list[tuple[int, int, str]],
         deadline: float,
     ) -> Place | None:
-        """See :class:`.registry.Rebuild`, as of the methods below."""
+        """See :class:`.registry.Rebuild`, also for the methods below."""
         decoding = recipe.decodings.get(name)
         if decoding is None:
             return None
@@ -325,12 +327,15 @@ class Decoder:
                 return self._attempt(layout, name, decoding, coder, choice)
             except _WrongResultError as error:
                 candidates.drop_together(choice)
-                store, blocks = self._store, [one for one in choice.values() if one is not None]
-                where = ", ".join(f"role {one.role} on node {one.node}" for one in blocks)
+                store, used = (
+                    self._store,
+                    [source for source in choice.values() if source is not None],
+                )
+                where = ", ".join(f"role {source.role} on node {source.node}" for source in used)
                 about = (self._role, self._generation, name, f"decoded from {where}")
                 store.reports.corruption(*about, *error.args)
                 reason = f"block of {sorted(choice)}, which give other bytes than the role had"
-                tried += [(one.node, one.role, reason) for one in blocks]
+                tried += [(source.node, source.role, reason) for source in used]
                 if late:
                     break
                 continue
@@ -378,7 +383,7 @@ class Decoder:
         return place
 
     def _add_up(self, blocks: list[BlockSource], combination: Combination) -> None:
-        """Have all blocks added, each by a thread of its own; raises the first BlockError."""
+        """Add all blocks, each by its own thread. Raises the first BlockError."""
         ended: queue.SimpleQueue[tuple[BlockSource, BlockError | None]] = queue.SimpleQueue()
         limit = 3 * self._store.settings.connect_seconds  # connect, prove, answer
 
@@ -397,7 +402,7 @@ class Decoder:
                 try:
                     block, error = ended.get(timeout=limit)
                 except queue.Empty:
-                    block = min(left, key=lambda one: one.moved)
+                    block = min(left, key=lambda block: block.moved)
                     if time.monotonic() - block.moved > limit:
                         raise block.error(f"no bytes for {limit:g} s") from None
                     continue
@@ -408,7 +413,7 @@ class Decoder:
             combination.give_up()  # threads that still wait for bytes must not touch the slot
 
     def _needed(self, members: BlockMembers, name: str, choice: Choice) -> list[BlockSource]:
-        """The chosen blocks that have to be fetched; a role that contributed nothing has none."""
+        """Return the chosen blocks to fetch; a role without a contribution has none."""
         blocks = []
         for number, source in choice.items():
             wanted = None
@@ -469,6 +474,6 @@ class Decoder:
         reports = self._store.reports
         reports.counters["parts decoded"] += 1
         reports.counters["bytes decoded"] += nbytes
-        blocks = {str(n): one.to_list() for n, one in choice.items() if one}
+        blocks = {str(n): source.to_list() for n, source in choice.items() if source}
         facts = {"part": name, "bytes": nbytes, "seconds": seconds, "blocks": blocks}
         reports.emit(Kind.DECODED, self._role, self._generation, facts)

@@ -17,40 +17,40 @@ from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
 
 Claim = Callable[[RoleLayout], AbstractContextManager[tuple[Segment, int]]]
-# Node, role, and why its bytes could not be used.
+# Node, role, and the reason why its bytes could not be used.
 Tried = tuple[int, int, str]
 # By name of the part, or :func:`gradient_chain.key`; None while nothing was obtained.
 Obtained = Mapping[str, Place] | None
 
 
 class Rebuild(Protocol):
-    """A way to produce shard parts of a role that no node holds whole. One thread, but
+    """A way to produce shard parts of a role that no node holds whole. One thread, except for
     :meth:`cut` and :meth:`accepts`."""
 
     def chain(self, recipe: Recipe) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
-        """Return the parts of several generations from which the member computes others itself."""
+        """Return the parts of several generations from which the member computes the others."""
 
     def obtain(
         self, layout: RoleLayout, part: str, recipe: Recipe, tried: list[Tried], deadline: float
     ) -> Place | None:
-        """Produce a part of the restored generation; None where the scheme has no way to it.
+        """Produce a part of the restored generation; None if the scheme cannot.
 
-        ``tried``: gets an entry for each place that is given up. ``deadline``: monotonic; until
-        then silent places are asked again. Raises RestoreUnavailable, or VaultError when there is
+        ``tried``: gets an entry for each place that failed. ``deadline``: monotonic; silent places
+        are retried until then. Raises RestoreUnavailable, or VaultError when there is
         no memory or the epoch was closed.
         """
 
     def accepts(
         self, segment: Segment, slot: int, digests: Mapping[str, int], obtained: Obtained
     ) -> bool:
-        """Return whether what the member has made of the obtained parts may be sealed."""
+        """Return whether the member's result from the obtained parts may be sealed."""
 
     def cut(self) -> None:
         """Break all connections, from any thread: the epoch is over."""
 
 
 class Rebuilds:
-    """The schemes that the recipes of one role in one epoch need, each made for its first recipe.
+    """The schemes that the recipes of a role in an epoch need, created at their first use.
 
     ``claim``: gives the claimed slot for the role.
     """

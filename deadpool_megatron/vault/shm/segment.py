@@ -143,7 +143,7 @@ class Segment:
         except BaseException:
             os.close(file)
             raise
-        self.contents = memoryview(self._map)  # of the whole file
+        self.contents = memoryview(self._map)
         self._file_header = self.contents[:FIRST_BYTES].cast("Q")
         self._slots = [
             self.contents[start : start + geometry.header].cast("Q")
@@ -170,7 +170,7 @@ class Segment:
         slots = layout.slots if slots is None else slots
         geometry = Geometry(layout, seat, slots, page_bytes)
         budget = budget or Budget(path.parent)
-        temporary.unlink(missing_ok=True)  # of a process of this number that was killed
+        temporary.unlink(missing_ok=True)  # left by a killed process with this number
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(temporary, flags, 0o600)
         try:

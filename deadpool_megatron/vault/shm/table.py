@@ -284,14 +284,14 @@ class Table:
     def claim(
         self, segment: Segment, generation: Generation, epoch: int, *, fresh: bool = False
     ) -> int | None:
-        """Return a slot of a copy for its only writer, or None while no slot is free.
+        """Return a slot of a copy to its only writer, or None while no slot is free.
 
         In this order: the slot that holds the generation already; a slot without sealed parts; the
         oldest, but neither the newest nor any newer than the offered generation. The owner offers
         k+1 only after all roles have committed k, so this is rule 3 (design section 4).
 
-        A copy has as many slots as its owner, and all but the oldest stay: a restore needs one of
-        these generations, or computes it from them. Steps have a slot for each generation between
+        A copy has as many slots as its owner, and all but the oldest stay: a restore needs these
+        generations, or computes its own from them. Steps have a slot for each generation between
         the oldest of these and the newest (layout.gradient_chain).
 
         ``fresh``: never the slot in which parts of the generation are sealed; it stays unchanged

@@ -136,7 +136,7 @@ def test_what_was_written_is_what_counts(tmp_path, monkeypatch):
     segment.open_slot(0, Generation(1, 1), 1)
     segment.data(0, "shard")[:] = harness.content(0, Generation(1, 1), "shard", 100_000)
     place = Place(segment, 0, "shard", 100_000, checksum(segment.data(0, "shard")), 1)
-    taker = taking._Taker(state, "test", Generation(1, 1), 0)
+    taker = taking._SnapshotCopier(state, "test", Generation(1, 1), 0)
     state.table.segments[segment.path.name] = segment
     taker.reserve(0.0)
     copy = taker._copy
