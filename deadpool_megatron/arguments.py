@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from deadpool_megatron import failpoints, settings
 from deadpool_megatron.hookpoints import ALLOW, ALLOW_UNREVIEWED, ALLOW_UNTESTED, FLAG
@@ -93,11 +93,12 @@ class _Set(argparse.Action):
         given, _, text = str(values).partition("=")
         name = given.replace("-", "_")
         if name not in settings.FIELDS or settings.is_chosen(name):
-            parser.error(f"argument {settings.SET_FLAG}: there is no {given!r}, see --help-all")
+            raise argparse.ArgumentError(self, f"there is no {given!r}, see --help-all")
         try:
             setattr(namespace, f"{_PREFIX}{name}", _kind(name)(text))
-        except ValueError:
-            parser.error(f"argument {settings.SET_FLAG}: invalid value of {given}: {text!r}")
+        except ValueError as error:
+            problem = f"invalid value of {given}: {text!r}"
+            raise argparse.ArgumentError(self, problem) from error
 
 
 def _kind(name: str) -> type[Any]:
@@ -156,24 +157,15 @@ def given_in(arguments: Sequence[str], *, script: bool) -> tuple[dict[str, Any],
     """Return the settings explicitly given in a command line, by field name, and its other words.
 
     ``script``: the command line is of a script of Megatron-LM, which takes no abbreviations. Raises
-    BadValueError.
+    argparse.ArgumentError for a flag without its value, or with a value of the wrong type.
     """
-    parser = _Parser(add_help=False, allow_abbrev=not script)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=not script, exit_on_error=False)
     add_arguments(parser)
     # A parser fills in defaults only for names that do not exist yet.
     empty = argparse.Namespace(**{f"{_PREFIX}{name}": None for name in settings.FIELDS})
     found, others = parser.parse_known_args(list(arguments), empty)
     values = {name: getattr(found, f"{_PREFIX}{name}") for name in settings.FIELDS}
     return {name: value for name, value in values.items() if value is not None}, others
-
-
-class BadValueError(ValueError):
-    """A flag without its value, or with a value of the wrong type; the message is one line."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadValueError(message)
 
 
 _PREFIX = "deadpool_"

@@ -146,7 +146,7 @@ def _settings(script_arguments: Sequence[str], own_options: Sequence[str]) -> di
     try:
         own, _ = arguments.given_in(own_options, script=False)
         found, others = arguments.given_in(script_arguments, script=True)
-    except arguments.BadValueError as error:
+    except argparse.ArgumentError as error:
         raise CommandError(f"in the script's arguments: {error}") from error
     unknown = next((text for text in others if text.startswith(f"{FLAG}-")), None)
     if unknown is not None:
