@@ -121,49 +121,6 @@ CLOSED = Event(
 )
 
 
-def test_a_run_without_a_process_has_no_pace_and_says_what_is_left():
-    page = page_of("0x1p+1", "0x1p+1")
-    page.take(Event(Kind.TRAINING, data={"iterations": 100}))
-    assert drawn(page, None, 3.0)["progress"]["seconds_left"] == 98.0
-    found = drawn(page, None, 3.0, "64 MiB")
-    assert (found["banner"]["look"], found["banner"]["to_do"]) == ("bad", "64 MiB")
-    assert (found["progress"]["seconds_left"], found["progress"]["iterations"]) == (None, 100)
-
-
-def test_a_takeover_is_shown_with_all_nodes_that_the_events_know():
-    page = page_of("0x1p+1")
-    for node in (0, 1):
-        page.take(Event(Kind.NODE_JOINED, 1, node, data={"hostname": f"b{node}"}, wall_seconds=0.9))
-    page.take(Event(Kind.COORDINATOR, 1, 0, data={"term": 2}, wall_seconds=3.0))
-    status = status_of(1, 2, 4.0)
-    status |= {"phase": "bootstrapping", "nodes": {"0": status["nodes"]["0"]}}
-    found = drawn(page, status, 4.0)
-    hosts = {number: one["host"] for number, one in found["status"]["nodes"].items()}
-    assert list(hosts.items()) == [("0", "b0"), ("1", "b1")]
-    assert [node for node, _ in found["status"]["troubles"]] == ["1"]
-    (recovery,) = found["recoveries"]
-    assert (recovery["kind"], recovery["recovered"]) == ("coordinator", False)
-
-
-def test_a_drained_node_has_left_unless_its_roles_failed_with_it():
-    drain = Event(Kind.DRAIN, 1, 9, data={}, wall_seconds=3.0)
-    for told, planned in (((LOST,), False), ((drain, LOST), True), ((drain, LOST, CLOSED), False)):
-        page = page_of("0x1p+1")
-        for event in told:
-            page.take(event)
-        assert [one["planned"] for one in drawn(page, None, 9.0)["lost"]] == [planned]
-
-
-def test_a_node_that_is_back_is_not_lost_and_one_that_leaves_after_the_end_did_not_fail():
-    page = page_of("0x1p+1")
-    joined = Event(Kind.NODE_JOINED, 1, 9, data={"spare": True}, wall_seconds=5.0)
-    for event in (LOST, joined, Event(Kind.RUN_ENDED, data={"exit_status": 0}), LOST):
-        page.take(event)
-    found = drawn(page, None, 9.0)
-    assert found["lost"] == []
-    assert [style for _, _, style in found["lines"]] == ["", "bold green"]
-
-
 def states() -> dict[str, dict[str, Any]]:
     """States of small and large runs, from the start to the end, with all that can be shown."""
     began = time.time() - 100.0

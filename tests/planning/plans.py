@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from deadpool_megatron.planning.sections import Plan, make_plan
+from deadpool_megatron.planning.assessment import assess
+from deadpool_megatron.planning.sections import Plan, PlanError, make_plan
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {"parameters": 10**10},
@@ -25,3 +26,12 @@ def make(**sections: dict[str, Any]) -> Plan:
     """The base with ``section={key: value}`` put over it; None takes a key away."""
     names = BASE.keys() | sections.keys()
     return make_plan({name: BASE.get(name, {}) | sections.get(name, {}) for name in names})
+
+
+def refusals(*plans: dict[str, dict[str, Any]]) -> None:
+    """Print for each plan, changed as by :func:`make`, why it does not hold."""
+    for sections in plans:
+        try:
+            print(assess(make(**sections)).verdict())
+        except PlanError as error:
+            print(error)

@@ -1,6 +1,4 @@
-"""Memory, traffic and time of a node by hand, under each scheme, and plans that cannot hold."""
-
-import re
+"""Memory, traffic and time of a node by hand, under each scheme."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -8,7 +6,7 @@ from hypothesis import given, strategies as st
 from deadpool_megatron.layout.memory_needs import node_needs
 from deadpool_megatron.planning import traffic
 from deadpool_megatron.planning.assessment import Assessment, assess
-from deadpool_megatron.planning.sections import Plan, PlanError
+from deadpool_megatron.planning.sections import Plan
 from deadpool_megatron.settings import Settings
 from tests.planning.plans import make
 
@@ -19,8 +17,6 @@ SLOTS = 2
 # Of segments: headers, whole pages, who is in a parity group; of all roles, and of a node.
 AROUND = 4_000_000
 AROUND_A_NODE = 500_000
-SHAPE = {"parameters": None, "layers": 8, "hidden": 64, "ffn": 256, "heads": 8, "vocab": 100}
-ONE_NODE = {"nodes": 1, "spares": 0, "host_memory_gb": 2000, "nic_gb_s": 100}
 
 
 def worked_out(scheme: str, **more: int | str) -> Assessment:
@@ -91,56 +87,3 @@ def test_what_is_sent_arrives_and_memory_grows_with_lag_and_copies(racks, lag, r
     assert sent == sum(load.in_bytes_per_step for load in here)
     assert sent == replicas * sum(load.unique_bytes for load in here)
     assert memory(lag, replicas) < min(memory(lag + 1, replicas), memory(lag, replicas + 1))
-
-
-@pytest.mark.parametrize(
-    ("sections", "key", "value"),
-    [
-        ({"cluster": {"nodes": 7}}, "cluster.nodes", "8"),
-        ({"parallel": {"dp": 3}, "cluster": {"gpus_per_node": 8}}, "parallel.dp", "what"),
-        ({"model": SHAPE, "parallel": {"pp": 3}}, "parallel.pp", "2"),
-        ({"model": SHAPE, "parallel": {"tp": 3}}, "parallel.tp", "2"),
-        ({"model": {**SHAPE, "heads": 7}}, "model.heads", "4"),
-        ({"model": {**SHAPE, "kv_heads": 3}}, "model.kv_heads", "2"),
-        ({"model": {**SHAPE, "ffn": 255}}, "parallel.tp", "1"),
-        ({"model": {**SHAPE, "experts": 6}, "parallel": {"ep": 4}}, "parallel.ep", "3"),
-        ({"model": {"expert_parameters": 10}, "parallel": {"ep": 3}}, "parallel.ep", "2"),
-        ({"model": {"expert_parameters": 10}, "parallel": {"etp": 3}}, "parallel.etp", "2"),
-        ({"parallel": {"ep": 2}}, "parallel.ep", "1"),
-        ({"parallel": {"dp": 10**6}}, "parallel.dp", "lower"),
-        ({"parallel": {"optimizer_instances": 3}}, "parallel.optimizer_instances", "2"),
-        (
-            {"parallel": {"optimizer_instances": 2, "distributed_optimizer": False}},
-            "parallel.optimizer_instances",
-            "1",
-        ),
-        ({"protection": {"replicas": 9}}, "protection", ""),
-        ({"protection": {"replicas": 2}, "cluster": {"racks": 2}}, "cluster.racks", "3"),
-        ({"parallel": {"tp": 1, "pp": 1, "dp": 2}, "cluster": ONE_NODE}, "protection", ""),
-        ({"cluster": {"host_memory_gb": 50}}, "cluster.host_memory_gb", "60.1"),
-        ({"protection": {"scheme": "recompute", "cadence": 2}}, "protection", ""),
-        ({"protection": {"scheme": "parity", "parity_group": 256}}, "protection", ""),
-        ({"protection": {"scheme": "parity", "replicas": 8}}, "protection", ""),
-        ({"cluster": {"nic_gb_s": 0.5}}, "cluster.nic_gb_s", ""),
-        ({"cluster": {"pcie_gb_s": 0.3}}, "cluster.pcie_gb_s", ""),
-        ({"cluster": {"checksum_gb_s": 0.3}}, "cluster.checksum_gb_s", ""),
-    ],
-)
-def test_what_does_not_hold_is_named_with_a_number(sections, key, value):
-    with pytest.raises(PlanError) as caught:
-        assess(make(**sections))
-    line = str(caught.value)
-    assert line.startswith(f"{key}: ")
-    assert "\n" not in line
-    assert (
-        not value
-        or re.search(rf"set it to( at least)? {re.escape(value)}\b", line)
-        or (f"set it {value}" in line)
-    ), line
-
-
-def test_memory_is_enough_with_the_number_that_was_named():
-    with pytest.raises(PlanError) as caught:
-        assess(make(cluster={"host_memory_gb": 50, "host_memory_reserved_gb": 20}))
-    enough = str(caught.value).rpartition("at least ")[2]
-    assess(make(cluster={"host_memory_gb": enough, "host_memory_reserved_gb": 20}))

@@ -10,7 +10,7 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.control import client
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from tests.common import lives, statements
+from tests.common.calls import test_calls_are_answered_as_before  # noqa: F401
 
 WHAT: dict[str, dict[str, Any]] = {
     "drain": {"node": 1},
@@ -53,7 +53,3 @@ class Coordinator:
 
 
 ASKED, UNDER_WAY = (Stage.ASKED, ""), (Stage.UNDER_WAY, "waits for a spare node")
-
-
-def test_requests_are_answered_as_before(tmp_path):
-    lives.compare(Path(__file__).parent / "calls" / "client.txt", statements.live, tmp_path)

@@ -1,0 +1,3 @@
+"""What plans can hold and what they answer, line by line; see calls/."""
+
+from tests.common.calls import test_calls_are_answered_as_before  # noqa: F401
