@@ -13,7 +13,7 @@ from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from tests.cluster.machine.rig import Rig, g
-from tests.cluster.machine.stale import NOT_OF_EPOCH, OF_EPOCH
+from tests.simulated.late import NOT_OF_EPOCH, OF_EPOCH
 
 
 def kinds_of_input() -> set[type[ev.Input]]:
@@ -31,7 +31,7 @@ def test_each_input_has_a_topic():
 
 
 def test_each_input_that_carries_an_epoch_is_delivered_late_and_early():
-    """By the simulated world: see stale.py."""
+    """By the simulated world: see late.py."""
     carry = {
         kind
         for kind in kinds_of_input()
