@@ -4,7 +4,7 @@ It uses agent and vault exactly as a real member does, and keeps step with the o
 through counters in a file of the run directory (in place of collectives). No torch: it starts in a
 fraction of a second, so whole runs with real kills fit in a test.
 
-Arguments: --iterations N --step-seconds S [--save-interval K] [--misbehave NAME]. Without
+Arguments: --iterations N --step-seconds S [--misbehave NAME]. Without
 --iterations it ends soon after a file ``finish`` appears in the run directory.
 """
 
@@ -65,7 +65,7 @@ class Counting:
         self.link = MemberLink.from_environment()
         self.run_dir = Path(os.environ["DEADPOOL_RUN_DIR"])
         self.world_size = self.link.place.world_size
-        self.lockstep = Lockstep(args.lockstep or self.run_dir / "lockstep", self.world_size)
+        self.lockstep = Lockstep(self.run_dir / "lockstep", self.world_size)
         self.vault = VaultClient(
             self.link.place.vault_socket,
             self.link.place.segments,
@@ -172,9 +172,6 @@ class Counting:
             self.values = list(_FORMAT.unpack(bytes(parts.part("values"))))
             assert bytes(parts.part("extras@step")) == str(self.iteration).encode()
             parts.close()
-        elif restore.kind == "durable":
-            self.values = list(_FORMAT.unpack((Path(restore.path) / str(self.role)).read_bytes()))
-            self.seal()
         else:
             self.values = [self.role] * VALUES
             self.seal()
@@ -241,8 +238,6 @@ class Counting:
             self.lockstep.put(self.role, self.epoch, iteration)
             if self.role == 0:
                 self.report_step(iteration)
-            if self.args.save_interval and iteration % self.args.save_interval == 0:
-                self.save()
         self.barrier(self.iteration)
         self.section = "done"
         state_hash = hashlib.sha256(_FORMAT.pack(*self.values)).hexdigest()
@@ -268,18 +263,6 @@ class Counting:
         }
         step = Event(Kind.STEP, self.epoch, role=self.role, iteration=iteration, data=data)
         self.link.send_event(step)
-
-    def save(self) -> None:
-        self.section = "save"
-        base = self.run_dir / "checkpoints"
-        final = base / f"iter_{self.iteration:07d}"
-        temporary = base / f".{final.name}.epoch{self.epoch}"
-        temporary.mkdir(exist_ok=True)
-        (temporary / str(self.role)).write_bytes(_FORMAT.pack(*self.values))
-        if self.role == 0:
-            self.wait(lambda: len(list(temporary.iterdir())) == self.world_size)
-            where = {"temporary": str(temporary), "final": str(final)}
-            self.send("durable-request", iteration=self.iteration, **where)
 
     def pause(self, iteration: int) -> None:
         """Stand still before ``iteration``, until a later pause is ordered or the epoch is over."""
@@ -328,8 +311,6 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--iterations", type=int, default=10**6)
     parser.add_argument("--step-seconds", type=float, default=0.01)
-    parser.add_argument("--lockstep", type=Path, help="file, if not one in the run directory")
-    parser.add_argument("--save-interval", type=int, default=0)
     ways = ("", "raise", "hang", "diverge", "fail", "device")
     parser.add_argument("--misbehave", default="", choices=ways)
     args = parser.parse_args()

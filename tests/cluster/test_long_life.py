@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 from deadpool_megatron.cli.common import CommandError, ask
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.events import Event, Kind, term_file, to_line
-from tests.cluster.runs import Agents, deadpool
+from tests.cluster.runs import Agents
 from tests.common.limits import setting_flags
 from tests.common.wait import wait_for
 
@@ -122,28 +121,6 @@ def make_old(run: Agents) -> Old:
     for node in range(1_000_001, 1_010_000):
         os.link(entry, run.run.journal / f"node-{node:08d}.json")
     return Old(files, fifos)
-
-
-@pytest.mark.full
-def test_events_that_cannot_be_written_for_a_while_cost_nothing(tmp_path):
-    with Agents(tmp_path / "r", options=_PATIENT) as run:
-        run.wait_iteration(30)  # more bytes than a record has
-        coordinator = run.term().pid
-        _, hard = resource.prlimit(coordinator, resource.RLIMIT_FSIZE)
-        size = run.run.events.stat().st_size
-        resource.prlimit(coordinator, resource.RLIMIT_FSIZE, (size, hard))
-        trouble = wait_for("the status to say so", lambda: status(run)["events"]["trouble"])
-        assert "File too large" in trouble
-        assert "File too large" in deadpool("status", str(run.run.path)).stdout
-        reached = status(run)["iteration"]
-        wait_for("more iterations", lambda: status(run)["iteration"] >= reached + 10)
-        resource.prlimit(coordinator, resource.RLIMIT_FSIZE, (hard, hard))
-        run.wait_more(5)
-        assert run.events(Kind.NODE_LOST) == []
-        assert run.epochs() == [1]
-        texts = [str(event.data["text"]) for event in run.events(Kind.LOG)]
-        assert any("events could not be written for" in text for text in texts)
-        run.finish()  # each step is there, once
 
 
 @pytest.mark.full

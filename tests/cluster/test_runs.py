@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -321,10 +322,18 @@ def test_bug_ends_the_run_and_another_run_resumes_at_its_newest_iteration(tmp_pa
     first = tmp_path / "first"
     with Run(first, "--iterations", "20", "--misbehave", "fail", spares=0) as run:
         final = run.wait_end(1)
-        output = run.output.read_text().strip().splitlines()[-1]
+        output = run.output.read_text().strip()
+        status = deadpool("status", str(first)).stdout
+        report = deadpool("report", str(first)).stdout
     assert final["kind"] == "bug"
     assert "2 times the same failure" in final["reason"]
-    assert f"continue with 'deadpool run --resume {first} --run-dir NEW'" in output
+    assert f"continue with 'deadpool run --resume {first} --run-dir NEW'" in output.splitlines()[-1]
+    assert "ended with status 1 [bug]" in output
+    assert "--attach" not in output.rpartition("ended with status 1")[2]
+    for text in (output, status):
+        assert "to do: fix the program or the data first" in text
+        assert "[bug]" in text
+    assert re.search(r"^failure \d \[bug\]", report, re.MULTILINE)
     again = ("--resume", str(first))
     with Run(tmp_path / "second", "--iterations", "20", spares=0, options=again) as run:
         final = run.wait_end()

@@ -155,7 +155,7 @@ def test_a_save_does_not_count_whose_epoch_was_closed_while_it_was_synced(tmp_pa
     temporary, final, restore = unfinished_save(tmp_path / "checkpoints", 4, epoch=1)
     place = temporary if in_place else final
     with pytest.raises(durable.DurableError, match="its epoch was closed"):
-        NewCheckpoint(temporary, place, restore, run, "run", counts=lambda: False).make_valid()
+        NewCheckpoint(temporary, place, restore, run, "run", is_current=lambda: False).make_valid()
     assert not final.exists()
     assert not run.latest.exists()
     assert not run.named.exists()

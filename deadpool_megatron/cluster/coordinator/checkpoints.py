@@ -221,7 +221,7 @@ class Checkpoints:
             self._begin_if_due(state)
         elif export is not None and not export.is_publishing:
             wanted = self._phases(export, state)
-            if reason := self._trouble(export, state, wanted, is_late, now):
+            if reason := self._failure_reason(export, state, wanted, is_late, now):
                 self._abandon(reason)
             elif export.step == "writing" and not export.awaited and state.phase in wanted:
                 export.step = "publishing"
@@ -289,7 +289,7 @@ class Checkpoints:
             wanted |= {Phase.ENDING, Phase.ENDED}  # the end of the run waits for it
         return wanted
 
-    def _trouble(
+    def _failure_reason(
         self, export: Export, state: State, wanted: set[Phase], is_late: bool, now: float
     ) -> str:
         """Return why the export cannot be finished; empty if it can."""
@@ -399,11 +399,11 @@ class Checkpoints:
         # Exports that a user requested are never pruned.
         is_own = not export.request.number
 
-        def counts() -> bool:
+        def is_current() -> bool:
             # A recovery may have decided while the files were synced.
             return is_kept(self._context.state.lineage.kept, generation)
 
-        new = self._new_checkpoint(export.unfinished, restore, counts)
+        new = self._new_checkpoint(export.unfinished, restore, is_current)
         publish = functools.partial(new.publish, may_be_pruned=is_own)
         if error := await self._valid(publish, restore, background=True):
             self._abandon(f"it did not become valid: {error}")
@@ -504,11 +504,11 @@ class Checkpoints:
             self.loaded.add(path)
         restore = Restore("durable", Generation(0 if is_loaded else epoch, iteration), "save", path)
 
-        def counts() -> bool:
+        def is_current() -> bool:
             # A failure may have ended the epoch while the files were synced.
             return context.state.standing_epoch == epoch
 
-        new = self._new_checkpoint(Path(str(m["temporary"])), restore, counts)
+        new = self._new_checkpoint(Path(str(m["temporary"])), restore, is_current)
         make = new.remember if is_loaded else new.make_valid
         if error := await self._valid(make, restore):
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
@@ -519,10 +519,10 @@ class Checkpoints:
     # Saves and exports.
 
     def _new_checkpoint(
-        self, temporary: Path, restore: Restore, counts: Callable[[], bool]
+        self, temporary: Path, restore: Restore, is_current: Callable[[], bool]
     ) -> NewCheckpoint:
         place, struck = (self._run, self._run_id), self._context.state.lineage.invalidated
-        return NewCheckpoint(temporary, Path(restore.path), restore, *place, counts, struck)
+        return NewCheckpoint(temporary, Path(restore.path), restore, *place, is_current, struck)
 
     async def _valid(self, make: Callable[[], Restore], restore: Restore, **data: Any) -> str:
         """Make it valid in a thread and report it; return why that failed, empty if it is valid."""

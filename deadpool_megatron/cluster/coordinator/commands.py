@@ -88,7 +88,7 @@ class Commands:
                 taken = {*fleet.nodes, *fleet.removed}
                 return await asyncio.to_thread(self._attach, hostname, taken)
             case "kill":
-                return self._strike(message)
+                return self._send_signal(message)
         if command not in set(Verb):
             return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
         verb, token = Verb(str(command)), str(message["token"])
@@ -111,7 +111,7 @@ class Commands:
                 asked = {name: bool(message[name]) for name in ("dump", "keeps")}
                 return {**asked, "reason": str(message["reason"])}
 
-    def _strike(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _send_signal(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Order an agent to send a signal, so that a user can watch a recovery: to itself, its
         vault, all processes of its node, or the process of a role. An order is no request: a
         takeover may lose it."""
@@ -392,7 +392,10 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
     failure of the current recovery), refusals, and more. The past is in the events.
     """
     record = state.record
-    beats = role_beats(state, peers)
+    beats, current = role_beats(state, peers), state.recoveries.current
+    failing = {}
+    if current is not None:
+        failing = {"kind": current.kind, "cause": "; then ".join(current.causes)}
     roles: dict[str, Any] = {}
     for role, seat in sorted(state.seats.items()):
         beat = beats.get(role, {})
@@ -431,12 +434,7 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
             f"{node}.{local_rank}.{member.incarnation}": str(member.status)
             for (node, local_rank), member in sorted(state.fleet.members.items())
         },
-        "failing": {}
-        if state.recoveries.current is None
-        else {
-            "kind": state.recoveries.current.kind,
-            "cause": "; then ".join(state.recoveries.current.causes),
-        },
+        "failing": failing,
         "protection": "" if record is None else describe_plan(record.protection, record.replicas),
         "requests": [request.to_dict() for request in state.requests],
         "fewer_copies": sorted(exposed_roles(state)),

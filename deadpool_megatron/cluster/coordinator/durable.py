@@ -116,7 +116,7 @@ def _resolved(path: Path) -> Path:
 class NewCheckpoint:
     """Files in ``temporary`` that are to become the checkpoint ``final`` of a run.
 
-    ``counts()``: whether it still belongs to the run, called when all files are on the disk.
+    ``is_current()``: whether it still belongs to the run, called when all files are on the disk.
     ``struck``: paths of checkpoints that could not be loaded, which this checkpoint may replace.
     """
 
@@ -125,7 +125,7 @@ class NewCheckpoint:
     restore: Restore
     run: RunDirectory
     run_id: str
-    counts: Callable[[], bool] = lambda: True
+    is_current: Callable[[], bool] = lambda: True
     struck: Collection[str] = ()
 
     def make_valid(self) -> Restore:
@@ -195,7 +195,7 @@ class NewCheckpoint:
         iteration = self.restore.generation.iteration
         with _as_durable_error(final):
             _prepare(temporary)
-            if not self.counts():
+            if not self.is_current():
                 raise DurableError("training has continued from an earlier state")
             if str(final) in self.struck and final.exists():
                 self._rename_existing()
@@ -269,7 +269,7 @@ class NewCheckpoint:
         return restore
 
     def _require(self) -> None:
-        if not self.counts():
+        if not self.is_current():
             raise DurableError("its epoch was closed before all of it was on the disk")
 
 

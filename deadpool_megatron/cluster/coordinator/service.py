@@ -92,7 +92,7 @@ class Coordinator:
         self.exit_status: int | None = None
         self.over = asyncio.Event()
         self.tasks: set[asyncio.Task[object]] = set()
-        self._stepper = Stepper(machine, self.peers, self._took, self.spawn)
+        self._stepper = Stepper(machine, self.peers, self._carry_out_all, self.spawn)
         self.feed = self._stepper.feed
         self.orders = Orders(options, self.peers)
         self._watchdog = Watchdog(self._settings, self.peers)
@@ -187,7 +187,7 @@ class Coordinator:
 
     # The machine.
 
-    def _took(self, produced: list[actions.Action]) -> None:
+    def _carry_out_all(self, produced: list[actions.Action]) -> None:
         for action in produced:
             self._carry_out(action)
         if self.state.requests is not self._requests:

@@ -24,17 +24,17 @@ _REFUSAL_SECONDS = 1.0
 
 
 class Stepper:
-    """Queue of the machine's inputs, in the coordinator's loop; ``took(actions)`` is called after
-    each input."""
+    """Queue of the machine's inputs, in the coordinator's loop. After each input it calls
+    ``carry_out(actions)``."""
 
     def __init__(
         self,
         machine: Machine,
         peers: Peers,
-        took: Callable[[list[Action]], None],
+        carry_out: Callable[[list[Action]], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._machine, self._peers, self._took, self._spawn = machine, peers, took, spawn
+        self._machine, self._peers, self._carry_out, self._spawn = machine, peers, carry_out, spawn
         # Inputs with their sender.
         self._queue: deque[tuple[inputs.Input, str]] = deque()
         self._stepping = False
@@ -64,15 +64,15 @@ class Stepper:
                 asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, end_process, error)
                 raise
             try:
-                self._took(actions)
+                self._carry_out(actions)
             except Exception as error:
                 end_process(error)
             if time.monotonic() > until:
-                self._spawn(self._go_on())
+                self._spawn(self._resume())
                 return
         self._stepping = False
 
-    async def _go_on(self) -> None:
+    async def _resume(self) -> None:
         try:
             self._take_queue()
         except Exception as error:
