@@ -159,7 +159,7 @@ class Ranks:
         code = 1
         try:
             sys.stdout = sys.stderr
-            # What the test process holds is not this rank's to collect.
+            # This rank must not collect the objects of the test process.
             gc.freeze()
             # Nor are the threads that its tests have computed with: a fork does not have them.
             torch.set_num_threads(1)

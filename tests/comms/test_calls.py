@@ -1,3 +1,3 @@
-"""What is called in the communicators and what it answers, line by line; see calls/."""
+"""Calls of the communicators with their answers, line by line; see calls/."""
 
 from tests.common.calls import test_calls_are_answered_as_before  # noqa: F401

@@ -30,7 +30,7 @@ def mixed_backends(member: Member) -> str:
     return str(refused.value)
 
 
-def test_a_mixed_backend_is_refused_in_a_line_that_says_what_to_do():
+def test_mixed_backend_is_refused_with_advice():
     line = run(1, mixed_backends, kind=KIND)[0]
     assert line.startswith("backend 'cpu:gloo,cuda:nccl' is several in one")
     assert "ask for 'nccl'" in line
@@ -183,7 +183,7 @@ def test_a_spare_takes_another_role():
 
 @pytest.fixture
 def communicators():
-    """Detached ones, in the process of the test."""
+    """Detached communicators in the process of the test."""
     found = Communicators()
     found.install()
     try:
@@ -215,29 +215,29 @@ def test_groups_are_found_again_by_the_calls_that_made_them(communicators):
     assert dist.get_process_group_ranks(again["COLUMN"]) == [1, 3]
     with communicators.reusing_groups(), pytest.raises(RuntimeError, match="COLUMN"):
         dist.new_group([0, 2], group_desc="COLUMN")
-    # Outside of the block, groups are made as ever.
+    # Outside of the block, groups are created.
     assert isinstance(dist.new_group([0, 3], group_desc="NEW"), ReconfigurableGroup)
 
 
 @pytest.mark.usefixtures("communicators")
-def test_what_only_a_peer_has_is_zeros():
+def test_detached_group_gives_zeros_for_data_of_peers():
     dist.init_process_group("gloo", rank=1, world_size=2)
-    theirs, own = torch.full((3,), 7.0), torch.full((3,), 7.0)
-    dist.broadcast(theirs, src=0)
+    remote, own = torch.full((3,), 7.0), torch.full((3,), 7.0)
+    dist.broadcast(remote, src=0)
     dist.broadcast(own, src=1)
-    assert theirs.tolist() == [0, 0, 0]
+    assert remote.tolist() == [0, 0, 0]
     assert own.tolist() == [7, 7, 7]
 
 
 @pytest.mark.parametrize("role", [0, 3])
 def test_a_group_that_was_renumbered_answers_by_its_new_rank(communicators, role):
-    """A spare builds and warms up detached: what it keeps are the slices of the role it takes."""
+    """A spare builds and warms up detached, and keeps the slices of the role that it takes."""
     dist.init_process_group("gloo", rank=0, world_size=4)
     communicators.renumber(role)
     part, slices = torch.full((1,), -1.0), [torch.full((1,), float(rank)) for rank in range(4)]
     dist.reduce_scatter(part, slices)
     assert part.item() == role
-    own, theirs = torch.ones(1), torch.ones(1)
+    own, remote = torch.ones(1), torch.ones(1)
     dist.broadcast(own, src=role)
-    dist.broadcast(theirs, src=1)
-    assert (own.item(), theirs.item()) == (1.0, 0.0)
+    dist.broadcast(remote, src=1)
+    assert (own.item(), remote.item()) == (1.0, 0.0)

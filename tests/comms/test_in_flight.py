@@ -1,4 +1,4 @@
-"""Waits that are left, operations that fail beside others, and what is freed after an epoch."""
+"""Abandoned waits, and waits of several threads."""
 
 import threading
 import time
@@ -54,7 +54,7 @@ def test_the_error_of_a_call_that_was_left_is_not_that_of_a_later_call(monkeypat
 
 
 def has_a_thread_that_receives(member: Member) -> bool:
-    """Rank 0 sends the message in the iteration after the one that ends here."""
+    """Rank 0 sends the message in the next iteration."""
     member.init()
     side = dist.new_group([0, 1])
     member.attach(0)
@@ -76,13 +76,13 @@ def has_a_thread_that_receives(member: Member) -> bool:
     return not member.faults
 
 
-def test_an_iteration_ends_while_a_thread_waits_for_a_message_of_a_later_one():
+def test_iteration_ends_while_a_thread_waits_for_a_later_message():
     settings = {"operation_timeout_seconds": 3.0, "close_wait_seconds": 0.0}
     assert all(run(2, has_a_thread_that_receives, **settings).values())
 
 
 class Running:
-    """A Work that goes on, whatever happens to its connections, until it is told to end."""
+    """A Work that runs until the test ends it, whatever happens to its connections."""
 
     def __init__(self) -> None:
         self.waited, self.ended = threading.Event(), threading.Event()
@@ -98,8 +98,8 @@ class Running:
 
 
 @pytest.mark.parametrize("handed", [False, True])
-def test_memory_is_not_safe_while_another_thread_waits_for_what_it_has_not_left(handed):
-    """Nobody but that thread knows of an operation that its caller did not make asynchronous."""
+def test_memory_is_unsafe_while_another_thread_waits(handed):
+    """Only that thread knows of an operation that its caller did not make asynchronous."""
     epoch = Epoch(1, Limits(60.0, 0.0, 5.0, LIMIT_SECONDS), WaiterPool(), Progress(), None)
     group: Any = SimpleNamespace(epoch=epoch, description="dp", place="dp", size=2)
     running = Running()

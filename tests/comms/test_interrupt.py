@@ -1,4 +1,4 @@
-"""A rank dies or hangs under load: everybody else gets out, and the next epoch computes."""
+"""A rank dies or hangs under load: all others leave, and the next epoch computes."""
 
 import threading
 import time
@@ -148,11 +148,11 @@ def interrupted_attach(member: Member) -> bool:
     member.init()
     group = dist.new_group([0, 1])
 
-    def tell() -> None:
+    def report() -> None:
         wait_for("the attach", lambda: member.epoch is not None)
         member.send(("attaching", None))
 
-    threading.Thread(target=tell).start()
+    threading.Thread(target=report).start()
     with pytest.raises(EpochClosed) as caught:
         member.attach(0)  # rank 2 never comes
     assert caught.value.epoch == 0
@@ -191,7 +191,7 @@ def builds_for_long(member: Member) -> None:
     for allows_long_waits in (True, False):
         member.comms.allow_long_waits(allows_long_waits)
         if member.rank == 1:
-            time.sleep(3)  # of a limit of 1 s: as a build, or a save
+            time.sleep(3)  # above the limit of 1 s, like a build or a save
         if allows_long_waits:
             dist.barrier()
     with pytest.raises(CommunicatorFault) as caught:
@@ -220,13 +220,13 @@ def late_peer(member: Member) -> str:
     return str(caught.value)
 
 
-def test_attach_names_what_it_waited_for():
+def test_attach_names_the_missing_group():
     text = run(2, late_peer)[0]
     assert "default_pg" in text
     assert "0.5 s" in text
 
 
-def leftovers(member: Member) -> bool:
+def dropped_blocks(member: Member) -> bool:
     member.init()
     world = dist.group.WORLD
     member.attach(0)
@@ -241,8 +241,8 @@ def leftovers(member: Member) -> bool:
     return member.computes_in(1)
 
 
-def test_coalescing_leftovers_are_dropped():
-    assert all(run(2, leftovers).values())
+def test_drain_drops_open_coalescing_blocks():
+    assert all(run(2, dropped_blocks).values())
 
 
 def dropped_send(member: Member) -> bool:
@@ -302,13 +302,13 @@ def test_waiting_for_names_the_culprit():
         assert ranks.ask(1, "ask", "waiting_for") is None
         for rank, begun in ((0, 2), (1, 1)):
             assert ranks.ask(rank, "ask", "operation_counts")[pair] == OperationCounts(begun, 0)
-        assert ranks.ask(1, "ask", "progress") == 3  # one of them attach's own barrier
+        assert ranks.ask(1, "ask", "progress") == 3  # with the barrier of attach
         ranks.send(1, "order", "go")
         assert all(ranks.results().values())
 
 
 def other_thread(member: Member) -> dict[str, Any]:
-    """The interrupt of a rank that waits for a living peer which waits for nobody."""
+    """Interrupt a rank that waits for a living, idle peer."""
     member.init(epoch=3)
     member.comms.interrupt(2)  # an older epoch: no effect
     dist.barrier()

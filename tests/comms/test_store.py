@@ -22,14 +22,14 @@ from .ranks import DEADLINE_SECONDS, Member, Ranks
 from .test_interrupt import check, groups
 
 
-class Speaker:
+class MemberEnd:
     """A member, to the relay."""
 
     def __init__(self, relay: StoreRelay, connection: socket.socket) -> None:
         self._relay = relay
-        self._pipe = FramePipe(connection, self._said, lambda why: None)
+        self._pipe = FramePipe(connection, self._receive, lambda reason: None)
 
-    def _said(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         self._relay.enter(max(self._relay.epoch, message["epoch"]))
         self._relay.from_member(self, message)
 
@@ -42,7 +42,7 @@ class Speaker:
 
 @pytest.fixture
 def agent(tmp_path):
-    """The path of a socket behind which a node's relay serves every member."""
+    """The path of the socket on which a node's relay serves every member."""
     path = str(tmp_path / "agent")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
@@ -63,7 +63,7 @@ async def _serve(listener: socket.socket) -> None:
     listener.setblocking(False)
     while True:
         connection, _ = await asyncio.get_running_loop().sock_accept(listener)
-        Speaker(relay, connection)
+        MemberEnd(relay, connection)
 
 
 def line_to(path: str) -> MemberStore:
@@ -105,7 +105,7 @@ def test_groups_meet_in_every_epoch_and_between(agent):
         assert all(ranks.start(several_epochs, agent).results().values())
 
 
-def without_one(member: Member, path: str) -> float:
+def without_a_peer(member: Member, path: str) -> float:
     """Rank 3 is missing in epoch 1, and there in epoch 2."""
     member.init()
     row, column = groups(member)
@@ -128,13 +128,13 @@ def without_one(member: Member, path: str) -> float:
     attach(member, store, 2)
     assert check(member, row, column)
     left = [thread for thread in threading.enumerate() if "waiter" in thread.name]
-    assert len(left) <= 2, "nobody is left behind in the store of epoch 1"
+    assert len(left) <= 2, "no thread stays in the store of epoch 1"
     return took
 
 
 def test_a_close_ends_the_wait_for_a_peer_that_never_comes(agent):
     with Ranks(4) as ranks:
-        ranks.start(without_one, agent)
+        ranks.start(without_a_peer, agent)
         for rank in range(3):
             ranks.receive(rank, "ready")
         for rank in range(3):
@@ -142,7 +142,7 @@ def test_a_close_ends_the_wait_for_a_peer_that_never_comes(agent):
         assert max(ranks.results().values()) < DEADLINE_SECONDS / 2
 
 
-def test_what_no_communicator_asks_for_raises():
+def test_unsupported_store_methods_raise():
     store = EpochStore(MemberStore(lambda message: None), 1, 1.0)
     prefixed = dist.PrefixStore("e1", store)
     with pytest.raises(RuntimeError, match="pure virtual function"):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 WORLD_SIZE = 4
-# What these are at import decides what torch's module defines.
+# torch's module reads these variables at import.
 os.environ.update(
     BACKEND="gloo", WORLD_SIZE=str(WORLD_SIZE), INIT_METHOD="file://", OMP_NUM_THREADS="1"
 )
@@ -83,7 +83,7 @@ class TorchSuite(distributed_test.TestDistBackend, distributed_test.DistributedT
                 timeout=timedelta(seconds=seconds),
             )
         else:
-            # Nobody closes an epoch here, so that nobody has to wait for it.
+            # No epoch is closed here, so no wait for a close is needed.
             communicators = Communicators(limits=Limits(seconds, close_wait_seconds=0))
             communicators.install()
             dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)

@@ -89,7 +89,7 @@ class Life(Rig):
         self.folder, self.flags = folder, flags
         self.lines: list[str] = []
         self.states: dict[str, str] = {}
-        self.heard: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
         self.settings = settings
         self.begin(SEAT)
 
@@ -151,7 +151,7 @@ class Life(Rig):
         while True:
             message = framing.receive(self.socket)
             if message["t"] != "beat":
-                self.heard.append(message)
+                self.received.append(message)
             if message["t"] == "durable-request":
                 shutil.rmtree(message["final"], ignore_errors=True)
                 Path(message["temporary"]).rename(message["final"])
@@ -179,11 +179,11 @@ class Life(Rig):
         """Write down what was heard and printed since, and the states by the order of their
         coming."""
         self.lines.append(f"{what}:")
-        for message in self.heard:
+        for message in self.received:
             text = lives.text(message, _VOLATILE)
             if not any(f'"{kind}"' in text for kind in _LEFT_OUT):
                 self.lines.append(f"    {self._states_in(text)}")
-        self.heard.clear()
+        self.received.clear()
         for text in capfd.readouterr():
             printed = [line for line in text.splitlines() if "deadpool: gloo" not in line]
             self.lines += [f"    | {self._states_in(line)}" for line in printed]

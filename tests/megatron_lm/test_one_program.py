@@ -17,9 +17,7 @@ from tests.megatron_lm.harness.runs import copy_tree, gpt
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs_megatron_lm]
 ROOT = Path(__file__).parents[2]
-HELD = (
-    f"import sys\nsys.path.append({str(ROOT)!r})\nimport tests.persist.harness.held_pretraining\n"
-)
+HELD = f"import sys\nsys.path.append({str(ROOT)!r})\nimport tests.persist.harness.held_pretrain\n"
 LOSS = "loss = torch.sum(losses * loss_mask)"
 
 

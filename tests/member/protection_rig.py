@@ -83,7 +83,7 @@ class Copy(devices.CopyHandle):
 
 
 class SlowPlatform(devices.CpuPlatform):
-    """Copies end when the test says so; host memory can be registered and is counted."""
+    """Copies that the test ends; registered host memory is counted."""
 
     def __init__(self) -> None:
         super().__init__()

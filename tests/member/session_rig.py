@@ -1,7 +1,7 @@
 """A session in a thread of its own, over a socket pair: the test is its agent.
 
-The link and its watcher thread are the real ones; communicators, loop and entry are replaced by
-ones that the test controls step by step.
+The link and its watcher thread are real; the test controls the replaced communicators, loop and
+entry step by step.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ class BareEntry(EpochEntry):
 
 
 class FakeCommunicators(Observation):
-    """Closed by an interrupt; what a call in them raises then, and what a drain answers. Who
-    watches them sees no epoch."""
+    """Communicators that an interrupt closes; a call in them then raises. Without an epoch for
+    observers."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class FakeCommunicators(Observation):
 
 
 class FakeProtection:
-    """Notes what it is told. Every generation is due."""
+    """Records its calls. Every generation is due."""
 
     is_due = is_gated = True
 
@@ -236,7 +236,7 @@ class Rig:
         self.link = MemberLink(member, PLACE, "run", QUICK)
         self.session = Session(self.link, folder)
         self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self.heard: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         self.expect("hello")
@@ -280,17 +280,17 @@ class Rig:
         self.order("close", epoch=epoch, cause="test")
 
     def drain(self, epoch: int) -> None:
-        """Close an epoch that then leaves nothing behind."""
+        """Close an epoch, which is then drained."""
         self.close(epoch)
         assert self.expect("drained") == drained(epoch)
 
     def expect(self, kind: str) -> dict[str, Any]:
-        """The next message of a kind; all others are kept in ``heard``."""
+        """Return the next message of a kind; all are kept in ``received``."""
         while True:
             message = framing.receive(self.socket)
             if message["t"] == "beat":
                 continue
-            self.heard.append(message)
+            self.received.append(message)
             if message["t"] == kind:
                 return message
 
@@ -305,21 +305,21 @@ class Rig:
         return self.result()
 
     def result(self) -> BaseException | None:
-        """What the session raised, when it has ended; then all it said is in ``heard``."""
+        """Return the exception of the ended session; all its messages are then in ``received``."""
         answer = self.ended.get(timeout=SECONDS)
         self.thread.join(SECONDS)
         self.socket.setblocking(False)
         frames = framing.FrameBuffer()
         try:
             while piece := self.socket.recv(1 << 20):
-                self.heard += [m for m in frames.feed(piece) if m["t"] != "beat"]
+                self.received += [m for m in frames.feed(piece) if m["t"] != "beat"]
         except BlockingIOError:
             pass
         return answer
 
-    def said(self, kind: str) -> list[dict[str, Any]]:
-        """All messages of a kind that were heard so far."""
-        return [message for message in self.heard if message["t"] == kind]
+    def messages(self, kind: str) -> list[dict[str, Any]]:
+        """Return all messages of a kind so far."""
+        return [message for message in self.received if message["t"] == kind]
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ Machine = Callable[..., list[int]]
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Plays the calls of torch that tell of GPUs; answers the list of devices that were set."""
+    """Replace torch's calls about GPUs; return the list of devices that are set."""
     environment: dict[str, str] = {}
     nccl_environment.complete(environment)
     for name, value in environment.items():
@@ -88,7 +88,7 @@ def test_a_contrary_variable_is_refused_before_a_device_is_touched(machine, capf
     assert select_device("gloo", 0) == "gloo"
 
 
-def test_what_plays_nccl_is_taken_under_a_fault_plan_only(machine, capfd, monkeypatch):
+def test_fake_nccl_needs_a_fault_plan(machine, capfd, monkeypatch):
     machine(0)
     assert "fault plan only (DEADPOOL_FAULTS)" in refusal(capfd, communicator="a.module:factory")
     monkeypatch.setenv("DEADPOOL_FAULTS", "plan.json")
@@ -113,13 +113,13 @@ def test_a_member_that_cannot_have_its_gpu_ends_as_one_of_a_broken_host(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f")
     line = refusal(capfd, ExitStatus.NO_DEVICE)
     assert line.endswith("(CUDA_VISIBLE_DEVICES=GPU-8f): RuntimeError: No CUDA GPUs are available")
-    monkeypatch.undo()  # what is installed here was built without CUDA
+    monkeypatch.undo()  # the installed torch was built without CUDA
     monkeypatch.setattr(nccl_environment, "error_message", lambda _: "")
     assert "AssertionError: Torch not compiled with CUDA" in refusal(capfd, ExitStatus.NO_DEVICE)
 
 
-def test_the_device_is_set_before_anything_asks_for_the_current_one(machine, monkeypatch, tmp_path):
-    """An entry asks for the memory beside it as it is made, groups are made later."""
+def test_device_is_set_before_its_first_use(machine, monkeypatch, tmp_path):
+    """An entry uses the device as it is made, groups use it later."""
     taken, seen = machine(1), list[list[int]]()
     made = session_rig.Rig._make_entry
 

@@ -1,4 +1,4 @@
-"""What a session makes of exceptions, and what an interrupted step leaves behind."""
+"""Exceptions in a session, and the frames of an interrupted step."""
 
 import argparse
 import dataclasses
@@ -37,13 +37,13 @@ def test_any_exception_after_a_close_counts_as_the_interrupt(rig, capfd):
 def test_an_exception_without_a_close_is_the_programs_own(rig):
     rig.entry.loop.acts[1] = Mock(side_effect=ZeroDivisionError("a bug in the program"))
     rig.record(1)
-    said = rig.expect("raised")
-    assert (said["epoch"], said["text"]) == (1, "ZeroDivisionError: a bug in the program")
+    message = rig.expect("raised")
+    assert (message["epoch"], message["text"]) == (1, "ZeroDivisionError: a bug in the program")
     assert rig.thread.is_alive(), "a better cause has some time to come"
     ended = rig.result()
     assert isinstance(ended, ZeroDivisionError)
     assert ended.__traceback__ is not None
-    assert rig.said("drained") == []
+    assert rig.messages("drained") == []
     assert rig.entry.calls[-1] == "close"
 
 
@@ -71,14 +71,14 @@ def test_an_exception_is_the_close_that_follows_its_report(rig, error, kind, gro
     in epoch 2."""
     rig.entry.loop.acts[1] = Mock(side_effect=error)
     rig.record(1)
-    said = rig.expect(kind)
-    assert said["epoch"] == 1
-    assert group is None or said["group"] == group
+    message = rig.expect(kind)
+    assert message["epoch"] == 1
+    assert group is None or message["group"] == group
     rig.drain(1)
     rig.entry.loop.acts.clear()
     rig.record(2)
     rig.ends_well()
-    assert len(rig.said("raised")) == (kind == "raised")
+    assert len(rig.messages("raised")) == (kind == "raised")
 
 
 def test_an_interrupt_without_a_close_is_reported_and_waited_out(rig):
@@ -92,7 +92,7 @@ def test_an_interrupt_without_a_close_is_reported_and_waited_out(rig):
     assert rig.end() is None
 
 
-# What an interrupted step leaves behind.
+# Frames of an interrupted step.
 
 
 class Activation:

@@ -111,5 +111,5 @@ def test_a_generation_that_all_can_produce_is_always_there(every, lag, spans):
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 3])
 def test_with_two_slots_and_no_collective_state_would_be_lost(every):
-    """What the third slot is for, so that the model is one that can fail."""
+    """The reason for the third slot; it also shows that the model can fail."""
     assert None in [play(Job(2, 0, every, False), seed) for seed in range(300)]

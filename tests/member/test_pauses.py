@@ -27,7 +27,7 @@ def test_stands_still_protected_and_leaves_at_the_close(rig):
     rig.drain(1)
     rig.record(2, generation=Generation(1, 2), boundary="evaluation")
     rig.ends_well()
-    assert rig.said("pause-refused") == []
+    assert rig.messages("pause-refused") == []
 
 
 def test_goes_on_when_another_role_was_past_the_boundary(rig):
@@ -56,11 +56,11 @@ def test_refuses_at_once_when_the_next_iteration_has_begun(rig):
     rig.entry.loop.acts.clear()
     rig.record(2, generation=Generation(1, 1))
     rig.ends_well()
-    assert rig.said("paused") == []
+    assert rig.messages("paused") == []
 
 
-def test_an_order_of_another_epoch_stops_nobody(rig):
-    """A spare hears of the pause that ends in its taking the seat of the drained node."""
+def test_pause_of_another_epoch_is_ignored(rig):
+    """A spare receives the pause after which it takes the seat of the drained node."""
     rig.record(1, ELSEWHERE)
     rig.expect("warm")
     rig.order("pause", epoch=1, iteration=2)
@@ -69,13 +69,13 @@ def test_an_order_of_another_epoch_stops_nobody(rig):
 
     def late() -> None:
         rig.order("pause", epoch=1, iteration=3)
-        rig.order("durable-done", iteration=99)  # what comes after it has arrived
+        rig.order("durable-done", iteration=99)  # arrives after the pause
         wait_for("both orders", lambda: rig.entry.reports.durable_iteration == 99)
 
     rig.entry.loop.acts[3] = late
     rig.record(2, generation=Generation(1, 2), boundary="evaluation")
     rig.ends_well()
-    assert rig.said("paused") == rig.said("pause-refused") == []
+    assert rig.messages("paused") == rig.messages("pause-refused") == []
 
 
 def test_an_order_to_pause_is_obeyed_or_refused_never_lost():
@@ -121,7 +121,7 @@ def test_nothing_is_reported_after_a_close_nor_twice_for_people(rig, capfd):
     rig.expect("drained")
     assert len(outcome) == 1
     assert rig.end() is None
-    events = [message["event"] for kind in ("progress", "event") for message in rig.said(kind)]
+    events = [message["event"] for kind in ("progress", "event") for message in rig.messages(kind)]
     assert [e["iteration"] for e in events if e["kind"] == "step"] == [1, 2, 3]
     assert [e["data"]["text"] for e in events if e["kind"] == "log"] == ["line 2", "line 3"]
     assert capfd.readouterr().out == "line 2\nline 3\n"

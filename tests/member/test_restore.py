@@ -78,8 +78,8 @@ def same_bytes(arguments: str) -> list[tuple[int, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["--bf16", ""], ids=["bf16", "fp32"])
 def test_experts_of_peers_are_not_the_same_experts(precision):
-    """Without the distributed optimizer, two of four on each rank: of a lost role nobody else has
-    the bytes, though there are as many of them."""
+    """Without the distributed optimizer, two of four on each rank: no other role has the bytes of
+    a lost role, though their number is equal."""
     found = run_ranks(2, same_bytes, f"{TINY} {precision}{MOE}")
     assert found == [[(0, 1), (0,)], [(0, 1), (1,)]]
 
@@ -143,8 +143,8 @@ def clip(arguments: str) -> list[str]:
     return [name for name in clipped if found[name] != clipped[name]]
 
 
-def test_weights_that_qk_clip_has_changed_are_not_what_their_masters_give():
-    """Why --qk-clip is refused."""
+def test_weights_clipped_by_qk_clip_differ_from_their_masters():
+    """The reason for the refusal of --qk-clip."""
     (differing,) = run_ranks(1, clip, f"{TINY} --bf16")
     assert len(differing) == 2
     assert all(name.endswith("linear_qkv.weight") for name in differing)

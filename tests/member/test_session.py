@@ -1,4 +1,4 @@
-"""A session against a hand-driven agent: what it answers to records and closes, at any moment."""
+"""A session against a hand-driven agent: its answers to records and closes, at any moment."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from tests.member.session_rig import ELSEWHERE, SEAT, SECONDS, drained
 
 
 def test_an_iteration_without_an_update_passes_the_gate_with_all_roles(rig, monkeypatch):
-    """Else its slot would be one that another role may still need; no optimizer step has asked."""
+    """Otherwise another role may still need its slot; no optimizer step has passed the gate."""
     calls = rig.entry.calls
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: calls.append("all roles"))
     rig.entry.protection.is_gated = False
@@ -46,7 +46,7 @@ def test_a_close_does_not_wait_for_a_member_that_builds(rig, stage):
     rig.expect("done")
     assert rig.entry.calls.count("rebuild") == 1, "the closed epoch was not entered"
     assert rig.end() is None
-    assert rig.said("drained") == [drained(1)]
+    assert rig.messages("drained") == [drained(1)]
 
 
 def test_a_loop_that_reports_while_it_is_built_survives_a_close(rig):
@@ -62,8 +62,10 @@ def test_a_loop_that_reports_while_it_is_built_survives_a_close(rig):
     del rig.entry.acts["adopt"]
     rig.record(2)
     rig.ends_well()
-    told = [m["event"] for m in rig.said("event") if m["event"]["kind"] in ("training", "log")]
-    assert [(event["kind"], event["epoch"]) for event in told] == [("training", 1)]
+    events = [
+        m["event"] for m in rig.messages("event") if m["event"]["kind"] in ("training", "log")
+    ]
+    assert [(event["kind"], event["epoch"]) for event in events] == [("training", 1)]
 
 
 # Leaving a closed epoch.
@@ -79,8 +81,8 @@ def test_a_close_in_each_stage(rig, stage):
     del rig.entry.acts[stage]
     rig.record(2)
     rig.ends_well()
-    assert rig.said("drained") == [drained(1)]
-    assert rig.said("fault") == []
+    assert rig.messages("drained") == [drained(1)]
+    assert rig.messages("fault") == []
 
 
 def test_a_step_that_ends_after_the_close_is_not_sealed(rig):
@@ -95,11 +97,11 @@ def test_a_step_that_ends_after_the_close_is_not_sealed(rig):
     assert rig.expect("drained") == drained(1)
     assert "complete" not in rig.entry.calls
     assert rig.end() is None
-    assert [m for m in rig.heard if m.get("event", {}).get("kind") == "state-hash"] == []
+    assert [m for m in rig.received if m.get("event", {}).get("kind") == "state-hash"] == []
 
 
 def test_closes_that_race_with_everything(rig):
-    """Whatever the moment: each epoch is answered, in order, and the last one is played."""
+    """At any moment: each epoch is answered in order, and the last epoch is trained."""
     for epoch in range(1, 60):
         rig.record(epoch)
         if epoch % 3:
@@ -110,12 +112,12 @@ def test_closes_that_race_with_everything(rig):
         rig.communicators.closed.clear()
     rig.record(60)
     rig.ends_well()
-    assert [m["epoch"] for m in rig.said("drained")] == list(range(1, 60)), "each exactly once"
-    assert all(m["clean"] for m in rig.said("drained"))
+    assert [m["epoch"] for m in rig.messages("drained")] == list(range(1, 60)), "each exactly once"
+    assert all(m["clean"] for m in rig.messages("drained"))
 
 
 def test_the_close_of_a_newer_epoch_ends_the_one_that_is_played(rig):
-    """This node has not heard of epoch 2, only that it is over."""
+    """This node has not received epoch 2, only its close."""
     rig.entry.loop.acts[1] = rig.communicators.collective
     rig.record(1)
     rig.expect("restored")

@@ -1,4 +1,4 @@
-"""The whole life of a member's session, line by line: all that it says, and what it has done.
+"""The whole life of a member's session, line by line: its messages, and its calls.
 
 Expected is lives/session.txt. A change that is meant changes it as well: with
 ``DEADPOOL_TEST_WRITE=1`` in the environment this test writes it again, and the difference is read
@@ -15,7 +15,7 @@ from tests.common import lives
 from tests.member.session_rig import ELSEWHERE, SECONDS
 
 EXPECTED = Path(__file__).parent / "lives" / "session.txt"
-# What differs from one time to the next.
+# Values that differ between runs.
 _VOLATILE = re.compile(r"seconds|^(pid|t|n|host|started)$")
 
 
@@ -23,13 +23,13 @@ def test_a_life_is_as_it_was_before(rig, tmp_path):
     """A spare; then it takes a role, is interrupted in a step, has three more epochs, and ends."""
     lines: list[str] = []
 
-    def show(what: str) -> None:
-        lines.append(f"{what}:")
-        for message in rig.heard:
+    def show(title: str) -> None:
+        lines.append(f"{title}:")
+        for message in rig.received:
             text = lives.text(message, _VOLATILE).replace(str(tmp_path), "DIR")
             lines.append(f"    {message['t']} {text}")
         lines.extend(f"    did {done}" for done in rig.entry.calls)
-        rig.heard.clear()
+        rig.received.clear()
         rig.entry.calls.clear()
 
     rig.record(1, ELSEWHERE)

@@ -14,7 +14,7 @@ HELD_TRAINER = str(Path(__file__).parent / "harness" / "held_trainer.py")
 
 
 def program(flags: str, iterations: int, held: dict[int | str, str]) -> Program:
-    """Two nodes of two members; held before iterations until something is there (holding.py)."""
+    """Two nodes of two members; held before iterations until something is there (hold.py)."""
     waits = ",".join(f"{iteration}={pattern}" for iteration, pattern in held.items())
     command = (HELD_TRAINER, waits, *MODEL.split(), *PP2.split(), *BF16.split())
     length = ("--train-iters", str(iterations))

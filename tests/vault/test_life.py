@@ -139,7 +139,7 @@ class Life:
         """Wait until members and agents have heard so, who hear of it later."""
         for role, member in self.members.items():
             assert member.wait(generation, boundary) == "committed", (role, generation, boundary)
-            self.heard(member.seat.node, generation.iteration, boundary)
+            self.received(member.seat.node, generation.iteration, boundary)
 
     def heard(self, number: int, iteration: int, boundary: str) -> None:
         """Wait until an agent hears of a commit, after its member has."""

@@ -113,7 +113,7 @@ class Vault:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.path = directory, directory / "vault.sock"
-        self.heard: list[Mapping[str, Any]] = []
+        self.received: list[Mapping[str, Any]] = []
         self.start()
 
     def start(self) -> None:
@@ -135,7 +135,7 @@ class Vault:
 
         def hear(stopping: threading.Event) -> dict[str, Any] | None:
             message = receive(stopping)
-            self.heard.append(message or {"t": "end"})
+            self.received.append(message or {"t": "end"})
             return message
 
         link.receive = hear  # type: ignore[method-assign]

@@ -28,8 +28,8 @@ def recorded_handshake(address: tuple[str, int], secret: bytes, realm: str) -> l
 
 
 def damaged(frames: Sequence[bytes], random_: random.Random) -> bytes:
-    """What a stranger sends who has recorded these frames: some of them in any order, with flipped
-    bits, other bytes between them, or cut off."""
+    """Return bytes that a stranger could send after recording these frames: some of them in any
+    order, with flipped bits, other bytes between them, or cut off."""
     data = bytearray(b"".join(random_.choices(frames, k=random_.randrange(1, 4))))
     for _ in range(random_.choice((0, 0, 9))):
         data[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
@@ -58,13 +58,13 @@ def drain(connection: socket.socket, data: bytes = b"") -> None:
 
 
 def strange(message: Mapping[str, Any], random_: random.Random) -> dict[str, Any]:
-    """The message with one of its values, at any depth, replaced, or one of its keys missing."""
+    """Return the message with a value, at any depth, replaced, or without a key."""
     changed: dict[str, Any] = json.loads(json.dumps(message))
     container, key = random_.choice([*_places(changed)])
     if isinstance(container, dict) and random_.random() < 0.2:
         del container[key]
     else:
-        container[key] = random_.choice([one for one in STRANGE if one != container[key]])
+        container[key] = random_.choice([value for value in STRANGE if value != container[key]])
     return changed
 
 

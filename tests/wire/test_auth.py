@@ -1,4 +1,4 @@
-"""The secret and the handshake: what is recorded, reflected, relayed or guessed is of no use."""
+"""The secret and the handshake: recorded, reflected, relayed or guessed proofs are refused."""
 
 import os
 import socket
@@ -78,7 +78,7 @@ def test_a_recorded_conversation_cannot_be_played_again():
 
 
 def test_a_proof_sent_back_to_its_maker_is_worth_nothing():
-    """A stranger who knows nothing answers with what it was given."""
+    """A stranger without the secret sends back what it got."""
     _, accepting = sides()
     challenge = accepting.challenge({"t": "hello", "run": "run", "nonce": "0" * 32, "to": ADDRESS})
     for stolen in ({"t": "answer", "proof": challenge["proof"]}, challenge):
@@ -134,7 +134,7 @@ def test_improper_proofs(proof):
         connecting.answer({"t": "challenge", "nonce": os.urandom(16).hex(), "proof": proof})
 
 
-def test_a_door_stays_shut_to_whoever_does_not_know_the_secret():
+def test_listener_refuses_a_peer_without_the_secret():
     """The blocking form, which vaults use: the challenge is followed by a look at the answer."""
     near, far = socket.socketpair()
     with near, far:

@@ -1,4 +1,4 @@
-"""Each kind of message that carries an epoch is delivered late, early and twice to who receives it.
+"""Each kind of message that carries an epoch is delivered late, early and twice to its receiver.
 
 The tests are those of the rooms. Here is the table of them, which a new kind has to be in.
 """
@@ -77,6 +77,6 @@ def test_each_kind_that_carries_an_epoch_has_its_row():
 
 
 @pytest.mark.parametrize("test", sorted({test for row in TESTS.values() for test in row}))
-def test_each_row_names_what_there_is(test):
+def test_each_row_names_an_existing_test(test):
     file, name = test.split("::")
     assert re.search(rf"(?:def|import) {name}\b", (ROOT / file).read_text())

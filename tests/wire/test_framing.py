@@ -1,4 +1,4 @@
-"""Frames out of whatever bytes arrive; large ones made in parts; waits for descriptors."""
+"""Frames out of any bytes that arrive; large frames made in parts; waits for descriptors."""
 
 import asyncio
 import fcntl
@@ -112,7 +112,7 @@ def _write(connection: socket.socket, data: bytes) -> None:
 
 @settings(max_examples=50)
 @given(_messages)
-def test_what_is_sent_is_what_arrives(message):
+def test_frame_arrives_as_sent(message):
     data = framing.encode(message)
     assert FrameBuffer().feed(data) == [message]
 

@@ -1,4 +1,4 @@
-"""The door: strangers wait in small number and not for long; who knows the secret gets in."""
+"""The listener: few strangers wait, and not for long; peers with the secret get in."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ def many_files():
 
 @pytest.mark.parametrize("strangers", [800, pytest.param(1500, marks=pytest.mark.full)])
 @pytest.mark.usefixtures("many_files")
-async def test_who_says_nothing_stays_in_the_kernel(strangers):
+async def test_silent_connections_stay_in_the_kernel(strangers):
     """All agents come back after a takeover, with 256 strangers let in, as of 1024 open files."""
 
     async with open_door(max_pending=256) as (inside, address):
@@ -50,7 +50,7 @@ def crowd(address: Address, count: int, data: bytes) -> list[socket.socket]:
     return connections
 
 
-async def test_a_crowd_of_strangers_keeps_nobody_out():
+async def test_crowd_of_strangers_does_not_block_an_agent():
     async with open_door(max_pending=16) as (inside, address):
         before = descriptors()
         strangers = crowd(address, 40, b"D")
@@ -60,12 +60,12 @@ async def test_a_crowd_of_strangers_keeps_nobody_out():
         for connection in strangers:
             connection.close()
     assert len(inside.served) == 1
-    crowded = [why for why in inside.refusals if why.startswith("too many unauthenticated peers")]
+    crowded = [text for text in inside.refusals if text.startswith("too many unauthenticated")]
     assert 25 <= len(crowded) <= 40, "it came after them and had to wait for its turn"
 
 
 async def come_again(connection: socket.socket, data: bytes) -> None:
-    """A stranger who connects anew whenever he is put out."""
+    """A stranger that connects again whenever its connection is closed."""
     address, loop = connection.getpeername(), asyncio.get_running_loop()
     while True:
         with connection, contextlib.suppress(ConnectionResetError):
@@ -77,14 +77,14 @@ async def come_again(connection: socket.socket, data: bytes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("many_files")
-async def test_strangers_who_come_again_keep_nobody_out():
+async def test_returning_strangers_do_not_block_agents():
     """Put out one after the other, with a last call for each, they held every place for ever."""
 
     async with open_door(max_pending=100) as (inside, address):
         data = b"D"
         connections = crowd(address, 600, data)
-        strangers = [asyncio.create_task(come_again(one, data)) for one in connections]
-        # Twenty a second would be more than this time for those who stand before the agents.
+        strangers = [asyncio.create_task(come_again(each, data)) for each in connections]
+        # At twenty a second the strangers before the agents would take more than this time.
         async with asyncio.timeout(SECONDS):
             writers = await asyncio.gather(*(enter(address) for _ in range(16)))
         for stranger in strangers:
@@ -95,8 +95,8 @@ async def test_strangers_who_come_again_keep_nobody_out():
     assert len(inside.served) == 16
 
 
-async def test_the_one_who_goes_is_of_the_address_with_most_strangers():
-    """Who floods from one address takes the places of his own connections."""
+async def test_listener_closes_peers_of_the_fullest_address():
+    """A flood from an address takes the places of its own connections."""
 
     async with open_door(max_pending=8) as (inside, address):
         lonely = socket.create_connection(address, SECONDS, ("127.0.0.2", 0))
@@ -124,8 +124,8 @@ async def test_a_knock_is_no_refusal_but_half_a_word_is():
 OLDER = b"DPM1\x00\x00\x00\x0d" + b'{"t":"hello"}'
 
 
-async def test_who_speaks_another_version_hears_so():
-    """In a form that tells it, whatever its own is: the first bytes say the version."""
+async def test_peer_of_another_version_is_informed():
+    """In a form that any version can read: the version is in the first bytes."""
 
     async with open_door(max_pending=4) as (inside, address):
         reader, writer = await open_stream(address)
@@ -134,8 +134,8 @@ async def test_who_speaks_another_version_hears_so():
         assert await reader.read() == b""
         writer.close()
         await inside.until(lambda: inside.refusals)
-    (why,) = inside.refusals
-    assert "the other end speaks 'DPM1', this one 'DPM3': install one version" in why
+    (text,) = inside.refusals
+    assert "the other end speaks 'DPM1', this one 'DPM3': install one version" in text
 
 
 async def test_a_crowd_of_agents_gets_in_one_after_the_other():
@@ -150,7 +150,7 @@ async def test_a_crowd_of_agents_gets_in_one_after_the_other():
 
 
 def test_strangers_at_a_vault(tmp_path):
-    """More silent ones than it lets wait: its buddy still gets through, they are all counted."""
+    """More silent peers than it lets wait: its buddy still gets in, and all of them are counted."""
     with cluster(tmp_path, 1) as running:
         node = running.nodes[0]
         address = ("127.0.0.1", node.port)
@@ -166,8 +166,8 @@ def test_strangers_at_a_vault(tmp_path):
 
 @pytest.mark.parametrize("realm", ["run", "other/vault0", realm_of(RUN_ID, 1)])
 def test_a_vault_is_no_other_service(tmp_path, realm, monkeypatch):
-    """Whoever means the coordinator, another run's vault, or that of another node, does not come to
-    this one; nor where addresses are translated."""
+    """A peer that dials the coordinator or another vault is refused, also
+    where addresses are translated."""
     monkeypatch.setenv(auth.TRANSLATED, "1")
     with cluster(tmp_path, 1) as running:
         secret = auth.load_secret(running.directory)

@@ -19,7 +19,7 @@ from tests.wire import mutations
 
 pytestmark = pytest.mark.slow
 
-STRANGERS = 50  # with the insiders: the first 100 refusals are told in events
+STRANGERS = 50  # with the insiders: the first 100 refusals are reported as events
 INSIDERS = 80
 SEED = 20
 
@@ -37,7 +37,7 @@ def play(address: tuple[str, int], frames: list[bytes], random_: random.Random) 
 
 def test_a_coordinator_under_damaged_conversations(tmp_path, monkeypatch):
     """Strangers play recorded sessions; then an agent of ours goes mad. The run ends well."""
-    # What the mad one tells of itself stands in the events as it says it.
+    # Events quote the mad agent's own facts.
     monkeypatch.setattr("tests.common.finished_run.check_event", lambda values: None)
     with Run(tmp_path / "run", spares=0) as run:
         run.wait_iteration(2)
@@ -78,7 +78,7 @@ _JOIN: dict[str, Any] = {
     "restored": {},
 }
 _SEAT = {"slot": 0, "incarnation": 0}
-_SAID: tuple[dict[str, Any], ...] = (
+_REPORTS: tuple[dict[str, Any], ...] = (
     {"t": "member-lost", **_SEAT, "exit_code": 1, "signal": 9, "last_line": "x"},
     {"t": "member-suspected", **_SEAT, "cause": "x", "silent_seconds": 1.0},
     {"t": "inventory", "inventory": {"node": 0, "epoch": 1, "holdings": [], "layouts": []}},
@@ -100,7 +100,7 @@ def _go_mad(address: tuple[str, int], secret: bytes, run_id: str, random_: rando
         framing.send(connection, _JOIN)
         assert framing.receive(connection)["t"] == "welcome"
         for number in range(1, INSIDERS + 1):
-            message = mutations.strange(random_.choice(_SAID), random_)
+            message = mutations.strange(random_.choice(_REPORTS), random_)
             try:
                 framing.send(connection, {"n": number, **message})
             except OSError:

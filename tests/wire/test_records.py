@@ -1,4 +1,4 @@
-"""What passes behind the handshake: as it was sent, in order, once, or not at all."""
+"""Messages after the handshake arrive as they were sent, in order, once, or not at all."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_any_changed_bit_is_noticed(data):
         found = opener.feed(bytes(whole))
     except AlteredError:
         return
-    # A longer length waits for bytes that do not come; what stood before it is as it was.
+    # A longer length waits for bytes that do not come; the records before it are unchanged.
     assert b"".join(contents).startswith(found)
     assert len(found) < len(b"".join(contents))
 
@@ -61,7 +61,7 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_somebody_on_the_way_can_do(change):
+def test_altered_records_are_refused(change):
     opener = Opener(Direction(KEY))
     with pytest.raises(AlteredError):
         opener.feed(b"".join(CHANGES[change](sealed(b"one", b"two", b"three"))))
@@ -120,7 +120,7 @@ def test_frames_and_bulk_over_sockets():
 
 
 class Between:
-    """Somebody on the way from a dialler to a listener, who changes the bytes at will."""
+    """A relay from a dialler to a listener that changes the bytes."""
 
     def __init__(self, target: tuple[str, int], change: Callable[[bytes], bytes]) -> None:
         self._target = target
@@ -153,8 +153,8 @@ class Between:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-async def test_a_relay_without_the_secret_gets_nobody_in(monkeypatch):
-    """It has the port that a coordinator had, and hands the handshake on to the real one."""
+async def test_relay_without_the_secret_is_refused(monkeypatch):
+    """It has the port of a former coordinator, and passes the handshake on."""
     monkeypatch.delenv(auth.TRANSLATED, raising=False)
     async with open_door() as (inside, address):
         with (
@@ -167,8 +167,8 @@ async def test_a_relay_without_the_secret_gets_nobody_in(monkeypatch):
     assert "it is relayed, or addresses are translated" in inside.refusals[0]
 
 
-async def test_a_relay_that_says_what_the_acceptor_wants_to_hear(monkeypatch):
-    """The proof is of the address that was dialled, not of the one in the message."""
+async def test_relay_that_rewrites_the_address_is_refused(monkeypatch):
+    """The proof is of the address that was dialled, not of that in the message."""
     monkeypatch.delenv(auth.TRANSLATED, raising=False)
     place: list[Between] = []
     async with open_door() as (inside, address):
@@ -191,7 +191,7 @@ def test_addresses_are_written_in_one_way():
     assert auth.address_of("") == ""
 
 
-async def test_a_listener_on_all_addresses_knows_which_one_was_dialled():
+async def test_listener_on_all_addresses_knows_the_dialled_address():
     async with open_door(host="0.0.0.0") as (_, (_, port)):
         for address in ("127.0.0.1", "127.0.0.2", "localhost"):
             (await enter((address, port))).close()

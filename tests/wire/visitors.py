@@ -1,4 +1,4 @@
-"""Who is behind a door in tests."""
+"""A listener and its visitors in tests."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ Address = tuple[str, int]
 
 
 class Recorder:
-    """Welcomes everybody who gets in, and keeps what was said about the others."""
+    """Welcomes each accepted peer, and keeps the reasons for refusals."""
 
     def __init__(self) -> None:
         self.served: list[str] = []
@@ -50,7 +50,7 @@ async def open_door(
     listener: socket.socket | None = None,
     host: str = "127.0.0.1",
 ) -> AsyncIterator[tuple[Recorder, Address]]:
-    """A door, who is behind it, and where it is."""
+    """A listener: its service, and its address."""
     inside, listening = Recorder(), listener or socket.socket()
     listening.bind((host, 0))
     listening.listen(1024)

@@ -18,7 +18,7 @@ from deadpool_megatron.platform.devices import CopyFailedError, CpuPlatform
 from fake_nccl import KIND, fake as fake_nccl
 from fake_nccl.stream_order import JUNK_LOG
 from tests.comms.ranks import Member, Ranks, backend, run
-from tests.comms.test_forwarding import everything
+from tests.comms.test_operations import everything
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +32,8 @@ def same_as_gloo(member: Member) -> bool:
     member.init("nccl", epoch=0)
     assert dist.get_backend() == "nccl"
     got = collectives(member)
-    for one, other in zip(got, expected, strict=True):
-        assert torch.equal(one, other)
+    for actual, wanted in zip(got, expected, strict=True):
+        assert torch.equal(actual, wanted)
     return True
 
 
@@ -78,7 +78,7 @@ def traps(member: Member) -> bool:
     if rank == 0:
         assert memory_of(value) != 2.0  # junk still: nothing has synchronised the host
     assert value[0].item() == 2.0
-    # Unbatched messages are refused, batched ones pass.
+    # Unbatched messages are refused, batched messages pass.
     with pytest.raises(AssertionError, match="unbatched"):
         dist.isend(value, 1 - rank)
     # A wait by another thread orders that thread only.
@@ -90,7 +90,7 @@ def traps(member: Member) -> bool:
         value.sum()
     work.wait()
     assert value.sum().item() == 12.0
-    # Memory beside an operation's own is free.
+    # Memory next to that of an operation is free.
     buffer = torch.zeros(8)
     work = dist.all_reduce(buffer[:4], async_op=True)
     buffer[4:].add_(1.0)
@@ -121,7 +121,7 @@ def host_points(member: Member) -> bool:
     assert time.monotonic() - begin < LATE_SECONDS / 2
     assert copy.wait(10.0)
     assert copied.item() == 2.0
-    # One that was not waited for is a race, and found.
+    # A copy without a wait is a race, and found.
     work = dist.all_reduce(value, async_op=True)
     copy = platform.side_copy([copied], [value])
     with pytest.raises(CopyFailedError, match="without a wait"):
@@ -143,7 +143,7 @@ def late(member: Member) -> None:
         time.sleep(LATE_SECONDS)
 
 
-def test_what_synchronises_the_host():
+def test_platform_waits_as_the_host_does():
     assert all(run(2, host_points, kind=KIND).values())
 
 
@@ -174,7 +174,7 @@ def junk(member: Member) -> bool:
     norm = torch.ones(1).clone()  # the first operation that is watched takes long
     dist.barrier()
     member.send(("ready", None))
-    dist.all_reduce(norm)  # rank 1 is dead: returns, the host goes on
+    dist.all_reduce(norm)  # rank 1 is dead: it returns, the host continues
     begin = time.monotonic()
     read = norm.item()  # sits here until the abort
     assert time.monotonic() - begin > 0.1
@@ -240,5 +240,5 @@ def waits_in_cpp(member: Member) -> float:
     return value[0].item()
 
 
-def test_a_wait_for_the_future_of_an_operation_orders_what_comes_after():
+def test_future_orders_later_operations():
     assert run(2, waits_in_cpp, kind=KIND) == {0: 2.0, 1: 2.0}

@@ -1,4 +1,4 @@
-"""What an abort of NCCL's reaches, and what it leaves behind, played by the fake."""
+"""The effects of an abort of NCCL, simulated by the fake."""
 
 import contextlib
 import itertools
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 
 class SetUp:
-    """Communicators are set up when the test says so; whoever does is told of."""
+    """Holds the set-up of communicators until the test releases it, and notes them."""
 
     def __init__(self, groups: int) -> None:
         self.groups = groups
@@ -82,9 +82,9 @@ def late_set_ups(member: Member) -> bool:
     assert member.comms.drain(), "once may be bad luck"
     late = list(hanging.communicators)
     assert len(late) == MAX_BUILDERS, "of ten"
-    assert not any(one.aborted for one in late)
+    assert not any(communicator.aborted for communicator in late)
     hanging.release.set()
-    wait_for("the aborts of those that came up late", lambda: all(one.aborted for one in late))
+    wait_for("the late aborts", lambda: all(communicator.aborted for communicator in late))
     wait_for("the end of their threads", lambda: not builders())
     assert hanging.communicators == late, "no further one was begun"
     # The process is as good as new.
@@ -123,7 +123,7 @@ class Clock:
         self.seconds += seconds
         if self.seconds >= self.due_seconds:
             self.is_due.set()
-            time.sleep(seconds)  # what ends now needs real time for it
+            time.sleep(seconds)  # an abort that ends now needs real time
 
     def abort_lasts(self, seconds: float) -> None:
         self.due_seconds = self.seconds + seconds
@@ -137,7 +137,7 @@ def abort_of_a_deep_queue(member: Member) -> float | None:
         member.order("go").wait(DEADLINE_SECONDS)
         return None
     for _ in range(PENDING):
-        dist.all_reduce(torch.ones(1))  # nobody answers
+        dist.all_reduce(torch.ones(1))  # no peer takes part
     clock, epoch = Clock(), member.epoch
     assert epoch is not None
     (fabric,) = epoch.fabrics.values()
@@ -171,7 +171,7 @@ def test_a_deep_queue_costs_a_survivor_with_the_limits_of_cpus_only(nccl):
 
 
 def fabric_of(*backends: Any) -> NcclFabric:
-    """Of an epoch that is closed, and whose drain lasts 10 ms."""
+    """Return the fabric of a closed epoch whose drain lasts 10 ms."""
     limits = SimpleNamespace(drain_seconds=0.01)
     epoch: Any = SimpleNamespace(
         closed=True, limits=limits, progress=Progress(), waits={}, in_first_step=False
@@ -336,5 +336,5 @@ def fails_to_abort(member: Member, text: str) -> str:
 
 @pytest.mark.parametrize(("text", "ruins"), [("unhandled", True), ("already aborted", False)])
 def test_an_abort_that_fails_costs_its_process(text, ruins):
-    [why] = run(1, partial(fails_to_abort, text=text), kind=KIND).values()
-    assert ("an abort of NCCL failed: unhandled" in why) is ruins
+    [reason] = run(1, partial(fails_to_abort, text=text), kind=KIND).values()
+    assert ("an abort of NCCL failed: unhandled" in reason) is ruins

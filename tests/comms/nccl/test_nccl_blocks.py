@@ -1,7 +1,7 @@
 """Blocks of coalesced operations come to their end, whenever their epoch is closed.
 
-One that is left half way makes its thread launch nothing any more (comms/nccl.py): that is
-found at the next attach of the fake, and would on a device be found by nobody.
+The thread of an unfinished block launches nothing any more (comms/nccl.py): the fake finds that
+at its next attach, a device does not.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def after_each_start(act: Callable[[], object]) -> None:
 
 
 def close_after_start(member: Member) -> threading.Thread:
-    """Have the next block that starts see its epoch closed before it goes on."""
+    """Close the epoch as soon as the next block has started."""
     closer = threading.Thread(target=member.comms.interrupt, args=(0,))
 
     def close() -> None:
@@ -112,7 +112,7 @@ def test_a_thread_that_is_stuck_in_a_block_costs_its_process():
 
 
 def closed_in_an_operation(member: Member, inside_seconds: float) -> bool:
-    """Return whether the process may go on after a close that found a thread inside of NCCL."""
+    """Return whether the process may go on after a close with a thread inside of NCCL."""
     member.init("nccl", epoch=0)
     blocks.MAX_INSIDE_SECONDS = SECONDS if inside_seconds < SECONDS else 0.0
 
@@ -183,7 +183,7 @@ def test_neighbours_in_a_ring_connect_as_their_group_is_made(description):
 
 @pytest.mark.parametrize("in_first_step", [True, False])
 def test_a_pair_may_connect_in_the_first_step_and_waits_meanwhile(in_first_step):
-    """So a close in it waits for a peer that comes late; in a later one nobody connects."""
+    """So a close in it waits for a late peer; in later steps no pair connects."""
     limits = {"long_operation_seconds": SECONDS, "drain_seconds": SECONDS}
     with Ranks(2, kind=KIND, **limits, close_wait_seconds=0.1) as ranks:
         ranks.start(connects, "OTHER", in_first_step)

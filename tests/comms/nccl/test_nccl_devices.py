@@ -1,4 +1,4 @@
-"""Threads beside training use the device of their member; a spare has NCCL load what it needs."""
+"""Helper threads use the device of their member; a spare has NCCL load its kernels."""
 
 import threading
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def with_options(device: torch.device) -> BarrierOptions:
         ((), {}, THIRD),
         ((BarrierOptions(),), {}, THIRD),
         ((), {"timeout": timedelta(seconds=3)}, THIRD),
-        # What c10d gives: the kind of device, and no number.
+        # c10d gives the kind of device, and no number.
         ((), {"opts": with_options(torch.device("cuda"))}, THIRD),
         ((with_options(torch.device("cuda", 1)),), {}, torch.device("cuda", 1)),
     ],
@@ -90,16 +90,16 @@ def test_the_thread_of_an_attach_has_the_device_of_its_member():
 
 
 def timeouts(member: Member) -> list[float | None]:
-    """Of a world on NCCL, and of a group that has one of its own."""
+    """Return the timeouts of WORLD on NCCL, of a group with its own, and of others."""
     c10d.default_pg_nccl_timeout = timedelta(minutes=10)
     member.init("nccl")
     own = dist.new_group([0], timeout=timedelta(minutes=3))
     found = [dist.group.WORLD, dist.new_group([0]), own, dist.new_group([0], backend="gloo")]
     specs = [group.spec().requested_timeout for group in found]
-    return [None if one is None else one.total_seconds() for one in specs]
+    return [None if spec is None else spec.total_seconds() for spec in specs]
 
 
-def test_groups_have_the_time_out_of_what_was_asked_for():
+def test_groups_have_the_timeout_of_the_requested_backend():
     assert run(1, timeouts, kind=KIND)[0] == [600.0, 600.0, 180.0, 1800.0]
 
 

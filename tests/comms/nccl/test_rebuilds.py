@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor  # what the fake makes each rank import, once for all of them
+import torch.distributed.tensor  # each rank of the fake imports it: once for all
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.groups.roster import Entry, Roster
@@ -48,9 +48,9 @@ def sums(groups: list[Any]) -> list[list[int]]:
 def plays(
     member: Member, path: str, own: list[list[int]], *epochs: int
 ) -> tuple[list[list[int]], int]:
-    """The first of two epochs ends with the death of rank 1, of which the other has another
-    process. Answers what the last one gave, and how often its world was split. Of groups ``own``
-    only their ranks know."""
+    """Train in two epochs; in the first rank 1 dies, in the second it is another process. Return
+    the sums of the last epoch, and how often its world was split. Only their ranks know the
+    groups ``own``."""
     member.init("nccl")
     for ranks in own:
         if member.rank in ranks:

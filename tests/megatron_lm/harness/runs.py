@@ -59,7 +59,7 @@ def copy_tree(copy: Path) -> None:
 
 def held_tree(directory: Path) -> Path:
     """The checkout, with a script that waits where ``DEADPOOL_TEST_HOLD`` tells it to
-    (tests/persist/harness/holding.py)."""
+    (tests/persist/harness/hold.py)."""
     directory.mkdir()
     for path in tree().iterdir():
         if path.name == "megatron" or path.suffix == ".py":
@@ -67,7 +67,7 @@ def held_tree(directory: Path) -> Path:
     script = directory / "pretrain_gpt.py"
     text = script.read_text()
     script.unlink()
-    held = "tests.persist.harness.held_pretraining"
+    held = "tests.persist.harness.held_pretrain"
     head = f"import sys\nsys.path.append({str(_ROOT)!r})\nimport {held}\n"
     script.write_text(head + text)
     return script

@@ -1,6 +1,6 @@
 """The embedded trainer with some weights frozen, which count as too large for the extras.
 
-Arguments: ITERATION=PATTERN[,...] (see holding.py, may be empty), then those of the trainer. A
+Arguments: ITERATION=PATTERN[,...] (see hold.py, may be empty), then those of the trainer. A
 spare is not built with what a run has loaded: here they are all -1 in a process built alone.
 """
 
@@ -14,7 +14,7 @@ from deadpool_megatron.member import frozen_weights
 from deadpool_megatron.member.entry import EpochEntry
 from deadpool_megatron.trainer import __main__ as trainer, gpt_loop, model
 from tests.persist.harness.held_trainer import held
-from tests.persist.harness.holding import waits_of
+from tests.persist.harness.hold import waits_of
 
 _build_chunk = model.build_chunk
 _build_detached = EpochEntry.build_detached

@@ -1,13 +1,13 @@
 """The embedded trainer, held before some iterations.
 
-Arguments: ITERATION=PATTERN[,...] (see holding.py), then those of the trainer.
+Arguments: ITERATION=PATTERN[,...] (see hold.py), then those of the trainer.
 """
 
 import sys
 from typing import Any
 
 from deadpool_megatron.trainer import __main__ as trainer, gpt_loop
-from tests.persist.harness.holding import Waits, hold, waits_of
+from tests.persist.harness.hold import Waits, hold, waits_of
 
 _train_step = gpt_loop.TrainingLoop.train_step
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron import hookpoints
-from tests.persist.harness.holding import hold, waits_of
+from tests.persist.harness.hold import hold, waits_of
 
 VARIABLE = "DEADPOOL_TEST_HOLD"
 _handlers = hookpoints.handlers

@@ -138,7 +138,7 @@ def test_forwards_equal_plain_gloo():
     assert all(run(3, both).values())
 
 
-def test_what_communicates_is_known_by_what_torch_says_it_answers():
+def test_communication_is_found_by_torchs_return_types():
     assert {"send", "recv", "barrier", *detached.ACTIONS} & set(dir(ProcessGroup)) <= {
         *COMMUNICATION
     }
@@ -242,7 +242,7 @@ def test_coalesced_gathers_have_a_future():
     assert all(run(2, future_of_gathers).values())
 
 
-def test_coalesced_gathers_have_a_name_that_harms_nobody():
+def test_coalesced_gathers_have_a_harmless_name():
     """See comms/gathers.py: torch's own operation corrupts memory."""
     assert all(run(2, kinds_of_gathers).values())
 
