@@ -29,7 +29,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from deadpool_megatron.hookpoints import POINTS, hookpoint
 from deadpool_megatron.megatron.pretraining import training_loop
 from tests.megatron.plain_loop import schedule
-from tests.megatron.pretraining.test_stages import config
+from tests.megatron.pretraining.places import config
 
 _PLACES = "iteration curr_iteration consumed_train_samples consumed_valid_samples"
 _LOADED = """ckpt_step ckpt_format exit_on_missing_checkpoint finetune no_load_optim no_load_rng
