@@ -96,13 +96,13 @@ REFUSED: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_there_before_the_first_update_is_refused(name):
+def test_state_that_cannot_be_there_before_the_first_update_is_refused(name):
     make, message = REFUSED[name]
     with pytest.raises(UnsupportedState, match=message):
         complete_state(trained(make)[1].optimizer)
 
 
-def test_state_that_comes_later_ends_the_run():
+def test_state_that_appears_later_ends_the_run():
     """It would be lost with the node."""
     inner, loop = trained(lambda own: Counting(own, late=3))
     complete_state(loop.optimizer)
@@ -112,7 +112,7 @@ def test_state_that_comes_later_ends_the_run():
         update(inner, [2], shard)
 
 
-def test_megatrons_own_function_makes_what_only_it_knows():
+def test_init_state_fn_makes_state_that_only_megatron_knows():
     def make(optimizer: Any, _: object) -> None:
         for parameter in optimizer.param_groups[0]["params"]:
             optimizer.state[parameter].update(step=0, slow=torch.ones(2), kind="slow")
@@ -155,7 +155,7 @@ def offloaded(own: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.usefixtures("a_device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_an_offloaded_optimizer_goes_on_exactly(dtype):
+def test_offloaded_optimizer_continues_exactly(dtype):
     """Megatron's own class: copies in fp32, on the host and on the device, and what two optimizers
     keep for them."""
 
@@ -187,7 +187,7 @@ def distributed_whole(*own: Any, **more: Any) -> LayerWiseDistributedOptimizer:
     return chain
 
 
-def test_parameters_that_are_dealt_out_are_their_owners_alone(monkeypatch):
+def test_whole_parameters_have_their_owner_as_the_only_replica(monkeypatch):
     """Also where the chain is part of another; what every rank updates is everybody's."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1])
@@ -200,7 +200,7 @@ def test_parameters_that_are_dealt_out_are_their_owners_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("in_buffers", [False, True])
-def test_what_others_own_is_gathered_after_a_restore(in_buffers):
+def test_parameters_of_other_owners_are_gathered_after_a_restore(in_buffers):
     told: list[str] = []
     inner, loop = trained(KINDS["momentum"])
     inner._copy_main_params_to_model_params = lambda: told.append("masters")

@@ -94,7 +94,7 @@ def put_back(loop: Loop, values: dict[str, Any]) -> None:
     extras.restore_last(values)
 
 
-def test_frozen_weights_and_all_buffers_come_back(loop):
+def test_frozen_weights_and_all_buffers_are_restored(loop):
     """Traps, A8: they are in no optimizer and in no gather; the warm-up of a spare moves some."""
     with torch.no_grad():
         loop.model.expert_bias.fill_(0.25)
@@ -112,7 +112,7 @@ def test_frozen_weights_and_all_buffers_come_back(loop):
     assert {n: id(b) for n, b in spare.model.named_buffers()} == objects, "in place"
 
 
-def test_a_buffer_comes_back_as_wide_as_it_was(loop):
+def test_buffer_is_restored_in_its_width(loop):
     """Built in bf16 and not run yet, a router's bias is narrower than the one that is trained."""
     with torch.no_grad():
         loop.model.expert_bias.fill_(0.001)
@@ -126,7 +126,7 @@ def test_a_buffer_comes_back_as_wide_as_it_was(loop):
     assert bias.dtype == torch.float32
 
 
-def test_what_moves_before_the_update_comes_back(loop):
+def test_state_that_moves_before_the_update_is_restored(loop):
     """Traps, A4 and A5: the scaler and the bias move although the update is skipped."""
     loop.scaler.update(True)
     values = captured(loop)
@@ -196,7 +196,7 @@ def test_loss_sums_are_summed_over_the_groups_of_the_role(loop, monkeypatch):
         assert entries["moe.of their own"]["avg_group"] is own
 
 
-def test_a_buffer_that_only_one_side_has_is_an_error(loop):
+def test_buffer_that_only_one_side_has_is_an_error(loop):
     values = captured(loop)
     loop.model.register_buffer("made_later", torch.zeros(1))
     with pytest.raises(ExtrasError, match=r"buffer\.0\.made_later"):
@@ -205,7 +205,7 @@ def test_a_buffer_that_only_one_side_has_is_an_error(loop):
         extras.restore(Loop(), captured(loop))
 
 
-def test_a_durable_restore_begins_with_what_no_checkpoint_holds(monkeypatch, loop, tmp_path):
+def test_durable_restore_begins_with_state_that_no_checkpoint_holds(monkeypatch, loop, tmp_path):
     """Token counts of an interrupted forward would move the expert bias by a wrong step. Extras
     beside the checkpoint count, where they are of this role of this model."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
@@ -277,7 +277,7 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(monkeypatch, loo
         entry.restore(record, 0)
 
 
-def test_a_load_that_replaces_tensors_is_brought_back_into_the_parts(monkeypatch):
+def test_parts_hold_tensors_that_a_load_has_replaced(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0])
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: None)
@@ -336,7 +336,7 @@ class Attention(torch.nn.Module):
         self.current_max_attn_logits = found if known is None else torch.max(known, found)
 
 
-def test_what_a_pass_of_an_audit_has_seen_is_neither_logged_nor_clipped_by():
+def test_logits_of_an_audit_are_neither_logged_nor_clipped_by():
     """It computes what is another role's, and on another device perhaps."""
     made = plain_loop([attention := Attention()])
     for seen in (None, [3.0, 14.5]):
@@ -349,7 +349,7 @@ def test_what_a_pass_of_an_audit_has_seen_is_neither_logged_nor_clipped_by():
         assert (None if left is None else left.tolist()) == seen
 
 
-def test_spikes_are_judged_by_what_the_run_has_seen(monkeypatch):
+def test_spikes_are_judged_by_the_losses_of_the_run(monkeypatch):
     """And not by a warm-up, or by an iteration that was interrupted."""
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
     monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)
@@ -389,7 +389,7 @@ def put_over(loop: Any, spare: Any) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_spare_goes_on_with_the_schedule_of_the_checkpoint(style):
+def test_spare_continues_with_the_schedule_of_the_checkpoint(style):
     """--use-checkpoint-opt-param-scheduler with another schedule on the command line."""
     saved = made(lr_decay_style=style, lr_decay_steps=40, lr_warmup_steps=8, end_wd=0.2)
     saved.scheduler.step(10)
@@ -408,7 +408,7 @@ def test_a_spare_goes_on_with_the_schedule_of_the_checkpoint(style):
         assert (found["lr"], found["weight_decay"]) == (wanted["lr"], wanted["weight_decay"])
 
 
-def test_another_schedule_is_named_where_the_command_line_is_not_to_count():
+def test_other_schedule_is_named_where_the_command_line_does_not_count():
     """A number that the style of the decay does not use is none."""
     quiet = {"use_checkpoint_opt_param_scheduler": False, "lr_decay_style": "constant"}
     kept = captured(made(**quiet))
@@ -429,7 +429,7 @@ def test_another_schedule_is_named_where_the_command_line_is_not_to_count():
     assert (group["max_lr"], group["lr"]) == (0.25, 0.25)
 
 
-def test_a_load_takes_the_rates_of_the_command_line_where_they_count():
+def test_load_takes_the_rates_of_the_command_line_where_they_count():
     """By kind of group, whatever their order; a kind with several rates is Megatron's to match."""
     lists: Any = [{"lr_mult": m, "max_lr": lr, "params": []} for m, lr in ((1, 1.0), (2, 2.0))]
     several: Any = [{"lr_mult": 3, "max_lr": lr, "params": []} for lr in (3.0, 4.0)]
@@ -451,7 +451,7 @@ def test_a_load_takes_the_rates_of_the_command_line_where_they_count():
     assert rates == [[2.0, 1.0, 9.0], [9.0, 9.0, 9.0]]
 
 
-def test_a_spare_goes_on_with_the_betas_of_the_checkpoint():
+def test_spare_continues_with_the_betas_of_the_checkpoint():
     """Megatron's load takes whole parameter groups, whatever the command line says."""
     survivor, spare = made(), made()
     saved, loaded = (one.optimizer.chained_optimizers[0].optimizer for one in (made(0.5), survivor))
@@ -483,7 +483,7 @@ class TrainsOnlyExperts:
 
 
 @pytest.mark.parametrize("by", ["survivor", "spare"])
-def test_the_loss_is_scaled_as_before(by, monkeypatch):
+def test_loss_is_scaled_as_before(by, monkeypatch):
     """Of a chain the first one's scale is that of the loss, be it a stub or not."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     loop = TrainsOnlyExperts()

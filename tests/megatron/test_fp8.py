@@ -76,7 +76,7 @@ def outcome(manager: type[Manager], loop: Any, count: int) -> tuple[dict[str, st
 
 
 @pytest.mark.parametrize(("recipe", "chunks"), [("delayed", 1), ("delayed", 2), ("tensorwise", 2)])
-def test_histories_and_scales_come_back_in_place(transformer_engine, recipe, chunks):
+def test_histories_and_scales_are_restored_in_place(transformer_engine, recipe, chunks):
     """Traps, A4. Attention is delayed in its softmax under tensorwise scaling as well."""
     loop = recipe_loop(recipe, chunks)
     shard = ShardState(loop.optimizer)
@@ -99,7 +99,7 @@ def test_histories_and_scales_come_back_in_place(transformer_engine, recipe, chu
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_a_newcomer_reduces_what_survivors_reduce(transformer_engine, recipe):
+def test_newcomer_reduces_the_same_as_survivors(transformer_engine, recipe):
     """It has run no forward pass; in two chunks it would register the second one too late."""
     loop = recipe_loop(recipe, chunks=2)
     shard = ShardState(loop.optimizer)
@@ -118,7 +118,7 @@ def test_a_newcomer_reduces_what_survivors_reduce(transformer_engine, recipe):
     assert outcome(transformer_engine, newcomer, 1) == after
 
 
-def test_before_the_first_step_nothing_is_registered(transformer_engine):
+def test_no_module_is_registered_before_the_first_step(transformer_engine):
     """A survivor of an interrupted first iteration, a warmed-up spare, and a newcomer agree."""
     loop = recipe_loop(chunks=2)
     shard = ShardState(loop.optimizer)
@@ -129,7 +129,7 @@ def test_before_the_first_step_nothing_is_registered(transformer_engine):
     assert outcome(transformer_engine, loop, 1) == after
 
 
-def test_what_an_interrupt_leaves_behind_is_forgotten(transformer_engine):
+def test_remains_of_an_interrupt_are_forgotten(transformer_engine):
     loop = recipe_loop()
     fp8.capture(loop)
     train(loop, 1, seed=1)

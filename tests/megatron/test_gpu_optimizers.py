@@ -110,7 +110,7 @@ def test_precision_aware_optimizer_begins_and_continues_exactly(kinds):
     assert [parameter.data_ptr() for parameter in chunk.own] == places
 
 
-def test_a_load_puts_new_tensors_everywhere_and_the_parts_follow():
+def test_load_puts_new_tensors_everywhere_and_the_parts_follow():
     chunk = Sharded([5, 7])
     kinds = NARROW["all-narrow"]
     loop = plain_loop([chunk], inner := precision_aware(chunk, **kinds))
@@ -135,7 +135,7 @@ def test_a_load_puts_new_tensors_everywhere_and_the_parts_follow():
     assert differences(state_digests(loop), loaded) == []
 
 
-def test_a_load_that_leaves_state_out_is_noticed():
+def test_load_that_leaves_state_out_is_noticed():
     chunk = Sharded([5])
     loop = plain_loop([chunk], inner := precision_aware(chunk))
     complete_state(loop.optimizer)
@@ -146,7 +146,7 @@ def test_a_load_that_leaves_state_out_is_noticed():
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_the_count_of_steps_in_the_groups_is_exact(capturable):
+def test_count_of_steps_in_the_groups_is_exact(capturable):
     """It begins with the first step: a generation from before it has none."""
     weight = torch.nn.Parameter(torch.ones(3))
     inner = plain_inner(FusedAdam([weight], 0.5, capturable=capturable))
@@ -188,7 +188,7 @@ def test_the_count_of_steps_in_the_groups_is_exact(capturable):
 # Random states.
 
 
-def test_a_tracker_of_generators_keeps_them(monkeypatch):
+def test_tracker_of_generators_keeps_them(monkeypatch):
     """Transformer Engine's, and Megatron's own for CUDA graphs: forks refer to the objects."""
 
     class Tracker:

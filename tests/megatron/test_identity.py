@@ -188,7 +188,7 @@ WAYS: dict[str, Callable[[Path, Layouts, Layouts], bool]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_bytes_of_the_same_model_only_are_taken(models, way, tmp_path):
+def test_only_bytes_of_the_same_model_are_accepted(models, way, tmp_path):
     taken = []
     for name in ("equal", *OTHERS):
         (folder := tmp_path / name).mkdir()
@@ -196,7 +196,7 @@ def test_bytes_of_the_same_model_only_are_taken(models, way, tmp_path):
     assert taken == ["equal"]
 
 
-def test_the_difference_is_named(models):
+def test_difference_is_named(models):
     base = models["base"][0]
     assert {name: difference(base, models[name][0]) for name in OTHERS} == OTHERS
     assert "frozen is 0 there" in difference(base, models["frozen"][0])

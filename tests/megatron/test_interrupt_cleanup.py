@@ -51,7 +51,7 @@ def made(loop: Loop) -> InterruptCleanup:
     return InterruptCleanup(loop)  # type: ignore[arg-type]
 
 
-def test_the_schedules_functions_are_put_back(config, loop):
+def test_schedules_functions_are_put_back(config, loop):
     left = made(loop)
     config.no_sync_func = None
     interrupt_cleanup.schedule(left)
@@ -73,7 +73,7 @@ def test_timers_can_be_started_again(config, loop, in_evaluation):
 
 
 @pytest.mark.parametrize("mode", rerun_state_machine.RerunMode)
-def test_the_rerun_machine_runs_the_interrupted_step_again(loop, monkeypatch, mode):
+def test_rerun_machine_runs_the_interrupted_step_again(loop, monkeypatch, mode):
     """Otherwise it takes the first question for the end of a run: an update without gradients."""
     monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
     rerun_state_machine.initialize_rerun_state_machine(mode=mode)
@@ -100,7 +100,7 @@ FRESH = {
 }
 
 
-def test_no_bucket_group_remembers_the_step(loop):
+def test_bucket_groups_forget_the_step(loop):
     """A partial count would be taken for the golden one, a handle waited for, a gather left out."""
     groups = [SimpleNamespace(**dict.fromkeys(FRESH, "of the step")) for _ in range(3)]
     chunk = SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:2])
@@ -111,7 +111,7 @@ def test_no_bucket_group_remembers_the_step(loop):
     assert [vars(group) for group in groups] == [FRESH] * 3
 
 
-def test_no_gradient_stays_and_the_next_one_is_reduced_once(loop):
+def test_gradients_are_dropped_and_the_next_are_reduced_once(loop):
     told: list[str] = []
     left = made(loop)
     chunk = SimpleNamespace(force_all_reduce=True, zero_grad_buffer=lambda: told.append("buffer"))
@@ -121,7 +121,7 @@ def test_no_gradient_stays_and_the_next_one_is_reduced_once(loop):
     assert (chunk.force_all_reduce, told) == (False, ["buffer", "parameters"])
 
 
-def test_the_next_step_begins_at_the_first_stage_with_no_gathered_activations(loop, monkeypatch):
+def test_next_step_begins_at_the_first_stage_with_no_gathered_activations(loop, monkeypatch):
     ranks, gathered = list[int](), {("mpu", torch.float32): torch.zeros(2)}
     monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
     monkeypatch.setattr(
@@ -135,7 +135,7 @@ def test_the_next_step_begins_at_the_first_stage_with_no_gathered_activations(lo
     assert (ranks, gathered) == ([0], {})
 
 
-def test_the_frames_of_all_that_led_to_an_error_are_dropped():
+def test_frames_of_an_error_and_its_causes_are_dropped():
     """Of its cause and of its context, which need not be the same."""
 
     def raised(text: str) -> Exception:
@@ -151,7 +151,7 @@ def test_the_frames_of_all_that_led_to_an_error_are_dropped():
     assert not [one for one in (error, cause, context, part) if one.__traceback__ is not None]
 
 
-def test_all_ask_again_which_groups_of_norms_there_are(loop):
+def test_groups_of_norms_are_gathered_again_by_all(loop):
     """Megatron-core 0.19 asks all ranks in the first step: a newcomer, but no survivor."""
     optimizers = (loop.optimizer, loop.inner)
     left = made(loop)
@@ -188,7 +188,7 @@ def test_forward_hooks_that_a_segment_took_off_are_put_on_again():
     assert chunks[1].remove_forward_pre_hook_handles == {}
 
 
-def test_an_evaluation_leaves_no_module_in_its_mode():
+def test_modules_leave_the_evaluation_mode():
     chunk = torch.nn.Sequential(torch.nn.Dropout())
     left = made(Loop(chunk))
     chunk.eval()
@@ -196,7 +196,7 @@ def test_an_evaluation_leaves_no_module_in_its_mode():
     assert chunk[0].training
 
 
-def test_a_teacher_that_was_built_in_evaluation_mode_stays_in_it():
+def test_teacher_built_in_evaluation_mode_stays_in_it():
     """With dropout, it would teach something else than in a run without protection."""
     teacher = torch.nn.Sequential(torch.nn.Dropout())
     chunk = torch.nn.Sequential(torch.nn.Dropout(), teacher.eval())
@@ -215,7 +215,7 @@ class Module(torch.nn.Module):
             setattr(self, name, value)
 
 
-def test_an_overlapped_pass_of_shared_experts_begins_at_its_beginning(loop):
+def test_overlapped_pass_of_shared_experts_begins_again(loop):
     """On the real class, whose parts may only be called in their order."""
     experts = shared_experts.SharedExpertMLP.__new__(shared_experts.SharedExpertMLP)
     torch.nn.Module.__init__(experts)
@@ -257,7 +257,7 @@ def test_no_gradient_waits_for_a_weight(loop):
     assert (activations, gradients, waiting.qsize()) == ([], [], 0)
 
 
-def test_offloaded_activations_are_managed_anew(loop, monkeypatch):
+def test_offloaded_activations_have_a_new_manager(loop, monkeypatch):
     """The real manager, in a step that stood in a micro-batch."""
     monkeypatch.setattr(offload.PipelineOffloadManager, "OFFLOAD_MGR", None)
 
@@ -270,7 +270,7 @@ def test_offloaded_activations_are_managed_anew(loop, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [6, 7])
-def test_offloaded_layers_are_counted_anew(loop, monkeypatch, options):
+def test_offloaded_layers_are_counted_from_the_first(loop, monkeypatch, options):
     """With as many options as the function of a version takes."""
     given = dict(zip(interrupt_cleanup.OFFLOADING, (True, 2, 8, True, False, 4, 5), strict=True))
 
@@ -299,7 +299,7 @@ def test_offloaded_layers_are_counted_anew(loop, monkeypatch, options):
     assert other.offload_context == "of the step"
 
 
-def test_buffers_that_peers_write_into_are_made_anew(loop, monkeypatch):
+def test_buffers_that_peers_write_into_are_dropped(loop, monkeypatch):
     names = ("_buffer", "_hybrid_ep_buffer")
     for name in names:
         monkeypatch.setattr(fused_a2a, name, "of peers that are gone")

@@ -31,7 +31,7 @@ def drawn_by(make: Callable[[], Any]) -> bool:
     return not torch.equal(before, torch.get_rng_state())
 
 
-def test_an_iteration_over_a_loader_draws_nothing():
+def test_iteration_over_a_loader_draws_nothing():
     assert drawn_by(lambda: cyclic(build_loader())), "what it is about"
     assert not drawn_by(lambda: cyclic(with_own_generator(build_loader)()))
     assert with_own_generator(lambda: None)() is None, "a role without data has no loader"
@@ -52,7 +52,7 @@ def test_no_iterators_of_a_run_draw_behind_random_states_that_were_put_back(monk
 
 
 @pytest.mark.parametrize(("kind", "consumed"), [("single", 8), ("single", 4), ("cyclic", 4)])
-def test_iterators_are_made_anew_where_every_sample_is_read(monkeypatch, kind, consumed):
+def test_iterators_are_renewed_where_every_sample_is_read(monkeypatch, kind, consumed):
     """The end of a run is an iterator that has nothing more to give, and no error."""
     training = replaced_megatron(monkeypatch, kind)
     position = 0

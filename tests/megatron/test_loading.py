@@ -55,7 +55,7 @@ def load(trained: Any, loaded: dict[str, Any]) -> None:
         trained.load_state_dict({"optimizer": {"state": {}}, **loaded})
 
 
-def test_a_checkpoint_after_one_that_could_not_be_loaded_is_loaded_as_the_first():
+def test_checkpoint_after_one_that_could_not_be_loaded_is_loaded_as_the_first():
     at_once, later = Trained(), Trained()
     before = later.state()
     kept = [dict(later.adam.state[parameter]) for parameter in later.parameters]
@@ -108,7 +108,7 @@ def test_groups_of_a_kind_are_loaded_by_their_rates(own):
     assert loaded.rates() == [rate / 2 for rate in own]
 
 
-def test_an_optimizer_without_a_first_state_has_one_to_load_into():
+def test_optimizer_without_a_first_state_has_one_to_load_into():
     """Megatron has none for SGD, and makes what it loads into by it."""
     weight = torch.nn.Parameter(torch.ones(3))
     sgd = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
@@ -119,7 +119,7 @@ def test_an_optimizer_without_a_first_state_has_one_to_load_into():
 
 
 @pytest.mark.parametrize("moment", ["exp_avg", "momentum_buffer"])
-def test_a_step_of_zero_is_put_back_for_adam_alone(moment):
+def test_step_of_zero_is_put_back_for_adam_alone(moment):
     """Megatron does not write it. Muon, which is loaded beside an Adam of its own, keeps none."""
     trained, found = Trained(), []
     trained.load_state_dict = found.append

@@ -46,7 +46,7 @@ except RuntimeError as error:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_what_they_answer():
+def test_stand_ins_answer_as_a_device_does():
     answers = json.loads(_run(_PROGRAM))
     assert answers == {
         "type outside Megatron": "torch.FloatTensor",

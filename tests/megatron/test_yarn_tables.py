@@ -40,7 +40,7 @@ def same(first: tuple[torch.Tensor, ...], then: tuple[torch.Tensor, ...]) -> boo
 
 
 @pytest.mark.parametrize("sequence_length", [2048, 8192])
-def test_the_tables_of_yarn_are_the_same_after_a_return_to_before_the_first_pass(sequence_length):
+def test_tables_of_yarn_are_the_same_after_a_return_to_before_the_first_pass(sequence_length):
     """Those of a new model are in fp32 and of 4,096 rows. A kernel reads beyond them unasked."""
     made = plain_loop([Attention()])
     (attention,) = made.model_chunks
@@ -52,7 +52,7 @@ def test_the_tables_of_yarn_are_the_same_after_a_return_to_before_the_first_pass
     assert not attention.expert_bias.any(), "what training changes comes back"
 
 
-def test_a_first_pass_may_be_done_again_for_an_audit():
+def test_first_pass_may_be_done_again_for_an_audit():
     made = plain_loop([Attention()])
     kept = codec.decode(codec.encode(extras.capture_passing(made)))
     before = made.model_chunks[0].tables(2048)
@@ -69,7 +69,7 @@ def test_longer_tables_are_neither_state_nor_sent_to_a_buddy():
 
 
 @pytest.mark.parametrize("restore", [extras.restore, extras.restore_passing])
-def test_a_buffer_of_another_shape_is_named(restore):
+def test_buffer_of_another_shape_is_named(restore):
     made = plain_loop([Attention()])
     kept = captured(made)
     made.model_chunks[0].expert_bias = torch.zeros(5)

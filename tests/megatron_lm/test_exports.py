@@ -60,7 +60,7 @@ def saved_and_exported(
 
 
 @pytest.mark.parametrize("layout", [PP2_DP2, BIASED], ids=["dense", "biased"])
-def test_an_export_is_what_megatron_saves(tmp_path, monkeypatch, layout):
+def test_export_equals_a_save_of_megatron(tmp_path, monkeypatch, layout):
     saved_and_exported(tmp_path, monkeypatch, layout)
 
 
@@ -146,7 +146,7 @@ def test_each_costs_a_checkpoint_and_nothing_else(tmp_path, ckpt_format):
     assert {one.verdict for one in verify_checkpoint(last, lambda _: None)} == {Verdict.GOOD}
 
 
-def test_a_fault_beside_training_costs_those_that_were_under_way(tmp_path):
+def test_fault_beside_training_costs_those_that_were_under_way(tmp_path):
     """How many are under way at once is a matter of speed."""
     flags = {"async_save": True, "use_persistent_ckpt_worker": True, "train_iters": 16}
     outcome = trained(tmp_path, OBSTACLES, **flags)
@@ -156,7 +156,7 @@ def test_a_fault_beside_training_costs_those_that_were_under_way(tmp_path):
     assert durable(outcome)[-1] == folder(tmp_path, 16).name
 
 
-def test_a_chain_goes_on_where_a_run_ended_early_and_where_its_last_save_failed(tmp_path):
+def test_chain_goes_on_where_a_run_ended_early_and_where_its_last_save_failed(tmp_path):
     saves, before = tmp_path / "saves", list[str]()
     flags = {"save": str(saves), "save_interval": 4, "exit_interval": 4}
     program = gpt(**{**FLAGS, **flags})

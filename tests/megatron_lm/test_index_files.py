@@ -39,7 +39,7 @@ def test_removed_under_way(tmp_path, spares):
         assert f"is not in {run.path / 'index'}: {MAKES}" in output_of_members(outcome)
 
 
-def test_not_yet_made_in_the_directory_of_a_run_that_continues_another_one(tmp_path):
+def test_index_is_made_in_the_directory_of_a_continued_run(tmp_path):
     """Role 0 is late with them."""
     program = on_text(tmp_path)
     wanted = undisturbed(program)

@@ -65,7 +65,7 @@ def causes(outcome: jobs.Outcome) -> str:
     return " ".join(str(event.data["cause"]) for event in outcome.of_kind("node-quarantined"))
 
 
-def test_the_process_that_follows_reads_an_edited_script(tmp_path):
+def test_process_that_follows_reads_an_edited_script(tmp_path):
     """Its node gets no role any more; a spare has the script as it was."""
     program = copied(tmp_path)
     wanted, script = jobs.undisturbed(program), tmp_path / "tree" / "pretrain_gpt.py"
@@ -93,7 +93,7 @@ def test_without_a_spare_the_run_waits_and_another_run_may_have_the_edited_scrip
     assert f"changed since the start before (1): {script}: sha256=" in resumed.output
 
 
-def test_a_node_that_comes_with_an_edited_module_is_excluded(tmp_path):
+def test_node_that_comes_with_an_edited_module_is_excluded(tmp_path):
     """Those that have the module as it was continue, and replace each other."""
     program = copied(tmp_path)
     wanted, directory = jobs.undisturbed(program), tmp_path / "run"
@@ -113,7 +113,7 @@ def test_a_node_that_comes_with_an_edited_module_is_excluded(tmp_path):
     assert f"{module}: sha256=" in lost, outcome.story()
 
 
-def test_the_process_that_follows_finds_other_data(tmp_path):
+def test_process_that_follows_finds_other_data(tmp_path):
     text = real_text(tmp_path / "data")
     program = copied(tmp_path, **text)
     wanted, data = jobs.undisturbed(program), Path(f"{text['data_path']}.bin")

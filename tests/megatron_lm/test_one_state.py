@@ -84,7 +84,7 @@ def other(found: Mapping[str, object], wanted: Mapping[str, object]) -> set[str]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_fall_back_gives_what_the_state_was(tmp_path, layout):
+def test_fall_back_restores_the_state(tmp_path, layout):
     program = gpt(**flags_of(layout))
     wanted = jobs.undisturbed(program)
     outcome = fallen(tmp_path, program, LAYOUTS[layout][1], wanted)
@@ -94,7 +94,7 @@ def test_a_fall_back_gives_what_the_state_was(tmp_path, layout):
     assert other(saved, entries(wanted, wanted.directory / "saves")) == set()
 
 
-def test_a_fall_back_to_an_export_gives_what_the_state_was(tmp_path, monkeypatch):
+def test_fall_back_to_an_export_restores_the_state(tmp_path, monkeypatch):
     """Between two lines of the log. It is whole once the next iteration is sealed."""
     flags = flags_of("experts")
     wanted = jobs.undisturbed(gpt(**flags))
@@ -108,7 +108,7 @@ def test_a_fall_back_to_an_export_gives_what_the_state_was(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *STARTED])
-def test_a_start_from_a_checkpoint_gives_what_the_state_was(tmp_path, layout):
+def test_start_from_a_checkpoint_restores_the_state(tmp_path, layout):
     flags = flags_of(layout)
     wanted = jobs.undisturbed(gpt(**flags))
     states = entries(wanted, wanted.directory / "saves")

@@ -41,18 +41,18 @@ def refused(folder: Path, program: Program) -> str:
     return line
 
 
-def test_a_flag_that_cannot_be_protected(tmp_path):
+def test_flag_that_cannot_be_protected(tmp_path):
     assert "--optimizer other than adam" in refused(tmp_path, gpt(optimizer="soap"))
 
 
 @pytest.mark.full
-def test_a_folder_that_is_no_checkout(tmp_path):
+def test_folder_that_is_no_checkout(tmp_path):
     (tmp_path / "pretrain_gpt.py").touch()
     assert "not a Megatron-LM checkout" in refused(tmp_path, gpt(within=tmp_path))
 
 
 @pytest.mark.full
-def test_a_tree_that_is_patched_by_half(tmp_path, patched, monkeypatch):
+def test_tree_that_is_patched_by_half(tmp_path, patched, monkeypatch):
     half = tmp_path / "half"
     copy_tree(half)
     file = Path("megatron/training/checkpointing.py")

@@ -58,7 +58,7 @@ def test_places_of_families_are_among_the_names():
             assert name == "open" or (module.replace(".", "/") + ".py", name) in expected
 
 
-def test_a_step_answers_in_the_known_order(tree):
+def test_step_answers_in_the_known_order(tree):
     step = versions.find(ast.parse((tree / _TRAINING).read_text()), "train_step")
     assert step is not None
     answers = [

@@ -102,7 +102,7 @@ def run(here: Path, commands: list[str]) -> str:
 
 
 @pytest.mark.full(every_time=True)
-def test_a_node_is_killed_as_readme_says(here):
+def test_node_is_killed_as_in_readme(here):
     clone, *commands = the_block()
     assert clone.startswith(f"git clone --depth 1 --branch {TAGS[-1]} https://")
     assert clone.endswith("/Megatron-LM")

@@ -73,7 +73,7 @@ def test_saved_beside_training_and_loaded_by_another_run(tmp_path):
     assert [step["iteration"] for step in loaded.final["steps"]] == list(range(7, 13))
 
 
-def test_a_run_falls_back_to_what_its_program_has_loaded(tmp_path):
+def test_run_falls_back_to_the_checkpoint_that_its_program_has_loaded(tmp_path):
     """Before its first save no copy is left of what a lost node had."""
     saves = tmp_path / "run" / "saves"
     first = run_program(tmp_path / "run", runs.gpt(**{**runs.BASE, "exit_interval": 3}))
@@ -86,7 +86,7 @@ def test_a_run_falls_back_to_what_its_program_has_loaded(tmp_path):
     assert restart_kinds(loaded) == ["initial", "durable"]
 
 
-def test_a_start_from_a_checkpoint_is_no_failure(tmp_path):
+def test_start_from_a_checkpoint_is_no_failure(tmp_path):
     """Nothing fails: the epoch that has loaded is the only one, however long its first seal takes,
     as that of a large model does."""
     saves = tmp_path / "run" / "saves"

@@ -47,7 +47,7 @@ def fallen_back_to(outcome: jobs.Outcome) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_older_format_is_fallen_back_to_and_started_from(tmp_path, layout):
+def test_older_format_is_fallen_back_to_and_started_from(tmp_path, layout):
     flags, nodes = LAYOUTS[layout]
     flags = {**SAVES, **flags, "ckpt_format": "torch"}
     outcome = fallen(tmp_path, gpt(**flags), nodes)

@@ -74,7 +74,7 @@ def test_trains_and_resumes_exactly(layout, tmp_path):
 
 
 @pytest.mark.full
-def test_nothing_is_replaced_on_a_gpu_machine_and_what_is_refused(tmp_path):
+def test_stand_ins_replace_nothing_on_a_gpu_machine_and_refuse_late_calls(tmp_path):
     answers = _run(f"""
 absent = torch.cuda.is_available
 torch.cuda.is_available = lambda: True

@@ -40,7 +40,7 @@ def passes(wrong: dict[int, str]) -> dict[int, Pass]:
 
 
 @given(st.data())
-def test_a_flip_in_one_of_two_replicas_never_names_the_other(data):
+def test_flip_in_one_of_two_replicas_never_names_the_other(data):
     kinds = st.sampled_from(["o", "r", "g", "og", "rg", "org"])
     wrong = data.draw(st.dictionaries(st.integers(4, 7), kinds, min_size=1))
     found = compare_repeated_passes(passes(wrong), passes({}))
@@ -68,7 +68,7 @@ def test_roles_take_turns_none_is_left_out(interval, every):
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_a_peer_gets_the_same_bytes(name):
+def test_peer_gets_the_same_bytes(name):
     owner, peer = Rig(*FLAGS[name]), Rig(*FLAGS[name])
     for rig in (peer, owner):
         rig.update(5e-3)

@@ -78,7 +78,7 @@ def test_flags_that_no_cpu_runs_are_accepted_and_not_called_supported():
     assert [flag for flag in flags if any(fnmatch(flag, each) for each in patterns)] == []
 
 
-def test_the_documentation_has_the_table():
+def test_documentation_has_the_table():
     page = (ROOT / "docs" / "megatron-lm.md").read_text()
     for row in ROWS:
         if row.level is Level.ACCEPTED:

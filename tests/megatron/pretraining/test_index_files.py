@@ -31,7 +31,7 @@ def test_files_appear_whole(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["index.npy"]
 
 
-def test_a_process_without_index_files_makes_them_as_rank_0_does(tmp_path, capfd):
+def test_process_without_index_files_makes_them_as_rank_0_does(tmp_path, capfd):
     path = tmp_path / "cache" / "abc-sample_index.npy"
 
     def make() -> tuple[Any, int]:

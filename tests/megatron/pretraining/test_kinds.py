@@ -31,7 +31,7 @@ def groups(build: Build, model: torch.nn.Module, overrides: Any = OVERRIDES) -> 
 
 
 @pytest.mark.parametrize("parts", [["dense"], ["dense", "words"], ["dense", "experts"]])
-def test_a_stage_with_fewer_kinds_is_built_alike_without_peers(monkeypatch, parts):
+def test_stage_with_fewer_kinds_is_built_alike_without_peers(monkeypatch, parts):
     poor, peer, informed = stage(*parts), Build(CommandLine()), Build(CommandLine())
     communicators = Communicators()
     communicators.install()

@@ -52,7 +52,7 @@ def data_set(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["single", "blend", "ends are masked"])
-def test_a_process_that_begins_elsewhere_masks_the_same(kind, monkeypatch):
+def test_process_that_begins_elsewhere_masks_the_same(kind, monkeypatch):
     """Megatron keeps the mask of the first sample that a process reads, with its padding."""
     training: Any = ModuleType("megatron.training")
     training.get_args = SimpleNamespace

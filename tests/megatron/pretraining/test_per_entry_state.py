@@ -42,7 +42,7 @@ def training(monkeypatch, detector):
     ("dispatcher", "overlaps", "steps"),
     [("alltoall", False, 1), ("flex", False, 0), ("alltoall", True, 0)],
 )
-def test_a_step_without_peers_makes_no_shared_buffers(training, dispatcher, overlaps, steps):
+def test_step_without_peers_makes_no_shared_buffers(training, dispatcher, overlaps, steps):
     """As DeepEP does, which maps their memory in a forward pass, and Transformer Engine before."""
     entries = list[dict[str, str]]()
     loop = PretrainLoop.__new__(PretrainLoop)
@@ -54,9 +54,7 @@ def test_a_step_without_peers_makes_no_shared_buffers(training, dispatcher, over
     assert len(entries) == steps
 
 
-def test_the_detector_is_configured_for_the_rank_that_the_process_has(
-    training, detector, monkeypatch
-):
+def test_detector_is_configured_for_the_rank_that_the_process_has(training, detector, monkeypatch):
     """As often as train() is entered, also by the rank that listens, and on as at the start."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)

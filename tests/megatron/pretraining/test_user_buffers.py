@@ -84,7 +84,7 @@ def test_each_epoch_has_new_ones_in_the_same_groups(buffers, library):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_process_with_something_of_another_set_is_replaced(buffers, library, fails):
+def test_process_with_something_of_another_set_is_replaced(buffers, library, fails):
     """The end of a buffer that is kept would be that of the new set; and no code frees the
     buffers that C++ has made before an interrupt."""
     library.fails = fails
