@@ -225,9 +225,8 @@ def claim_order(
         if node >= nodes:
             return max(0, nodes + spares - 1 - node)
         return nodes - 1 - node + (spares + _TURNS_FOR_SPARES if spares else 0)
-    ready = {n for n, address in record.nodes.items() if address.spare}
-    candidates = [*sorted(ready, reverse=True), *sorted(record.nodes.keys() - ready, reverse=True)]
-    candidates.sort(key=lambda other: other == coordinator)
+    known = record.nodes
+    candidates = sorted(known, key=lambda n: (n == coordinator, not known[n].spare, -n))
     return candidates.index(node) if node in candidates else len(candidates)
 
 

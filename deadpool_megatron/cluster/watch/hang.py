@@ -131,19 +131,17 @@ class ProgressClock:
     """The time of the last change of each role's beat, for the statuses. Reads no clock."""
 
     def __init__(self) -> None:
-        self._changed: dict[int, tuple[tuple[str, int, int], float]] = {}
+        # When each role's beat began to have its present section, iteration and progress.
+        self._since: dict[tuple[int, str, int, int], float] = {}
 
     def update(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> dict[int, RoleStatus]:
         """Return the statuses of roles in ``beats`` at time ``now`` (seconds); forget others."""
-        statuses = {}
-        changed = {}
+        statuses, known = {}, {}
         for role, beat in beats.items():
-            mark = (str(beat["section"]), int(beat["iteration"]), int(beat["progress"]))
-            before = self._changed.get(role)
-            since = before[1] if before is not None and before[0] == mark else now
-            changed[role] = (mark, since)
-            statuses[role] = RoleStatus.from_beat(beat, now - since)
-        self._changed = changed
+            mark = (role, str(beat["section"]), int(beat["iteration"]), int(beat["progress"]))
+            known[mark] = self._since.get(mark, now)
+            statuses[role] = RoleStatus.from_beat(beat, now - known[mark])
+        self._since = known
         return statuses
 
 
@@ -236,25 +234,24 @@ def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...],
         for device in on:
             if device.collective and device.is_pending:
                 newest[device.group] = max(newest.get(device.group, 0), device.completed + 1)
-    missing: dict[int, str] = {}
-    for role, on in sorted(known.items()):
-        for device in on:
-            if device.collective and device.enqueued < newest.get(device.group, 0):
-                missing.setdefault(role, device.group)
-    groups = set(missing.values())
+    missing = {
+        (role, device.group): None
+        for role, on in sorted(known.items())
+        for device in on
+        if device.collective and device.enqueued < newest.get(device.group, 0)
+    }
+    groups = {group for _, group in missing}
     # A role in a group where another role is missing is held up, and only thereby blocks others.
     held = {
         role
         for role, on in known.items()
         for device in on
-        if device.is_pending
-        and device.group in groups
-        and not (device.collective and device.enqueued < newest[device.group])
+        if device.is_pending and device.group in groups and (role, device.group) not in missing
     }
-    roles = tuple(sorted(missing.keys() - held))
+    roles = tuple(sorted({role for role, _ in missing} - held))
     if not roles:
         return (), ""
-    group = missing[roles[0]]
+    group = next(group for role, group in missing if role == roles[0])
     return roles, f"operation {newest[group]} of group {group}"
 
 
