@@ -20,100 +20,6 @@ from mutating.operators import changes  # noqa: E402
 
 MAP = ROOT / "tests" / "mutants" / "generated" / "coverage.json"
 SCORE = MAP.with_name("score.toml")
-MODULE = '''"""Text: 1 + 1."""
-
-import os
-
-_LIMIT = 2
-_WAIT_SECONDS = 2
-_MAX_TRIES = 2
-
-
-@decorated(True)
-class Door:
-    """A door."""
-
-    tries: int = 3
-
-    def open(self, key: "int | None" = 1) -> bool:
-        """Open."""
-        assert key is not None
-        print("opens", 1 + 1)
-        if key == 1 and self.shut:
-            self.unlock(key, timeout=5)
-            self.swing()
-            return True
-        for one in range(_LIMIT):
-            if one > 0:
-                raise ValueError(f"{one + 1} times")
-            self.seen.add(one)
-            self.tried.append(one)
-        self.count += 1
-        if failpoints.ACTIVE and key:
-            self.hit(1)
-        while self.now < self.until_seconds:
-            self.seen.clear()
-            self.tried.clear()
-        return self.hinge(lambda: not key)
-
-    def __str__(self) -> str:
-        return "a" if self.count > 1 else "b"
-'''
-SLIPS = {
-    ("number", "", "2", "3"),
-    ("swap_op", "Door.open", " == 1", " != 1"),
-    ("number", "Door.open", "1", "2"),
-    ("swap_op", "Door.open", "key == 1 and self.shut", "key == 1 or self.shut"),
-    ("weaken", "Door.open", "key == 1 and self.shut", "(key == 1)"),
-    ("weaken", "Door.open", "key == 1 and self.shut", "(self.shut)"),
-    ("invert", "Door.open", "key == 1 and self.shut", "(not (key == 1 and self.shut))"),
-    (
-        *("exchange", "Door.open", "self.unlock(key, timeout=5)\n            self.swing()"),
-        "self.swing()\n            self.unlock(key, timeout=5)",
-    ),
-    ("drop", "Door.open", "self.unlock(key, timeout=5)", "pass"),
-    ("drop", "Door.open", "self.swing()", "pass"),
-    ("drop", "Door.open", "return True", "pass"),
-    ("name", "Door.open", "True", "False"),
-    ("invert", "Door.open", "one > 0", "(not (one > 0))"),
-    ("swap_op", "Door.open", " > 0", " >= 0"),
-    ("number", "Door.open", "0", "1"),
-    ("drop", "Door.open", 'raise ValueError(f"{one + 1} times")', "pass"),
-    ("drop", "Door.open", "self.seen.add(one)", "pass"),
-    ("drop", "Door.open", "self.tried.append(one)", "pass"),
-    ("drop", "Door.open", "self.count += 1", "pass"),
-    ("augmented_assignment", "Door.open", "self.count += 1", "self.count = 1"),
-    ("swap_op", "Door.open", "self.count += 1", "self.count -= 1"),
-    (
-        *("invert", "Door.open", "self.now < self.until_seconds"),
-        "(not (self.now < self.until_seconds))",
-    ),
-    ("drop", "Door.open", "self.seen.clear()", "pass"),
-    ("drop", "Door.open", "self.tried.clear()", "pass"),
-    ("remove_unary_ops", "Door.open", "not key", "key"),
-}
-
-
-def test_slips_are_made_where_they_matter():
-    """Not in texts, types, decorators, defaults, times, what only tests do, or limits that tune;
-    nor of two changes in any order."""
-    found = {(c.kind, c.function, MODULE[c.begin : c.end], c.text) for c in changes(MODULE)}
-    assert found == SLIPS
-
-
-def test_each_slip_fits_its_module():
-    for change in changes(MODULE):
-        old, new = change.texts(MODULE)
-        assert MODULE.count(old) == 1
-        changed = MODULE.replace(old, new)
-        assert changed != MODULE
-        compile(changed, "door.py", "exec")
-
-
-def test_tests_that_are_recorded_again_come_first():
-    before = {"vault/a.py:f": ["t.py::quick", "u.py::before"], "vault/a.py:g": ["t.py::quick"]}
-    found = coverage_map.joined(before, {"vault/a.py:f": ["u.py::newer"]}, ["u.py"])
-    assert found == {**before, "vault/a.py:f": ["u.py::newer", "t.py::quick"]}
 
 
 def test_a_draw_repeats_and_takes_each_room_by_its_lines(monkeypatch):
@@ -124,23 +30,6 @@ def test_a_draw_repeats_and_takes_each_room_by_its_lines(monkeypatch):
     rooms = [Path(file).parts[1] for file, _ in drawn]
     assert len(drawn) == 12
     assert rooms.count("cluster") > rooms.count("vault") > 0
-
-
-@pytest.mark.parametrize(
-    ("noticed", "drawn", "share", "falls_short"),
-    [
-        (60, 60, 0.8, False),
-        (40, 60, 0.8, False),
-        (39, 60, 0.8, True),
-        (80, 100, 0.8, False),
-        (0, 60, 0.0, False),
-        (30, 30, 1.0, False),
-        (29, 30, 1.0, True),
-    ],
-)
-def test_only_what_chance_does_not_explain_falls_short(noticed, drawn, share, falls_short):
-    """Of 60 slips at a share of 0.8, fewer than 40 are noticed once in 150 draws."""
-    assert draw.falls_short(noticed, drawn, share) is falls_short
 
 
 def test_the_map_is_of_the_tests_that_are_there():

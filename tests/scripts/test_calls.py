@@ -1,0 +1,8 @@
+"""Answers of the scripts' functions, line by line; see calls/."""
+
+import sys
+from pathlib import Path
+
+from tests.common.calls import test_calls_are_answered_as_before  # noqa: F401
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
