@@ -1,4 +1,4 @@
-"""The functions of job and nodes under Slurm, with stand-ins for Slurm and the clock; see calls/."""
+"""Functions of job and nodes under Slurm, with stand-ins for Slurm and the clock; see calls/."""
 
 import os
 import re
@@ -33,9 +33,10 @@ def first_command(directory: Path, end: int, squeue: str) -> str:
 
 
 def job(directory: Path, call: str, programs: dict[str, str], **variables: str) -> int:
-    """Call a function of job.sh, with these programs before those of the machine; print its output
-    without times, and return its status."""
+    """Call a function of job.sh, with these programs before those of the machine; print each line
+    of its output once, without times, and return its status."""
     folder = stand_in(directory / "bin", **programs)
     done = run_among(folder, "bash", "-c", f'. "$0" && {call}', SLURM / "job.sh", **variables)
-    print(_TIME.sub("", done.stdout), end="")
+    for line in dict.fromkeys(_TIME.sub("", done.stdout).splitlines()):
+        print(line)
     return done.returncode
