@@ -59,11 +59,11 @@ def test_limits_follow_what_a_site_sets(nccl, times):
 def test_a_new_coordinator_is_waited_for_as_long_as_the_old_one():
     chosen = settings("--deadpool-node-silence-seconds", "60", nccl=False)
     fence = Fence(chosen)
-    fence.heard(0.0, 1)
-    fence.looked(1, "1 1", 0.0)
-    fence.looked(1, "1 1", 2.0)
+    fence.record_contact(0.0, 1)
+    fence.record_read(1, "1 1", 0.0)
+    fence.record_read(1, "1 1", 2.0)
     claimed = 2.0 + HeartbeatTiming.of(chosen).beat
-    fence.looked(2, "2 1", claimed)
+    fence.record_read(2, "2 1", claimed)
     assert not fence.verdict(2.0 + chosen.fence_seconds)
 
 
