@@ -1,4 +1,4 @@
-"""Disks that hang or are slow while exports are removed, beside a coordinator that goes on."""
+"""Disks that hang or are slow while exports are removed."""
 
 import asyncio
 import shutil
@@ -20,7 +20,7 @@ def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *_, **__: answers.wait(20.0))
     world = World(tmp_path, persist_interval=4)
     world.exports.tick()
-    world.hear(1, "failed", text="no room")
+    world.report(1, "failed", text="no room")
 
     async def story() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
@@ -36,7 +36,7 @@ def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(tmp_path, monkeypatch):
     asyncio.run(story())
 
 
-def test_what_is_removed_cannot_be_published_meanwhile(tmp_path, monkeypatch):
+def test_removed_export_cannot_be_published_meanwhile(tmp_path, monkeypatch):
     """By a coordinator that was thought dead while its files were synced."""
     run, final = directory.RunDirectory(tmp_path), tmp_path / "exports" / "iter_0000004"
     left = directory.unfinished_export(final.parent, "id", "1.3")

@@ -25,7 +25,7 @@ INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
         ("sources", {"0": {"shard": 1}}),
     ],
 )
-def test_what_the_newest_checkpoint_is_named_in(tmp_path, name, value):
+def test_damaged_pointer_to_the_newest_checkpoint_is_reported(tmp_path, name, value):
     run = RunDirectory(tmp_path)
     values = {**saved_at(4, tmp_path).to_dict(), name: value}
     run.latest.write_text(json.dumps(values))
@@ -33,10 +33,10 @@ def test_what_the_newest_checkpoint_is_named_in(tmp_path, name, value):
         valid_checkpoints(run)
     assert resume.saved_states(run, INFO, None) == ([], [f"{run.latest} is damaged"])
     final = exported(run, tmp_path / "exports", 8)
-    assert [one.path for one in valid_checkpoints(run)] == [str(final)]
+    assert [restore.path for restore in valid_checkpoints(run)] == [str(final)]
 
 
-def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path):
+def test_unreadable_pointer_to_the_newest_checkpoint_is_reported(tmp_path):
     run = RunDirectory(tmp_path)
     run.latest.mkdir()
     with pytest.raises(CommandError, match=r"latest\.json: Is a directory"):
@@ -44,8 +44,8 @@ def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path):
 
 
 @pytest.mark.parametrize("left", [0, 1, 300, -1])
-def test_a_skeleton_that_was_cut(tmp_path, left):
-    """The exporter says so in its last line, of which the coordinator makes the warning."""
+def test_cut_skeleton_is_refused(tmp_path, left):
+    """The coordinator's warning is the exporter's last line."""
     template.write_template(tmp_path, template.StateTemplate(3, "hash"))
     path = template.template_path(tmp_path, 3)
     path.write_bytes(path.read_bytes()[:left])

@@ -1,4 +1,4 @@
-"""What a run counts on is on the disk before anything names it, and outlives a power failure."""
+"""Checkpoints are on the disk before anything names them, and outlive a power failure."""
 
 import errno
 import os
@@ -41,7 +41,7 @@ def synced(monkeypatch):
 def synced_before(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, synced: list[Path]
 ) -> list[set[Path]]:
-    """What had been synced at each call of a function."""
+    """Return the synced files at each call of a function."""
     found: list[set[Path]] = []
     original: Callable[..., Any] = getattr(module, name)
 
@@ -66,9 +66,7 @@ def test_all_of_a_save_in_place_is_on_the_disk_before_it_counts(tmp_path, monkey
     assert {*files, saved, saved.parent} <= on_disk
 
 
-def test_what_names_an_export_is_on_the_disk_before_older_ones_may_go(
-    tmp_path, monkeypatch, synced
-):
+def test_pointers_to_an_export_are_synced_before_older_exports_go(tmp_path, monkeypatch, synced):
     run, replaced = RunDirectory(tmp_path / "run"), dict[Path, int]()
     replace = Path.replace
 
@@ -120,7 +118,7 @@ def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(tmp_
 
 
 def test_an_export_that_has_its_name_but_no_pointer_is_pruned_in_its_turn(tmp_path, monkeypatch):
-    """The disk was full by then, or the coordinator ended: nobody else would ever remove it."""
+    """The disk was full then, or the coordinator ended: no other process would ever remove it."""
     run, folder = RunDirectory(tmp_path), tmp_path / "exports"
 
     def full(_: Path) -> int:
@@ -158,8 +156,8 @@ def test_a_dump_and_frozen_weights_have_their_names_on_the_disk(tmp_path, synced
 
 
 @pytest.mark.parametrize("make", ["save", "export"])
-def test_what_could_not_be_loaded_is_replaced_by_what_is_saved_in_its_place(make, tmp_path):
-    """The run has gone back behind it, and comes to the same iteration once more."""
+def test_unloadable_checkpoint_is_replaced_by_a_later_save(make, tmp_path):
+    """The run has gone back before it, and trains the same iteration again."""
     run, folder = RunDirectory(tmp_path), tmp_path / "saves"
     older, final = folder / "iter_0000002", folder / "iter_0000004"
 
@@ -178,6 +176,8 @@ def test_what_could_not_be_loaded_is_replaced_by_what_is_saved_in_its_place(make
     written("anew", 4, (str(final), str(older)))
     assert (final / ".metadata").read_text() == "anew"
     assert (folder / "iter_0000004.before-run" / ".metadata").read_text() == "first"
-    assert [one.path for one in directory.read_valid(run.latest)] == [str(final)], "2 is struck off"
+    assert [restore.path for restore in directory.read_valid(run.latest)] == [str(final)], (
+        "2 is struck off"
+    )
     written("again", 4, (str(final),))
     assert len(list(folder.glob("*.before-run*"))) == 2

@@ -1,4 +1,4 @@
-"""What is written from slots equals, byte for byte, what the run itself would have saved."""
+"""An export from slots equals, byte for byte, the run's own save."""
 
 import json
 from pathlib import Path
@@ -62,12 +62,12 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     hash_ = layout.layout_hash
     taken = Snapshot(role, hash_, Generation(1, 3), "evaluation", str(path), places)
     source = torch_dist.GenerationSource(taken, folder)
-    told = json.loads(json.dumps(torch_dist.write_role(template, source, exported)))
+    index = json.loads(json.dumps(torch_dist.write_role(template, source, exported)))
     torch_dist.write_extras(source, exported, role, dist.get_world_size())
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, told)
+    indexes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(indexes, index)
     if role == 0:
-        torch_dist.join(exported, everyone, torch_dist.filled(template.common, source))
+        torch_dist.join(exported, indexes, torch_dist.filled(template.common, source))
     dist.barrier()
 
 

@@ -20,7 +20,7 @@ assert not hasattr(sys.modules["megatron.core"], "__file__")
 """
 
 
-def test_what_is_read_is_written(monkeypatch):
+def test_foreign_objects_are_written_as_read(monkeypatch):
     """Members of an enumeration by a call of their class, and as its attributes."""
     plain = ProcessGroupCollection()
     args = Namespace(backend=AttnBackend.flash, again=AttnBackend.flash, plain=plain, lr=0.5)

@@ -1,4 +1,4 @@
-"""One node's part in exports: what its agent says, and that it forgets what was dropped."""
+"""A node's part in exports: the reports of its agent, and dropped exports."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.common.wait import until
 
 
 class SlowVault:
-    """Sets aside when it is told to."""
+    """A vault that pins when the test lets it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -40,7 +40,7 @@ def order(kind: str, name: str) -> dict[str, Any]:
 
 
 def node_of(directory: Path) -> tuple[NodeExports, SlowVault, list[dict[str, Any]]]:
-    """A node with its vault, and what it says."""
+    """Return a node with its vault, and its reports."""
     reports: list[dict[str, Any]] = []
     vault, run = SlowVault(directory), RunDirectory(directory / "run")
     info: Any = SimpleNamespace(settings=Settings(), run_id="id")
@@ -51,17 +51,17 @@ def node_of(directory: Path) -> tuple[NodeExports, SlowVault, list[dict[str, Any
     return exports, vault, reports
 
 
-async def set_aside(exports: NodeExports, vault: SlowVault, reports: list[dict[str, Any]]) -> None:
-    """The first export is taken, and it is told."""
+async def pin_first(exports: NodeExports, vault: SlowVault, reports: list[dict[str, Any]]) -> None:
+    """Pin the first export, and wait for the report."""
     exports.order(order("take", "1.1"))
     await until(lambda: "1.1" in vault.answers)
     vault.answers["1.1"].set_result(taken(exports._segments))
     await until(lambda: reports)
 
 
-async def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tmp_path):
+async def test_node_reports_pinned_exports_and_forgets_dropped_exports(tmp_path):
     exports, vault, reports = node_of(tmp_path)
-    await set_aside(exports, vault, reports)
+    await pin_first(exports, vault, reports)
     assert reports.pop() == {
         "t": "export",
         "name": "1.1",
@@ -69,7 +69,7 @@ async def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tm
         "roles": {"0": [[1, 4], "step"]},
     }
     exports.order(order("drop", "0.9"))
-    assert list(tmp_path.glob("taken-*")), "another one is to be dropped"
+    assert list(tmp_path.glob("taken-*")), "another export is to be dropped"
     exports.order(order("drop", "1.1"))
     assert not list(tmp_path.glob("taken-*"))
 
@@ -77,7 +77,7 @@ async def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tm
     await until(lambda: "1.2" in vault.answers)
     exports.order(order("take", "1.3"))
     await until(lambda: "1.3" in vault.answers)
-    (tmp_path / "taken-1.2-0").touch()  # as a vault that came to it only now
+    (tmp_path / "taken-1.2-0").touch()  # as by a late vault
     vault.answers["1.2"].set_result(taken(tmp_path))
     await until(lambda: not (tmp_path / "taken-1.2-0").exists())
     assert (tmp_path / "taken-1.3-0").exists()
@@ -96,10 +96,10 @@ def no_processes(*_: Any, **__: Any) -> Any:
 async def test_an_exporter_that_cannot_be_started_ends_its_export_only(tmp_path, monkeypatch):
     """An error that got out of an order would end the connection, and with it the node."""
     monkeypatch.setattr(agent_exports, "start_child", no_processes)
-    (tmp_path / "taken-0.9-0").touch()  # of an agent that was killed
+    (tmp_path / "taken-0.9-0").touch()  # left by a killed agent
     exports, vault, reports = node_of(tmp_path)
     assert not list(tmp_path.glob("taken-*"))
-    await set_aside(exports, vault, reports)
+    await pin_first(exports, vault, reports)
     exports.order(
         {**order("write", "1.1"), "directory": str(tmp_path / ".export-id-1.1"), "roles": [0]}
     )
@@ -108,7 +108,7 @@ async def test_an_exporter_that_cannot_be_started_ends_its_export_only(tmp_path,
     assert not list(tmp_path.glob("taken-*"))
 
 
-async def test_an_exporter_that_failed_is_told_with_its_last_words(tmp_path):
+async def test_failed_exporter_is_reported_with_its_last_output(tmp_path):
     LocalLogs(tmp_path / "logs").log("node0-persist").write_text("ValueError: no room\n")
     exports, _, reports = node_of(tmp_path)
     exports._name = "1.1"

@@ -57,7 +57,7 @@ def test_only_a_whole_cover_passes(shape, chance):
         check_cover("key", [*shape[:-1], shape[-1] - 1], found)
 
 
-def test_pruning_keeps_the_newest_and_what_is_needed():
+def test_pruning_keeps_newest_and_needed_exports():
     assert durable.to_prune(["a", "b", "c"], 2, ()) == ["a"]
     assert durable.to_prune(["a", "b", "c"], 0, ()) == []
     assert durable.to_prune(["a", "b", "c"], 1, {"a"}) == ["b"]
@@ -87,18 +87,18 @@ def test_exports_appear_whole_and_go_in_turn(tmp_path):
     assert read_valid(run.latest)[0].path == str(third)
 
 
-def test_an_export_takes_nobody_elses_checkpoint_for_its_own(tmp_path):
+def test_export_refuses_a_foreign_checkpoint_at_its_place(tmp_path):
     run = RunDirectory(tmp_path)
-    theirs = run.exports / "iter_0000004"
-    theirs.mkdir(parents=True)
+    foreign = run.exports / "iter_0000004"
+    foreign.mkdir(parents=True)
     with pytest.raises(durable.DurableError, match="this run did not export it"):
         published(run, 4)
-    assert list(theirs.iterdir()) == []
+    assert list(foreign.iterdir()) == []
     assert not run.latest.exists()
     assert not (run.exports / "latest_checkpointed_iteration.txt").exists()
 
 
-def test_what_the_program_saves_is_never_pruned(tmp_path):
+def test_saves_of_the_program_are_never_pruned(tmp_path):
     run = RunDirectory(tmp_path)
     own = run.exports / "iter_0000004"
     own.mkdir(parents=True)
@@ -118,7 +118,7 @@ def test_a_save_does_not_fall_back_to_the_checkpoint_of_another_run(tmp_path):
     final = folder / "iter_0000004"
     final.mkdir(parents=True)
     (final / "of another run").touch()
-    for epoch in (1, 2):  # the second one repeats the first after a recovery
+    for epoch in (1, 2):  # the second save repeats the first after a recovery
         temporary = folder / f".{final.name}.epoch{epoch}"
         temporary.mkdir()
         (temporary / f"own{epoch}").touch()
@@ -166,7 +166,7 @@ def test_a_save_does_not_count_whose_epoch_was_closed_while_it_was_synced(tmp_pa
 def test_a_save_that_two_coordinators_make_valid_is_there_once(
     tmp_path, moment, *, is_foreign, monkeypatch
 ):
-    """One has taken over while the other one's files were synced, which then goes on."""
+    """A coordinator takes over while the former coordinator syncs files, and then continues."""
     run, folder = RunDirectory(tmp_path), tmp_path / "checkpoints"
     temporary, final, restore = unfinished_save(folder, 4, epoch=1)
     if is_foreign:
@@ -194,5 +194,5 @@ def test_a_save_that_two_coordinators_make_valid_is_there_once(
     NewCheckpoint(temporary, final, restore, run, "run", counts).make_valid()
     assert [path.name for path in final.iterdir()] == ["rank0"]
     assert read_valid(run.latest)[0].path == str(final)
-    set_aside = ["iter_0000004.before-run"] if is_foreign else []
-    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000004", *set_aside]
+    renamed = ["iter_0000004.before-run"] if is_foreign else []
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000004", *renamed]

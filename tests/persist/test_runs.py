@@ -1,4 +1,4 @@
-"""Whole runs that export beside their training: what comes out, and what a failure leaves."""
+"""Whole runs that export during training, with and without failures."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def program(flags: str, iterations: int, held: dict[int | str, str]) -> Program:
 
 
 def warnings(outcome: Outcome) -> list[str]:
-    """What the run said of exports that came to nothing."""
+    """Return the run's warnings about failed exports."""
     texts = [str(event.data["text"]) for event in outcome.of_kind("log")]
     return [text for text in texts if "in the background" in text]
 
@@ -41,8 +41,8 @@ def test_failures_end_exports_and_nothing_else(text, tmp_path):
     job = program(text, 65, {**held, "33-60": f"{asked}/iter_*", 62: f"{asked}/iter_*"})
 
     def ask() -> None:
-        told = check_output("-m", "deadpool_megatron", "persist", run, asked)
-        assert told.startswith(f"a checkpoint will be written to {asked}")
+        output = check_output("-m", "deadpool_megatron", "persist", run, asked)
+        assert output.startswith(f"a checkpoint will be written to {asked}")
         ordered.touch()
 
     outcome = run_program(
@@ -62,7 +62,7 @@ def test_failures_end_exports_and_nothing_else(text, tmp_path):
     assert len(list(asked.glob("iter_*"))) == 1
     left = [path.name for path in (run / "exports").iterdir() if path.name.startswith(".")]
     assert left == [], "of exports that failed nothing is left"
-    # What was asked for is loaded as any checkpoint of Megatron is, and leads to the same end.
+    # The requested export loads like any checkpoint of Megatron, and leads to the same end.
     loaded = f"{MODEL} {PP2} {BF16} {text} --train-iters 65 --load {asked}"
     hashes = run_ranks(4, train, loaded)[0]["hashes"]
     assert hashes == [outcome.final["roles"][str(role)]["sha256"] for role in range(4)]
@@ -70,8 +70,8 @@ def test_failures_end_exports_and_nothing_else(text, tmp_path):
 
 @pytest.mark.full
 def test_a_run_that_has_to_end_exports_once_more(text, tmp_path):
-    """Before a time limit beside the training; the run that goes on loses a node and has no spare:
-    it makes a checkpoint of its dump. Both are loaded as any is, and lead to the same end."""
+    """Before a time limit, during training; the resumed run loses a node and has no spare: it makes
+    a checkpoint of its dump. Both load like any checkpoint, and lead to the same end."""
     run, exports, ordered = tmp_path / "run", tmp_path / "exports", tmp_path / "ordered"
     where = f"--deadpool-persist-directory {exports}"
     job = program(text, 24, {5: str(ordered), 15: f"{exports}/iter_*"})
@@ -100,8 +100,8 @@ def test_a_run_that_has_to_end_exports_once_more(text, tmp_path):
     loaded = f"{MODEL} {PP2} {BF16} {text} --train-iters 24 --load {exports}"
     tracker = exports / "latest_checkpointed_iteration.txt"
     ends = []
-    for one in (first, second):
-        tracker.write_text(str(int(one.name.removeprefix("iter_"))))
+    for export in (first, second):
+        tracker.write_text(str(int(export.name.removeprefix("iter_"))))
         ends.append(run_ranks(4, train, loaded)[0]["hashes"])
     assert ends[0] == ends[1]
 
@@ -119,5 +119,5 @@ def test_a_run_that_cannot_export_is_refused_at_its_start(text, tmp_path):
     job = Program(command, 2)
     outcome = run_program(tmp_path / "run", job, settings="--deadpool-persist-interval 4")
     assert outcome.status == 2, outcome.story()
-    why = "--deadpool-persist-interval: the program does not say what its checkpoints hold"
-    assert why in outcome.final["reason"]
+    reason = "--deadpool-persist-interval: the program does not say what its checkpoints hold"
+    assert reason in outcome.final["reason"]

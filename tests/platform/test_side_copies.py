@@ -1,4 +1,4 @@
-"""Copies beside training on the CPU: complete, bounded in time, honest about errors."""
+"""Copies during training on the CPU: complete, bounded in time, with their errors."""
 
 import multiprocessing as mp
 import os
@@ -33,7 +33,7 @@ def test_copies_all_types_and_sizes(platform):
 
 
 def test_large_copies_are_cut_into_pieces_of_the_same_memory():
-    """What a device's copy engine is given: nothing longer than a piece, all bytes once."""
+    """A device's copy engine gets no more than a piece at a time, and all bytes once."""
     src = [torch.arange(25.0).view(5, 5), torch.tensor(7.0), torch.empty(0), torch.ones(6)[::2]]
     dst = [torch.zeros_like(tensor) for tensor in src]
     into, out_of = in_pieces(dst, src, 40)
@@ -66,7 +66,7 @@ def test_a_forked_child_copies_too(platform):
     assert os.waitpid(pid, 0)[1] == 0
 
 
-# What a device is asked for, without one.
+# Calls to a device, without a device.
 
 
 class Driver:
@@ -82,7 +82,7 @@ class Driver:
         return self.code
 
 
-def test_copies_have_a_stream_that_torch_gives_nobody_else(monkeypatch, capsys):
+def test_copies_have_a_stream_of_their_own(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "Stream", lambda priority: ("of the pool", priority))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
@@ -93,7 +93,7 @@ def test_copies_have_a_stream_that_torch_gives_nobody_else(monkeypatch, capsys):
     assert stream() is stream()
     assert driver.asked == [(1, 0)], "it waits for no default stream, and goes last"
     assert not capsys.readouterr().err
-    # Where there is none to be had, one of torch's serves, with a word.
+    # If the driver makes no stream, a stream of torch serves, with a warning.
     driver.code = 2
     assert CudaPlatform()._stream() == ("of the pool", 0)
     assert "error 2" in capsys.readouterr().err

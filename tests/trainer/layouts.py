@@ -50,8 +50,8 @@ Facts = dict[str, Any]
 def text(tmp_path_factory):
     """Flags that name a small text."""
     folder = tmp_path_factory.mktemp("text")
-    words = " ".join(f"{number} is {number * number} squared;" for number in range(4000))
-    (folder / "squares.txt").write_text(words)
+    content = " ".join(f"{number} is {number * number} squared;" for number in range(4000))
+    (folder / "squares.txt").write_text(content)
     return f"--data {folder / 'squares.txt'}"
 
 

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from deadpool_megatron.cluster.process.posix import die_with_parent
 
 RANK_SECONDS = 120.0
-# What is shown of each failed rank's output, from its end.
+# The end of each failed rank's output that is shown.
 _SHOWN_BYTES = 20_000
 # The others get this long to end by themselves after the first failure.
 _AFTER_FAILURE_SECONDS = 1.0
-# So long a rank that hangs has to write its stacks before it is killed.
-_LAST_WORDS_SECONDS = 0.5
+# The time in which a hanging rank writes its stacks before it is killed.
+_STACKS_SECONDS = 0.5
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.trainer.loaded"])
 
@@ -46,7 +46,7 @@ def run_ranks(
     seconds: float = RANK_SECONDS,
     connect: Connect | None = None,
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``world_size`` forked ranks; answers their results by rank.
+    """Call ``function(*args)`` on ``world_size`` forked ranks; return their results by rank.
 
     ``connect(folder, rank, world_size)`` makes the process groups; by default stock gloo. All of
     these travel by pickle: functions of modules, not local ones. Raises AssertionError with the
@@ -77,7 +77,7 @@ def run_ranks(
 
 
 def stop() -> None:
-    """End the process that forks ranks, if it runs, and that of multiprocessing beside it."""
+    """End the process that forks ranks, if it runs, and the resource tracker of multiprocessing."""
     for server in (vars(forkserver)["_forkserver"], vars(resource_tracker)["_resource_tracker"]):
         server._stop()
 
@@ -95,11 +95,13 @@ def _wait(ranks: Sequence[ForkServerProcess], folder: Path, deadline: float) -> 
     for rank in late.values():
         assert rank.pid is not None
         os.kill(rank.pid, signal.SIGABRT)  # which makes it write where its threads are
-        rank.join(_LAST_WORDS_SECONDS)
-    told = dict.fromkeys(late, "did not finish in time")
+        rank.join(_STACKS_SECONDS)
+    ends_by_rank = dict.fromkeys(late, "did not finish in time")
     for n, code in ends.items():
-        told[n] = f"died of {signal.Signals(-code).name}" if code < 0 else f"failed, status {code}"
-    return [f"rank {n} {end}:\n{_written(folder, n)}" for n, end in told.items()]
+        ends_by_rank[n] = (
+            f"died of {signal.Signals(-code).name}" if code < 0 else f"failed, status {code}"
+        )
+    return [f"rank {n} {end}:\n{_written(folder, n)}" for n, end in ends_by_rank.items()]
 
 
 def _written(folder: Path, rank: int) -> str:
@@ -132,7 +134,7 @@ def _play(
         connect(folder, rank, world_size)
         result = function(*args)
         (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
-        # Nobody leaves while another still reads from it.
+        # No rank leaves while another still reads from it.
         dist.barrier()
         status = 0
     except BaseException:

@@ -1,4 +1,4 @@
-"""The command line and ``trainer.plain``: good ones are understood, bad ones cost one line."""
+"""The command line and ``trainer.plain``: good lines are understood, bad lines cost a line."""
 
 import json
 
@@ -91,8 +91,11 @@ def test_a_run_writes_its_facts(text, tmp_path):
     out = tmp_path / "final.json"
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     command = ("-m", "deadpool_megatron.trainer.plain", *MODEL.split(), *text.split())
-    told = check_output(*command, "--out", out, **rank)
-    assert [line.split(" |")[0] for line in told.splitlines()] == ["iteration 3/6", "iteration 6/6"]
+    output = check_output(*command, "--out", out, **rank)
+    assert [line.split(" |")[0] for line in output.splitlines()] == [
+        "iteration 3/6",
+        "iteration 6/6",
+    ]
     facts = json.loads(out.read_text())
     assert len(losses(facts)) == facts["iterations"] == 6
     assert facts["samples"] == 48

@@ -1,4 +1,4 @@
-"""Data: the same text and the same position give the same samples, whoever reads them."""
+"""Data: the same text and position give the same samples to every reader."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""One rank's loop: what it counts, emits and announces, and how it starts again."""
+"""One rank's loop: its counters and events, and its state after an interrupt."""
 
 import math
 from pathlib import Path
@@ -68,18 +68,18 @@ def stage_classes(arguments: str) -> str:
 
 
 def test_data_ranks_without_shards_share_a_class(text):
-    one, other = run_ranks(2, stage_classes, f"{MODEL} {text}")
-    assert one == other
-    one, other = run_ranks(2, stage_classes, f"{MODEL} {text} {BF16}")
-    assert one != other
+    first, second = run_ranks(2, stage_classes, f"{MODEL} {text}")
+    assert first == second
+    first, second = run_ranks(2, stage_classes, f"{MODEL} {text} {BF16}")
+    assert first != second
 
 
 class Interrupted(Exception):
-    """What a test throws in the middle of something."""
+    """The exception of a test in the middle of an iteration."""
 
 
 def interrupted(arguments: str, folder: Path, point: str, segment: str) -> tuple[str, str]:
-    """Break off at a fault point, return to a checkpoint, go on; and the same undisturbed."""
+    """Break off at a fault point, return to a checkpoint, and continue; also train undisturbed."""
     from deadpool_megatron import failpoints
 
     loop, _ = make_loop(arguments)

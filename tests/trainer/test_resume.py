@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint is the run that never stopped."""
+"""A run that continues from a checkpoint equals the uninterrupted run."""
 
 import os
 from pathlib import Path
@@ -40,7 +40,7 @@ def load_and_go_on(arguments: str, folder: Path, trained_before: int) -> dict[st
 
     loop, _ = make_loop(arguments)
     steps(loop, trained_before)
-    inner = [one.optimizer for one in inner_optimizers(loop.optimizer)]
+    inner = [optimizer.optimizer for optimizer in inner_optimizers(loop.optimizer)]
     tensors = [t for o in inner for state in o.state.values() for t in state.values()]
     loop.load_checkpoint(folder)
     loaded = [t for o in inner for state in o.state.values() for t in state.values()]
@@ -53,8 +53,8 @@ def load_and_go_on(arguments: str, folder: Path, trained_before: int) -> dict[st
     }
 
 
-def _differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
-    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+def _differences(first: dict[str, str], second: dict[str, str]) -> list[str]:
+    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
 
 @pytest.mark.full
@@ -64,7 +64,7 @@ def test_resume_is_exact(name, text, tmp_path):
     arguments = f"{MODEL} {text} {flags} {DUE}"
     folder = tmp_path / "checkpoint"
     straight = run_ranks(ranks, save_in_the_middle, arguments, folder)
-    # Into live objects that trained something meanwhile: whatever a load forgets shows.
+    # Into live objects that have trained meanwhile, so that anything a load omits shows.
     resumed = run_ranks(ranks, load_and_go_on, arguments, folder, 2)
     for whole, half in zip(straight, resumed, strict=True):
         assert whole["changed by saving"] == []
@@ -93,7 +93,7 @@ def save_at_once(arguments: str, folder: Path) -> dict[str, str]:
 
 
 def rates_after_a_load(arguments: str, folder: Path) -> list[tuple[float, float]]:
-    """By the first group of the optimizer: of the rate that it goes by, and of its own."""
+    """Return the maximum and the current rate of the optimizer's first group, after each load."""
     found = []
     for more in ("", "--lr 1e-4", "--lr 1e-4 --override-opt-param-scheduler"):
         loop, _ = make_loop(f"{arguments} --lr-decay-style constant {more}")
@@ -113,7 +113,7 @@ def test_rates_of_the_command_line_count_where_they_are_asked_for(text, tmp_path
 
 
 def publish_over_a_torn_attempt(arguments: str, folder: Path) -> list[str]:
-    """A save that was cut short before, then one that works."""
+    """A torn save, then a complete save."""
     from deadpool_megatron.trainer import loop_checkpoint
 
     loop, _ = make_loop(arguments)

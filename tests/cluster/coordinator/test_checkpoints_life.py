@@ -52,14 +52,14 @@ class Life:
             case "work":
                 world.work()
             case "says":
-                world.hear(value[0], value[1], **value[2])
+                world.report(value[0], value[1], **value[2])
             case "taken":
                 world.taken(value)
             case "written":
                 self._place.mkdir(parents=True)
                 (self._place / ".metadata").write_text(f"of {self._place.name}")
                 for node in (0, 1):
-                    world.hear(node, "written")
+                    world.report(node, "written")
             case "reached":
                 state.reached = value
             case "phase":

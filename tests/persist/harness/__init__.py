@@ -1,1 +1,1 @@
-"""What the tests of exports share: programs that are held at points, a world without processes."""
+"""Helpers of the tests of exports: programs held at iterations, a run without processes."""

@@ -35,7 +35,7 @@ def contents(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], 
 
 
 class _Unknown:
-    """Of a class of another Megatron than the one that is installed."""
+    """An object of a class that the installed Megatron lacks."""
 
     def __init__(self, *given: Any) -> None:
         self.given = given
@@ -58,10 +58,10 @@ _PICKLE = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler, load=pickle.l
 
 
 def differences(saved: Path, exported: Path) -> list[str]:
-    """What two checkpoints do not have in common.
+    """Return the differences between two checkpoints.
 
     Between parameters in the flat buffer of a distributed optimizer Megatron saves memory that
-    nobody ever wrote; an export has zeros there, in pieces of their own.
+    was never written; an export has zeros there, in pieces of their own.
     """
     first, second = contents(saved), contents(exported)
     found = [f"key {key}" for key in first[0].keys() ^ second[0].keys()]

@@ -13,7 +13,7 @@ def saved_at(iteration: int, path: Path) -> Restore:
 
 
 def exported(run: RunDirectory, folder: Path, iteration: int, keep: int | None = None) -> Path:
-    """An export that becomes valid; where ``keep`` is told, older ones are pruned down to it."""
+    """Publish an export; with ``keep``, prune older exports to that number."""
     final = folder / f"iter_{iteration:07d}"
     unfinished = durable.run_files.unfinished_export(folder, "run", "1.1")
     unfinished.mkdir(parents=True)

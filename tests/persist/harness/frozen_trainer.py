@@ -37,9 +37,9 @@ def build_without_the_weights(self: EpochEntry, role: int, world_size: int) -> N
 
 
 if __name__ == "__main__":
-    told, *rest = sys.argv[1:]
+    waits, *rest = sys.argv[1:]
     frozen_weights.MAX_FROZEN_BYTES = 0
     model.build_chunk = frozen_chunk
     EpochEntry.build_detached = build_without_the_weights  # type: ignore[method-assign]
-    gpt_loop.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
+    gpt_loop.TrainingLoop.train_step = held(waits_of(waits))  # type: ignore[method-assign]
     sys.exit(trainer.main(rest))

@@ -23,6 +23,6 @@ def held(waits: Waits) -> Any:
 
 
 if __name__ == "__main__":
-    told, *rest = sys.argv[1:]
-    gpt_loop.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
+    waits, *rest = sys.argv[1:]
+    gpt_loop.TrainingLoop.train_step = held(waits_of(waits))  # type: ignore[method-assign]
     sys.exit(trainer.main(rest))

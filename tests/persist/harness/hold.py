@@ -18,14 +18,14 @@ class Waits:
 
 
 def waits_of(text: str) -> Waits:
-    """``ITERATION=PATTERN[,...]``: before it, wait until a file whose name fits is there.
+    """Read ``ITERATION=PATTERN[,...]``: wait before it until a file of that pattern exists.
 
     ``FIRST-LAST=PATTERN``: before each of them, for a second at most. An export that has not begun
-    takes one of the *next* iterations, so that a process which stood still would wait for itself.
+    takes one of the *next* iterations, so that a stopped process would wait for itself.
     """
     found = Waits()
-    for one in filter(None, text.split(",")):
-        iterations, pattern = one.split("=")
+    for wait in filter(None, text.split(",")):
+        iterations, pattern = wait.split("=")
         first, _, last = iterations.partition("-")
         waits = found.brief if last else found.firm
         waits.update(dict.fromkeys(range(int(first), int(last or first) + 1), Path(pattern)))
@@ -33,7 +33,7 @@ def waits_of(text: str) -> Waits:
 
 
 def hold(waits: Waits, iteration: int) -> None:
-    """Wait before an iteration, if it is one of those."""
+    """Wait before an iteration, if it has a wait."""
     _await(waits.brief.get(iteration), _DAWDLE_SECONDS)
     pattern = waits.firm.get(iteration)
     assert _await(pattern, _PATIENCE_SECONDS), f"nothing came to {pattern}"

@@ -1,4 +1,4 @@
-"""A made-up run for the coordinator's part of exports: what it orders, says and hears."""
+"""A run without processes for the coordinator's part of exports: its orders and reports."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping
@@ -47,9 +47,9 @@ class World:
         self.exports = self.takes_over()
 
     def takes_over(self) -> Checkpoints:
-        """The part of another coordinator, which has read what is valid."""
+        """Return the exports of a new coordinator, which has read the valid checkpoints."""
         self._options.recovered = RecoveredState(valid=valid_checkpoints(self.run))
-        one: Any = SimpleNamespace(
+        service: Any = SimpleNamespace(
             options=self._options,
             state=self.state,
             feed=self.fed.append,
@@ -57,29 +57,29 @@ class World:
             spawn=self.tasks.append,
             files=SimpleNamespace(write=self.events.append),
             peers=SimpleNamespace(
-                refuse=lambda what, why: None,
+                refuse=lambda peer, reason: None,
                 order=self._send,
                 send_all=lambda message: self.done.append(message["iteration"]),
             ),
         )
-        return Checkpoints(one)
+        return Checkpoints(service)
 
     def _send(self, node: int, message: Mapping[str, Any]) -> None:
         self.sent.append((node, message["t"], message))
 
-    def hear(self, node: int, step: str, **facts: Any) -> None:
-        """An agent speaks about the export under way."""
+    def report(self, node: int, step: str, **facts: Any) -> None:
+        """Receive an agent's report about the current export."""
         name = f"{self.exports._term}.{self.exports._count}"
         self.exports.take_report(node, {"t": "export", "name": name, "step": step, **facts})
 
     def taken(self, iteration: int, boundary: str = "step") -> None:
-        """Both nodes have set it aside."""
+        """Both nodes have pinned it."""
         for node in range(2):
             held = [self.state.record.epoch, iteration]
-            self.hear(node, "taken", roles={str(node): [held, boundary]})
+            self.report(node, "taken", roles={str(node): [held, boundary]})
 
     def work(self) -> None:
-        """Carry out what was spawned."""
+        """Run the spawned tasks."""
         tasks = self.tasks.copy()
         self.tasks.clear()
         for task in tasks:
