@@ -88,12 +88,12 @@ def _struck(directory: Path, program: Program, drawn: Draw) -> list[Outcome]:
         return runs
     left = [one for one in drawn.faults if one["id"] not in runs[0].fired]
     more = ("--load", str(run / "saves")) if outside == "chain-load" else ()
-    going_on = Program((*program.command, *more), *_size(program))
+    with_checkpoint = Program((*program.command, *more), *_size(program))
     if outside == "again":
         return [run_program(run, program, drawn.faults, **options)]
     resume = () if more else ("--resume", str(run))
     after = directory / "after"
-    return [*runs, run_program(after, going_on, left, arguments=resume, **options)]
+    return [*runs, run_program(after, with_checkpoint, left, arguments=resume, **options)]
 
 
 def _size(program: Program) -> tuple[int, int]:

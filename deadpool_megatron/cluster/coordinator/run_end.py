@@ -76,7 +76,7 @@ class RunEnd:
             return
         state = self._context.state
         durable, loaded = state.lineage.durable, self._checkpoints.loaded
-        finish = finish.going_on(durable if durable and durable.path not in loaded else None)
+        finish = finish.with_checkpoint(durable if durable and durable.path not in loaded else None)
         self._status = finish.exit_status
         data = {"exit_status": finish.exit_status, "reason": finish.reason, "kind": finish.kind}
         epoch = 0 if state.record is None else state.record.epoch

@@ -131,8 +131,8 @@ class ExportDump(Action):
 
 @dataclass(frozen=True)
 class BeginExport(Action):
-    """Have a coming iteration made a standard checkpoint in ``directory``, then return Exported,
-    with the ``number`` of the request, as an input."""
+    """Make a later iteration a standard checkpoint in ``directory``, then return Exported, with the
+    ``number`` of the request, as an input."""
 
     number: int
     directory: str
@@ -160,7 +160,7 @@ class Finish(Action):
 
     ``kind``: FailureKind value of the failure that ended the run; empty if there was none.
     ``keeps_slots``: the agents do not remove what they hold in memory. ``is_early``: the program
-    ended before its last iteration; :meth:`going_on` then decides how the run ends.
+    ended before its last iteration; :meth:`with_checkpoint` then decides how the run ends.
     """
 
     exit_status: int
@@ -170,7 +170,7 @@ class Finish(Action):
     keeps_slots: bool = False
     is_early: bool = False
 
-    def going_on(self, durable: Restore | None) -> Finish:
+    def with_checkpoint(self, durable: Restore | None) -> Finish:
         """Return the end of a run whose newest checkpoint is ``durable``, when every requested save
         is valid: a run that ended early is continued, if possible."""
         if not self.is_early:
@@ -183,7 +183,7 @@ class Finish(Action):
 
 @dataclass(frozen=True)
 class ExpediteExit(Action):
-    """Cut short all that the end of the run waits for: the user has no time."""
+    """Cut short everything that the end of the run waits for, because the user does not wait."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
         core.refuse(f"join of node {node}", reason, node)
         core.act(DropNode(node, reason, excluded=True))
         return
-    if reason := _objection(core, event):
+    if reason := _exclusion(core, event):
         core.act(DropNode(node, reason, excluded=True))
         return
     fleet.nodes[node] = joined
@@ -98,10 +98,10 @@ def _refusal(core: Core, event: ev.NodeJoined) -> str:
     return "it is connected already" if node in state.fleet.nodes else ""
 
 
-def _objection(core: Core, event: ev.NodeJoined) -> str:
-    """Return why a node that joins may have no part in the run; empty when it may.
+def _exclusion(core: Core, event: ev.NodeJoined) -> str:
+    """Return why a joining node is excluded; empty if it is not.
 
-    A node with state of the run, or back with its members, is not turned away.
+    A node with state of the run, or with members that still run, is never turned away.
     """
     agreed = core.state.agreed
     if agreed is None or not _is_new(event):
@@ -129,10 +129,10 @@ def check_gathered(core: Core) -> None:
     """
     match core.state.phase_state:
         case states.TakingOver() as taking_over if core.state.record is not None:
-            takeover.check_all_back(core, taking_over, core.state.record)
+            takeover.check_rejoined(core, taking_over, core.state.record)
         case states.Bootstrapping() as bootstrapping:
             begun = core.state.agreed is not None
-            if not begun and not _enough_have_come(core, bootstrapping.deadline):
+            if not begun and not _has_enough_nodes(core, bootstrapping.deadline):
                 return
             if _is_judged(core, bootstrapping) and not _seated_is_starting(core.state):
                 seats = seating(core, core.state.fleet.draining)
@@ -141,7 +141,7 @@ def check_gathered(core: Core) -> None:
                     decide(core)
 
 
-def _enough_have_come(core: Core, deadline: float) -> bool:
+def _has_enough_nodes(core: Core, deadline: float) -> bool:
     # The counts are compared first: this runs for every join and every hello.
     fleet, config = core.state.fleet, core.config
     began = deadline - config.settings.start_seconds
@@ -281,7 +281,7 @@ def _judge_all(core: Core) -> None:
         return
     for node in out:
         _leave_out(core, node, judged[node])
-    _weak_ones_last(core, judged)
+    _drain_weak(core, judged)
     left = state.fleet
     more_may_come = len(left.nodes) + len(left.removed) < config.nodes + config.spares
     if len(left.nodes) < min(config.nodes, len(facts)) and not more_may_come:
@@ -299,7 +299,7 @@ def _judge(
     return Judgement.of(eligibility.defects_of(facts, agreed, asked))
 
 
-def _weak_ones_last(core: Core, judged: Mapping[int, Judgement]) -> None:
+def _drain_weak(core: Core, judged: Mapping[int, Judgement]) -> None:
     """Have weak nodes give their roles to good spares, as far as there are any."""
     weak = {node for node, verdict in judged.items() if verdict.eligibility is Eligibility.WEAK}
     fleet, seated = core.state.fleet, core.state.seats.nodes

@@ -33,7 +33,7 @@ from deadpool_megatron.layout.schemes import losses_survived
 
 
 def close(core: Core, failure: Failure, *, silent_seconds: float = 0.0) -> None:
-    """Lead to a new decision, in any phase, because something failed (or has to change)."""
+    """Force a new decision, in any phase, because something failed or has to change."""
     state = core.state
     match state.phase_state:
         case states.Opening() | states.Running() | states.Pausing() if state.record is not None:
@@ -91,7 +91,7 @@ def check_closed(core: Core) -> None:
     closing, fleet = core.state.phase_state, core.state.fleet
     if not isinstance(closing, states.Closing) or closing.awaited:
         return
-    if not fleet.having(states.MemberStatus.KILLED):
+    if not fleet.places_with(states.MemberStatus.KILLED):
         core.state.recoveries.spend("close", core.now)
         decide(core)
 
@@ -134,7 +134,7 @@ def seating(core: Core, excluded: frozenset[int]) -> Seating:
     return planner.assign_seats(
         core.state.seats,
         {place: member.incarnation for place, member in fleet.members.items()},
-        warm=frozenset(fleet.having(states.MemberStatus.WARM)),
+        warm=frozenset(fleet.places_with(states.MemberStatus.WARM)),
         leaving=excluded | fleet.quarantined,
         deprioritized=fleet.deprioritized,
     )
@@ -157,7 +157,7 @@ def decide(core: Core) -> None:
     """Choose seats and restore from what is known now: at once, unless a kill is under way."""
     state, settings = core.state, core.settings
     fleet = state.fleet
-    if fleet.having(states.MemberStatus.KILLED):
+    if fleet.places_with(states.MemberStatus.KILLED):
         # Only when they have ended can their places get new processes.
         if not isinstance(state.phase_state, states.WaitingSpare):
             state.phase_state = states.Closing(core.now + settings.gather_seconds)
@@ -340,7 +340,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
             continue
         if place[0] in drained:  # it serves as a fresh spare from now on
             core.kill(place)
-        elif member.status in (states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
+        elif member.status in states.BUILDING:
             core.set_member(place, member.status)  # its time for building counts from here
 
 
@@ -378,7 +378,7 @@ def restored(core: Core, event: ev.Restored) -> None:
     if role is None or record is None:
         return
     if record.restore.kind == "initial" and isinstance(phase_state, states.Entering):
-        if not _begins_alike(core, phase_state, event.generation, record):
+        if not _adopt_start(core, phase_state, event.generation, record):
             return
     elif event.generation != record.restore.generation:
         text = f"role {role} restored {event.generation} instead of {record.restore.generation}"
@@ -391,7 +391,7 @@ def restored(core: Core, event: ev.Restored) -> None:
         check_opened(core)
 
 
-def _begins_alike(
+def _adopt_start(
     core: Core, phase_state: states.Entering, found: Generation, record: EpochRecord
 ) -> bool:
     """Adopt the state that the roles of an initial start begin with: their program may have loaded
@@ -420,7 +420,7 @@ def check_opened(core: Core) -> None:
     state.recoveries.open(core.now)
     if state.record is not None and state.record.restore.kind == "initial":
         # The data is ready, so spares can begin to build.
-        for place in state.fleet.having(states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
+        for place in state.fleet.places_with(*states.BUILDING):
             core.set_member(place, members[place].status)
     core.emit(Kind.EPOCH_OPENED, phases=recovery.all_phases() if recovery else {})
     chosen_plan.report_plan(core)

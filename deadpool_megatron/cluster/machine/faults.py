@@ -10,7 +10,7 @@ from deadpool_megatron.cluster.machine.actions import EmitEvent
 from deadpool_megatron.cluster.machine.blame import SHOWN_FAILURES, Failure, FinalStatus
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.epoch import close, save_and_end, step_reported
-from deadpool_megatron.cluster.machine.shutdown import end_as_found
+from deadpool_megatron.cluster.machine.shutdown import abort_start
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind
@@ -83,7 +83,7 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
         return
     if event.other_program and record.begins:
         final = FinalStatus(ExitStatus.BAD_INPUT, event.text, FailureKind.OTHER_PROGRAM)
-        end_as_found(core, final)
+        abort_start(core, final)
         return
     restore, generation = record.restore, record.restore.generation
     tried = [*restore.sources.get(role, {}).get(event.part, ())]

@@ -45,11 +45,11 @@ _TOPICS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.RolesHung: faults.roles_hung,
     ev.DurableValid: shutdown.durable_valid,
     ev.CheckpointsFound: epoch.checkpoints_inspected,
-    ev.Asked: requests.take,
-    ev.RequestsFound: requests.found,
+    ev.Asked: requests.add,
+    ev.RequestsFound: requests.adopt,
     ev.Exported: requests.exported,
     ev.DrainRequested: pauses.drain_slow,
-    ev.ProtectionRequested: pauses.protect_otherwise,
+    ev.ProtectionRequested: pauses.change_protection,
     ev.JournalWritten: epoch.journal_written,
     ev.JournalFailed: epoch.journal_failed,
     ev.Dumped: shutdown.note_dumped,
@@ -187,7 +187,7 @@ class Machine(Core):
                 epoch.checkpoints_inspected(self, ev.CheckpointsFound(frozenset()))
             case states.Closing(awaited=awaited):
                 late = awaited | {
-                    place[0] for place in state.fleet.having(states.MemberStatus.KILLED)
+                    place[0] for place in state.fleet.places_with(states.MemberStatus.KILLED)
                 }
                 for node in sorted(late):
                     membership.drop_node(

@@ -201,8 +201,8 @@ def _has_better(core: Core, node: int) -> bool:
 
 
 def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = None) -> None:
-    """Bar the node from any role, also under a new number: its host is remembered, unless other
-    nodes continue there, which are as good as any, or its files are to be replaced."""
+    """Bar the node from any role, also under a new number. Its host is barred too, unless other
+    nodes run there or only its files have to be replaced."""
     fleet = core.state.fleet
     if (known := fleet.nodes.get(node)) is None:
         return
@@ -275,7 +275,7 @@ def hello(core: Core, event: ev.MemberHello) -> None:
 def warm(core: Core, event: ev.MemberWarm) -> None:
     """Note that a member without a seat has built and is parked."""
     member = core.state.fleet.members[event.place]
-    if member.status not in (states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
+    if member.status not in states.BUILDING:
         return
     core.set_member(event.place, states.MemberStatus.WARM)
     _emit(core, Kind.MEMBER_WARM, event, seconds=core.now - member.since)
@@ -337,7 +337,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     begins = not state.lineage.ever_ran and not state.survived
     if event.exit_code == ExitStatus.BAD_INPUT and begins:
         # The command itself reports that its arguments cannot work: no process could use them.
-        shutdown.end_as_found(core, FinalStatus(ExitStatus.BAD_INPUT, event.last_line or cause))
+        shutdown.abort_start(core, FinalStatus(ExitStatus.BAD_INPUT, event.last_line or cause))
         return
     is_first = status is states.MemberStatus.STARTING and event.incarnation == 0
     is_other = event.exit_code == ExitStatus.OTHER_PROGRAM
@@ -352,12 +352,12 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     if device_is_lost:
         if begins and _cannot_begin_without(core, event.node):
             final = FinalStatus(ExitStatus.BAD_INPUT, failure.cause, failure.kind)
-            shutdown.end_as_found(core, final)
+            shutdown.abort_start(core, final)
             return
         _device_lost(core, event, failure)
     by_itself = f"the program ended: {event.last_line or cause} [{failure.evidence}]"
     if event.exit_code == 0 and not on_purpose and role is not None and begins:
-        shutdown.end_as_found(core, FinalStatus(ExitStatus.BAD_INPUT, by_itself))
+        shutdown.abort_start(core, FinalStatus(ExitStatus.BAD_INPUT, by_itself))
         return
     if state.reporting_epoch is not None and role is not None:
         if event.exit_code in (0, ExitStatus.EXTRAS_OUTGROWN) and not on_purpose:
@@ -377,7 +377,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
         slot_too = replace(failure, signature=(*failure.signature, str(place)))
         epoch.note_failure(core, slot_too)
         if state.final is not None:
-            shutdown.end_as_found(core, state.final)
+            shutdown.abort_start(core, state.final)
     if state.phase in states.LAST_PHASES:
         return
     if not device_is_lost:
@@ -454,14 +454,14 @@ def check_members(core: Core) -> None:
     settings, state, members = core.settings, core.state, core.state.fleet.members
     if state.phase in states.LAST_PHASES:
         return  # no process is needed any more, only the data of its node
-    for place in state.fleet.having(states.MemberStatus.KILLED):
+    for place in state.fleet.places_with(states.MemberStatus.KILLED):
         if place in members and core.now - members[place].since > settings.close_seconds:
             drop_node(core, place[0], silent(place[0], "cannot end a killed process"))
     if state.open_epoch is None or state.record is None:
         return
     if state.phase is states.Phase.OPENING and state.record.restore.kind == "initial":
         return  # spares wait until the data is ready
-    for place in state.fleet.having(states.MemberStatus.STARTING, states.MemberStatus.RUNNING):
+    for place in state.fleet.places_with(*states.BUILDING):
         late = core.now - members[place].since > settings.start_seconds
         if late and place not in state.seats.role_by_place:
             core.kill(place)

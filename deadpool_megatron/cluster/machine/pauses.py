@@ -104,7 +104,7 @@ def drain_slow(core: Core, event: inputs.DrainRequested) -> None:
             core.log("warning", f"the drain of node {node} waits for a spare node", node)
 
 
-def protect_otherwise(core: Core, event: inputs.ProtectionRequested) -> None:
+def change_protection(core: Core, event: inputs.ProtectionRequested) -> None:
     """Change to another plan, as a measurement advises."""
     if reason := take_request(core, event):
         core.refuse(f"protection {format_plan(event.plan)}", reason)
@@ -112,7 +112,7 @@ def protect_otherwise(core: Core, event: inputs.ProtectionRequested) -> None:
 
 
 def dump_requested(core: Core, event: inputs.DumpRequested) -> None:
-    """Lead to a dump, in any phase. A run that trains pauses first, so that all that it has
+    """Start a dump, in any phase. A run that trains pauses first, so that all that it has
     computed is committed; else the next run computes the iteration under way. A share of the
     seconds left, if they are given, is spent on the pause."""
     state, final = core.state, FinalStatus(ExitStatus.SAVED, event.reason)

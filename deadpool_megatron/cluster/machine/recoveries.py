@@ -79,7 +79,7 @@ class Recovery:
         """Return how many finished iterations are computed again after this restore."""
         return max(0, self.newest - restore.generation.iteration)
 
-    def again(self, cause: str, now: float) -> None:
+    def reopen(self, cause: str, now: float) -> None:
         """Continue the recovery: its epoch has failed before its first iteration was completed."""
         if self.opened_within is not None:
             self.phases = self.all_phases()
@@ -136,7 +136,7 @@ class Recoveries:
         """Note that the epoch of ``record`` is closed; the first sign of the failure (or the last
         sign of life) was at ``signs``."""
         if self.current is not None:
-            self.current.again(failure.cause, now)
+            self.current.reopen(failure.cause, now)
             return
         started = min(signs, now)
         detect, kind = {"detect": now - started}, str(failure.kind)

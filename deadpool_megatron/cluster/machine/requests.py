@@ -21,7 +21,7 @@ STARTED_AGAIN = "all processes of the run were started again"
 _ENDING = "the run is ending"
 
 
-def found(core: Core, event: ev.RequestsFound) -> None:
+def adopt(core: Core, event: ev.RequestsFound) -> None:
     """Adopt the requests made to earlier coordinators; those that were started start again. After a
     restart of all processes open requests are over; if that is only assumed, they wait for the
     reports of agents."""
@@ -49,7 +49,7 @@ def refuse_assumed(core: Core, numbers: frozenset[int]) -> None:
             _change(core, request.at(Stage.REFUSED, STARTED_AGAIN))
 
 
-def take(core: Core, event: ev.Asked) -> None:
+def add(core: Core, event: ev.Asked) -> None:
     """Add a request that a user has made and the journal has."""
     core.state.requests = kept((*core.state.requests, event.request))
 
@@ -91,7 +91,7 @@ def _advance(core: Core, request: Request) -> None:
         return
     elif is_known or (request.verb is Verb.STOP and not request.content["dump"]):
         # A stop at once does not depend on which agents are here.
-        _change(core, _MOVES[request.verb](core, request))
+        _change(core, _STEPS[request.verb](core, request))
 
 
 def _change(core: Core, request: Request) -> None:
@@ -202,7 +202,7 @@ def _user_stop(request: Request) -> ev.UserStop:
     return ev.UserStop(str(request.content["reason"]), keeps=bool(request.content["keeps"]))
 
 
-_MOVES: Mapping[Verb, Callable[[Core, Request], Request]] = {
+_STEPS: Mapping[Verb, Callable[[Core, Request], Request]] = {
     Verb.DRAIN: _drain,
     Verb.PROTECT: _protect,
     Verb.PERSIST: _persist,

@@ -115,8 +115,8 @@ def cannot_decide(core: Core, reason: str) -> None:
     dump(core)
 
 
-def end_as_found(core: Core, final: FinalStatus) -> None:
-    """End a start that came to nothing. State that an earlier start left in memory stays."""
+def abort_start(core: Core, final: FinalStatus) -> None:
+    """End a start that has failed. State that an earlier start left in memory stays."""
     if core.state.record is None:
         core.state.final = final
         dump(core)  # there is no epoch yet
@@ -315,7 +315,7 @@ def stop(core: Core, event: ev.UserStop) -> None:
             finish(core, FinalStatus(ExitStatus.STOPPED, reason), keeps_slots=True)
         case _ if core.state.restarted and not core.state.survived:
             # The user has reconsidered this start: the state from before it stays.
-            end_as_found(core, FinalStatus(ExitStatus.STOPPED, reason))
+            abort_start(core, FinalStatus(ExitStatus.STOPPED, reason))
         case _:
             keeps = event.keeps and core.state.record is not None
             finish(core, FinalStatus(ExitStatus.STOPPED, reason), keeps_slots=keeps)

@@ -74,6 +74,10 @@ class MemberStatus(StrEnum):
     KILLED = "killed"  # ordered to end, not reaped yet
 
 
+# A member that has not yet built its model.
+BUILDING = (MemberStatus.STARTING, MemberStatus.RUNNING)
+
+
 @dataclass(frozen=True)
 class MemberState:
     """State of a member. ``since``: when it was started, became warm, or was killed (seconds)."""
@@ -144,7 +148,7 @@ class Fleet:
         self.distrusted |= nodes
         self.deprioritized |= nodes
 
-    def having(self, *statuses: MemberStatus) -> list[Place]:
+    def places_with(self, *statuses: MemberStatus) -> list[Place]:
         """Return the places of members with these statuses, in order."""
         return sorted(place for place, member in self.members.items() if member.status in statuses)
 
@@ -538,7 +542,7 @@ class State:
             case Closing(inspects=True):
                 return "a look at the checkpoints"
             case Closing(awaited=awaited):
-                members = self.fleet.having(MemberStatus.KILLED)
+                members = self.fleet.places_with(MemberStatus.KILLED)
                 text = f"nodes {sorted(awaited)} to say what they hold"
                 return f"{text}, processes {members} to end" if members else text
             case WaitingSpare():

@@ -41,7 +41,7 @@ def note_join(core: Core, event: ev.NodeJoined) -> None:
         close(core, Failure(cause, FailureKind.COORDINATOR))
 
 
-def check_all_back(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
+def check_rejoined(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     """Continue when every node of the newest record is back or lost.
 
     After a restart nothing is lost by waiting: lost nodes may come back under other numbers, with
@@ -106,7 +106,7 @@ def _resume(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
         state.start = record.epoch
     refuse_assumed(core, taking_over.requests)
     # The lost node, rather than the failure that its peers saw first.
-    causes = [cause for cause in (taking_over.missed, _happened(core, record)) if cause is not None]
+    causes = filter(None, (taking_over.missed, _unseen_failure(core, record)))
     failure = min(causes, key=lambda cause: rank(cause.kind), default=None)
     deadline = core.now + opening_seconds(core, record)
     restored, done = taking_over.restored, taking_over.done
@@ -118,7 +118,7 @@ def _resume(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     check_opened(core)
 
 
-def _happened(core: Core, record: EpochRecord) -> Failure | None:
+def _unseen_failure(core: Core, record: EpochRecord) -> Failure | None:
     """Return the failure that was not reported, as there was no coordinator to report it to."""
     state = core.state
     ended = [role for role in sorted(record.seats) if not _is_alive(core, role)]

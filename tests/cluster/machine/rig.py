@@ -140,7 +140,7 @@ class Rig:
     def reap(self) -> None:
         """What was killed to serve as a fresh spare is started again, and is one."""
         members = self.state.fleet.members
-        places = [*self.state.fleet.having(states.MemberStatus.KILLED)]
+        places = [*self.state.fleet.places_with(states.MemberStatus.KILLED)]
         for place in places:
             self.feed(ev.MemberLost(*place, members[place].incarnation, signal=SIGKILL))
         nodes = {node for node, _ in places}

@@ -97,7 +97,7 @@ def test_a_run_whose_program_has_ended(early, durable, status, reason):
     assert rig.state.standing_epoch == 1, "what it has saved counts"
     if durable:
         rig.feed(ev.DurableValid(4, durable))
-    end = finish.going_on(rig.state.lineage.durable)
+    end = finish.with_checkpoint(rig.state.lineage.durable)
     assert (end.exit_status, reason in end.reason) == (status, True)
 
 
