@@ -11,6 +11,8 @@ CALLS = Path(__file__).parent / "calls"
 
 
 @pytest.mark.timeout(20)  # a pipe would be waited for
-@pytest.mark.parametrize("name", ["ownership", pytest.param("of_other_users", marks=needs_root)])
+@pytest.mark.parametrize(
+    "name", ["ownership", "orders", pytest.param("of_other_users", marks=needs_root)]
+)
 def test_calls_are_answered_as_before(name, tmp_path):
     lives.compare(CALLS / f"{name}.txt", statements.live, tmp_path)
