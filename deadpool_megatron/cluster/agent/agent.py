@@ -145,7 +145,9 @@ class Agent:
             await self._vault.start()
             self.write_listing()
             # Shielded, so that the last reports are acknowledged while everything else shuts down.
-            self._serving = asyncio.create_task(self._link.run(self._patience_seconds()))
+            # Later the fence or the launcher decides how long a connection may take.
+            patience = max(self._settings.spare_timeout_seconds, 3 * self._settings.connect_seconds)
+            self._serving = asyncio.create_task(self._link.run(patience))
             await first_of(
                 asyncio.shield(self._serving),
                 self._vault.supervise(),
@@ -206,7 +208,7 @@ class Agent:
         elif kind == "dump":
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
-            self._stacks.kill_by_order(message, self._members.by_local_rank)
+            self._stacks.kill_by_order(message, self._members.addressed(message))
         elif str(kind).startswith("export-"):
             self._exports.order(message)
         elif kind in ("pause", "durable-done"):
@@ -386,10 +388,6 @@ class Agent:
             self._fence(f"its names in shared memory were removed, and cannot be created: {error}")
 
     # Contact with the coordinator.
-
-    def _patience_seconds(self) -> float:
-        """Return how long a first connection may take; later the fence or the launcher decides."""
-        return max(self._settings.spare_timeout_seconds, 3 * self._settings.connect_seconds)
 
     def _look_for_cut(self, now: float) -> None:
         silent = self._cut_limit.silent_seconds(now)

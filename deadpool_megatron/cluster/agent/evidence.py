@@ -45,10 +45,9 @@ class LastStacks:
         if member not in self._asked and not member.ended.is_set():
             self._asked[member] = asyncio.create_task(self._take(member, cause))
 
-    def kill_by_order(self, message: Mapping[str, Any], members: Mapping[int, Member]) -> None:
-        """Carry out the coordinator's order to kill; ``members`` are keyed by local rank."""
-        member = members.get(int(message["slot"]))
-        if member is None or member.incarnation != int(message["incarnation"]):
+    def kill_by_order(self, message: Mapping[str, Any], member: Member | None) -> None:
+        """Carry out the coordinator's order to kill ``member``; None if that has ended."""
+        if member is None:
             return
         cause = str(message.get("cause", "killed by order of the coordinator"))
         if message.get("hung"):

@@ -120,13 +120,6 @@ class NodeExports:
         self._report(name, "taken", roles=places)
 
     def _start_writing(self, message: Mapping[str, Any]) -> None:
-        try:
-            self._write(message)
-        except OSError as error:  # a full disk, a log that cannot be opened, no more processes
-            self._report(self._name, "failed", text=f"the exporter was not started: {error}")
-            self.drop()
-
-    def _write(self, message: Mapping[str, Any]) -> None:
         name = self._name
         job = self._segments / "export.json"
         dump = message.get("dump")
@@ -143,14 +136,18 @@ class NodeExports:
             "roles": message["roles"],
             "deadline_seconds": self._options.info.settings.persist_seconds,
         }
-        job.write_text(json.dumps(facts))
-        self._writer = start_child(
-            ["-m", "deadpool_megatron.persist", str(job), "--parent", str(os.getpid())],
-            lambda ending: self._written(name, Path(message["directory"]), ending),
-            log=self._log,
-            # The exporter computes nothing on devices, and must not take memory there.
-            environment={"CUDA_VISIBLE_DEVICES": ""},
-        )
+        try:
+            job.write_text(json.dumps(facts))
+            self._writer = start_child(
+                ["-m", "deadpool_megatron.persist", str(job), "--parent", str(os.getpid())],
+                lambda ending: self._written(name, Path(message["directory"]), ending),
+                log=self._log,
+                # The exporter computes nothing on devices, and must not take memory there.
+                environment={"CUDA_VISIBLE_DEVICES": ""},
+            )
+        except OSError as error:  # a full disk, a log that cannot be opened, no more processes
+            self._report(name, "failed", text=f"the exporter was not started: {error}")
+            self.drop()
 
     def _written(self, name: str, directory: Path, ending: ProcessEnd) -> None:
         if name != self._name:  # dropped; a new export may be under way

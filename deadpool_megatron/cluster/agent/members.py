@@ -297,6 +297,12 @@ class NodeMembers:
         if self.by_local_rank.get(member.local_rank) is member:
             del self.by_local_rank[member.local_rank]
 
+    def addressed(self, message: Mapping[str, Any]) -> Member | None:
+        """Return the live member that an order names by its local rank and incarnation."""
+        member = self.by_local_rank.get(int(message["slot"]))
+        is_it = member is not None and member.incarnation == int(message["incarnation"])
+        return member if is_it else None
+
     def send_all(self, message: Mapping[str, Any]) -> None:
         """Send one order to every live member."""
         for member in self.by_local_rank.values():
@@ -382,8 +388,7 @@ class NodeMembers:
         number = signal.Signals[f"SIG{message['signal']}"]
         part = message["part"]
         if part == "role":
-            member = self.by_local_rank.get(int(message["slot"]))
-            if member is not None and member.incarnation == int(message["incarnation"]):
+            if (member := self.addressed(message)) is not None:
                 posix.kill(member.pid, number)
             return
         pids = [] if part == "agent" or vault is None else [vault]

@@ -12,7 +12,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, start_child
+from deadpool_megatron.cluster.process.children import (
+    ChildWatch,
+    ProcessEnd,
+    socket_pair,
+    start_child,
+)
 
 _RESTART_SECONDS = 1.0
 _END_SECONDS = 5.0
@@ -77,17 +82,14 @@ class StandbySupervisor:
         """Start a standby, now or as soon as that is possible."""
         if self._closing:
             return
-        loop, own_end = asyncio.get_running_loop(), None
+        loop = asyncio.get_running_loop()
         try:
-            own_end, child_end = socket.socketpair()
-            with child_end:
+            with socket_pair(socket.SOCK_STREAM) as (own_end, child_end):
                 command, stdin = [*self._command, "--report-fd", "0"], child_end.fileno()
                 self._watcher = start_child(
                     command, self._ended, log=self._log, stdin=stdin, dies_with_us=True
                 )
         except OSError as error:
-            if own_end is not None:
-                own_end.close()
             print(f"no standby yet: {error}", file=sys.stderr, flush=True)
             loop.call_later(self._pause, self.start)
             self._pause = min(2 * self._pause, _MAX_PAUSE_SECONDS)

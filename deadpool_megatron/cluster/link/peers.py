@@ -393,9 +393,7 @@ class Peers:
         peer.pinged = False
         if message.get("t") == "beat":
             if "members" in message:
-                peer.beats = {
-                    int(local_rank): beat for local_rank, beat in message["members"].items()
-                }
+                peer.beats = {int(rank): beat for rank, beat in message["members"].items()}
                 peer.vault = dict(message["vault"])
             peer.orders.acknowledge(int(message["o"]))
             self._acknowledge(peer, float(message["b"]))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +22,18 @@ from deadpool_megatron.vault.errors import is_shortage
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 Made = TypeVar("Made")
+
+
+@contextlib.contextmanager
+def socket_pair(kind: int) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Make a connection to a child: yield the own end, closed after an error, and the child's."""
+    own_end, child_end = socket.socketpair(socket.AF_UNIX, kind)
+    with child_end:
+        try:
+            yield own_end, child_end
+        except BaseException:
+            own_end.close()
+            raise
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, Watch, start_child
+from deadpool_megatron.cluster.process.children import (
+    ChildWatch,
+    ProcessEnd,
+    Watch,
+    socket_pair,
+    start_child,
+)
 from deadpool_megatron.cluster.process.member_main import MemberSpec, become_member
 from deadpool_megatron.cluster.process.program import LOADED
 from deadpool_megatron.process_names import set_process_name
 
 MODULE = "deadpool_megatron.cluster.process.fork_server"
+_MESSAGES = socket.SOCK_SEQPACKET
 _MAX_BYTES = 1 << 18
 _ANSWER_SECONDS = 5.0
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
@@ -69,17 +76,11 @@ class ForkServer:
         this process make that unsafe."""
         if posix.thread_count() != 1:
             raise StartError(f"{posix.thread_count()} threads are here, which no fork is safe with")
-        own_end, child_end = connection_pair()
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        with child_end:
-            try:
-                pid = os.fork()
-            except OSError:
-                own_end.close()
-                raise
-            if pid == 0:
+        with socket_pair(_MESSAGES) as (own_end, child_end):
+            if (pid := os.fork()) == 0:
                 run_server(child_end, modules, parent)
         return ForkServer(pid, own_end)
 
@@ -96,8 +97,7 @@ class ForkServer:
 
     def serve_node(self) -> ForkServer | None:
         """Return another server, None where the connection is lost."""
-        own_end, child_end = connection_pair()
-        with child_end:
+        with socket_pair(_MESSAGES) as (own_end, child_end):
             try:
                 send_message(self.connection, {"serve": True}, child_end.fileno())
             except OSError:
@@ -110,10 +110,6 @@ class ForkServer:
         self.connection.close()
         posix.kill(self.pid)
         os.waitpid(self.pid, 0)
-
-
-def connection_pair() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send_message(connection: socket.socket, message: Message, *handles: int) -> None:
@@ -336,19 +332,14 @@ class Starter:
 
     async def start(self, spec: MemberSpec) -> StartedMember:
         """Start a member. Raises StartError, or OSError after closing everything it opened."""
-        own_end, child_end = socket.socketpair()
-        with child_end:
-            try:
-                # The environment of a server is that of another process, perhaps of other nodes.
-                whole = replace(spec, environment={**os.environ, **spec.environment})
-                request = {"member": whole.to_dict()}
-                handle = child_end.fileno()
-                if self._forks:
-                    return StartedMember(await self._fork(request, handle), own_end)
-                return StartedMember(self._unpark(spec.place.local_rank, request, handle), own_end)
-            except BaseException:
-                own_end.close()
-                raise
+        # The environment of a server is that of another process, perhaps of other nodes.
+        whole = replace(spec, environment={**os.environ, **spec.environment})
+        request = {"member": whole.to_dict()}
+        with socket_pair(socket.SOCK_STREAM) as (own_end, child_end):
+            handle = child_end.fileno()
+            if self._forks:
+                return StartedMember(await self._fork(request, handle), own_end)
+            return StartedMember(self._unpark(spec.place.local_rank, request, handle), own_end)
 
     def prepare(self, local_rank: int) -> None:
         """Prepare a later start with this local rank, where that takes time. Raises OSError."""
@@ -437,18 +428,13 @@ class Starter:
             return
         if local_rank in self._parked:
             self._parked.pop(local_rank)[1].close()
-        own_end, child_end = connection_pair()
-        with child_end:
-            try:
-                watch = start_child(
-                    ["-W", "ignore", "-m", MODULE, str(child_end.fileno()), self._modules],
-                    environment=self._environment(local_rank),
-                    sockets=(child_end.fileno(),),
-                    dies_with_us=True,
-                )
-            except OSError:
-                own_end.close()
-                raise
+        with socket_pair(_MESSAGES) as (own_end, child_end):
+            watch = start_child(
+                ["-W", "ignore", "-m", MODULE, str(child_end.fileno()), self._modules],
+                environment=self._environment(local_rank),
+                sockets=(child_end.fileno(),),
+                dies_with_us=True,
+            )
         self._parked[local_rank] = watch, own_end
 
 

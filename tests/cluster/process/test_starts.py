@@ -108,7 +108,7 @@ def read(directory: Path, slot: int) -> str:
 
 def pair() -> tuple[socket.socket, socket.socket]:
     """The ends of an agent and of its fork server."""
-    return fork_server.connection_pair()
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def forking(*modules: str) -> ForkServer:
@@ -319,9 +319,9 @@ async def test_standby_is_started_as_soon_as_that_is_possible(tmp_path, monkeypa
     monkeypatch.setattr("deadpool_megatron.cluster.agent.standby_supervisor._RESTART_SECONDS", 0.01)
     pair, short = socket.socketpair, Short(0, errno.EMFILE)
 
-    def pairs() -> tuple[socket.socket, socket.socket]:
+    def pairs(*of: int) -> tuple[socket.socket, socket.socket]:
         short()
-        return pair()
+        return pair(*of)
 
     looks = asyncio.Event()
     line = "import os, sys, time; os.write(int(sys.argv[2]), b'%s'); time.sleep(60)"
