@@ -26,13 +26,8 @@ from deadpool_megatron.layout.memory_needs import Topology, memory_by_use
 from deadpool_megatron.layout.parity_groups import ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.schemes import losses_survived
+from deadpool_megatron.planning import shards
 from deadpool_megatron.planning.sections import Plan
-from deadpool_megatron.planning.shards import (
-    GRADIENT_BYTES,
-    protection_plan,
-    settings_of,
-    topology_of,
-)
 from deadpool_megatron.settings import SchemeKind
 
 GIGA = 1e9
@@ -70,28 +65,27 @@ class Placement:
 
 def place(plan: Plan) -> Placement:
     """Place all roles, and choose the nodes of their copies."""
-    topology, survived = topology_of(plan), losses_survived(settings_of(plan))
-    seats, domains, coded = topology.seats, topology.domains, plan.protection.scheme.combines_roles
+    topology, survived = shards.topology_of(plan), losses_survived(shards.settings_of(plan))
+    seats, domains = topology.seats, topology.domains
     copies = CopyPlacement(seats, domains, topology.spares, survived)
     roles = {}
     for role, layout in topology.layouts.items():
-        shards = [part for part in layout.parts if part.name in layout.shard_parts]
+        parts = [part for part in layout.parts if part.name in layout.shard_parts]
         sent = sum(
             part.nbytes
-            for part in shards
+            for part in parts
             if not is_covered(part.replicas, role, seats, domains, survived)
         )
         roles[role] = PlannedRole(
-            shard_bytes=sum(part.nbytes for part in shards),
+            shard_bytes=sum(part.nbytes for part in parts),
             sent_bytes=sent,
             buddies=copies.buddies(role, layout.peers),
         )
-    if not coded:
+    if not plan.protection.scheme.combines_roles:
         return Placement(topology, roles, ())
-    groups = ParityPlacement(
-        seats, domains, topology.spares, protection_plan(plan), survived
-    ).groups
-    return Placement(topology, roles, groups)
+    chosen = shards.protection_plan(plan)
+    parity = ParityPlacement(seats, domains, topology.spares, chosen, survived)
+    return Placement(topology, roles, parity.groups)
 
 
 @dataclass(frozen=True)
@@ -126,7 +120,7 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
             for number in group.roles:
                 out[seats[number]] += placement.roles[number].sent_bytes
                 into[holder] += placement.roles[number].sent_bytes
-    memory = memory_by_use(protection_plan(plan), placement.topology)
+    memory = memory_by_use(shards.protection_plan(plan), placement.topology)
     return {
         node: NodeLoad(unique[node], *memory[node], out[node], into[node])
         for node in placement.topology.domains
@@ -138,7 +132,7 @@ def mean_share(plan: Plan) -> float:
     protection = plan.protection
     if protection.scheme is not SchemeKind.RECOMPUTE:
         return 1.0 / protection.cadence
-    step = GRADIENT_BYTES / plan.model.state_bytes_per_parameter
+    step = shards.GRADIENT_BYTES / plan.model.state_bytes_per_parameter
     return (1.0 + (protection.full_every - 1) * step) / protection.full_every
 
 

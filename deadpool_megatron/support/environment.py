@@ -109,30 +109,20 @@ def error_message(environment: Mapping[str, str]) -> str:
 
 def refused(environment: Mapping[str, str], *policies: Policy) -> list[tuple[str, str]]:
     """Return the values with which recoveries fail, and a line about each."""
-    return [
-        (
-            other,
-            f"{other} cannot be protected with NCCL: {variable.reason}; unset it, or set it to"
-            f" {variable.value}",
-        )
-        for variable, other in _other_values(environment, *policies or (Policy.REFUSED,))
-    ]
+    text = "{0} cannot be protected with NCCL: {1.reason}; unset it, or set it to {1.value}"
+    return _lines(environment, text, *policies or (Policy.REFUSED,))
 
 
 def overridden(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return the values that members get replaced, and a line about each."""
-    return [
-        (other, f"{other} is ignored, members get {variable.value}: {variable.reason}")
-        for variable, other in _other_values(environment, Policy.OVERRIDDEN)
-    ]
+    text = "{0} is ignored, members get {1.value}: {1.reason}"
+    return _lines(environment, text, Policy.OVERRIDDEN)
 
 
 def warnings(environment: Mapping[str, str]) -> list[str]:
     """Return a line for each value that is kept although recoveries may fail with it."""
-    return [
-        f"{other} is taken as set, and recoveries may fail with it: {variable.reason}"
-        for variable, other in _other_values(environment, Policy.WARNED)
-    ]
+    text = "{0} is taken as set, and recoveries may fail with it: {1.reason}"
+    return [line for _, line in _lines(environment, text, Policy.WARNED)]
 
 
 def in_effect(environment: Mapping[str, str]) -> str:
@@ -156,6 +146,8 @@ def version_error(version: tuple[int, int, int]) -> str:
     return ""
 
 
-def _other_values(environment: Mapping[str, str], *policies: Policy) -> list[tuple[Variable, str]]:
-    found = ((variable, variable.other_value(environment)) for variable in VARIABLES)
-    return [(variable, other) for variable, other in found if other and variable.policy in policies]
+def _lines(environment: Mapping[str, str], text: str, *policies: Policy) -> list[tuple[str, str]]:
+    """Return the conflicting values with these policies, each with its line: ``text``, in which 0
+    stands for the value and 1 for the row."""
+    found = [(row.other_value(environment), row) for row in VARIABLES if row.policy in policies]
+    return [(other, text.format(other, row)) for other, row in found if other]

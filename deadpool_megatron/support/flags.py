@@ -164,7 +164,7 @@ def one_logger_error(args: argparse.Namespace) -> str:
 
     Megatron opens it in each pass, also for a spare, wherever the package is installed.
     """
-    if not getattr(args, "enable_one_logger", False) or not _is_installed("one_logger"):
+    if not getattr(args, "enable_one_logger", False) or not is_installed("one_logger"):
         return ""
     return (
         "one_logger cannot be protected: each process of a spare would open it as the last rank;"
@@ -262,5 +262,9 @@ KNOWN = {flag for row in ROWS for flag in row.flags}
 KNOWN |= {flag for family in REVIEWED for flag in family.flags}
 
 
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def is_installed(package: str) -> bool:
+    """Return whether Python finds a package, which may be in another package."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the other package is not installed
+        return False

@@ -61,7 +61,6 @@ class FoundPoint:
     point: hookpoints.Point
     is_missing: bool = False
     missing_parameters: tuple[str, ...] = ()
-    marked: bool = False
 
     @property
     def problem(self) -> str:
@@ -168,7 +167,7 @@ def _find_point(point: hookpoints.Point, importer: Importer) -> FoundPoint:
     # For a wrapped function, too, these are the parameters of the original.
     parameters = inspect.signature(function).parameters
     missing = tuple(name for name in point.parameters if name not in parameters)
-    return FoundPoint(point, missing_parameters=missing, marked=hookpoints.is_marked(function))
+    return FoundPoint(point, missing_parameters=missing)
 
 
 def check(report: VersionReport, allow_untested: bool) -> None:
@@ -208,18 +207,13 @@ def install_points() -> tuple[str, ...]:
 
     Raises UntestedMegatron for a partly patched tree.
     """
-    originals = {
-        point: getattr(importlib.import_module(point.module), point.function)
-        for point in hookpoints.points_of(
-            released(importlib.import_module(_PACKAGE_INFO).__version__)
-        )
-    }
-    unmarked = {
-        point: function
-        for point, function in originals.items()
-        if not hookpoints.is_marked(function)
-    }
-    if unmarked and len(unmarked) < len(originals):
+    version = released(importlib.import_module(_PACKAGE_INFO).__version__)
+    points, unmarked = hookpoints.points_of(version), dict[hookpoints.Point, Any]()
+    for point in points:
+        function = getattr(importlib.import_module(point.module), point.function)
+        if not hookpoints.is_marked(function):
+            unmarked[point] = function
+    if unmarked and len(unmarked) < len(points):
         left = ", ".join(sorted({point.module for point in unmarked}))
         raise UntestedMegatron(
             "this Megatron-LM is patched in part: run 'deadpool patch apply' or 'deadpool patch"

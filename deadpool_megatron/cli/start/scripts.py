@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -18,7 +17,7 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.process.fork_server import BrokenImport, ForkServer, StartError
 from deadpool_megatron.hookpoints import FLAG, SCRIPT_VARIABLE
 from deadpool_megatron.settings import Settings, flag_name
-from deadpool_megatron.support import environment as nccl_environment, findings, versions
+from deadpool_megatron.support import environment as nccl_environment, findings, flags, versions
 from deadpool_megatron.trainer.config import build_parser
 
 #: runs the script with the hooks
@@ -28,16 +27,9 @@ EMBEDDED_TRAINER = ("-m", "deadpool_megatron.trainer")
 NVIDIA_CONTROL_DEVICE = Path("/dev/nvidiactl")
 
 
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # nor is the package that it is in
-        return False
-
-
 _FRAMEWORK = (
     ("trainer.megatron_api", "trainer.gpt_loop")
-    if _is_installed("megatron.core")
+    if flags.is_installed("megatron.core")
     else ("torch_native",)
 )
 DEFAULT_PRELOAD = ",".join(f"deadpool_megatron.{name}" for name in (*_FRAMEWORK, "member"))

@@ -143,7 +143,7 @@ def _points() -> list[str]:
     import megatron.training
     from megatron.training import arguments, training
 
-    from deadpool_megatron.hookpoints import is_marked
+    from deadpool_megatron.hookpoints import is_marked, points_of
     from deadpool_megatron.support import versions
 
     report = versions.examine()
@@ -160,7 +160,10 @@ def _points() -> list[str]:
         "installed": installed,
         "again": again,
         "marked": [is_marked(copy) for copy in copies],
-        "all": all(found.marked for found in versions.examine().points),
+        "all": all(
+            is_marked(getattr(sys.modules[point.module], point.function))
+            for point in points_of(report.version)
+        ),
     }
     return [json.dumps(facts)]
 
