@@ -49,7 +49,7 @@ def ask(pid: int, log: Path) -> Stacks:
     return asyncio.run(evidence.ask(pid, log, 30.0))
 
 
-def test_main_thread_innermost_frame_first(tmp_path):
+def test_stacks_have_the_main_thread_innermost_frame_first(tmp_path):
     with process(tmp_path, _STANDS) as (pid, log):
         found = ask(pid, log)
         again = ask(pid, log)
@@ -60,14 +60,14 @@ def test_main_thread_innermost_frame_first(tmp_path):
     assert again == found, "the earlier answer in the log is not taken for this one"
 
 
-def test_a_stopped_process_cannot_answer_and_is_not_waited_for(tmp_path):
+def test_stopped_process_is_not_waited_for(tmp_path):
     with process(tmp_path, _STANDS) as (pid, log):
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
         assert "stopped and cannot answer" in ask(pid, log).missing
 
 
-def test_a_process_without_the_handler_is_not_ended_by_the_question(tmp_path):
+def test_process_without_handler_survives_the_request(tmp_path):
     with process(tmp_path, _DOES_NOT_LISTEN) as (pid, log):
         assert "does not answer" in ask(pid, log).missing
         os.kill(pid, 0)

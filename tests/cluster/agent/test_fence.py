@@ -23,7 +23,7 @@ INTERVALS = st.lists(
 )
 
 
-def test_numbers_of_the_default_settings():
+def test_fence_fits_the_default_settings():
     rhythm = HeartbeatTiming.of(SETTINGS)
     assert (rhythm.beat, rhythm.gap, rhythm.stall) == (0.5, 1.0, 2.0)
     for chosen in (SETTINGS, DEFAULTS):
@@ -33,7 +33,7 @@ def test_numbers_of_the_default_settings():
     assert DEFAULTS.node_silence_seconds + TICK < 5.0, "a powered-off host is noticed in 5 s"
 
 
-def test_a_dead_coordinator_ends_nobody():
+def test_fence_ignores_a_dead_coordinator():
     fence = Fence(SETTINGS)
     fence.record_contact(0.0, 1)
     for half_second in range(400):
@@ -143,7 +143,7 @@ class World:
 )
 @settings(max_examples=100)
 @given(INTERVALS, INTERVALS, INTERVALS, INTERVALS, st.floats(0, 80))
-def test_a_node_is_stopped_before_its_roles_are_given_away(
+def test_fence_stops_a_node_before_its_roles_are_reassigned(
     cut, stopped, unwritable, unreadable, taken_over_at
 ):
     for chosen in (SETTINGS, DEFAULTS):
@@ -152,7 +152,7 @@ def test_a_node_is_stopped_before_its_roles_are_given_away(
 
 
 @given(st.floats(0, 4.9), st.floats(1, 20))
-def test_a_short_cut_costs_nothing(seconds, begin):
+def test_fence_tolerates_a_short_cut(seconds, begin):
     world = World([(begin, begin + seconds)], [], [], [])
     world.run(60.0)
     assert world.fenced_at is None

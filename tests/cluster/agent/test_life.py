@@ -18,5 +18,5 @@ def live(script: Sequence[str], options: dict[str, Any], directory: Path) -> lis
 
 
 @pytest.mark.parametrize("path", LIVES, ids=[path.stem for path in LIVES])
-def test_a_life_is_as_it_was_before(path, tmp_path):
+def test_agent_lives_as_recorded(path, tmp_path):
     lives.compare(path, live, tmp_path)

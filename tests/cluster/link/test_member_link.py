@@ -67,7 +67,7 @@ def agent():
 
 
 @pytest.mark.slow
-def test_close_interrupts_and_a_newer_record_takes_it_back(agent):
+def test_close_interrupts_until_a_newer_record(agent):
     agent.start()
     agent.order({"t": "record", "record": record(1)})
     assert agent.link.wait_record(0, SECONDS).epoch == 1
@@ -132,7 +132,7 @@ def test_orders_reach_their_handlers_in_their_epoch(agent, orders, calls):
     assert agent.calls == [*calls, ("durable", 10)]
 
 
-def test_broken_status_is_reported_once_and_beats_go_on(agent):
+def test_broken_status_is_reported_once_between_beats(agent):
     agent.start()
     agent.expect("beat")
     handlers = Handlers(*(lambda *_: None for _ in range(2)), status=lambda: {}["no such key"])
@@ -141,7 +141,7 @@ def test_broken_status_is_reported_once_and_beats_go_on(agent):
     assert agent.expect("beat")["section"] == "unknown"
 
 
-def test_sending_never_blocks_and_keeps_the_order(agent):
+def test_send_never_blocks_and_keeps_the_order(agent):
     agent.start()
     text = "x" * 5000
     for number in range(500):
@@ -152,7 +152,7 @@ def test_sending_never_blocks_and_keeps_the_order(agent):
     assert agent.link.flush(SECONDS)
 
 
-def test_member_without_agent_says_how_to_start(monkeypatch):
+def test_member_without_agent_names_the_right_command(monkeypatch):
     monkeypatch.delenv(member_place.VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match="deadpool run"):
         MemberLink.from_environment()

@@ -81,7 +81,7 @@ steps = st.lists(st.sampled_from([*ORDERS, "report"]), max_size=4)
     st.dictionaries(st.integers(0, 60), st.sampled_from(How), max_size=4),
     st.floats(0.05, 1.5),
 )
-def test_nothing_is_lost_doubled_or_stalled(rounds, cuts, pause):
+def test_orders_and_reports_arrive_once_despite_cuts(rounds, cuts, pause):
     async def scenario(line: Line) -> None:
         ordered: list[tuple[str, int]] = []
         reported: list[int] = []
@@ -115,7 +115,7 @@ def test_nothing_is_lost_doubled_or_stalled(rounds, cuts, pause):
 
 
 @pytest.mark.parametrize("how", How)
-def test_what_is_retained_reaches_a_successor_whose_first_connection_is_cut(how):
+def test_retained_reports_reach_a_successor_despite_a_cut(how):
     """The numbers of steps since the newest record: they were written once and then forgotten."""
 
     async def scenario(line: Line) -> None:
@@ -142,7 +142,7 @@ def test_what_is_retained_reaches_a_successor_whose_first_connection_is_cut(how)
 
 
 @pytest.mark.parametrize("count", [3, 100])
-def test_a_successor_is_told_what_is_new_and_what_is_little(count):
+def test_successor_receives_recent_reports_and_short_histories(count):
     """However long ago it was: a report of an hour ago may be the newest there is."""
 
     async def scenario(line: Line) -> None:
@@ -161,7 +161,7 @@ def test_a_successor_is_told_what_is_new_and_what_is_little(count):
     play({}, scenario)
 
 
-def test_an_agent_tells_the_term_that_it_follows():
+def test_agent_reports_the_term_that_it_follows():
     """By it a coordinator that was superseded hears of its successor, even from an agent that found
     its way back to it."""
 
@@ -179,7 +179,7 @@ def test_an_agent_tells_the_term_that_it_follows():
     play({}, scenario)
 
 
-def test_an_agent_that_leaves_orders_unanswered_is_given_up():
+def test_agent_with_too_many_unanswered_orders_is_given_up():
     async def scenario(line: Line) -> None:
         await beginning(line)
         for number in range(10_001):
@@ -190,7 +190,7 @@ def test_an_agent_that_leaves_orders_unanswered_is_given_up():
     play({}, scenario)
 
 
-def test_what_follows_from_unanswered_orders_overtakes_no_order():
+def test_orders_after_a_give_up_overtake_no_order():
     """The others drop an order that comes after one with a higher number."""
 
     async def scenario(line: Line) -> None:

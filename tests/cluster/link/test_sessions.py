@@ -71,7 +71,7 @@ def begin(link: CoordinatorLink, contact: Contact) -> asyncio.Task[None]:
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_a_connection_that_was_replaced_is_obeyed_no_more(turns):
+async def test_replaced_connection_is_no_longer_obeyed(turns):
     """Whenever the last bytes of it come: its orders would be taken for those of the next one."""
     obeyed: list[Mapping[str, Any]] = []
     link = made(lambda: ("h", 1), obeyed)
@@ -91,7 +91,7 @@ async def test_a_connection_that_was_replaced_is_obeyed_no_more(turns):
 
 
 @pytest.mark.parametrize("terms", [(1, 1), (2, 1)])
-def test_a_greeting_that_is_late_brings_no_order_twice_and_no_old_term(terms):
+def test_late_greeting_repeats_no_order_and_no_old_term(terms):
     """It was made before the order came on the connection that it replaces."""
     obeyed: list[Mapping[str, Any]] = []
 
@@ -142,7 +142,7 @@ class Proxy:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_an_altered_record_costs_a_connection_and_no_node(monkeypatch, direction):
+def test_altered_record_costs_a_connection_and_no_node(monkeypatch, direction):
     monkeypatch.setenv(TRANSLATED, "1")
 
     async def scenario(office: Office, address: tuple[str, int]) -> None:
@@ -167,7 +167,7 @@ def test_an_altered_record_costs_a_connection_and_no_node(monkeypatch, direction
     assert office.said == ["while it happens"]
 
 
-def test_a_greeting_that_was_left_says_nothing_any_more():
+def test_abandoned_greeting_sends_nothing():
     """Whatever it waits for then: the coordinator would take it for the agent's newest."""
     said: list[None] = []
 
@@ -228,7 +228,7 @@ def before_doors(scenario: Callable[[Line, Doors], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("has_session", [True, False])
-def test_an_agent_keeps_its_place_in_a_queue(has_session):
+def test_agent_keeps_its_place_in_a_queue(has_session):
     """Whoever comes again goes to its end, and would never get in where it is long."""
 
     async def scenario(line: Line, doors: Doors) -> None:
@@ -246,7 +246,7 @@ def test_an_agent_keeps_its_place_in_a_queue(has_session):
     before_doors(scenario)
 
 
-def test_a_greeting_whose_network_was_cut_holds_up_no_other():
+def test_cut_greeting_delays_no_other():
     async def scenario(line: Line, doors: Doors) -> None:
         await beginning(line)
         doors.are_slow(1, chain([NEVER_SECONDS], repeat(0.0)))
@@ -258,7 +258,7 @@ def test_a_greeting_whose_network_was_cut_holds_up_no_other():
     before_doors(scenario)
 
 
-def test_a_coordinator_that_never_answers_is_given_up():
+def test_silent_coordinator_is_given_up():
     async def scenario(line: Line, doors: Doors) -> None:
         await beginning(line)
         doors.are_slow(1, repeat(NEVER_SECONDS))

@@ -86,7 +86,7 @@ GROUPS = ([0, 1, 2, 3, 4, 5], [0, 1], [1, 2], [3, 5])
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5)), max_size=60))
-def test_everybody_gets_every_value_whatever_is_cut_and_whoever_coordinates(moves):
+def test_store_delivers_every_value_despite_cuts_and_takeovers(moves):
     asyncio.run(_play(moves))
 
 

@@ -61,7 +61,7 @@ def test_child_watch_reports_the_end_and_kills_the_group(monkeypatch):
     wait_for("the grandchild to end", lambda: not posix.is_alive(grandchild))
 
 
-def test_a_process_whose_name_is_cut_in_a_letter_is_watched():
+def test_process_with_a_truncated_title_is_watched():
     """The kernel keeps 15 bytes of a title. An agent that could not read one lost its node."""
     program = f"{TITLE} signal.pause()"
     with subprocess.Popen([sys.executable, "-S", "-c", program]) as child:
@@ -87,7 +87,7 @@ def heir():
 
 
 @pytest.mark.usefixtures("heir")
-def test_orphans_are_reaped_and_own_children_left_to_whoever_waits(monkeypatch):
+def test_orphans_are_reaped_and_own_children_are_not(monkeypatch):
     monkeypatch.setattr(posix, "_ORPHAN_SECONDS", 0.0)
     orphans = posix.Orphans()
     # It ends after its parent, which is not to reap it.

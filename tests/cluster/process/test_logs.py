@@ -22,7 +22,7 @@ def hanging(directory: Path) -> tuple[Files, Path]:
     return files, hangs
 
 
-async def test_while_one_hangs_nobody_waits_and_then_everything_is_written(tmp_path, capsys):
+async def test_files_are_written_after_a_hang(tmp_path, capsys):
     """Of several texts for one file the newest counts; what fails is said."""
     file = tmp_path / "file"
     files, hangs = hanging(tmp_path)
@@ -39,7 +39,7 @@ async def test_while_one_hangs_nobody_waits_and_then_everything_is_written(tmp_p
     assert "No such file or directory" in capsys.readouterr().err
 
 
-async def test_its_end_does_not_wait_for_what_hangs(tmp_path, capsys):
+async def test_files_close_without_waiting_for_a_hang(tmp_path, capsys):
     files, hangs = hanging(tmp_path)
     files.replace(tmp_path / "file", "text")
     await files.close(0.1)
@@ -48,7 +48,7 @@ async def test_its_end_does_not_wait_for_what_hangs(tmp_path, capsys):
         pass
 
 
-def test_a_log_that_is_not_copied_gives_its_oldest_part_up(tmp_path):
+def test_uncopied_log_loses_its_oldest_part(tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-logs-") as memory:
         logs, target = LocalLogs(Path(memory)), tmp_path / "target"
         target.mkdir()

@@ -31,7 +31,7 @@ def having(**facts: list[str]) -> LoadedProgram:
     return made
 
 
-def test_first_process_is_what_others_are_compared_with(tmp_path):
+def test_program_is_compared_with_that_of_the_first_process(tmp_path):
     assert having(a=["x=1"]).agree(tmp_path, 0) == ""
     other = having(a=["x=2", "y=3"])
     with pytest.raises(OtherProgram, match=r"a: x=2 y=3, in the run x=1$"):
@@ -39,7 +39,7 @@ def test_first_process_is_what_others_are_compared_with(tmp_path):
     assert len(list((tmp_path / program.FOLDER / "0").iterdir())) == 1
 
 
-def test_what_only_one_has_loaded_is_added_and_compared_from_then_on(tmp_path):
+def test_new_facts_are_added_and_compared_later(tmp_path):
     having(a=["1"]).agree(tmp_path, 0)
     first = having(a=["1"], b=["1"])
     first.agree(tmp_path, 0)
@@ -52,14 +52,14 @@ def test_what_only_one_has_loaded_is_added_and_compared_from_then_on(tmp_path):
         first.agree(tmp_path, 0)
 
 
-def test_another_start_may_have_another_program_and_names_the_difference(tmp_path):
+def test_another_start_names_its_differences(tmp_path):
     having(a=["x=1"]).agree(tmp_path, 0)
     changed = having(a=["x=2"])
     assert changed.agree(tmp_path, 7).endswith("since the start before (1): a: x=2, before x=1")
     assert having(a=["x=2"]).agree(tmp_path, 7) == ""
 
 
-def test_a_run_that_continues_another_one_names_the_difference(tmp_path):
+def test_continued_run_names_its_differences(tmp_path):
     having(a=["x=1"]).agree(tmp_path / "old", 0)
     having(a=["x=3"]).agree(tmp_path / "old", 5)
     program.inherit_program(tmp_path / "old", tmp_path / "new")
@@ -69,7 +69,7 @@ def test_a_run_that_continues_another_one_names_the_difference(tmp_path):
     assert having(a=["x=2"]).agree(tmp_path / "other", 0) == ""
 
 
-def test_a_module_is_known_as_it_was_imported(tmp_path):
+def test_module_is_noted_as_imported(tmp_path):
     """Whoever imports it after it was edited has another program."""
     (tmp_path / "edited.py").write_text("VALUE = 1")
     command = [sys.executable, "-B", "-c", LATE, str(tmp_path), str(tmp_path)]
@@ -84,7 +84,7 @@ def test_a_module_is_known_as_it_was_imported(tmp_path):
     assert line in second.stderr
 
 
-def test_a_module_that_is_imported_late_is_compared_at_once(tmp_path):
+def test_late_import_is_compared_at_once(tmp_path):
     (tmp_path / "edited.py").write_text("VALUE = 1")
     (tmp_path / "edited_later.py").write_text("")
     folder = tmp_path / program.FOLDER / "0"
@@ -99,7 +99,7 @@ def test_a_module_that_is_imported_late_is_compared_at_once(tmp_path):
     assert not ended.stdout
 
 
-def test_a_failure_before_it_has_met_the_others_is_compared_with_the_newest_start(tmp_path):
+def test_early_failure_is_compared_with_the_newest_start(tmp_path):
     having(a=["1"]).agree(tmp_path, 0)
     having(a=["2"]).agree(tmp_path, 5)
     having(a=["2"]).check_after_failure(tmp_path)
@@ -112,7 +112,7 @@ def test_a_failure_before_it_has_met_the_others_is_compared_with_the_newest_star
     other.check_after_failure(tmp_path)
 
 
-def test_a_record_of_the_start_before_is_not_what_a_process_is_compared_by(tmp_path):
+def test_process_is_not_compared_with_an_earlier_start(tmp_path):
     """A process of a run that was started again is built before its first record is decided."""
     having(a=["1"]).agree(tmp_path, 0)
     edited, later = having(a=["2"]), having(a=["2"])
@@ -121,7 +121,7 @@ def test_a_record_of_the_start_before_is_not_what_a_process_is_compared_by(tmp_p
     assert later.agree(tmp_path, 4) == ""
 
 
-def test_data_is_known_by_size_and_times(tmp_path, monkeypatch):
+def test_data_is_identified_by_size_and_times(tmp_path, monkeypatch):
     data = tmp_path / "data"
     data.mkdir()
     (data / "text.bin").write_text("old")
@@ -140,7 +140,7 @@ def test_data_is_known_by_size_and_times(tmp_path, monkeypatch):
     elsewhere.agree(tmp_path, 0)
 
 
-def test_arguments_are_compared_one_by_one(tmp_path):
+def test_arguments_are_compared_separately(tmp_path):
     first, other = LoadedProgram(), LoadedProgram()
     for one, rank, clip in ((first, 0, 1.0), (other, 1, 0.2)):
         values = {"clip_grad": clip, "rank": rank, "seeds": [1, 2], "maker": len}

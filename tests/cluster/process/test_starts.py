@@ -63,14 +63,14 @@ class Short:
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_a_shortage_is_sat_out(monkeypatch, number):
+def test_shortage_is_retried(monkeypatch, number):
     monkeypatch.setattr(children, "FIRST_PAUSE_SECONDS", 0.001)
     short = Short(3, number)
     asyncio.run(patiently(asynchronous(short), 60.0))
     assert short.calls == 4
 
 
-def test_what_lasts_or_is_no_shortage_is_raised():
+def test_lasting_shortage_and_other_errors_are_raised():
     with pytest.raises(BlockingIOError):
         asyncio.run(patiently(asynchronous(Short(1_000_000)), 0.01))
     refused = Short(1, errno.EACCES)
@@ -138,7 +138,7 @@ async def starting(way: str) -> AsyncIterator[Starter]:
 
 
 @pytest.mark.parametrize("way", ["forked", "parked"])
-async def test_a_member_starts_and_its_end_is_told_and_its_group_goes_with_it(tmp_path, way):
+async def test_member_end_is_reported_and_its_group_killed(tmp_path, way):
     async with starting(way) as starter:
         for slot, (does, ending) in enumerate(
             [("ends", ProcessEnd(exit_code=7)), ("sleeps", ProcessEnd(signal=signal.SIGKILL))]
@@ -159,7 +159,7 @@ async def test_a_member_starts_and_its_end_is_told_and_its_group_goes_with_it(tm
 
 
 @pytest.mark.parametrize("way", ["forked", "parked"])
-async def test_an_end_before_anybody_asks_is_told(tmp_path, way):
+async def test_end_before_a_callback_is_reported(tmp_path, way):
     async with starting(way) as starter:
         started = await starter.start(spec_of(tmp_path, "ends"))
         await asyncio.wait_for(started.watch.ended.wait(), SECONDS)
@@ -178,7 +178,7 @@ async def member_of(
     return started, starter
 
 
-async def test_with_its_server_a_member_dies_and_the_next_one_is_parked(tmp_path):
+async def test_member_dies_with_its_server_and_the_next_is_parked(tmp_path):
     server = forking().ready()
     started, starter = await member_of(server, tmp_path)
     posix.kill(server.pid)
@@ -196,7 +196,7 @@ async def test_with_its_server_a_member_dies_and_the_next_one_is_parked(tmp_path
         one.connection.close()
 
 
-async def test_a_server_of_one_node_outlives_that_of_all_and_ends_with_its_agent(tmp_path):
+async def test_node_server_outlives_its_parent_and_ends_with_its_agent(tmp_path):
     server = forking().ready()
     own = server.serve_node()
     assert own is not None
@@ -212,12 +212,12 @@ async def test_a_server_of_one_node_outlives_that_of_all_and_ends_with_its_agent
     started.connection.close()
 
 
-def test_a_module_that_cannot_be_imported_is_named():
+def test_failed_import_is_named():
     with pytest.raises(fork_server.BrokenImport, match="'no_such_module_x' cannot be imported"):
         forking("json", "no_such_module_x").ready()
 
 
-def test_what_has_threads_is_not_forked(tmp_path, monkeypatch):
+def test_process_with_threads_is_not_forked(tmp_path, monkeypatch):
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()"
     (tmp_path / "threads_x.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
@@ -231,7 +231,7 @@ def test_what_has_threads_is_not_forked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("answer", "why"), [(0, "touches CUDA"), (3, "")])
-def test_what_has_touched_cuda_is_not_forked(tmp_path, monkeypatch, answer, why):
+def test_process_that_touched_cuda_is_not_forked(tmp_path, monkeypatch, answer, why):
     """By the driver's own word: 3 is CUDA_ERROR_NOT_INITIALIZED."""
     source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
     source.write_text(_DRIVER.format(answer=answer))
@@ -249,7 +249,7 @@ def test_what_has_touched_cuda_is_not_forked(tmp_path, monkeypatch, answer, why)
         server.end()
 
 
-async def test_a_fork_that_fails_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+async def test_failed_fork_is_reported_and_closes_everything(tmp_path, monkeypatch):
     """Tried again each second, it would soon take the last descriptor."""
     server, theirs = pair()
     starter = Starter(ForkServer(0, server, True), (), lambda slot: {})
@@ -278,7 +278,7 @@ async def test_a_fork_that_fails_is_told_and_leaves_nothing(tmp_path, monkeypatc
         theirs.close()
 
 
-def test_a_member_without_a_folder_for_its_log_prints_where_its_server_does(tmp_path):
+def test_member_without_log_directory_prints_to_its_server(tmp_path):
     ours, theirs = pair()
     with ours, theirs:
         environment = {**os.environ, "DEADPOOL_RUN_DIR": str(tmp_path)}
@@ -297,7 +297,7 @@ def test_a_member_without_a_folder_for_its_log_prints_where_its_server_does(tmp_
     assert "The Zen of Python" in ended.stdout
 
 
-def test_what_is_under_way_is_waited_for():
+def test_pending_work_is_waited_for():
     done = []
 
     async def main() -> int:
@@ -308,14 +308,14 @@ def test_what_is_under_way_is_waited_for():
     assert len(done) == 1
 
 
-def test_a_thread_that_a_disk_holds_up_does_not_keep_the_process():
+def test_hung_thread_does_not_keep_the_process():
     command = [sys.executable, "-c", _HANGS]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 75
     assert "waited 0.1 s for files" in ended.stderr
 
 
-async def test_standby_is_started_as_soon_as_that_is_possible(tmp_path, monkeypatch):
+async def test_standby_is_started_as_soon_as_possible(tmp_path, monkeypatch):
     monkeypatch.setattr("deadpool_megatron.cluster.agent.standby_supervisor._RESTART_SECONDS", 0.01)
     pair, short = socket.socketpair, Short(0, errno.EMFILE)
 
@@ -341,7 +341,7 @@ async def test_standby_is_started_as_soon_as_that_is_possible(tmp_path, monkeypa
     await keeper.close(0.0)
 
 
-def test_an_agent_that_is_gone_is_the_end_of_its_server():
+def test_fork_server_ends_with_its_agent():
     """It leaves an answer unread, and one comes later: neither is an error to be told."""
     agent, server = pair()
     fork_server.send_answer(server, {"started": 1})

@@ -13,7 +13,7 @@ from deadpool_megatron.cluster.run_directory import bad_nodes, bad_nodes as quar
 NODE = quarantine.BadNode("node7", "device-error", 100.0, "0a0a0a0a", "Xid 79")
 
 
-def test_a_file_that_somebody_keeps_locked_is_left_in_time(tmp_path, monkeypatch):
+def test_locked_file_is_given_up_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(bad_nodes, "_LOCK_SECONDS", 0.1)
     with open(tmp_path / ".bad-nodes.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -23,7 +23,7 @@ def test_a_file_that_somebody_keeps_locked_is_left_in_time(tmp_path, monkeypatch
     quarantine.add_bad_node(tmp_path, NODE)
 
 
-def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten(tmp_path):
+def test_quarantined_host_is_excluded_until_it_is_forgotten(tmp_path):
     """Not by the run itself, nor by one that had several nodes there and lost one of them."""
     quarantine.add_bad_node(tmp_path, NODE)
     quarantine.add_bad_node(tmp_path, replace(NODE, host="node8", alone=False))
@@ -44,7 +44,7 @@ def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten
     assert [one.host for one in quarantine.read_bad_nodes(tmp_path)] == ["node8"]
 
 
-def test_a_run_on_a_bad_host_is_refused_before_it_starts(tmp_path, capsys):
+def test_run_on_a_bad_host_is_refused_before_it_starts(tmp_path, capsys):
     quarantine.add_bad_node(tmp_path, replace(NODE, host=gethostname(), wall_seconds=time.time()))
     run = tmp_path / "run"
     size = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "")

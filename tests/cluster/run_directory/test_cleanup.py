@@ -24,7 +24,7 @@ NO_LINKS = "has no hard links"
 @pytest.mark.parametrize(
     "text", ['{"started": []}', '{"started": null}', '{"started": {"1": [2]}}', "[]", "{"]
 )
-def test_a_listing_of_another_form_names_no_process(text, tmp_path):
+def test_malformed_listing_names_no_process(text, tmp_path):
     """The launcher reads that of the coordinator all the time, and ended its run at one."""
     run = RunDirectory(tmp_path)
     run.node(0).parent.mkdir()
@@ -34,7 +34,7 @@ def test_a_listing_of_another_form_names_no_process(text, tmp_path):
     assert cleanup.node_processes(run, 0) == []
 
 
-def test_segments_are_noted_as_those_of_the_run_where_it_is_now(tmp_path, monkeypatch):
+def test_segments_name_the_present_run_directory(tmp_path, monkeypatch):
     """And as held, as long as somebody has the descriptor."""
     monkeypatch.setattr(cleanup.run_files, "segment_root", lambda run_id: tmp_path / "shared")
     for place in ("first", "moved", "moved"):
@@ -47,7 +47,7 @@ def test_segments_are_noted_as_those_of_the_run_where_it_is_now(tmp_path, monkey
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
-def test_names_that_cannot_be_synced_by_hand(tmp_path, monkeypatch, number):
+def test_directory_without_fsync_is_accepted(tmp_path, monkeypatch, number):
     """As on old CIFS, sshfs and gocryptfs. A disk that fails is another thing."""
     fsync = os.fsync
 
@@ -69,9 +69,7 @@ def test_names_that_cannot_be_synced_by_hand(tmp_path, monkeypatch, number):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_file_system_without_locks_is_not_one_where_somebody_has_it(
-    tmp_path, monkeypatch, capfd, number
-):
+def test_missing_locks_are_not_taken_for_held_locks(tmp_path, monkeypatch, capfd, number):
     def flock(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -81,7 +79,7 @@ def test_a_file_system_without_locks_is_not_one_where_somebody_has_it(
     assert f"no locks here ({os.strerror(number)}), continues without" in capfd.readouterr().err
 
 
-def test_a_run_directory_without_room_is_told_at_once(tmp_path, monkeypatch):
+def test_full_file_system_is_reported_at_once(tmp_path, monkeypatch):
     """What fills it is small at first, so that a start would hang and not say why."""
     fsync = os.fsync
 
@@ -106,9 +104,7 @@ def test_a_run_directory_without_room_is_told_at_once(tmp_path, monkeypatch):
         lambda folder: Journal(folder).write("term", 1, {}),
     ],
 )
-def test_a_file_system_without_hard_links_is_told_by_what_it_lacks(
-    tmp_path, monkeypatch, give, number
-):
+def test_missing_hard_links_are_named(tmp_path, monkeypatch, give, number):
     def link(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), "its temporary name")
 

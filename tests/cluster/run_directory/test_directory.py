@@ -27,7 +27,7 @@ def checkpoint(path: Path, content: bytes) -> Restore:
     return Restore("durable", Generation(0, iteration), "save", str(path))
 
 
-def test_a_run_that_was_moved_has_its_own_checkpoints(tmp_path):
+def test_moved_run_has_its_own_checkpoints(tmp_path):
     run = made(tmp_path / "run", "00000001")
     saved = checkpoint(run.path / "saves" / "iter_0000004", b"own")
     elsewhere = checkpoint(tmp_path / "saves" / "iter_0000003", b"own")
@@ -43,7 +43,7 @@ def test_a_run_that_was_moved_has_its_own_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize("nbytes", [3, 5_000_000])
-def test_another_checkpoint_of_the_same_name_is_not_the_one_that_was_saved(tmp_path, nbytes):
+def test_checkpoint_is_identified_by_its_content(tmp_path, nbytes):
     """A copy is, whenever it was made."""
     saved = run_files.identified(checkpoint(tmp_path / "iter_0000004", os.urandom(nbytes)))
     kept = Path(saved.path).rename(tmp_path / "kept")
@@ -55,7 +55,7 @@ def test_another_checkpoint_of_the_same_name_is_not_the_one_that_was_saved(tmp_p
     assert run_files.is_there(saved)
 
 
-def test_the_dump_of_another_run_is_not_the_one_that_was_meant(tmp_path):
+def test_dump_is_identified_by_its_run(tmp_path):
     run = made(tmp_path / "run", "00000001")
     dump = run.dump / "1-7"
     dump.mkdir()
@@ -66,7 +66,7 @@ def test_the_dump_of_another_run_is_not_the_one_that_was_meant(tmp_path):
     assert not run_files.is_there(meant)
 
 
-def test_what_another_run_has_in_the_place_of_a_run_does_not_count(tmp_path):
+def test_files_of_another_run_at_the_same_path_do_not_count(tmp_path):
     run = made(tmp_path / "run", "00000001")
     run.run_id = "00000001"
     journal = Journal(run.journal, run.check_own)
@@ -92,14 +92,14 @@ def test_what_another_run_has_in_the_place_of_a_run_does_not_count(tmp_path):
         journal.numbers("epoch")
 
 
-def test_a_look_at_the_journal_does_not_make_a_run(tmp_path):
+def test_reading_a_journal_creates_no_run(tmp_path):
     """Where nothing could be read, a run that ends has begun, and keeps its memory."""
     with pytest.raises(JournalError, match="cannot make"):
         Journal(tmp_path / "removed" / "journal")
     assert not (tmp_path / "removed").exists()
 
 
-def test_a_name_that_was_made_in_part_is_made_again(tmp_path):
+def test_partly_made_name_is_made_again(tmp_path):
     """Also where the new file has the inode of the one that was removed, as a link has."""
     place, kept, made = tmp_path / "run.json", tmp_path / "kept", list[str]()
     kept.touch()

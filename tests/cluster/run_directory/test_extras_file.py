@@ -9,7 +9,7 @@ from deadpool_megatron.vault.disk import extras_file
 from tests.cluster.run_directory.test_found_checkpoints import taken
 
 
-def test_a_save_without_the_extras_of_all_roles_is_not_found(tmp_path):
+def test_save_without_extras_of_all_roles_is_not_found(tmp_path):
     checkpoint, saves = tmp_path / "iter_0000004", taken(tmp_path / "run", tmp_path)
     checkpoint.mkdir()
     os.utime(saves, (10, 10))
@@ -22,7 +22,7 @@ def test_a_save_without_the_extras_of_all_roles_is_not_found(tmp_path):
     assert found_in(saves)
 
 
-def test_extras_are_of_as_many_roles(tmp_path):
+def test_extras_fit_the_number_of_roles(tmp_path):
     extras_file.write(tmp_path, 1, 2, b"second")
     assert extras_file.read(tmp_path, 1, 2) == b"second"
     assert extras_file.read(tmp_path, 1, 4) is None
@@ -31,7 +31,7 @@ def test_extras_are_of_as_many_roles(tmp_path):
 
 
 @pytest.mark.parametrize("shard", ["__3_0.distcp", "mp_rank_00_001/model_optim_rng.pt"])
-def test_extras_are_of_the_shards_beside_them(tmp_path, shard):
+def test_extras_fit_the_shards_of_their_save(tmp_path, shard):
     """A run that leaves no extras has saved into the same directory."""
     (tmp_path / shard).parent.mkdir(exist_ok=True)
     (tmp_path / shard).touch()

@@ -38,7 +38,7 @@ def taken(directory: Path, folder: Path) -> Path:
     return run.saves
 
 
-def test_the_newest_complete_one_is_first(saves, tmp_path):
+def test_found_checkpoints_have_the_newest_first(saves, tmp_path):
     """Their lineage is not known. One is complete with files as old as the run, or as its index."""
     paths = [checkpoint(tmp_path, 4, 0, 0), checkpoint(tmp_path, 12, 7, 9)]
     assert run_files.found_in(saves) == [
@@ -47,7 +47,7 @@ def test_the_newest_complete_one_is_first(saves, tmp_path):
     ]
 
 
-def test_what_is_incomplete_or_of_an_earlier_run_is_none(saves, tmp_path):
+def test_incomplete_and_earlier_checkpoints_are_not_found(saves, tmp_path):
     checkpoint(tmp_path, 1, -1, 5)
     checkpoint(tmp_path, 2, 5, 4)
     (checkpoint(tmp_path, 3, 5, 5) / ".metadata").unlink()
@@ -55,7 +55,7 @@ def test_what_is_incomplete_or_of_an_earlier_run_is_none(saves, tmp_path):
     assert run_files.found_in(saves) == []
 
 
-def test_a_directory_that_cannot_be_read_costs_what_is_found_after_it(saves, tmp_path):
+def test_found_checkpoints_skip_unreadable_directories(saves, tmp_path):
     whole = checkpoint(tmp_path, 4, 5, 5)
     (tmp_path / "iter_0000008").mkdir()
     (tmp_path / "iter_0000008" / "metadata.json").touch()

@@ -76,7 +76,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def test_files_are_as_they_were_before(told, tmp_path):
+def test_run_files_are_as_recorded(told, tmp_path):
     run = RunDirectory(tmp_path / "run")
     told(run.read_run)
     told(run.create, INFO)
@@ -124,7 +124,7 @@ def test_files_are_as_they_were_before(told, tmp_path):
     told.compare("files")
 
 
-def test_checkpoints_are_as_they_were_before(told, tmp_path):
+def test_checkpoints_are_as_recorded(told, tmp_path):
     run = RunDirectory(tmp_path / "run")
     run.create(INFO)
     valid = []
@@ -197,7 +197,7 @@ def processes(told):
         process.wait()
 
 
-def test_memory_is_as_it_was_before(told, tmp_path, processes, monkeypatch):
+def test_memory_is_as_recorded(told, tmp_path, processes, monkeypatch):
     run = RunDirectory(tmp_path / "run")
     told(cleanup.remaining_memory, run)
     run.create(INFO)
