@@ -36,8 +36,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("phase", "raised", "restored", "restore-failed"), _MACHINE),
     "durable-request": (_SAVES,),
     "join": (
-        f"{_JOIN}/bootstrapping/test_takeover.py::test_an_epoch_that_an_agent_has_closed_is_not_open",
-        f"{_JOIN}/test_lives.py::test_a_life_is_told_as_it_was_before",
+        f"{_JOIN}/bootstrapping/test_takeover.py::test_epoch_closed_by_an_agent_is_not_open",
+        f"{_JOIN}/test_lives.py::test_life_is_as_recorded",
     ),
     # To agents, from there to members, and from members to their agent.
     "close": (_AGENT, _LINK),

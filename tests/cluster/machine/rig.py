@@ -29,7 +29,7 @@ from tests.common.event_schema import check_event
 A = TypeVar("A", bound=act.Action)
 STEP = frozenset({"main", "extras@step"})
 SIGKILL = 9
-main_bytes = 8  # of a shard
+main_bytes = 8  # bytes of a shard
 
 
 def layout(role: int, world: int, *, layout_hash: str = "") -> RoleLayout:
@@ -64,7 +64,7 @@ class Rig:
         self.machine = Machine(self.config, self.now)
         self.last: list[act.Action] = []
         self.log: list[act.Action] = []
-        self.gone = frozenset[str]()  # checkpoints that somebody has removed
+        self.gone = frozenset[str]()  # checkpoints that were removed
 
     @property
     def state(self) -> states.State:
@@ -76,7 +76,7 @@ class Rig:
         self, *valid: Restore, removed: Mapping[int, str] = NO_NODES, **config: Any
     ) -> Rig:
         """The next coordinator, with every record that was written; no agent has come yet.
-        ``removed``: nodes given up since, as the journal says."""
+        ``removed``: nodes given up since, from the journal."""
         records = [write.record for write in self.of(act.WriteRecord, self.log)]
         rig = copy.copy(self)
         rig.config = replace(self.config, **config)
@@ -99,7 +99,7 @@ class Rig:
         while fed:
             actions = self.machine.handle(fed.pop(0), self.now)
             self.last += actions
-            if any(isinstance(one, act.InspectCheckpoints) for one in actions):
+            if any(isinstance(action, act.InspectCheckpoints) for action in actions):
                 fed.insert(0, ev.CheckpointsFound(self.gone))
         for emitted in self.of(act.EmitEvent):
             check_event(json.loads(to_line(emitted.to_event())))
@@ -111,10 +111,10 @@ class Rig:
         return self.feed(ev.Tick())
 
     def of(self, kind: type[A], actions: Iterable[act.Action] | None = None) -> list[A]:
-        """Actions of one type, of the last call unless told."""
+        """Return the actions of one type, by default of the last call."""
         return [a for a in (self.last if actions is None else actions) if isinstance(a, kind)]
 
-    def one(self, kind: type[A]) -> A:
+    def only(self, kind: type[A]) -> A:
         (found,) = self.of(kind)
         return found
 
@@ -127,18 +127,20 @@ class Rig:
         self.feed(*(ev.NodeJoined(n, "host", 1000 + n, f"node{n}") for n in nodes))
 
     def hello(self, *nodes: int) -> None:
-        self._tell(ev.MemberHello, nodes)
+        self._report(ev.MemberHello, nodes)
 
     def warm(self, *nodes: int) -> None:
-        self._tell(ev.MemberWarm, nodes)
+        self._report(ev.MemberWarm, nodes)
 
-    def _tell(self, kind: type[ev.MemberHello | ev.MemberWarm], nodes: tuple[int, ...]) -> None:
-        """Every member of these nodes says so."""
+    def _report(self, kind: type[ev.MemberHello | ev.MemberWarm], nodes: tuple[int, ...]) -> None:
+        """Report this of every member of these nodes."""
         members = sorted(self.state.fleet.members.items())
-        self.feed(*(kind(*place, one.incarnation) for place, one in members if place[0] in nodes))
+        self.feed(
+            *(kind(*place, member.incarnation) for place, member in members if place[0] in nodes)
+        )
 
     def reap(self) -> None:
-        """What was killed to serve as a fresh spare is started again, and is one."""
+        """Start members again that were killed to serve as fresh spares."""
         members = self.state.fleet.members
         places = [*self.state.fleet.places_with(states.MemberStatus.KILLED)]
         for place in places:
@@ -148,10 +150,10 @@ class Rig:
         self.warm(*nodes)
 
     def gather(self) -> None:
-        """Everybody joins and says hello: DECIDING epoch 1."""
-        everybody = range(self.config.nodes + self.config.spares)
-        self.join(*everybody)
-        self.hello(*everybody)
+        """Let all nodes join and their members start: DECIDING epoch 1."""
+        nodes = range(self.config.nodes + self.config.spares)
+        self.join(*nodes)
+        self.hello(*nodes)
 
     def journal(self) -> list[act.Action]:
         return self.feed(ev.JournalWritten(self.state.epoch))
@@ -193,7 +195,7 @@ class Rig:
         return self.feed(ev.StepReported(self.record.epoch, iteration))
 
     def inventory(self, node: int, *generations: Generation) -> ev.NodeInventory:
-        """What ``node`` holds of these generations: own roles', and the copies it owes."""
+        """Return the inventory of ``node``: these generations of its roles and owed copies."""
         record, world = self.record, self.config.world_size
         copies = CopyPlacement.of_record(record)
         held = [
@@ -210,9 +212,9 @@ class Rig:
         chosen = sorted(self.awaited) if nodes is None else list(nodes)
         self.feed(*(self.inventory(node, *generations) for node in chosen))
 
-    def lose(self, node: int, *held: Generation, why: str = "gone") -> None:
+    def lose(self, node: int, *held: Generation, reason: str = "gone") -> None:
         """A node is lost; the others close the epoch, in which they hold these generations."""
-        self.feed(ev.NodeLost(node, why))
+        self.feed(ev.NodeLost(node, reason))
         self.closed(*held)
 
     def kill(self, role: int, *held: Generation) -> None:
@@ -221,21 +223,21 @@ class Rig:
         self.closed(*held)
 
     def decided(self, *held: Generation) -> None:
-        """The epoch is closed, and the next one is in the journal."""
+        """Close the epoch, and journal the next."""
         self.closed(*held)
         self.journal()
 
     def reopened(self, *held: Generation) -> None:
-        """The epoch is closed, and the next one begins."""
+        """Close the epoch, and open the next."""
         self.closed(*held)
         self.opened()
 
     def saved_end(self, *generations: Generation) -> act.Finish:
         """The end that was begun: the close is answered, the newest generation is dumped."""
         self.closed(*generations)
-        dump = self.one(act.Dump)
+        dump = self.only(act.Dump)
         self.feed(*(ev.Dumped(node, dump.generation) for node in dump.nodes))
-        finish = self.one(act.Finish)
+        finish = self.only(act.Finish)
         assert finish.resume is not None
         assert finish.resume == Restore("dump", dump.generation, dump.boundary, dump.directory)
         assert f"state dumped to {dump.directory}: continue with 'deadpool run" in finish.reason
@@ -261,7 +263,7 @@ class Rig:
         )
 
     def show(self) -> None:
-        """Print the actions of the last call, and the phase; of a record what was decided."""
+        """Print the actions of the last call, the decision in a record, and the phase."""
         for action in self.last:
             values = {key: value for key, value in vars(action).items() if value or value == 0}
             if (record := values.get("record")) is not None:

@@ -1,5 +1,5 @@
-"""Whole lives of small runs, line by line: all that the machine orders and tells, and what a user
-is shown at the end.
+"""Whole lives of small runs, line by line: all orders and events of the machine, and the
+status that a user sees at the end.
 
 Expected are the files in lives/. A change that is meant changes them as well: with
 ``DEADPOOL_TEST_WRITE=1`` in the environment these tests write them again, and the difference is
@@ -35,7 +35,7 @@ from tests.simulated.world import Shape, World
 LIVES = Path(__file__).parent / "lives"
 
 
-class Told(World):
+class RecordedWorld(World):
     """A world that writes down what the machine does, with the time."""
 
     def __init__(self, *shape: int) -> None:
@@ -48,7 +48,7 @@ class Told(World):
         actions = super().feed(event)
         if actions:
             self.lines.append(f"{self.clock.now:.2f} {type(event).__name__}")
-        self.known += [one.record for one in actions if isinstance(one, act.WriteRecord)]
+        self.known += [action.record for action in actions if isinstance(action, act.WriteRecord)]
         for action in actions:
             values = plain(action)
             record = getattr(action, "record", None)
@@ -71,9 +71,9 @@ class Told(World):
             self.train()
 
 
-def nodes_and_processes_are_lost() -> Told:
+def nodes_and_processes_are_lost() -> RecordedWorld:
     """A node, a process, two nodes at once, a process in the recovery; drained, come again."""
-    world = Told(3, 3, 2, 1)
+    world = RecordedWorld(3, 3, 2, 1)
     world.train_on(3)
     world.lose(1)
     world.train_on(2)
@@ -98,9 +98,9 @@ def nodes_and_processes_are_lost() -> Told:
     return world
 
 
-def plans_change_and_coordinators() -> Told:
+def plans_change_and_coordinators() -> RecordedWorld:
     """Blocks instead of copies, a coordinator lost in each phase, numbers that are not finite."""
-    world = Told(3, 2, 1, 1)
+    world = RecordedWorld(3, 2, 1, 1)
     world.train_on(2)
     plan = plan_of_kind("parity", world.config.settings, 1, 3)
     world.feed(ev.ProtectionRequested(plan, "a user"))
@@ -127,16 +127,16 @@ def plans_change_and_coordinators() -> Told:
     return world
 
 
-def each_kind_of_report_comes_once() -> Told:
+def each_kind_of_report_comes_once() -> RecordedWorld:
     """Of each role in turn, in an epoch in which all train."""
-    world = Told(2, 2, 2, 1)
+    world = RecordedWorld(2, 2, 2, 1)
     world.train_on(2)
-    for number, (kind, said) in enumerate(OF_EPOCH.items()):
+    for number, (kind, make) in enumerate(OF_EPOCH.items()):
         record = world.state.record
         if record is None or world.finished is not None or kind is ev.NodeInventory:
             continue
         seat = record.seats[number % world.config.world_size]
-        world.feed(said((*seat.to_list(), record.epoch), record.restore.generation))
+        world.feed(make((*seat.to_list(), record.epoch), record.restore.generation))
         for _ in range(3):
             world.settle()
             world.tick(20.0)
@@ -146,9 +146,9 @@ def each_kind_of_report_comes_once() -> Told:
     return world
 
 
-def the_program_ends() -> Told:
+def the_program_ends() -> RecordedWorld:
     """With an exception that repeats, after its last iteration, and once without being asked."""
-    world = Told(2, 1, 1, 1)
+    world = RecordedWorld(2, 1, 1, 1)
     world.train_on(3)
     for _ in range(4):
         record = world.state.record
@@ -164,10 +164,10 @@ def the_program_ends() -> Told:
     return world
 
 
-def users_ask() -> Told:
+def users_ask() -> RecordedWorld:
     """For a node's roles elsewhere, another plan, checkpoints and the end; and a new coordinator
     finds what was asked."""
-    world = Told(2, 2, 1, 1)
+    world = RecordedWorld(2, 2, 1, 1)
     world.train_on(2)
     plan = plan_of_kind("parity", world.config.settings, 1, 2).to_dict()
     asked = [
@@ -190,8 +190,8 @@ def users_ask() -> Told:
     world.tick(world.config.settings.rejoin_seconds)
     world.train_on(3)
     world.show()
-    what = {"dump": True, "keeps": False, "reason": "maintenance", "ends": None}
-    world.feed(ev.Asked(Request(7, "g", Verb.STOP, what)))
+    content = {"dump": True, "keeps": False, "reason": "maintenance", "ends": None}
+    world.feed(ev.Asked(Request(7, "g", Verb.STOP, content)))
     world.feed(ev.DumpRequested("maintenance"))
     world.train_on(3)
     world.end_export("")
@@ -199,10 +199,10 @@ def users_ask() -> Told:
     return world
 
 
-def checkpoints_are_fallen_back_to() -> Told:
-    """Owner and buddy are lost twice. Of three checkpoints the newest is gone, one has an update of
+def checkpoints_are_fallen_back_to() -> RecordedWorld:
+    """Owner and buddy are lost twice. Of three checkpoints the newest is gone, another has an update of
     a loss that was not finite; then no journal takes a record."""
-    world = Told(2, 4, 1, 1)
+    world = RecordedWorld(2, 4, 1, 1)
     world.train_on(3)
     for iteration in (1, 2, 3):
         world.feed(ev.DurableValid(iteration, f"/saves/iter_{iteration}"))
@@ -226,12 +226,12 @@ def checkpoints_are_fallen_back_to() -> Told:
     return world
 
 
-def memories_differ() -> Told:
-    """One node has room for all, one for its own role, one for neither; then plans are asked for
+def memories_differ() -> RecordedWorld:
+    """Nodes have memory for all, for their own role, or for neither; then plans are requested
     that need more, less, and another cadence."""
-    world = Told(3, 3, 1, 1)
-    room = {0: 1 << 20, 1: 20_000, 2: 15_000, 3: 1 << 20, 4: 9_000, 5: 1 << 20}
-    for node, memory_bytes in room.items():
+    world = RecordedWorld(3, 3, 1, 1)
+    budgets = {0: 1 << 20, 1: 20_000, 2: 15_000, 3: 1 << 20, 4: 9_000, 5: 1 << 20}
+    for node, memory_bytes in budgets.items():
         world.nodes[node].memory_bytes = memory_bytes
         world.nodes[node].reports.reset(world.nodes[node].join())
     world.train_on(3)
@@ -251,9 +251,9 @@ def memories_differ() -> Told:
     return world
 
 
-def time_alone_ends_waits() -> Told:
-    """Nodes fall silent in each phase; nobody comes any more."""
-    world = Told(2, 1, 1, 1)
+def time_alone_ends_waits() -> RecordedWorld:
+    """Nodes fall silent in each phase; no node joins any more."""
+    world = RecordedWorld(2, 1, 1, 1)
     world.train_on(2)
     for node in (0, 1):
         world.feed(ev.NodeLost(node, "no beat", 3.0, FailureKind.NODE_FROZEN))
@@ -281,5 +281,5 @@ def time_alone_ends_waits() -> Told:
         time_alone_ends_waits,
     ],
 )
-def test_a_life_is_told_as_it_was_before(live):
+def test_life_is_as_recorded(live):
     lives.hold(LIVES / f"{live.__name__}.txt", live().lines)

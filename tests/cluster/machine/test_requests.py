@@ -1,4 +1,4 @@
-"""Requests of users in the state machine: begun, told, done or refused, also after a takeover."""
+"""Requests of users in the state machine: started, done or refused, also after a takeover."""
 
 import copy
 from dataclasses import replace
@@ -14,12 +14,12 @@ from tests.cluster.machine.bootstrapping.test_takeover import rejoin
 from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 
-def ask(rig: Rig, verb: Verb, which: int = 1, until: float | None = None, **what: Any) -> None:
-    rig.feed(ev.Asked(Request(which, f"token{which}", verb, what, until=until)))
+def ask(rig: Rig, verb: Verb, number: int = 1, until: float | None = None, **content: Any) -> None:
+    rig.feed(ev.Asked(Request(number, f"token{number}", verb, content, until=until)))
 
 
 def outcome(rig: Rig, number: int = 1) -> tuple[Stage, str]:
-    request = next(one for one in rig.state.requests if one.number == number)
+    request = next(known for known in rig.state.requests if known.number == number)
     return request.stage, request.reason
 
 
@@ -37,18 +37,18 @@ def with_one_of_two_drained() -> Rig:
     """Both nodes are asked for, and there is one spare: node 0 has no role any more."""
     rig = begun()
     for node in (0, 1):
-        ask(rig, Verb.DRAIN, which=node + 1, node=node)
+        ask(rig, Verb.DRAIN, number=node + 1, node=node)
     moved(rig)
     return rig
 
 
-def test_a_drain_moves_nothing_to_a_node_that_another_one_has_freed():
-    """Who has asked may end that node: it has been told that it has no role."""
+def test_drain_moves_no_role_to_a_drained_node():
+    """The user may end that node, as the drain is reported as done."""
     rig = with_one_of_two_drained()
     rig.steps(10)
     assert nodes_of(rig.record) == {0: 2, 1: 1}
     assert outcome(rig, 1) == (Stage.DONE, "node 0 has no role")
-    rig.feed(ev.MemberLost(0, 0, 0, signal=9))  # anew, as a spare
+    rig.feed(ev.MemberLost(0, 0, 0, signal=9))  # again, as a spare
     rig.warm(0)
     assert rig.state.phase is Phase.RUNNING
     assert outcome(rig, 2) == (Stage.ASKED, "waits for a spare node")
@@ -71,11 +71,11 @@ def with_a_quarantined_node(nodes: int = 2) -> Rig:
     return rig
 
 
-def test_a_drain_waits_for_a_better_node_than_a_quarantined_one():
+def test_drain_waits_for_a_node_that_is_not_quarantined():
     rig = with_a_quarantined_node()
     ask(rig, Verb.DRAIN, node=0)
-    why = "waits for a spare node that is not quarantined, as nodes [1] are"
-    assert outcome(rig) == (Stage.ASKED, why)
+    reason = "waits for a spare node that is not quarantined, as nodes [1] are"
+    assert outcome(rig) == (Stage.ASKED, reason)
     assert rig.state.phase is Phase.RUNNING
     rig.join(3)
     rig.hello(3)
@@ -86,14 +86,14 @@ def test_a_drain_waits_for_a_better_node_than_a_quarantined_one():
     assert nodes_of(rig.record) == {0: 3, 1: 2}
 
 
-def test_a_slow_node_keeps_its_roles_where_only_a_quarantined_one_is_left():
+def test_slow_node_keeps_its_roles_if_only_a_quarantined_node_is_left():
     rig = with_a_quarantined_node()
     rig.feed(ev.DrainRequested(0))
     assert rig.state.phase is Phase.RUNNING
     assert rig.state.use_of(0) == "quarantined", "it is slow, wherever its roles are"
 
 
-def test_a_quarantined_node_that_has_a_role_for_want_of_another_stays_quarantined():
+def test_quarantined_node_with_a_role_stays_quarantined():
     """Also after a takeover."""
     rig = with_a_quarantined_node()
     rig.lose(2, g(10, rig.record.epoch))
@@ -114,7 +114,7 @@ OPEN = (
 )
 
 
-def test_a_restart_of_all_processes_ends_what_was_open():
+def test_restart_of_all_processes_ends_open_requests():
     old = begun()
     rig = old.successor(restarted=True)
     rig.feed(ev.RequestsFound(OPEN, restarted=True))
@@ -127,7 +127,7 @@ def test_a_restart_of_all_processes_ends_what_was_open():
     assert not rig.of(act.Finish, rig.log)
 
 
-def test_a_new_start_ends_what_was_open_at_once():
+def test_new_start_ends_open_requests_at_once():
     old = begun()
     rig = old.successor(restarted=True, has_new_command=True)
     rig.feed(ev.RequestsFound(OPEN, restarted=True))
@@ -139,7 +139,7 @@ def plan(rig: Rig, every: int) -> dict[str, Any]:
     return {"plan": wanted.to_dict(), "words": format_plan(wanted)}
 
 
-def test_a_checkpoint_that_is_being_published_as_the_run_is_to_end_is_done_all_the_same():
+def test_checkpoint_being_published_is_done_although_the_run_ends():
     rig = begun()
     ask(rig, Verb.PERSIST, 1, directory="/a")
     ask(rig, Verb.PERSIST, 2, directory="/b")
@@ -150,11 +150,11 @@ def test_a_checkpoint_that_is_being_published_as_the_run_is_to_end_is_done_all_t
     assert outcome(rig, 1) == (Stage.DONE, "iteration 9 is in /a/iter_9")
 
 
-def test_a_stop_with_a_dump_waits_for_the_agents_after_a_takeover():
+def test_stop_with_a_dump_waits_for_the_agents_after_a_takeover():
     """At once the epoch would be closed without the pause, and without the last export."""
     old = begun()
     ask(old, Verb.STOP, dump=True, reason="enough", until=old.now + 100)
-    assert old.one(act.EndRun) == act.EndRun("enough", 100)
+    assert old.only(act.EndRun) == act.EndRun("enough", 100)
     rig = old.successor()
     found = replace(old.state.requests[0], until=rig.now + 60)
     rig.feed(ev.RequestsFound((found,)))
@@ -168,22 +168,22 @@ def test_a_stop_with_a_dump_waits_for_the_agents_after_a_takeover():
 
 
 @pytest.mark.parametrize("error", ["", "no room"])
-def test_a_stop_with_a_dump_is_done_when_the_dump_is_written(error):
+def test_stop_with_a_dump_is_done_when_the_dump_is_written(error):
     rig = begun()
     ask(rig, Verb.STOP, dump=True, reason="enough")
     rig.feed(ev.DumpRequested("enough", None))
-    paused = rig.one(act.Pause)
+    paused = rig.only(act.Pause)
     rig.feed(*(ev.Paused(*rig.seat(role), 1, paused.iteration) for role in (0, 1)))
     rig.closed(g(paused.iteration))
-    dump = rig.one(act.Dump)
+    dump = rig.only(act.Dump)
     rig.feed(*(ev.Dumped(node, dump.generation, error=error) for node in dump.nodes))
-    stage, why = outcome(rig)
+    stage, reason = outcome(rig)
     assert (stage is Stage.DONE) == (not error)
-    assert ("make room" in why) == bool(error)
-    assert rig.one(act.Finish).keeps_slots == bool(error)
+    assert ("make room" in reason) == bool(error)
+    assert rig.only(act.Finish).keeps_slots == bool(error)
 
 
-def test_what_cannot_be_is_refused_before_it_is_journalled():
+def test_impossible_request_is_refused_before_the_journal():
     rig = begun()
     assert "there are: 0, 1, 2" in refusal(rig.state, Verb.DRAIN, {"node": 9})
     over = copy.deepcopy(rig)

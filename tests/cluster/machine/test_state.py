@@ -30,33 +30,33 @@ def test_each_input_has_a_topic():
     assert kinds_of_input() - {ev.Tick} == _TOPICS.keys()
 
 
-def test_each_input_that_carries_an_epoch_is_delivered_late_and_early():
+def test_input_with_an_epoch_is_delivered_late_and_early():
     """By the simulated world: see late.py."""
     carry = {
         kind
         for kind in kinds_of_input()
-        if kind is ev.NodeInventory or "epoch" in {one.name for one in fields(kind)}  # type: ignore[arg-type]
+        if kind is ev.NodeInventory or "epoch" in {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
     }
     assert carry == OF_EPOCH.keys() | NOT_OF_EPOCH
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from("abc")), max_size=6))
-def test_a_checkpoint_that_is_written_again_counts_once(written):
-    """Under one path there is one, that of the last time."""
+def test_rewritten_checkpoint_counts_once(written):
+    """A path has one checkpoint, the last."""
     line, last = LineageProgress(), dict[str, int]()
     for k, path in written:
         line.add_valid(Restore("durable", Generation(1, k), "save", path))
         last[path] = k
-    assert {one.path: one.generation.iteration for one in line.valid} == last
+    assert {restore.path: restore.generation.iteration for restore in line.valid} == last
     assert len(line.valid) == len(last)
-    iterations = [one.generation.iteration for one in line.valid]
+    iterations = [restore.generation.iteration for restore in line.valid]
     assert iterations == sorted(iterations, reverse=True)
 
 
 @pytest.mark.parametrize("was_there", [False, True])
 @pytest.mark.parametrize("highest", [-1, 0, 5])
-def test_a_process_gets_a_number_that_none_had_before(was_there, highest):
-    """Its slots have that number in their name, and those of one that was there may be left."""
+def test_process_gets_a_new_incarnation(was_there, highest):
+    """Its slots have that number in their name, and those of an earlier process may be left."""
     rig = Rig(nodes=1, spares=0)
     if was_there:
         rig.run()
@@ -67,14 +67,14 @@ def test_a_process_gets_a_number_that_none_had_before(was_there, highest):
     assert started.incarnations == {0: max(highest, 0 if was_there else -1) + 1}
 
 
-def test_agents_that_leave_at_the_end_are_not_noted():
+def test_agents_that_leave_at_the_end_are_not_journalled():
     rig = Rig().run()
     rig.feed(ev.UserStop())
     rig.feed(ev.NodeLost(0, "connection closed"))
     assert not rig.of(act.RecordRemoved)
 
 
-def test_what_grows_with_the_run_is_cut():
+def test_history_is_cut_to_a_limit():
     lines = {lineage: lineage for lineage in range(1, 5001)}
     history = History(
         kept={**lines, 5001: NO_LIMIT},
@@ -89,7 +89,7 @@ def test_what_grows_with_the_run_is_cut():
     assert set(found.gone) == set(history.gone), "none of them may come back"
 
 
-def test_a_successor_knows_all_that_its_record_says():
+def test_takeover_knows_all_that_its_record_holds():
     rig = Rig(nodes=2, spares=1).run(7)
     plan = ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=4), every=3)
     failure = {"kind": "hang", "cause": "no step", "iteration": 6, "node": 1, "signature": "s"}

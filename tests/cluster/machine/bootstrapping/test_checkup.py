@@ -28,7 +28,7 @@ def joined(node: int, facts: HostFacts | None = GOOD, **more: Any) -> ev.NodeJoi
 
 
 def come(rig: Rig, **facts: HostFacts) -> None:
-    """All nodes join and say hello; those of ``facts`` (n0, n1, ...) are not as the others."""
+    """All nodes join and start their members; those of ``facts`` (n0, n1, ...) are not as the others."""
     total = rig.config.nodes + rig.config.spares
     rig.feed(*(joined(node, facts.get(f"n{node}", GOOD)) for node in range(total)))
     actions = rig.last
@@ -46,15 +46,15 @@ def check_only(rig: Rig) -> Rig:
     return rig
 
 
-def test_a_health_command_that_is_not_there_is_told_of_a_node_that_counts_as_good():
+def test_missing_health_command_is_reported_and_its_node_counts_as_good():
     rig = Rig(nodes=2, spares=1)
     come(rig, n1=dataclasses.replace(GOOD, health_text="not asked: sh: /no: not found"))
     assert nodes_of(rig.pending) == {0: 0, 1: 1}
-    (told,) = [one for one in rig.emitted(Kind.LOG) if one.data["level"] == "warning"]
-    assert "/no: not found" in str(told.data["text"])
+    (warning,) = [log for log in rig.emitted(Kind.LOG) if log.data["level"] == "warning"]
+    assert "/no: not found" in str(warning.data["text"])
 
 
-def test_a_weak_node_waits_as_the_last_spare():
+def test_weak_node_is_the_last_spare():
     rig = Rig(nodes=2, spares=2)
     come(rig, n0=FEW_FILES, n2=FEW_FILES)
     assert nodes_of(rig.pending) == {0: 3, 1: 1}
@@ -63,7 +63,7 @@ def test_a_weak_node_waits_as_the_last_spare():
     assert standing(rig, 0) is Eligibility.WEAK
 
 
-def test_too_few_fit_nodes_end_the_run_at_once_naming_them():
+def test_too_few_fit_nodes_end_the_run_at_once():
     rig = Rig(nodes=2, spares=0)
     come(rig, n1=OTHER)
     finish = rig.of(act.Finish)[0]
@@ -71,7 +71,7 @@ def test_too_few_fit_nodes_end_the_run_at_once_naming_them():
     assert finish.reason.startswith("not enough nodes: 1 are good, --nodes is 2 (node 1: ")
 
 
-def test_without_facts_or_with_the_check_off_nobody_is_judged():
+def test_nodes_without_facts_or_check_are_not_judged():
     rig = Rig(nodes=2, spares=0, check="off")
     come(rig, n1=OTHER)
     assert nodes_of(rig.pending) == {0: 0, 1: 1}
@@ -83,12 +83,12 @@ def test_without_facts_or_with_the_check_off_nobody_is_judged():
 # Later.
 
 
-def test_a_node_that_joins_later_is_held_against_the_run():
+def test_node_that_joins_later_is_compared_with_the_run():
     rig = Rig(nodes=2, spares=0)
     come(rig)
     rig.opened()
     rig.feed(joined(5, OTHER))
-    assert (rig.one(act.DropNode).node, rig.one(act.DropNode).excluded) == (5, True)
+    assert (rig.only(act.DropNode).node, rig.only(act.DropNode).excluded) == (5, True)
     assert not rig.of(act.StartMembers)
     rig.feed(joined(6, FEW_FILES))
     assert 6 in rig.state.fleet.deprioritized
@@ -97,20 +97,20 @@ def test_a_node_that_joins_later_is_held_against_the_run():
     assert not rig.emitted(Kind.NODE_JUDGED)
 
 
-def test_a_spare_that_has_become_unfit_is_left_out_before_it_gets_a_role():
+def test_spare_that_becomes_unfit_is_excluded_before_it_gets_a_role():
     rig = Rig(nodes=2, spares=2)
     come(rig)
     rig.opened()
     rig.warm(2, 3)
     down = dataclasses.replace(GOOD, interface="ib0", interface_up=False)
     rig.feed(ev.FactsReported(2, down))
-    assert rig.one(act.DropNode).node == 2
+    assert rig.only(act.DropNode).node == 2
     rig.lose(1, g(0))
     assert nodes_of(rig.pending) == {0: 0, 1: 3}
 
 
-def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_good():
-    """It says so of itself each minute; what it is moved away from is no better one afterwards."""
+def test_weak_node_gives_its_roles_to_a_good_spare():
+    """It repeats its report each minute, and its roles do not move back."""
     worse = dataclasses.replace(GOOD, health=Health.SPARE_ONLY, health_text="hot")
     rig = Rig(nodes=2, spares=1)
     come(rig)
@@ -119,7 +119,7 @@ def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_g
     rig.feed(ev.FactsReported(2, worse), ev.FactsReported(1, worse))
     assert [e.node for e in rig.emitted(Kind.NODE_JUDGED)] == [2, 1]
     rig.feed(ev.FactsReported(1, worse))
-    assert not rig.emitted(Kind.NODE_JUDGED), "told once"
+    assert not rig.emitted(Kind.NODE_JUDGED), "reported once"
     assert not rig.emitted(Kind.NODE_QUARANTINED)
     assert (rig.state.phase, rig.state.fleet.drains) == (Phase.RUNNING, frozenset())
     rig.feed(ev.FactsReported(2, GOOD), ev.FactsReported(1, worse))
@@ -133,8 +133,8 @@ def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_g
     assert (rig.state.phase, rig.state.fleet.drains) == (Phase.RUNNING, frozenset())
 
 
-def test_a_node_of_which_nothing_is_known_keeps_its_roles():
-    """As where the command did not end: that is no word on the node."""
+def test_node_of_unknown_health_keeps_its_roles():
+    """Its health command did not end, which is no evidence about the node."""
     unknown = dataclasses.replace(GOOD, health=Health.UNKNOWN, health_text="no answer within 60 s")
     rig = Rig(nodes=2, spares=1)
     come(rig)
@@ -145,7 +145,7 @@ def test_a_node_of_which_nothing_is_known_keeps_its_roles():
     assert (rig.state.phase, rig.state.fleet.drains) == (Phase.RUNNING, frozenset())
 
 
-def test_after_a_takeover_the_nodes_agree_again():
+def test_takeover_restores_the_common_facts():
     rig = Rig(nodes=2, spares=0)
     come(rig)
     rig.journal()
@@ -155,21 +155,21 @@ def test_after_a_takeover_the_nodes_agree_again():
     rig.feed(*(joined(node, **members) for node in (0, 1)))
     assert rig.state.phase is Phase.RUNNING
     rig.feed(joined(5, OTHER))
-    assert rig.one(act.DropNode).excluded
+    assert rig.only(act.DropNode).excluded
 
 
 # Only to know.
 
 
 @pytest.mark.parametrize("enough", [True, False])
-def test_a_check_ends_with_the_verdict_and_starts_nothing(enough):
+def test_check_ends_with_its_verdict_and_starts_nothing(enough):
     rig = check_only(Rig(nodes=2, spares=1))
     rig.feed(joined(0), joined(1, GOOD if enough else OTHER))
     rig.tick(rig.settings.connect_seconds)
     assert rig.state.phase is Phase.BOOTSTRAPPING, "spares are judged, too: they are waited for"
     rig.tick(rig.settings.start_seconds)
     assert not rig.of(act.StartMembers, rig.log)
-    assert rig.one(act.Finish).exit_status == (0 if enough else 1)
+    assert rig.only(act.Finish).exit_status == (0 if enough else 1)
     judged = {e.node: e.data["standing"] for e in rig.emitted(Kind.NODE_JUDGED)}
     assert judged == {0: "good", 1: "good" if enough else "excluded", 2: "excluded"}
 
@@ -177,13 +177,13 @@ def test_a_check_ends_with_the_verdict_and_starts_nothing(enough):
 SICK = dataclasses.replace(GOOD, health=Health.OUT, health_text="row remapping failed")
 
 
-def test_a_node_that_comes_back_not_fit_brings_what_it_holds():
+def test_unfit_node_that_returns_gives_its_memory_but_gets_no_role():
     """Its device may be why its agent ended. It gets no role where another node can have it."""
     rig = Rig(nodes=2, spares=1, protection="local")
     come(rig)
     rig.opened()
     rig.state.fleet.nodes[1].returns = True
-    rig.lose(1, g(7), why="connection closed")
+    rig.lose(1, g(7), reason="connection closed")
     assert rig.state.phase is Phase.WAITING_SPARE
     held = Inventory(3, 0, (Holding(1, g(7), STEP),), (layout(1, 2),))
     rig.feed(joined(3, SICK, found=held))

@@ -1,4 +1,4 @@
-"""All processes are new, or too much is lost: what the coordinator makes of what is left."""
+"""All processes are new, or too much is lost: the state that the coordinator recovers."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def started_again(*valid: Restore, iteration: int | None = 7) -> Rig:
 
 
 def found(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]) -> Inventory:
-    held = tuple(Holding(role, one, STEP) for role in roles for one in generations)
+    held = tuple(Holding(role, generation, STEP) for role in roles for generation in generations)
     world = rig.config.world_size
     return Inventory(node, 0, held, tuple(layout(role, world) for role in roles))
 
@@ -38,65 +38,65 @@ def come_and_close(rig: Rig, *roles: int, generations: tuple[Generation, ...]) -
             take(rig, node, *roles, generations=generations)
 
 
-def said(rig: Rig) -> str:
-    told = [*rig.emitted(Kind.LOG), *rig.emitted(Kind.WAITING_FOR_SPARE)]
-    return "\n".join(str(e.data["text"]) for e in told)
+def texts(rig: Rig) -> str:
+    events = [*rig.emitted(Kind.LOG), *rig.emitted(Kind.WAITING_FOR_SPARE)]
+    return "\n".join(str(e.data["text"]) for e in events)
 
 
-def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why():
+def test_incomplete_memory_falls_back_to_the_checkpoint_with_a_reason():
     rig = started_again(Restore("durable", Generation(0, 5), "save", "/ck/5"))
     come_and_close(rig, 0, generations=(g(7),))
     rig.journal()
     assert rig.record.restore.kind == "durable"
-    assert "durable state /ck/5, iteration 5: no generation can be restored" in said(rig)
+    assert "durable state /ck/5, iteration 5: no generation can be restored" in texts(rig)
 
 
-def test_a_command_that_the_state_does_not_fit_leaves_the_slots():
+def test_command_of_another_program_keeps_the_slots():
     rig = started_again()
     come_and_close(rig, 0, 1, generations=(g(7),))
     rig.journal()
     assert rig.record.begins
     rig.feed(ev.NotRestored(*rig.seat(1), rig.record.epoch, "", "max_lr", other_program=True))
-    end = rig.one(act.Finish)
+    end = rig.only(act.Finish)
     assert (end.exit_status, end.kind, end.keeps_slots) == (2, "other-program", True)
 
 
-def test_an_abandoned_line_in_memory_is_not_taken_up():
+def test_abandoned_lineage_in_memory_is_not_restored():
     rig = started_again()
     come_and_close(rig, 0, 1, generations=(g(7), g(9, lineage=5)))
     assert rig.pending.restore.generation == g(7)
 
 
-def test_another_model_ends_the_run_and_keeps_the_slots():
+def test_other_model_ends_the_run_and_keeps_the_slots():
     rig = started_again(iteration=None)
     come_and_close(rig, 0, 1, generations=(g(7),))
     rig.journal()
     rig.feed(ev.MemberRegistered(*rig.seat(0), layout(0, 2, layout_hash="another")))
-    end = rig.one(act.Finish)
+    end = rig.only(act.Finish)
     assert (end.exit_status, end.keeps_slots) == (2, True)
     assert "of another model or other flags" in end.reason
 
 
 @pytest.mark.parametrize("how", ["error", "lost", "late"])
-def test_a_node_that_cannot_write_does_not_hold_up_the_end(how):
+def test_node_that_cannot_write_does_not_delay_the_end(how):
     rig = Rig(nodes=3, spares=0).run()
     rig.feed(ev.NodeLost(2, "gone"), ev.NodeLost(1, "gone"))
     closed(rig, 0, 0, generations=(g(7),))
     if how == "error":
         rig.feed(ev.Dumped(0, g(7), error="disk full"))
-        assert "could not write all it holds: disk full" in said(rig)
+        assert "could not write all it holds: disk full" in texts(rig)
     elif how == "lost":
         rig.feed(ev.NodeLost(0, "gone"))
     else:
         rig.tick(rig.settings.first_step_seconds)
-    assert rig.one(act.Finish).exit_status == 1
-    assert "wrote what they held" not in rig.one(act.Finish).reason
+    assert rig.only(act.Finish).exit_status == 1
+    assert "wrote what they held" not in rig.only(act.Finish).reason
     kept = how != "lost"  # there is nothing else
-    assert rig.one(act.Finish).keeps_slots == kept
-    assert ("dump of nodes [0] could not be written" in rig.one(act.Finish).reason) == kept
+    assert rig.only(act.Finish).keeps_slots == kept
+    assert ("dump of nodes [0] could not be written" in rig.only(act.Finish).reason) == kept
 
 
-def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped():
+def test_failed_dump_after_a_restart_is_not_reported_as_dumped():
     """A node whose disk is full, in the epoch in which its slots were found as it came."""
     rig = started_again()
     rig.alter("lineage", newest=7)
@@ -105,42 +105,42 @@ def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped():
     rig.feed(ev.DumpRequested("enough"))
     for node in range(2):
         closed(rig, node, node, generations=(g(7),))
-    assert rig.one(act.Dump).held == (), "the generation is whole"
+    assert rig.only(act.Dump).held == (), "the generation is whole"
     rig.feed(ev.Dumped(0, g(7)), ev.Dumped(1, g(7), error="disk full"))
     assert not rig.emitted(Kind.DUMPED)
-    assert rig.one(act.Dump).held == (g(7),), "what is left of it, for a later run"
+    assert rig.only(act.Dump).held == (g(7),), "what is left of it, for a later run"
     rig.feed(ev.Dumped(0, g(7)))
-    end = rig.one(act.Finish)
+    end = rig.only(act.Finish)
     assert "dump of nodes [1] could not be written" in end.reason
     assert end.keeps_slots
 
 
-def test_who_interrupts_a_start_loses_nothing_of_the_one_before():
+def test_interrupted_start_keeps_the_memory_of_earlier_starts():
     rig = started_again()
     join(rig, 0, 0, generations=(g(7),))
     rig.feed(ev.UserStop("interrupted"))
-    end = rig.one(act.Finish)
+    end = rig.only(act.Finish)
     assert (end.exit_status, end.keeps_slots, end.reason) == (130, True, "interrupted")
 
 
 @pytest.mark.parametrize("until", ["decided", "open"])
-def test_who_interrupts_a_run_has_done_with_it(until):
+def test_interrupted_run_keeps_no_memory(until):
     rig = started_again()
     come_and_close(rig, 0, 1, generations=(g(7),))
     rig.journal()
     if until == "open":
         rig.restored()
     rig.feed(ev.UserStop("interrupted"))
-    assert not rig.one(act.Finish).keeps_slots
+    assert not rig.only(act.Finish).keeps_slots
 
 
-def test_nodes_whose_agents_ended_have_time_to_come_back():
+def test_nodes_of_ended_agents_have_time_to_return():
     rig = Rig(nodes=2, spares=0).run()
-    rig.alter_nodes(returns=True)  # what they hold is there after their agents, as on a cluster
+    rig.alter_nodes(returns=True)  # their memory outlives their agents, as on a cluster
     rig.feed(ev.NodeLost(1, "connection closed"))
     closed(rig, 0, 0, generations=(g(7),))
     assert rig.state.phase is Phase.WAITING_SPARE
-    assert "nodes [1] have" in said(rig)
+    assert "nodes [1] have" in texts(rig)
     join(rig, 4, 1, generations=(g(7),))
     assert rig.pending.restore.kind == "memory"
     assert rig.pending.seats[1] == Seat(4, 0, 0)
@@ -148,8 +148,8 @@ def test_nodes_whose_agents_ended_have_time_to_come_back():
 
 @pytest.mark.parametrize(("finished", "ends"), [(7, True), (0, False)])
 @pytest.mark.parametrize("anew", [False, True])
-def test_nothing_is_begun_where_iterations_were_finished(finished, ends, anew):
-    """Of the first epoch the record says nothing: how far it came stands in the events alone."""
+def test_finished_iterations_forbid_a_start_from_scratch(finished, ends, anew):
+    """The record does not know how far the first epoch came; only the events do."""
     more = {"finished": finished, "from_scratch": anew}
     rig = Rig().run().successor(restarted=True, **more)
     rig.join(0, 1, 2)
@@ -162,4 +162,4 @@ def test_nothing_is_begun_where_iterations_were_finished(finished, ends, anew):
     assert rig.pending.restore.kind == "initial"
     recovery = rig.state.recoveries.current
     assert recovery is not None
-    assert recovery.recomputed(rig.pending.restore) == finished, "so many are lost"
+    assert recovery.recomputed(rig.pending.restore) == finished, "all are lost"

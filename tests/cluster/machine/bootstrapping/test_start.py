@@ -1,4 +1,4 @@
-"""The start: who has to be there for epoch 1, and what happens when somebody is not."""
+"""The start: the nodes that epoch 1 needs, and the end if some are missing."""
 
 import pytest
 
@@ -7,26 +7,26 @@ from deadpool_megatron.layout.records import Restore, Seat
 from tests.cluster.machine.rig import Phase, Rig, g, layout
 
 
-def test_spares_have_some_time_to_be_in_the_first_record():
+def test_spares_have_time_to_be_in_the_first_record():
     rig = Rig(nodes=1, spares=1)
     rig.join(0)
     rig.hello(0)
     assert rig.state.phase is Phase.BOOTSTRAPPING
     rig.tick(rig.settings.connect_seconds)
-    assert rig.one(act.WriteRecord).record.fewer_copies == {0}
+    assert rig.only(act.WriteRecord).record.fewer_copies == {0}
 
 
-def test_too_few_members_at_the_deadline_end_the_run_naming_them():
+def test_too_few_members_at_the_deadline_end_the_run():
     rig = Rig(nodes=2, spares=0)
     rig.join(0, 1)
     rig.hello(0)
     rig.tick(rig.settings.start_seconds)
-    finish = rig.one(act.Finish)
+    finish = rig.only(act.Finish)
     assert finish.exit_status == 2
     assert "node 1" in finish.reason
-    assert rig.one(act.DropNode).node == 1
+    assert rig.only(act.DropNode).node == 1
     rig.tick(rig.settings.close_seconds)
-    assert rig.one(act.Exit).exit_status == 2
+    assert rig.only(act.Exit).exit_status == 2
 
 
 def test_command_that_exits_twice_in_the_same_way_is_not_started_again():
@@ -34,14 +34,14 @@ def test_command_that_exits_twice_in_the_same_way_is_not_started_again():
     rig.join(0, 1)
     for slot_of in (0, 1):  # both fail the first time: that is no repetition
         rig.feed(ev.MemberLost(slot_of, 0, 0, exit_code=1, last_line="ImportError"))
-        assert rig.one(act.StartMembers).incarnations == {0: 1}
+        assert rig.only(act.StartMembers).incarnations == {0: 1}
     rig.feed(ev.MemberLost(0, 0, 1, exit_code=1, last_line="ImportError"))
-    assert rig.one(act.Finish).exit_status == 1
-    assert "ImportError" in rig.one(act.Finish).reason
+    assert rig.only(act.Finish).exit_status == 1
+    assert "ImportError" in rig.only(act.Finish).reason
 
 
 @pytest.mark.parametrize(("has_trained", "status"), [(False, 2), (True, 1)])
-def test_a_program_that_ends_by_itself_is_not_tried_again(has_trained, status):
+def test_program_that_ends_by_itself_is_not_tried_again(has_trained, status):
     rig = Rig()
     if has_trained:
         rig.run().steps(7)
@@ -51,23 +51,23 @@ def test_a_program_that_ends_by_itself_is_not_tried_again(has_trained, status):
     rig.feed(ev.MemberLost(*rig.seat(0), exit_code=0, last_line="ERROR: Invalid metadata file"))
     if has_trained:
         rig.closed(g(7))
-        rig.feed(*(ev.Dumped(node, g(7)) for node in rig.one(act.Dump).nodes))
-    finish = rig.one(act.Finish)
+        rig.feed(*(ev.Dumped(node, g(7)) for node in rig.only(act.Dump).nodes))
+    finish = rig.only(act.Finish)
     assert finish.exit_status == status
-    words = "the program ended: ERROR: Invalid metadata file [role 0 on node 0"
-    assert finish.reason.startswith(words)
+    text = "the program ended: ERROR: Invalid metadata file [role 0 on node 0"
+    assert finish.reason.startswith(text)
 
 
-def test_opening_limit_kills_who_did_not_report_and_waits_for_their_end():
+def test_opening_limit_kills_silent_members_and_waits_for_their_end():
     rig = Rig().opening()
     rig.restored(0)
     s = rig.settings
     rig.tick(s.adopt_seconds + s.rebuild_seconds + s.restore_seconds + s.start_seconds)
     assert not rig.last, "its index files, or its compilers, may take long"
     rig.tick(s.first_step_seconds)
-    assert rig.one(act.KillMember) == act.KillMember(1, 0, 0, hung=True)
-    assert rig.one(act.CloseEpoch).epoch == 1
-    assert "roles [1]" in rig.one(act.CloseEpoch).cause
+    assert rig.only(act.KillMember) == act.KillMember(1, 0, 0, hung=True)
+    assert rig.only(act.CloseEpoch).epoch == 1
+    assert "roles [1]" in rig.only(act.CloseEpoch).cause
     rig.closed(g(0))
     assert rig.state.phase is Phase.CLOSING
     rig.feed(ev.MemberLost(1, 0, 0, signal=9))
@@ -75,7 +75,7 @@ def test_opening_limit_kills_who_did_not_report_and_waits_for_their_end():
 
 
 @pytest.mark.parametrize(("loaded", "status"), [((3, 3), None), ((3, 5), 1), ((0, 5), 1)])
-def test_a_run_begins_with_what_all_roles_have_loaded(loaded, status):
+def test_run_begins_with_the_iteration_that_all_roles_have_loaded(loaded, status):
     """A program that loads a checkpoint while it is built begins at its iteration."""
     rig = Rig().opening()
     for role, iteration in enumerate(loaded):
@@ -85,7 +85,7 @@ def test_a_run_begins_with_what_all_roles_have_loaded(loaded, status):
         assert rig.record.restore == Restore("initial", g(3))
         assert (rig.state.reached, rig.state.blame.suspicion) == (3, None)
     else:
-        finish = rig.one(act.Finish)
+        finish = rig.only(act.Finish)
         assert finish.exit_status == status
         assert finish.reason.startswith("roles loaded different checkpoints")
 
@@ -95,5 +95,5 @@ def test_other_layout_for_the_same_role_is_not_accepted_for_state_in_memory():
     rig.feed(ev.MemberLost(1, 0, 0, signal=9))
     rig.decided(g(0))
     rig.feed(ev.MemberRegistered(1, 0, 1, layout(1, 2, layout_hash="other")))
-    assert rig.one(act.KillMember).node == 1
-    assert "lays out" in rig.one(act.CloseEpoch).cause
+    assert rig.only(act.KillMember).node == 1
+    assert "lays out" in rig.only(act.CloseEpoch).cause

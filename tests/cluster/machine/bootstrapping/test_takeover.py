@@ -35,7 +35,7 @@ def rejoin(
 
 
 def repeat(rig: Rig) -> None:
-    """What agents say again after a welcome in an epoch that runs."""
+    """Repeat the reports that agents send after a welcome in an epoch that runs."""
     rig.restored()
     spares = {node for node, address in rig.record.nodes.items() if address.spare}
     rig.warm(*spares)
@@ -57,16 +57,16 @@ def test_run_ends_well_when_its_end_was_reported_to_the_dead_coordinator():
     rejoin(rig, old, 1)
     assert rig.state.phase is Phase.RUNNING
     rig.feed(ev.MemberDone(*old.seat(1), 1))
-    assert rig.one(act.Finish).exit_status == 0
+    assert rig.only(act.Finish).exit_status == 0
 
 
-def test_replacement_that_was_started_already_is_not_the_player_of_the_role():
+def test_replacement_that_was_started_already_does_not_have_the_role():
     old = Rig(spares=0).run()
     rig = old.successor()
     rejoin(rig, old, 0)
     rig.feed(ev.NodeJoined(1, "host", 1, "node1", {0: 1}, {0: 1}, 1))
     assert not rig.of(act.StartMembers, rig.log)
-    assert "roles [1] ended" in rig.one(act.CloseEpoch).cause
+    assert "roles [1] ended" in rig.only(act.CloseEpoch).cause
 
 
 @pytest.mark.parametrize("node", [1, 2])
@@ -79,18 +79,18 @@ def test_node_that_does_not_come_back_is_lost(node):
     rig.tick(rig.settings.rejoin_seconds)
     assert rig.emitted(Kind.NODE_LOST)[0].node == node
     if node == 1:
-        assert "node 1: did not reconnect" in rig.one(act.CloseEpoch).cause
+        assert "node 1: did not reconnect" in rig.only(act.CloseEpoch).cause
         rig.closed(g(7))
         assert nodes_of(rig.pending) == {0: 0, 1: 2}
     else:
         assert_untouched(rig)  # a spare that owes no copy
     rejoin(rig, old, node)
-    assert rig.one(act.DropNode).node == node
+    assert rig.only(act.DropNode).node == node
 
 
 @pytest.mark.parametrize("comes", [True, False])
 @pytest.mark.parametrize("taken_for", ["restart", "takeover"])
-def test_what_looks_like_a_restart_gives_up_no_node_that_has_time(taken_for, *, comes):
+def test_takeover_like_a_restart_gives_up_no_node_before_its_deadline(taken_for, *, comes):
     """The standby's own agent never met the coordinator before, or an agent was started again."""
     old = Rig(nodes=2, spares=1).run()
     old.join(3)
@@ -112,7 +112,7 @@ def test_what_looks_like_a_restart_gives_up_no_node_that_has_time(taken_for, *, 
     else:
         rig.tick(0.1)
         assert rig.state.fleet.removed.keys() == {1}
-        assert rig.one(act.CloseEpoch).epoch == 1
+        assert rig.only(act.CloseEpoch).epoch == 1
 
 
 @pytest.mark.parametrize("lost", ["member", "node", "suspected", "fault", "inventory"])
@@ -132,27 +132,27 @@ def test_failure_before_all_are_back_is_remembered(lost):
     assert rig.state.phase is Phase.BOOTSTRAPPING
     assert not rig.of(act.CloseEpoch)
     rejoin(rig, old, 2)
-    closed = rig.one(act.CloseEpoch)
-    words = {
+    closed = rig.only(act.CloseEpoch)
+    texts = {
         "member": "SIGKILL",
         "node": "connection closed",
         "suspected": "frozen",
         "fault": "peer closed",
         "inventory": "node 1 has closed",
     }
-    assert words[lost] in closed.cause
+    assert texts[lost] in closed.cause
 
 
-def test_an_epoch_that_an_agent_has_closed_is_not_open():
+def test_epoch_closed_by_an_agent_is_not_open():
     old = Rig(nodes=2, spares=0).run()
     rig = old.successor()
     rejoin(rig, old, 0, 1, closed=1)
-    assert rig.one(act.CloseEpoch).epoch == 1
+    assert rig.only(act.CloseEpoch).epoch == 1
 
 
 @pytest.mark.parametrize("before_all_are_back", [False, True])
-def test_dead_in_pausing(before_all_are_back):
-    """Who stands still by an order of the dead coordinator moves again after a close."""
+def test_takeover_continues_a_pause(before_all_are_back):
+    """Members that the dead coordinator has paused continue after a close."""
     old = Rig(nodes=2, spares=1).run(7)
     old.feed(ev.DrainRequested(1))
     assert old.state.phase is Phase.PAUSING
@@ -166,12 +166,12 @@ def test_dead_in_pausing(before_all_are_back):
     if not before_all_are_back:
         assert rig.state.phase is Phase.RUNNING
         rig.feed(paused)
-    assert rig.one(act.Pause) == act.Pause(1, 9)
+    assert rig.only(act.Pause) == act.Pause(1, 9)
     assert rig.state.phase is Phase.PAUSING
     rig.feed(ev.PauseRefused(*old.seat(1), 1, 9))
-    assert rig.one(act.Pause) == act.Pause(1, 11)
+    assert rig.only(act.Pause) == act.Pause(1, 11)
     rig.feed(ev.Paused(*old.seat(0), 1, 11), ev.Paused(*old.seat(1), 1, 11))
-    assert "pause that was ordered" in rig.one(act.CloseEpoch).cause
+    assert "pause that was ordered" in rig.only(act.CloseEpoch).cause
 
 
 def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure():
@@ -181,14 +181,14 @@ def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure():
     assert rig.state.phase is Phase.RUNNING
     before = copy.deepcopy(rig)
     rig.feed(ev.NodeLost(2, "gone"))
-    assert rig.one(act.CloseEpoch)
+    assert rig.only(act.CloseEpoch)
     repeat(before)
     before.feed(ev.NodeLost(2, "gone"))
     assert not before.of(act.CloseEpoch)
 
 
-@pytest.mark.parametrize("layouts_are_told", [True, False])
-def test_a_spare_that_was_lost_before_is_judged_by_the_copies_it_owed(*, layouts_are_told):
+@pytest.mark.parametrize("has_layouts", [True, False])
+def test_spare_lost_before_a_takeover_counts_by_the_copies_it_owed(*, has_layouts):
     """It ended no epoch then; a coordinator that comes later finds so as well."""
     old = Rig(nodes=2, spares=1).run()
     old.feed(ev.NodeLost(2, "gone"))
@@ -196,12 +196,12 @@ def test_a_spare_that_was_lost_before_is_judged_by_the_copies_it_owed(*, layouts
     rig = old.successor(removed={2: "gone"})
     rejoin(rig, old, 0, 1)
     assert rig.state.phase is Phase.BOOTSTRAPPING
-    if layouts_are_told:
+    if has_layouts:
         repeat(rig)
         assert_untouched(rig)
     else:
         rig.tick(rig.settings.rejoin_seconds)
-        assert "node 2: gone" in rig.one(act.CloseEpoch).cause
+        assert "node 2: gone" in rig.only(act.CloseEpoch).cause
 
 
 def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored():
@@ -219,8 +219,8 @@ def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored():
 
 
 @pytest.mark.parametrize("removed", [NO_NODES, {1: "connection closed"}])
-def test_a_node_that_has_the_only_copy_is_waited_for(removed):
-    """Its agent ended with the coordinator, or before: what it holds outlives it."""
+def test_takeover_waits_for_a_node_with_the_only_copy(removed):
+    """Its agent ended with the coordinator, or before, but its memory outlives it."""
     old = Rig(nodes=2, spares=0, protection="local").run()
     rig = old.successor(removed=removed)
     there, facts = {0: 0}, ("host", 1000, "node0")

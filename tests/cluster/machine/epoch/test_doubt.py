@@ -1,4 +1,4 @@
-"""Doubt sticks to what is doubted: a checkpoint, a device, a node that computes wrong numbers."""
+"""Suspects stay suspect: a checkpoint, a device, a node that computes wrong numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fallen_back(*saved: int, gone: tuple[int, ...] = ()) -> Rig:
 
 
 def decided(rig: Rig) -> Rig:
-    """Nobody holds anything any more."""
+    """Close the epoch with empty memory."""
     rig.closed()
     if rig.state.phase is Phase.DECIDING:
         rig.journal()
@@ -52,22 +52,22 @@ def path(rig: Rig) -> str:
     return rig.record.restore.path
 
 
-def told(rig: Rig) -> str:
-    return "\n".join(str(one.data.get("text")) for one in rig.of(act.EmitEvent, rig.log))
+def texts(rig: Rig) -> str:
+    return "\n".join(str(event.data.get("text")) for event in rig.of(act.EmitEvent, rig.log))
 
 
 @pytest.mark.parametrize(
     ("gone", "found"), [((), 30), ((30,), 20), ((20,), 30), ((30, 20), 10), ((30, 10), 20)]
 )
-def test_what_is_gone_is_not_decided_on(gone, found):
+def test_missing_checkpoints_are_not_restored(gone, found):
     rig = fallen_back(10, 30, 20, gone=gone)
     assert (path(rig), rig.record.restore.generation.iteration) == (f"/ck/{found}", found)
-    assert rig.record.epoch == 2, "nobody has tried the others"
+    assert rig.record.epoch == 2, "the others were not tried"
     for k in gone:
-        assert f"checkpoint /ck/{k} does not exist any more" in told(rig)
+        assert f"checkpoint /ck/{k} does not exist any more" in texts(rig)
 
 
-def test_a_look_that_is_not_answered_holds_nobody_up():
+def test_unanswered_inspection_of_checkpoints_delays_nothing():
     rig = fallen_back(10)
     rig.machine.handle(ev.NodeLost(2, "gone"), rig.now)
     actions = rig.machine.handle(ev.NodeLost(3, "gone"), rig.now)
@@ -78,12 +78,12 @@ def test_a_look_that_is_not_answered_holds_nobody_up():
     assert rig.state.phase is Phase.WAITING_SPARE
 
 
-def test_the_next_older_one_is_tried_whoever_speaks_first():
+def test_next_older_checkpoint_is_tried_whichever_role_reports_first():
     rig = fallen_back(10, 20, 30)
     assert path(fails(rig, 0)) == "/ck/20"
-    assert "checkpoint /ck/30 is not used any more: role 0 cannot be restored" in told(rig)
+    assert "checkpoint /ck/30 is not used any more: role 0 cannot be restored" in texts(rig)
     assert path(fails(rig, 1)) == "/ck/10"
-    # The last one that is left gets a second try, and a third is no use whoever asks for it.
+    # The only checkpoint left gets a second try, but no third, whichever role fails.
     assert path(fails(rig, 1)) == "/ck/10"
     fails(rig, 0)
     (finish,) = rig.of(act.Finish, rig.log)
@@ -92,26 +92,26 @@ def test_the_next_older_one_is_tried_whoever_speaks_first():
     assert finish.reason.endswith("cannot be loaded: OSError")
 
 
-def test_a_successor_knows_what_was_struck_off_and_what_has_replaced_it():
+def test_takeover_knows_invalidated_checkpoints_and_their_replacements():
     rig = fallen_back(10, 20)
     assert path(fails(rig)) == "/ck/10"
     record = EpochRecord.from_dict(rig.record.to_dict())
     noted = [Restore("durable", g(k), "save", f"/ck/{k}") for k in (20, 10)]
     rig.take_over(record, noted)
-    assert [one.path for one in rig.state.lineage.valid] == ["/ck/10"]
+    assert [restore.path for restore in rig.state.lineage.valid] == ["/ck/10"]
     rig.feed(ev.DurableValid(20, "/ck/20"))
-    assert [one.path for one in rig.state.lineage.valid] == ["/ck/20", "/ck/10"]
+    assert [restore.path for restore in rig.state.lineage.valid] == ["/ck/20", "/ck/10"]
     assert not rig.state.lineage.invalidated
 
 
-def test_a_better_cause_strikes_nothing_off():
+def test_better_cause_invalidates_no_checkpoint():
     rig = fallen_back(10, 20)
     rig.feed(ev.NotRestored(*rig.seat(0), rig.record.epoch, "", "cannot be loaded: OSError"))
     rig.feed(ev.NodeLost(3, "gone"))
     assert not rig.state.lineage.invalidated
 
 
-def test_the_last_line_names_one_that_is_there():
+def test_final_reason_names_an_existing_checkpoint():
     rig = fallen_back(10, 20)
     rig.gone = frozenset({"/ck/20"})
     rig.feed(ev.NodeLost(2, "gone"))
@@ -123,7 +123,7 @@ def test_the_last_line_names_one_that_is_there():
     assert (finish.exit_status, finish.resume.path) == (75, "/ck/10")
 
 
-def test_a_state_that_nobody_can_begin_with_is_given_up_whoever_speaks_first():
+def test_unloadable_initial_state_ends_the_run_whichever_role_reports_first():
     rig = Rig().opening()
     for role in (0, 1, 0):
         fails(rig, role)
@@ -139,9 +139,9 @@ def finds_none(rig: Rig, node: int, slot: int = 0) -> list[act.Action]:
 
 
 @pytest.mark.parametrize("until", [Phase.CLOSING, Phase.DECIDING, Phase.OPENING, Phase.RUNNING])
-def test_the_roles_of_its_node_move_at_once(until):
+def test_lost_device_moves_the_roles_of_its_node_at_once(until):
     """Its predecessor has died of the device; the successor finds out while the epoch is closed, or
-    the next one is decided, opened or run."""
+    the next is decided, opened or run."""
     rig = Rig(nproc=2).run(3)
     rig.feed(ended(rig, 2, CUDA))
     if until is not Phase.CLOSING:
@@ -152,7 +152,7 @@ def test_the_roles_of_its_node_move_at_once(until):
         rig.restored()
     assert rig.state.phase is until
     finds_none(rig, 1)
-    assert not rig.of(act.StartMembers), "another one would find none either"
+    assert not rig.of(act.StartMembers), "a replacement would find none either"
     if until is Phase.DECIDING:
         rig.journal()
     if rig.state.phase is Phase.CLOSING:
@@ -164,7 +164,7 @@ def test_the_roles_of_its_node_move_at_once(until):
     assert kinds(rig, Kind.NODE_QUARANTINED) == ["device-error"]
 
 
-def test_devices_lost_within_one_step_are_not_the_programs_fault():
+def test_devices_lost_within_a_step_are_not_the_programs_fault():
     rig = Rig(nodes=2, spares=3).run(3)
     for node in (1, 2, 3):
         finds_none(rig, node)
@@ -174,8 +174,8 @@ def test_devices_lost_within_one_step_are_not_the_programs_fault():
     assert not rig.record.history.failures
 
 
-def test_a_run_begins_without_a_node_that_has_no_device():
-    """Both of its processes say so, before the spare has come; another one needs the spare."""
+def test_run_begins_without_a_node_that_has_no_device():
+    """Both of its processes report it before the spare joins, which another node then needs."""
     rig = Rig(nproc=2)
     rig.join(0, 1)
     finds_none(rig, 1, 1)
@@ -185,7 +185,7 @@ def test_a_run_begins_without_a_node_that_has_no_device():
     assert nodes_of(rig.pending) == {0: 0, 1: 0, 2: 2, 3: 2}
     rig.journal()
     finds_none(rig, 2)
-    finish = rig.one(act.Finish)
+    finish = rig.only(act.Finish)
     assert (finish.exit_status, finish.kind) == (2, "device-error")
     assert GONE in finish.reason
 
@@ -197,7 +197,7 @@ def found_wrong(rig: R, *roles: int) -> R:
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed, tmp_path):
+def test_takeover_knows_a_quarantined_node(closed, tmp_path):
     """Whether its order to close has come to the agents or not."""
     old = found_wrong(Rig(nodes=3, spares=1).run(), 1)
     rig, (note,) = old.successor(), old.of(act.RecordQuarantined)
@@ -207,7 +207,7 @@ def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed, tmp_path):
     rig.machine = Machine(rig.config, rig.now)
     begin(rig.machine, journal, RecoveredState(), pytest.fail)
     rejoin(rig, old, 0, 1, 2, 3, closed=int(closed))
-    assert rig.one(act.CloseEpoch).cause == "node 1 was quarantined for the rest of the run"
+    assert rig.only(act.CloseEpoch).cause == "node 1 was quarantined for the rest of the run"
     rig.lose(3, g(3))
     assert rig.state.phase is Phase.WAITING_SPARE
     rig.join(5)
@@ -237,7 +237,7 @@ class Hosts(Rig):
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_its_host_has_no_role_under_another_number_either(spares):
+def test_quarantined_host_gets_no_role_under_another_number(spares):
     rig = found_wrong(Hosts(3, spares).running(), 1)
     if spares:
         rig.reopened(g(3))
@@ -253,7 +253,7 @@ def test_its_host_has_no_role_under_another_number_either(spares):
         assert nodes_of(rig.pending) == {0: 0, 1: 8, 2: 2}
 
 
-def test_what_it_brings_is_taken_but_it_gets_no_role():
+def test_node_of_a_quarantined_host_gives_its_memory_but_gets_no_role():
     rig = found_wrong(Hosts(3, 0).running(), 1)
     rig.closed(g(3))
     rig.join(7, hosts=["host1"], found=Inventory(7, 0, (), ()))
@@ -262,14 +262,14 @@ def test_what_it_brings_is_taken_but_it_gets_no_role():
     assert rig.state.phase is Phase.WAITING_SPARE
 
 
-def test_a_host_on_which_others_go_on_is_not_left_out():
+def test_host_with_other_nodes_is_not_excluded():
     rig = found_wrong(Hosts(3, 1, {1: "big", 2: "big"}).running(), 1)
     rig.reopened(g(3))
     rig.join(7, hosts=["big"])
     assert not rig.dropped()
 
 
-def test_numbers_that_differ_are_of_a_state_that_is_suspect():
+def test_divergence_names_the_suspect_checkpoint():
     rig = fallen_back(10, 20)
     rig.opened()
     rig.feed(ev.Diverged("role 0, iteration 21: other loss"))

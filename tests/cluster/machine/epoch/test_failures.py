@@ -9,14 +9,14 @@ from tests.cluster.machine.rig import SIGKILL, Phase, Rig, Seat, g, killed, node
 
 
 @pytest.mark.parametrize("late", [ev.Tick(), ev.StepReported(1, 3), ev.MemberHello(0, 0, 0)])
-def test_nothing_but_its_deadline_ends_the_closing(late):
+def test_closing_ends_only_at_its_deadline(late):
     rig = Rig().run()
     rig.feed(killed(rig, 1))
     rig.closed(g(7), nodes=[0, 1])
     rig.feed(late)
     assert rig.state.phase is Phase.CLOSING
     rig.tick(rig.settings.gather_seconds)
-    assert rig.one(act.DropNode).node == 2
+    assert rig.only(act.DropNode).node == 2
     assert rig.state.phase is Phase.DECIDING
     assert set(rig.pending.nodes) == {0, 1}
 
@@ -37,7 +37,7 @@ def test_journal_that_cannot_write_ends_the_run_that_had_not_begun():
     silent = Rig()
     silent.gather()
     silent.tick(2 * silent.settings.spare_timeout_seconds)
-    end = silent.one(act.Finish)
+    end = silent.only(act.Finish)
     assert end.exit_status == 1
     assert "journal of epoch 1" in end.reason
     assert "nothing was computed yet" in end.reason
@@ -48,26 +48,26 @@ def raised(rig: Rig, role: int = 0, text: str = "ValueError: bad sample 17") -> 
 
 
 @pytest.mark.parametrize("is_fault", [True, False])
-def test_the_loss_of_a_peer_explains_failed_communication_or_an_exception(is_fault):
+def test_loss_of_a_peer_explains_failed_communication_and_exceptions(is_fault):
     rig = Rig().run()
     rig.feed(ev.MemberFault(0, 0, 0, 1, "connection reset") if is_fault else raised(rig))
     assert rig.state.phase is Phase.RUNNING
     rig.tick(0.2)
     rig.feed(ev.NodeLost(1, "agent gone"))
-    assert rig.one(act.CloseEpoch).cause == "node 1: agent gone"
+    assert rig.only(act.CloseEpoch).cause == "node 1: agent gone"
     rig.reopened(g(7))
     rig.steps(8)
     assert rig.seat(0) == (0, 0, 0), "its process stays"
     assert rig.state.recoveries.finished[-1].phases["detect"] == pytest.approx(0.2)
 
 
-def test_an_exception_whose_process_does_not_end_closes_the_epoch():
+def test_exception_of_a_process_that_does_not_end_closes_the_epoch():
     """As where the end of a process waits for its device; the second time it is the program."""
     rig = Rig().run(7)
     for number in (17, 23):
         rig.feed(raised(rig, text=f"ValueError: bad sample {number}"))
         rig.tick(1.1)
-        assert f"raised ValueError: bad sample {number}" in rig.one(act.CloseEpoch).cause
+        assert f"raised ValueError: bad sample {number}" in rig.only(act.CloseEpoch).cause
         rig.feed(ev.MemberLost(*rig.seat(0), exit_code=1, last_line="ValueError: bad sample"))
         if number == 17:
             rig.reopened(g(7))
@@ -75,7 +75,7 @@ def test_an_exception_whose_process_does_not_end_closes_the_epoch():
     assert rig.state.final.kind == "bug"
 
 
-def test_a_hang_counts_from_the_last_progress():
+def test_hang_counts_from_the_last_progress():
     rig = Rig().run()
     rig.feed(ev.RolesHung(1, (), "no progress", table_of({}), still_seconds=20.0))
     rig.reopened(g(7))
@@ -83,8 +83,8 @@ def test_a_hang_counts_from_the_last_progress():
     assert rig.state.recoveries.finished[-1].phases["detect"] == pytest.approx(20.0)
 
 
-def test_a_better_cause_that_comes_late_is_the_cause():
-    """Of the same epoch's end; what fails in the next epoch has nothing to do with it."""
+def test_better_cause_that_arrives_late_is_the_cause():
+    """Only for the end of the same epoch, not for failures of the next."""
     rig = Rig(spares=2).run()
     rig.feed(ev.MemberFault(0, 0, 0, 1, "connection reset"))
     rig.tick(0.6)
@@ -102,11 +102,11 @@ def test_a_better_cause_that_comes_late_is_the_cause():
     ]
 
 
-def test_a_dump_of_another_program_is_bad_input_and_no_damage():
+def test_dump_of_another_program_is_bad_input():
     rig = Rig(start=Restore("dump", g(7), "step", path="/dump/1-7"))
     rig.opening()
     rig.feed(ev.NotRestored(*rig.seat(1), 1, "", "of another model", other_program=True))
-    end = rig.one(act.Finish)
+    end = rig.only(act.Finish)
     assert (end.exit_status, end.kind) == (2, "other-program")
 
 
@@ -115,7 +115,7 @@ def test_process_that_cannot_be_killed_costs_the_node():
     rig.feed(ev.MemberSuspected(1, 0, 0, "no sign of life"))
     rig.closed(g(7))
     rig.tick(rig.settings.close_seconds + 0.1)
-    assert rig.one(act.DropNode).node == 1
+    assert rig.only(act.DropNode).node == 1
     assert nodes_of(rig.pending) == {0: 0, 1: 2}
 
 
@@ -124,7 +124,7 @@ def test_all_agents_gone_ends_the_coordinator():
     rig.feed(ev.MemberDone(*rig.seat(0), 1))
     assert rig.state.phase is Phase.ENDING
     rig.feed(ev.NodeLost(0, "left"))
-    assert rig.one(act.Exit).exit_status == 0
+    assert rig.only(act.Exit).exit_status == 0
     assert rig.state.phase is Phase.ENDED
     rig.tick(1000)
     assert rig.last == []
@@ -133,13 +133,13 @@ def test_all_agents_gone_ends_the_coordinator():
 # State that does not restore.
 
 
-def test_part_that_cannot_be_fetched_is_not_counted_on_again():
+def test_part_that_cannot_be_fetched_is_not_relied_on_again():
     rig = Rig().run(7)
     rig.lose(1, g(6), g(7))
     rig.journal()
     rig.feed(ev.NotRestored(*rig.seat(1), 2, "main", "checksum differs"))
     rig.tick(0.6)
-    assert "checksum differs" in rig.one(act.CloseEpoch).cause
+    assert "checksum differs" in rig.only(act.CloseEpoch).cause
     rig.feed(rig.inventory(0, g(6), g(7)), rig.inventory(2, g(6)))
     assert rig.pending.restore.generation == g(6)
     assert BadPart(0, 1, g(7), "main") in rig.state.blame.bad_parts
@@ -168,17 +168,17 @@ def waiting(**more: object) -> Rig:
     return rig
 
 
-def test_what_was_dumped_is_not_lost_with_its_node_but_the_rest_is():
+def test_lost_node_keeps_only_its_dumped_parts():
     rig = Rig(nodes=3, spares=0).run()
     rig.lose(2, g(6), g(7))
     rig.tick(rig.settings.spare_timeout_seconds)
     rig.feed(ev.Dumped(0, g(7)), ev.NodeLost(0, "gone"))
     assert rig.state.phase is Phase.DUMPING
     rig.feed(ev.Dumped(1, g(7), error="disk full"))
-    assert rig.one(act.Finish).exit_status == 1
+    assert rig.only(act.Finish).exit_status == 1
 
 
-def test_the_wait_for_a_spare_is_a_phase_of_its_own():
+def test_wait_for_a_spare_is_a_phase_of_the_recovery():
     rig = waiting()
     began = rig.state.recoveries.current
     rig.now += 30.0
@@ -187,16 +187,16 @@ def test_the_wait_for_a_spare_is_a_phase_of_its_own():
     assert began.phases["wait"] == 30.0
 
 
-def test_nobody_left_while_waiting_for_a_spare():
+def test_loss_of_the_last_node_ends_the_wait_for_a_spare():
     rig = waiting()
     rig.feed(ev.NodeLost(0, "gone"))
-    assert rig.one(act.Finish).exit_status == 1
+    assert rig.only(act.Finish).exit_status == 1
     assert rig.of(act.Exit)
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_node_that_comes_later_and_cannot_begin_the_program_is_excluded(waits):
-    """In another working directory, say: the program is not to blame, nor does the wait end."""
+def test_later_node_that_cannot_begin_the_program_is_excluded(waits):
+    """It may run in another directory: the program is not at fault, and the wait continues."""
     rig = waiting() if waits else Rig(nodes=2, spares=0).run(7)
     for node in (5, 6, 7):
         rig.join(node)

@@ -1,4 +1,4 @@
-"""Kinds of failure in the state machine: what repeats, where it repeats, and losses not finite."""
+"""Kinds of failure in the state machine: repeated failures, and losses that are not finite."""
 
 from copy import deepcopy
 
@@ -20,7 +20,7 @@ def ended(rig: Rig, role: int, line: str) -> ev.MemberLost:
 
 
 def recover(rig: Rig, iteration: int) -> None:
-    """The way from a closed epoch to the next one, which restores ``iteration``."""
+    """Go from a closed epoch to the next, which restores ``iteration``."""
     rig.closed(*(g(iteration, lineage) for lineage in range(1, rig.record.epoch + 1)))
     rig.opened()
 
@@ -48,7 +48,7 @@ def crash_and_go_on(rig: Rig, iteration: int, pause_seconds: float) -> None:
     rig.now += pause_seconds
 
 
-def test_crashes_that_are_long_ago_are_not_held_against_a_node():
+def test_old_crashes_do_not_count_against_a_node():
     rig = Rig(restarts_in_place=3).run(1)
     for n in range(1, 9):
         crash_and_go_on(rig, n, pause_seconds=301)
@@ -56,7 +56,7 @@ def test_crashes_that_are_long_ago_are_not_held_against_a_node():
     assert rig.state.fleet.nodes[1].restarts == 8
 
 
-def test_without_a_spare_a_node_goes_on_until_its_restarts_are_used_up():
+def test_node_without_a_spare_continues_until_its_restarts_are_used_up():
     rig = Rig(spares=0, restarts_in_place=4).run(1)
     for n in range(1, 5):
         crash_and_go_on(rig, n, pause_seconds=1)
@@ -65,13 +65,13 @@ def test_without_a_spare_a_node_goes_on_until_its_restarts_are_used_up():
     assert 1 not in rig.state.fleet.nodes
 
 
-def test_the_end_after_three_hangs_shows_where_the_culprit_stood():
+def test_end_after_three_hangs_shows_the_stack_of_the_culprit():
     rig = Rig().run(7)
     for n in range(3):
         cause = "no progress of any role for 300.0 s"
         rig.feed(ev.RolesHung(rig.record.epoch, (1,), cause, table_of({})))
         if n < 2:
-            assert rig.one(act.KillMember).hung
+            assert rig.only(act.KillMember).hung
             rig.feed(ev.StackReported(f"stack of role 1: wait (x.py:{n})"))
             rig.feed(ev.MemberLost(*rig.seat(1), signal=9, ordered=True))
             recover(rig, 7)
@@ -88,7 +88,7 @@ def nan(rig: Rig, iteration: int) -> list[act.Action]:
     return rig.feed(ev.NotFinite(rig.record.epoch, 1, 1, iteration, "loss", "nan"))
 
 
-def test_nan_stops_the_run_with_what_is_known_and_the_state_before_it():
+def test_nan_stops_the_run_with_the_state_before_it():
     rig = Rig().run(4)
     rig.feed(ev.DurableValid(3, "/saves/iter_3"))
     nan(rig, 5)
@@ -125,17 +125,17 @@ def test_rollback_does_not_take_a_checkpoint_of_the_bad_iteration():
     rig.feed(ev.DurableValid(5, "/saves/iter_5"))
     nan(rig, 5)
     rig.closed(g(5))
-    assert rig.one(act.Finish).exit_status == 1
+    assert rig.only(act.Finish).exit_status == 1
 
 
-def test_a_checkpoint_of_the_bad_iteration_is_not_taken_after_the_rollback_either():
+def test_checkpoint_of_the_bad_iteration_is_not_taken_after_the_rollback():
     rig = Rig(nodes=2, spares=2, nonfinite="rollback").run(4)
     rig.feed(ev.DurableValid(5, "/saves/iter_5"))
     nan(rig, 5)
     recover(rig, 4)
     rig.feed(ev.NodeLost(0, "gone"), ev.NodeLost(1, "gone"))
     rig.closed()
-    assert rig.one(act.Finish).exit_status == 1
+    assert rig.only(act.Finish).exit_status == 1
 
 
 def test_second_nan_at_the_same_iteration_stops():
@@ -150,7 +150,7 @@ def test_second_nan_at_the_same_iteration_stops():
     assert "before" in end.reason
 
 
-def test_second_nan_doubts_the_generation_it_came_from():
+def test_second_nan_discards_the_generation_before_it():
     """Nothing had shown in the iteration that made it; a checkpoint before it is left."""
     rig = Rig(nonfinite="rollback").run(3)
     rig.feed(ev.DurableValid(3, "/saves/iter_3"))
@@ -169,7 +169,7 @@ def test_second_nan_doubts_the_generation_it_came_from():
     assert (end.exit_status, end.resume.generation) == (4, g(4, 3))
 
 
-def test_what_other_roles_say_of_the_same_iteration_changes_nothing():
+def test_nan_reported_by_other_roles_changes_nothing():
     rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)
     before = deepcopy(rig.state)
@@ -180,7 +180,7 @@ def test_what_other_roles_say_of_the_same_iteration_changes_nothing():
 
 
 @pytest.mark.parametrize(("epoch", "iteration"), [(1, 5), (2, 0)])
-def test_nan_of_what_was_abandoned_or_never_computed_is_refused(epoch, iteration):
+def test_nan_of_an_abandoned_or_initial_iteration_is_refused(epoch, iteration):
     rig = Rig(nonfinite="rollback").run(4)
     rig.feed(killed(rig, 0))
     recover(rig, 4)
@@ -191,16 +191,16 @@ def test_nan_of_what_was_abandoned_or_never_computed_is_refused(epoch, iteration
 
 
 @pytest.mark.parametrize(("epoch", "is_late"), [(1, True), (9, False)])
-def test_what_comes_of_a_closed_epoch_is_late_and_of_none_is_refused(epoch, is_late):
+def test_input_of_a_closed_epoch_is_refused_as_late(epoch, is_late):
     rig = Rig().run(4)
     rig.feed(killed(rig, 0))
     recover(rig, 4)
     rig.feed(ev.MemberFault(1, 0, 0, epoch, "text"))
-    assert [bool(one.data.get("late")) for one in rig.emitted(Kind.REFUSED)] == [is_late]
+    assert [bool(event.data.get("late")) for event in rig.emitted(Kind.REFUSED)] == [is_late]
 
 
 @pytest.mark.parametrize("until", [Phase.CLOSING, Phase.DECIDING, Phase.OPENING, Phase.RUNNING])
-def test_nan_that_is_told_after_the_close_is_not_restored(until):
+def test_nan_reported_after_the_close_is_not_restored(until):
     """Another role died at the same time; all roles have committed the iteration by then."""
     rig = Rig(nonfinite="rollback").run(4)
     rig.feed(killed(rig, 0))
@@ -220,8 +220,8 @@ def test_nan_that_is_told_after_the_close_is_not_restored(until):
     assert set(rig.pending.history.nonfinite) == {5}
 
 
-def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next():
-    """All agents had closed the epoch, and the last to come back is the one that tells again."""
+def test_nan_known_to_a_dead_coordinator_is_not_restored():
+    """All agents had closed the epoch; the last to rejoin reports it again."""
     old = Rig(nodes=2, spares=0, nonfinite="rollback").run(4)
     nan(old, 5)
     rig = old.successor()
@@ -231,8 +231,8 @@ def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next():
     assert rig.pending.restore.generation == g(4)
 
 
-def test_a_coordinator_that_takes_over_does_not_trust_the_checkpoint_of_a_bad_iteration():
-    """It is the one that was made valid last, until the iteration is saved again."""
+def test_takeover_does_not_trust_the_checkpoint_of_a_bad_iteration():
+    """That checkpoint is the newest until the iteration is saved again."""
     rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)
     recover(rig, 4)

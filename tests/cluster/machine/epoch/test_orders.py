@@ -15,7 +15,7 @@ def drained() -> Rig:
     return rig
 
 
-def test_a_cadence_does_not_send_a_lost_node_to_a_checkpoint():
+def test_cadence_restores_memory_before_a_newer_checkpoint():
     """A save may be nearer than the newest protected generation, which all hold in memory."""
     rig = Rig(cadence="10").run(23)
     rig.feed(ev.DurableValid(23, "/ck/23", "save"))
@@ -27,7 +27,7 @@ def test_a_cadence_does_not_send_a_lost_node_to_a_checkpoint():
 def test_member_that_is_past_the_iteration_makes_it_later():
     rig = drained()
     rig.feed(ev.Paused(*rig.seat(0), 1, 9), ev.PauseRefused(*rig.seat(1), 1, 9))
-    assert rig.one(act.Pause) == act.Pause(1, 11)
+    assert rig.only(act.Pause) == act.Pause(1, 11)
     rig.feed(ev.Paused(*rig.seat(1), 1, 9))
     assert rig.emitted(Kind.REFUSED)
     rig.feed(ev.PauseRefused(*rig.seat(1), 1, 9))  # an answer to the earlier order
@@ -35,16 +35,16 @@ def test_member_that_is_past_the_iteration_makes_it_later():
     rig.feed(ev.Paused(*rig.seat(1), 1, 11))
     assert not rig.of(act.CloseEpoch), "role 0 stands still at the earlier one"
     rig.feed(ev.Paused(*rig.seat(0), 1, 11))
-    assert rig.one(act.CloseEpoch)
+    assert rig.only(act.CloseEpoch)
 
 
 def test_pause_that_takes_too_long_becomes_an_interrupt():
     rig = drained()
     rig.tick(rig.settings.hang_seconds)
-    assert rig.one(act.CloseEpoch).cause == "drain of node 1"
+    assert rig.only(act.CloseEpoch).cause == "drain of node 1"
 
 
-def test_a_role_that_restored_another_generation_does_not_open_the_epoch():
+def test_role_that_restored_another_generation_does_not_open_the_epoch():
     rig = drained()
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
     rig.decided(g(9))
@@ -55,7 +55,7 @@ def test_a_role_that_restored_another_generation_does_not_open_the_epoch():
 
 @pytest.mark.parametrize(("role", "complete"), [(1, True), (0, False)])
 @pytest.mark.parametrize("done_first", [False, True])
-def test_a_pause_is_complete_when_each_role_stands_still_or_is_done(role, complete, done_first):
+def test_pause_is_complete_when_each_role_is_paused_or_done(role, complete, done_first):
     """Role 0 pauses. A role that is done may have paused as well: it counts once."""
     rig = drained()
     events = [ev.Paused(*rig.seat(0), 1, 9), ev.MemberDone(*rig.seat(role), 1)]
@@ -66,12 +66,12 @@ def test_a_pause_is_complete_when_each_role_stands_still_or_is_done(role, comple
     assert bool(rig.of(act.CloseEpoch)) == complete
 
 
-def test_roles_that_stood_still_at_two_iterations_are_not_all_paused():
-    """A later coordinator hears of it: the one behind continues to where the other one stands."""
+def test_roles_paused_at_two_iterations_pause_again():
+    """A later coordinator learns of it, and the lagging role continues to the later iteration."""
     rig = Rig(nodes=2).opening()
     rig.feed(ev.Paused(*rig.seat(0), 1, 9), ev.Paused(*rig.seat(1), 1, 11))
     rig.restored()
-    assert rig.one(act.Pause).iteration == 11
+    assert rig.only(act.Pause).iteration == 11
     assert not rig.of(act.CloseEpoch)
 
 
@@ -89,11 +89,11 @@ def wanted_dump(seconds: float | None = None) -> Rig:
         ("4 of 40 iterations", "", 1, "at 4 of 40 iterations, and there is no checkpoint"),
     ],
 )
-def test_a_run_whose_program_has_ended(early, durable, status, reason):
+def test_run_of_an_ended_program_continues_from_its_checkpoint(early, durable, status, reason):
     """Its last checkpoint may become valid when all roles are done."""
     rig = Rig().run()
     rig.feed(*(ev.MemberDone(*rig.seat(role), 1, early) for role in (0, 1)))
-    finish = rig.one(act.Finish)
+    finish = rig.only(act.Finish)
     assert rig.state.standing_epoch == 1, "what it has saved counts"
     if durable:
         rig.feed(ev.DurableValid(4, durable))
@@ -101,34 +101,34 @@ def test_a_run_whose_program_has_ended(early, durable, status, reason):
     assert (end.exit_status, reason in end.reason) == (status, True)
 
 
-def test_a_last_checkpoint_that_could_not_be_written_is_a_dump():
+def test_unwritten_last_checkpoint_becomes_a_dump():
     rig = Rig(nodes=2, spares=1).run(9)
     unsaved = ("", "/K/iter_0000009: No space left on device")
     rig.feed(ev.MemberDone(*rig.seat(0), 1, *unsaved), ev.MemberDone(*rig.seat(1), 1, "", "/K: "))
     assert rig.state.standing_epoch == 1, "it is no failure"
     rig.closed(g(9))
     rig.feed(*(ev.Dumped(node, g(9)) for node in (0, 1, 2)))
-    finish = rig.one(act.Finish)
+    finish = rig.only(act.Finish)
     assert finish.exit_status == 75
     wanted = f"training is complete, its checkpoint was not written: {unsaved[1]}; state dumped to"
     assert finish.reason.startswith(wanted)
 
 
-def test_what_a_failure_closes_does_not_stand():
+def test_failed_epoch_is_not_the_standing_epoch():
     rig = Rig().run()
     rig.feed(ev.NodeLost(1, "gone"))
     assert rig.state.standing_epoch is None
 
 
-def test_a_dump_of_another_moment_does_not_count():
-    """One that an earlier coordinator ordered, before an evaluation of the same iteration."""
+def test_dump_of_another_boundary_does_not_count():
+    """An earlier coordinator ordered it, before an evaluation of the same iteration."""
     rig = wanted_dump()
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
     rig.closed(g(9))
     rig.feed(*(ev.Dumped(node, g(9), boundary="evaluation") for node in (0, 1, 2)))
     assert not rig.of(act.Finish)
     rig.feed(*(ev.Dumped(node, g(9), boundary="step") for node in (0, 1, 2)))
-    assert rig.one(act.Finish).exit_status == 75
+    assert rig.only(act.Finish).exit_status == 75
 
 
 def test_wanted_dump_before_the_first_record_was_announced():
@@ -137,15 +137,15 @@ def test_wanted_dump_before_the_first_record_was_announced():
     rig.feed(ev.DumpRequested("time is over"))
     rig.journal()
     assert not rig.of(act.Announce)
-    assert rig.one(act.Finish).exit_status == 75
+    assert rig.only(act.Finish).exit_status == 75
 
 
 def test_new_node_that_can_hold_missing_copies_is_taken_in():
     rig = Rig(nodes=2, spares=0, replicas=2).run()
     assert rig.record.fewer_copies == {0, 1}
     rig.join(7)
-    assert rig.one(act.Welcome).record == rig.record
-    assert rig.one(act.Pause)
+    assert rig.only(act.Welcome).record == rig.record
+    assert rig.only(act.Pause)
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 2) for role in (0, 1)))
     assert rig.awaited == {0, 1}
     rig.closed(g(2))

@@ -1,4 +1,4 @@
-"""A process whose program is not that of the run has no part in it; nobody else is to blame."""
+"""A process with another program than the run is excluded; no other node is at fault."""
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.failures import ExitStatus
@@ -16,17 +16,17 @@ def has_another(rig: Rig, node: int) -> list[act.Action]:
 
 
 def crashed_and_edited(rig: Rig) -> Rig:
-    """The process of node 1 is killed, and the one that follows reads an edited file."""
+    """The process of node 1 is killed, and its successor reads an edited file."""
     rig.feed(ev.MemberLost(1, 0, 0, signal=SIGKILL))
     rig.closed(g(3))
     rig.journal()
     has_another(rig, 1)
-    assert not rig.of(act.StartMembers), "another one would read the same"
+    assert not rig.of(act.StartMembers), "a replacement would read the same"
     rig.closed(g(3), g(3, 2))
     return rig
 
 
-def test_without_a_spare_they_wait_and_the_host_may_come_again():
+def test_other_program_without_a_spare_waits_and_its_host_may_return():
     rig = Rig(nodes=2, spares=0).run(3)
     for node, known in rig.state.fleet.nodes.items():
         known.facts = HostFacts(f"host{node}")
@@ -36,7 +36,7 @@ def test_without_a_spare_they_wait_and_the_host_may_come_again():
     assert not rig.of(act.Finish, rig.log)
 
 
-def test_a_spare_with_another_program_is_given_up():
+def test_spare_with_another_program_is_dropped():
     rig = Rig(nodes=2, spares=2).run(3)
     has_another(rig, 3)
     (drop,) = rig.of(act.DropNode)
@@ -45,7 +45,7 @@ def test_a_spare_with_another_program_is_given_up():
     assert rig.state.phase is Phase.RUNNING
 
 
-def test_a_start_after_all_have_ended_may_have_another_program():
+def test_start_after_the_end_of_all_processes_may_have_another_program():
     rig = Rig(nodes=2, spares=0).run(3)
     assert rig.record.history.start == 0
     again = rig.successor(restarted=True)

@@ -72,16 +72,16 @@ def ending(cause: Callable[[Rig], None]) -> Rig:
     if rig.state.phase is Phase.CLOSING:
         rig.closed(g(7))
     assert rig.state.phase is Phase.DUMPING
-    assert rig.one(act.Dump).generation == g(7)
+    assert rig.only(act.Dump).generation == g(7)
     return rig
 
 
 @causes
-def test_who_interrupts_it_does_not_lose_it(cause, status):
+def test_interrupt_of_a_dump_keeps_the_memory(cause, status):
     del status
     rig = ending(cause)
     rig.feed(ev.UserStop("interrupted"))
-    end = rig.one(act.Finish)
+    end = rig.only(act.Finish)
     assert (end.exit_status, end.keeps_slots) == (130, True)
     assert "'deadpool run --resume / --run-dir NEW' continues from it" in end.reason
 
@@ -99,38 +99,38 @@ def sole_copies(*generations: records.Generation, nodes: int = 2) -> Rig:
     rig.feed(ev.NodeLost(nodes - 1, "gone"))
     rig.closed(*generations)
     rig.tick(rig.settings.spare_timeout_seconds)
-    assert rig.one(act.Dump).generation == max(generations)
+    assert rig.only(act.Dump).generation == max(generations)
     return rig
 
 
-def test_a_generation_that_is_damaged_at_the_dump_makes_way_for_the_one_before():
+def test_generation_damaged_at_the_dump_is_replaced_by_an_older():
     rig = sole_copies(g(6), g(7))
     rig.tick(rig.settings.first_step_seconds / 2)
     rig.feed(ev.Dumped(0, g(7), boundary="step", damaged=bad(0, 1, 7)))
     assert not rig.of(act.Finish), "what is whole in memory stays there until it is on the disk"
-    assert rig.one(act.Dump) == act.Dump((0,), "/dump/1-6", g(6), "step")
+    assert rig.only(act.Dump) == act.Dump((0,), "/dump/1-6", g(6), "step")
     assert rig.state.phase_state.deadline == rig.now + rig.settings.first_step_seconds
-    (told,) = rig.emitted(Kind.LOG)
-    assert told.data["text"] == "node 0 has part main of role 1 damaged, generation 1:7"
+    (log,) = rig.emitted(Kind.LOG)
+    assert log.data["text"] == "node 0 has part main of role 1 damaged, generation 1:7"
     rig.feed(ev.Dumped(0, g(6), boundary="step", damaged=bad(0, 1, 7)))
-    end = rig.one(act.Finish)
+    end = rig.only(act.Finish)
     assert (end.exit_status, end.keeps_slots) == (75, False)
     assert end.resume == records.Restore("dump", g(6), "step", path="/dump/1-6")
 
 
-def test_a_run_of_which_every_generation_is_damaged_does_not_pass_for_saved():
+def test_run_with_only_damaged_generations_does_not_count_as_saved():
     rig = sole_copies(g(6), g(7))
     rig.feed(ev.Dumped(0, g(7), damaged=bad(0, 1, 7)))
     rig.feed(ev.Dumped(0, g(6), damaged=bad(0, 1, 7) | bad(0, 1, 6, "extras@step")))
     (dump,) = rig.of(act.Dump)
     assert dump.held == (g(7), g(6)), "hosts that come later may have the rest"
     rig.feed(ev.Dumped(0, g(7), damaged=bad(0, 0, 7)))
-    end = rig.one(act.Finish)
+    end = rig.only(act.Finish)
     assert (end.exit_status, end.resume) == (1, None)
     assert "generation 1:7 lacks part main of role 1" in end.reason
 
 
-def test_what_any_try_has_led_to_stays_known_of_a_node_that_has_written(monkeypatch):
+def test_written_generations_of_every_try_stay_known(monkeypatch):
     """Another node cannot write, so a role recomputes from another generation than at first."""
     bases, choose = [g(5)], planner.choose_restore
 
@@ -151,18 +151,18 @@ def test_what_any_try_has_led_to_stays_known_of_a_node_that_has_written(monkeypa
     assert written == {g(5), g(6), g(7)}
 
 
-def test_a_process_that_does_not_die_costs_no_state_that_is_being_written():
-    """Whoever waits for it is over; to drop its node would remove what it holds."""
+def test_unkillable_process_costs_no_state_during_a_dump():
+    """No recovery waits for it any more, and a drop of its node would remove its memory."""
     rig = Rig(nodes=2, spares=1, protection="local").run()
     rig.feed(ev.NodeLost(2, "gone"))
     rig.kill(1, g(7))
     rig.feed(ev.MemberSuspected(1, 0, 1, "frozen"))
     rig.feed(ev.JournalFailed(2, "disk full"))
-    assert rig.one(act.Dump).nodes == (0, 1)
+    assert rig.only(act.Dump).nodes == (0, 1)
     rig.tick(rig.settings.close_seconds + 1)
     assert not rig.of(act.DropNode)
     rig.feed(*(ev.Dumped(node, g(7)) for node in (0, 1)))
-    finish = rig.one(act.Finish)
+    finish = rig.only(act.Finish)
     assert finish.resume is not None
     assert finish.resume.generation == g(7)
 
@@ -170,30 +170,30 @@ def test_a_process_that_does_not_die_costs_no_state_that_is_being_written():
 def dumped(nodes: int = 2, **settings: object) -> Rig:
     """Node 1 is lost after iteration 7, no spare comes, the others have dumped."""
     rig = Rig(nodes=nodes, spares=0, **{**WHERE, **settings}).run(7)
-    rig.lose(1, g(7), why="connection closed")
+    rig.lose(1, g(7), reason="connection closed")
     rig.tick(rig.settings.spare_timeout_seconds)
-    left = rig.one(act.Dump).nodes
+    left = rig.only(act.Dump).nodes
     rig.feed(*(ev.Dumped(node, g(7)) for node in left))
     return rig
 
 
-def test_an_export_has_a_deadline():
+def test_export_has_a_deadline():
     rig = dumped(persist_seconds=60.0)
     rig.tick(60.0)
     assert not rig.of(act.Finish), "the exporter gives up first, and says why"
     rig.tick(rig.settings.close_seconds)
-    assert rig.one(act.Finish).exit_status == 75
-    told = [one.data["text"] for one in rig.emitted(Kind.LOG)]
-    assert "no longer waiting for the checkpoint of what was dumped to /dump/1-7" in told
+    assert rig.only(act.Finish).exit_status == 75
+    logs = [log.data["text"] for log in rig.emitted(Kind.LOG)]
+    assert "no longer waiting for the checkpoint of what was dumped to /dump/1-7" in logs
 
 
-def test_who_has_no_time_while_the_nodes_still_dump_gets_no_export_after_it():
+def test_dump_request_without_time_cancels_the_export():
     rig = Rig(nodes=2, spares=0, **WHERE).run(7)
-    rig.lose(1, g(7), why="connection closed")
+    rig.lose(1, g(7), reason="connection closed")
     rig.tick(rig.settings.spare_timeout_seconds)
     assert not rig.feed(ev.DumpRequested("time is over"))
     rig.feed(ev.Dumped(0, g(7)))
     assert not rig.of(act.ExportDump)
-    finish = rig.one(act.Finish)
+    finish = rig.only(act.Finish)
     assert (finish.exit_status, finish.resume) == (75, DUMP)
     assert finish.reason.startswith("no spare node for 300 s; time is over; state dumped to")

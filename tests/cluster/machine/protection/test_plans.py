@@ -32,9 +32,9 @@ def test_pauses_are_after_protected_iterations_only():
     changed(rig, 9)
     rig.steps(10)
     rig.feed(ev.DrainRequested(1))
-    assert rig.one(act.Pause) == act.Pause(2, 12)
+    assert rig.only(act.Pause) == act.Pause(2, 12)
     rig.feed(ev.PauseRefused(*rig.seat(1), 2, 12))
-    assert rig.one(act.Pause) == act.Pause(2, 15)
+    assert rig.only(act.Pause) == act.Pause(2, 15)
     rig.tick(rig.settings.hang_seconds * 2)
     assert rig.state.phase is Phase.PAUSING, "it takes as many iterations as the cadence says"
     rig.tick(rig.settings.hang_seconds)
@@ -45,7 +45,7 @@ RECOMPUTE = Settings(protection="recompute")
 
 
 @pytest.mark.parametrize(
-    ("plan", "settings", "nodes", "why"),
+    ("plan", "settings", "nodes", "reason"),
     [
         (EVERY_THIRD, Settings(), 2, ""),
         (EVERY_THIRD, Settings(), 1, "needs at least 2 nodes, there are 1: 1 more"),
@@ -67,7 +67,7 @@ RECOMPUTE = Settings(protection="recompute")
         (replace(first_plan(RECOMPUTE), every=2), RECOMPUTE, 2, "a cadence of 1"),
     ],
 )
-def test_what_cannot_hold_is_refused(plan, settings, nodes, why):
+def test_impossible_plan_is_refused(plan, settings, nodes, reason):
     found = refusal(plan, nodes, settings)
-    assert why in found
-    assert bool(found) == bool(why)
+    assert reason in found
+    assert bool(found) == bool(reason)

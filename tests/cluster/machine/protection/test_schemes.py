@@ -25,7 +25,7 @@ CODED = frozenset({"main", "members"})
 LED = frozenset({records.gradients_part("main"), records.UPDATE_PART, SUMS_PART, "extras@step"})
 
 
-def test_places_that_a_recipe_reads_from_matter_until_all_is_restored():
+def test_sources_of_a_recipe_matter_until_all_roles_are_restored():
     rig = Rig(nodes=2, spares=3, protection="parity", parity_group=2).run()
     (holder,) = block_holders(rig.record)
     first, second = sorted({2, 3, 4} - {holder})
@@ -50,7 +50,7 @@ def begin(spares: int = 3, **settings: object) -> Rig:
 
 
 class World:
-    """What the nodes hold of epoch 1, whose record the parity was placed by."""
+    """The memory of the nodes in epoch 1, by whose record the parity is placed."""
 
     def __init__(self, rig: Rig, *generations: Generation) -> None:
         self.rig = rig
@@ -67,9 +67,7 @@ class World:
             if holder == node:
                 roles[block] = CODED
                 found[block] = self.placement.layout(block, self.layouts)
-        holdings = [
-            Holding(r, one, parts) for r, parts in roles.items() for one in self.generations
-        ]
+        holdings = [Holding(r, g, parts) for r, parts in roles.items() for g in self.generations]
         epoch = self.rig.record.epoch
         return ev.NodeInventory(Inventory(node, epoch, tuple(holdings), tuple(found.values())))
 
@@ -89,13 +87,13 @@ def lose_role_1(rig: Rig, *generations: Generation) -> World:
     return world
 
 
-def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from():
+def test_only_the_node_of_a_lost_role_receives_its_recipe():
     rig = begin()
     lose_role_1(rig, g(7))
     record = rig.record
-    told = RecordFrames(record)
+    frames = RecordFrames(record)
     for role, seat in record.seats.items():
-        own, common = FrameBuffer().feed(told.to(seat.node))
+        own, common = FrameBuffer().feed(frames.to(seat.node))
         restore = records.Restore.from_dict(own["restore"])
         assert restore == record.restore.of_roles([role])
         assert set(restore.recipes) == ({1} if role == 1 else set())
@@ -105,8 +103,8 @@ def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from():
 
 
 @pytest.mark.parametrize("spares", [3, 4])
-def test_the_loss_of_a_node_that_owes_parity_ends_the_epoch(spares):
-    """Its blocks have to be computed somewhere else; a node that owes nobody anything may go."""
+def test_loss_of_a_parity_holder_ends_the_epoch(spares):
+    """Its blocks have to be computed somewhere else; a node that owes nothing may leave."""
     rig = begin(spares=spares)
     (group,) = ParityPlacement.of_record(rig.record).groups
     copies = CopyPlacement.of_record(rig.record)
@@ -115,17 +113,17 @@ def test_the_loss_of_a_node_that_owes_parity_ends_the_epoch(spares):
     rig.feed(ev.NodeLost(idle, "gone"))
     assert not rig.of(act.CloseEpoch)
     rig.feed(ev.NodeLost(group.holders[0], "gone"))
-    assert rig.one(act.CloseEpoch).epoch == 1
+    assert rig.only(act.CloseEpoch).epoch == 1
 
 
-def test_a_part_that_cannot_be_decoded_is_not_counted_on_again():
+def test_undecodable_part_is_not_relied_on_again():
     """Only the parity is given up: the other roles still restore from their own slots."""
     rig = begin()
     world = lose_role_1(rig, g(6), g(7))
     (holder,), (block,) = world.group.holders, world.group.blocks
     rig.feed(ev.NotRestored(*rig.seat(1), 2, "main", "too few blocks are intact"))
     rig.tick(0.6)
-    assert "too few blocks" in rig.one(act.CloseEpoch).cause
+    assert "too few blocks" in rig.only(act.CloseEpoch).cause
     assert rig.state.blame.bad_parts == {BadPart(holder, block, g(7), "main")}
     world.closed()
     restore = rig.pending.restore
@@ -153,10 +151,10 @@ def answer(rig: Rig) -> None:
     layouts = tuple(with_steps(role) for role in range(2))
     held = Inventory(0, rig.record.epoch, (*own, *copies), layouts)
     others = [Inventory(node, rig.record.epoch) for node in sorted(rig.awaited - {0})]
-    rig.feed(*(ev.NodeInventory(one) for one in (held, *others)))
+    rig.feed(*(ev.NodeInventory(found) for found in (held, *others)))
 
 
-def test_a_replay_that_is_refused_is_given_up_for_whole_copies():
+def test_refused_replay_is_replaced_by_whole_copies():
     rig = Rig(protection="recompute", full_every=4).run()
     lost_role(rig)
     restore = rig.pending.restore
@@ -168,7 +166,7 @@ def test_a_replay_that_is_refused_is_given_up_for_whole_copies():
     (warning,) = rig.emitted(Kind.LOG)
     assert "every iteration is copied whole" in warning.data["text"]
     rig.tick(0.6)
-    assert "not what its owner had" in rig.one(act.CloseEpoch).cause
+    assert "not what its owner had" in rig.only(act.CloseEpoch).cause
     answer(rig)
     assert rig.state.blame.bad_parts == {BadPart(0, 1, g(7), SUMS_PART)}
     assert rig.pending.restore.generation == g(6), "the next older one, recomputed as well"
