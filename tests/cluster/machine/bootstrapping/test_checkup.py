@@ -28,7 +28,7 @@ def joined(node: int, facts: HostFacts | None = GOOD, **more: Any) -> ev.NodeJoi
 
 
 def come(rig: Rig, **facts: HostFacts) -> None:
-    """All nodes join and start their members; those of ``facts`` (n0, n1, ...) are not as the others."""
+    """All nodes join and start their members; ``facts`` (n0, n1, ...) differ from the default."""
     total = rig.config.nodes + rig.config.spares
     rig.feed(*(joined(node, facts.get(f"n{node}", GOOD)) for node in range(total)))
     actions = rig.last
