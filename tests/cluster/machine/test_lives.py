@@ -200,8 +200,8 @@ def users_ask() -> RecordedWorld:
 
 
 def checkpoints_are_fallen_back_to() -> RecordedWorld:
-    """Owner and buddy are lost twice. The newest of three checkpoints is gone, another has an update
-    of a loss that was not finite; then no journal takes a record."""
+    """Owner and buddy are lost twice. The newest of three checkpoints is gone, another has an
+    update of a loss that was not finite; then no journal takes a record."""
     world = RecordedWorld(2, 4, 1, 1)
     world.train_on(3)
     for iteration in (1, 2, 3):
