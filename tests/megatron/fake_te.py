@@ -1,8 +1,8 @@
-"""Stand-ins for what Transformer Engine keeps: its attributes and their meaning, on the CPU.
+"""Stand-ins for the state of Transformer Engine: its attributes and their meaning, on the CPU.
 
 Own code, after the behaviour of Transformer Engine 2.8 to 2.12: the process-wide FP8 state with its
 registers, modules that quantise, tensors that only wrap others, and FusedAdam with narrow moments
-and masters. The arithmetic is simpler; what depends on what is the same.
+and masters. The arithmetic is simpler, with the same dependencies.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ RECOMPUTING = ("_FP8_ACTIVATION_RECOMPUTE_ENABLED", "_FP8_ACTIVATION_RECOMPUTE_P
 
 
 class Float8Tensor(torch.Tensor):
-    """Wraps bytes and a factor; has no values of its own, so that nobody copies those."""
+    """Wraps bytes and a factor; it has no values of its own that could be copied."""
 
     def __new__(cls, values: Tensor) -> Float8Tensor:
         made = wrapper(cls, values.shape, dtype=torch.float32)
@@ -394,7 +394,7 @@ class FusedAdam(torch.optim.Optimizer):
                 self._put(param, "exp_avg_sq", square)
 
     def load_values(self, values: dict[Tensor, dict[str, Tensor]]) -> None:
-        """What matters of ``load_state_dict``: every state becomes another object."""
+        """Replace every state by another object, as ``load_state_dict`` does."""
         for param, found in values.items():
             self.state[param] = {}
             for name, tensor in found.items():

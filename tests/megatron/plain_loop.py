@@ -1,4 +1,4 @@
-"""The least that has a training state."""
+"""The smallest loop that has a training state."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +43,7 @@ def scaler(hysteresis: int) -> DynamicGradScaler:
 
 
 def schedule(inner: Any, **changes: Any) -> Any:
-    """Megatron's scheduler, as its arguments say."""
+    """Return Megatron's scheduler with these arguments."""
     values: dict[str, Any] = {
         "init_lr": 0.0,
         "max_lr": 1e-3,

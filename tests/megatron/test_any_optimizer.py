@@ -26,7 +26,7 @@ _one_rank = gpu_rig.one_rank
 
 
 class Counting(torch.optim.Optimizer):
-    """Of a fork: counts steps for each parameter, and puts new tensors in the place of old ones."""
+    """An optimizer of a fork: it counts steps for each parameter, and replaces tensors."""
 
     def __init__(self, params: Any, lr: float = 0.1, late: int = 0, odd: object = 0.5) -> None:
         super().__init__(params, {"lr": lr, "late": late, "odd": odd})
@@ -119,7 +119,7 @@ def test_init_state_fn_makes_state_that_only_megatron_knows():
 
     inner, loop = trained(FirstGradient, init_state_fn=make)
     complete_state(loop.optimizer)
-    assert [one["slow"].tolist() for one in inner.optimizer.state.values()] == [[1, 1]] * 2
+    assert [state["slow"].tolist() for state in inner.optimizer.state.values()] == [[1, 1]] * 2
 
 
 class OnHost(Tensor):
@@ -128,8 +128,8 @@ class OnHost(Tensor):
 
 @pytest.fixture
 def a_device(monkeypatch):
-    """Parameters of a model lie on a device, as far as Megatron can tell; what is moved to the host
-    does not."""
+    """Have parameters of a model lie on a device, as far as Megatron sees, until they are moved to
+    the host."""
     stream = SimpleNamespace(
         wait_stream=lambda other: None,
         record_event=lambda: SimpleNamespace(synchronize=lambda: None, wait=lambda stream: None),
@@ -188,7 +188,7 @@ def distributed_whole(*own: Any, **more: Any) -> LayerWiseDistributedOptimizer:
 
 
 def test_whole_parameters_have_their_owner_as_the_only_replica(monkeypatch):
-    """Also where the chain is part of another; what every rank updates is everybody's."""
+    """Also where the chain is part of another; parameters of all ranks have all replicas."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: None)
@@ -201,14 +201,14 @@ def test_whole_parameters_have_their_owner_as_the_only_replica(monkeypatch):
 
 @pytest.mark.parametrize("in_buffers", [False, True])
 def test_parameters_of_other_owners_are_gathered_after_a_restore(in_buffers):
-    told: list[str] = []
+    calls: list[str] = []
     inner, loop = trained(KINDS["momentum"])
-    inner._copy_main_params_to_model_params = lambda: told.append("masters")
+    inner._copy_main_params_to_model_params = lambda: calls.append("masters")
     loop.optimizer = distributed_whole(
-        inner, allgather_params=lambda: told.append("gathered"), use_buffer_param_sync=in_buffers
+        inner, allgather_params=lambda: calls.append("gathered"), use_buffer_param_sync=in_buffers
     )
     (chunk,) = loop.model_chunks
-    chunk.start_param_sync = lambda force_sync: told.append(f"buffers {force_sync}")
+    chunk.start_param_sync = lambda force_sync: calls.append(f"buffers {force_sync}")
     chunk.bucket_groups = chunk.expert_parallel_bucket_groups = []
     dimensions.rebuild_from_peers(loop)
-    assert told == ["masters", "buffers True" if in_buffers else "gathered"]
+    assert calls == ["masters", "buffers True" if in_buffers else "gathered"]

@@ -1,3 +1,3 @@
-"""What is called around Megatron and what it answers, line by line; see calls/."""
+"""Calls around Megatron and their results, line by line; see calls/."""
 
 from tests.common.calls import test_calls_are_answered_as_before  # noqa: F401

@@ -1,4 +1,4 @@
-"""What the extras hold and put back, what a reset forgets, and what nobody would save: refused."""
+"""The extras: what they restore, and refusals of state that they would lose."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from tests.member.session_rig import BareEntry
 
 
 class Model(torch.nn.Module):
-    """A trained weight, a frozen one, a buffer that checkpoints hold and one that they do not."""
+    """A trained and a frozen weight, a persistent buffer and another."""
 
     config = SimpleNamespace()
 
@@ -113,7 +113,7 @@ def test_frozen_weights_and_all_buffers_are_restored(loop):
 
 
 def test_buffer_is_restored_in_its_width(loop):
-    """Built in bf16 and not run yet, a router's bias is narrower than the one that is trained."""
+    """Built in bf16 and not run yet, a router's bias is narrower than in training."""
     with torch.no_grad():
         loop.model.expert_bias.fill_(0.001)
     values = captured(loop)
@@ -145,7 +145,7 @@ def test_state_that_moves_before_the_update_is_restored(loop):
     assert loop.optimizer.chained_optimizers[0].param_groups[0]["lr"] == 0.5
     assert loop.counters == {"iteration": 0, "consumed_valid_samples": 0}
     assert loop.log_sums == {"loss": 0.0}
-    # And it goes on as the first time.
+    # The next update is as the first time.
     loop.scaler.update(True)
     again = float(loop.scaler.scale)
     put_back(loop, values)
@@ -173,24 +173,24 @@ def test_loss_sums_reach_a_process_that_has_none(loop):
 
 def test_loss_sums_are_summed_over_the_groups_of_the_role(loop, monkeypatch):
     """A restored step is logged before any forward pass has set them."""
-    ours, theirs = object(), object()
-    monkeypatch.setattr(parallel_state, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", ours)
-    save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4, reduce_group=ours)
+    group, other_group = object(), object()
+    monkeypatch.setattr(parallel_state, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", group)
+    save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4, reduce_group=group)
     save_to_aux_losses_tracker("of their own", torch.tensor(0.5), 2, 4, avg_group=object())
     values = captured(loop)
     save_to_aux_losses_tracker("z_loss", torch.tensor(0.5), 2, 4)
     entries = extras.logged_losses()
     restored, other = entries["moe.load_balancing_loss"], entries["moe.z_loss"]
     own = entries["moe.of their own"]["avg_group"]
-    # One process has met nothing, another one was built for another role and met more.
-    for before in (None, theirs):
-        monkeypatch.setattr(parallel_state, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", theirs)
+    # A process without a forward pass, and another that was built for another role.
+    for before in (None, other_group):
+        monkeypatch.setattr(parallel_state, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", other_group)
         for entry in (restored, other):
             entry["values"].zero_()
-            entry.update(reduce_group=before and ours, avg_group=before)
+            entry.update(reduce_group=before and group, avg_group=before)
         put_back(loop, values)
         assert restored["values"].tolist() == [0.0, 0.5, 0.0, 0.0]
-        assert restored["reduce_group"] is theirs
+        assert restored["reduce_group"] is other_group
         assert restored["avg_group"] is None
         assert other["reduce_group"] is None
         assert entries["moe.of their own"]["avg_group"] is own
@@ -207,7 +207,7 @@ def test_buffer_that_only_one_side_has_is_an_error(loop):
 
 def test_durable_restore_begins_with_state_that_no_checkpoint_holds(monkeypatch, loop, tmp_path):
     """Token counts of an interrupted forward would move the expert bias by a wrong step. Extras
-    beside the checkpoint count, where they are of this role of this model."""
+    in the folder of the checkpoint count if they are of this role of this model."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     warned = list[str]()
     protection = SimpleNamespace(
@@ -228,7 +228,7 @@ def test_durable_restore_begins_with_state_that_no_checkpoint_holds(monkeypatch,
     entry = BareEntry(
         role=0,
         settings=Settings(),
-        reports=SimpleNamespace(reported=[], resend=lambda told: None),
+        reports=SimpleNamespace(reported=[], resend=lambda reported: None),
         _vault=SimpleNamespace(has_segment=lambda role: True),
         _built=built,
         _link=SimpleNamespace(send=lambda message: None),
@@ -323,7 +323,7 @@ def test_statistics_span_the_world_when_those_of_every_optimizer_do(monkeypatch,
 
 
 class Attention(torch.nn.Module):
-    """What Megatron's attention keeps for the log of the next step."""
+    """The state that Megatron's attention keeps for the log of the next step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ STYLES = ["linear", "cosine", "inverse-square-root", "WSD"]
 
 
 def made(beta: float = 0.95, **changes: Any) -> Any:
-    """A loop as its arguments say."""
+    """Return a loop whose scheduler has these arguments."""
     chunk = torch.nn.Linear(2, 2, bias=False)
     adam = torch.optim.AdamW(chunk.parameters(), betas=(0.9, beta))
     inner = SimpleNamespace(optimizer=adam, param_groups=adam.param_groups)
@@ -424,8 +424,8 @@ def test_other_schedule_is_named_where_the_command_line_does_not_count():
     assert found == "max_lr is None in the state and 0.25 on the command line"
     assert not extras.overrides_schedule(lower.scheduler)
     lower.scheduler.override_opt_param_scheduler = True
-    theirs = [[{**group, "max_lr": 9.0, "lr": 9.0}]]
-    extras.restore(lower, {**kept, "scheduler.num_steps": 8, "param_groups": theirs})
+    saved = [[{**group, "max_lr": 9.0, "lr": 9.0}]]
+    extras.restore(lower, {**kept, "scheduler.num_steps": 8, "param_groups": saved})
     assert (group["max_lr"], group["lr"]) == (0.25, 0.25)
 
 
@@ -447,14 +447,16 @@ def test_load_takes_the_rates_of_the_command_line_where_they_count():
         with exact_load(optimizer, scheduler):
             groups = [{"lr_mult": m, "max_lr": 9.0} for m in (2, 1, 3)]
             optimizer.load_state_dict({"optimizer": {"param_groups": groups}})
-    rates = [[one["max_lr"] for one in state["optimizer"]["param_groups"]] for state in loaded]
+    rates = [[group["max_lr"] for group in state["optimizer"]["param_groups"]] for state in loaded]
     assert rates == [[2.0, 1.0, 9.0], [9.0, 9.0, 9.0]]
 
 
 def test_spare_continues_with_the_betas_of_the_checkpoint():
-    """Megatron's load takes whole parameter groups, whatever the command line says."""
+    """Megatron's load takes whole parameter groups, with any command line."""
     survivor, spare = made(), made()
-    saved, loaded = (one.optimizer.chained_optimizers[0].optimizer for one in (made(0.5), survivor))
+    saved, loaded = (
+        loop.optimizer.chained_optimizers[0].optimizer for loop in (made(0.5), survivor)
+    )
     loaded.load_state_dict(saved.state_dict())
     put_over(survivor, spare)
     assert spare.optimizer.chained_optimizers[0].param_groups[0]["betas"] == (0.9, 0.5)
@@ -474,8 +476,8 @@ class TrainsOnlyExperts:
         self.made.optimizer = ChainedOptimizer([self.stub, experts])
 
     def overflow(self) -> None:
-        for one in self.made.optimizer.chained_optimizers:
-            one.grad_scaler.update(True)
+        for inner in self.made.optimizer.chained_optimizers:
+            inner.grad_scaler.update(True)
 
     @property
     def scale(self) -> float:
@@ -484,7 +486,7 @@ class TrainsOnlyExperts:
 
 @pytest.mark.parametrize("by", ["survivor", "spare"])
 def test_loss_is_scaled_as_before(by, monkeypatch):
-    """Of a chain the first one's scale is that of the loss, be it a stub or not."""
+    """The scale of the loss is that of the first optimizer of a chain, even of a stub."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     loop = TrainsOnlyExperts()
     assert loop.stub.is_stub_optimizer

@@ -1,7 +1,7 @@
 """State that only GPUs have: FP8, in histories and in weights.
 
-None of this has run on a GPU. What Transformer Engine and Apex keep is played by
-:mod:`tests.megatron.fake_te`; Megatron's own classes are the real ones.
+None of this has run on a GPU: :mod:`tests.megatron.fake_te` stands in for Transformer Engine and
+Apex. The classes of Megatron are its own.
 """
 
 import itertools
@@ -44,7 +44,7 @@ def recipe_loop(recipe: str = "delayed", chunks: int = 1) -> Any:
 
 
 def registered(manager: type[Manager]) -> list[list[int]]:
-    """What each register holds, in its order."""
+    """Return the sizes of the tensors in each register, in its order."""
     return [[t.numel() for t in found] for found in manager.global_scale_buffer.values()]
 
 
@@ -112,7 +112,7 @@ def test_newcomer_reduces_the_same_as_survivors(transformer_engine, recipe):
         getattr(transformer_engine, name).clear()
     newcomer = recipe_loop(recipe, chunks=2)
     target = ShardState(newcomer.optimizer)
-    Slot(newcomer, target)  # what a build captures
+    Slot(newcomer, target)  # as after a build
     slot.restore(newcomer, target)
     assert registered(transformer_engine) == order
     assert outcome(transformer_engine, newcomer, 1) == after
@@ -149,7 +149,7 @@ def test_remains_of_an_interrupt_are_forgotten(transformer_engine):
     assert transformer_engine.AUTOCAST_DEPTH == 0
     assert not transformer_engine.FP8_ENABLED
     assert not transformer_engine.IS_FIRST_FP8_MODULE
-    assert [list(one) for one in transformer_engine.fp8_tensors_recompute_buffer] == [[], []]
+    assert [list(each) for each in transformer_engine.fp8_tensors_recompute_buffer] == [[], []]
     assert not recomputing._FP8_ACTIVATION_RECOMPUTE_PHASE
     assert first == []
     assert not linear._fp8_workspaces
@@ -172,12 +172,12 @@ def test_other_modules_than_those_captured_are_an_error():
 
 @pytest.mark.usefixtures("transformer_engine")
 def test_state_that_is_kept_elsewhere_is_refused(monkeypatch):
-    class Unheard(fake_te.TransformerEngineBaseModule):
-        """Of a kind that nobody has looked at."""
+    class Unknown(fake_te.TransformerEngineBaseModule):
+        """A module of an unknown kind."""
 
     loop = recipe_loop()
-    loop.model_chunks[0].layers.append(Unheard())
-    with pytest.raises(UnsupportedState, match=r"layers\.3: .* Unheard"):
+    loop.model_chunks[0].layers.append(Unknown())
+    with pytest.raises(UnsupportedState, match=r"layers\.3: .* Unknown"):
         fp8.capture(loop)
     loop = recipe_loop()
     loop.model_chunks[0].layers[0]._fused_impl = None

@@ -1,8 +1,8 @@
 """State that only GPUs have: FusedAdam, the precision-aware optimizer, Apex, graph-safe generators;
-and what is refused with a reason.
+and refusals.
 
-None of this has run on a GPU. What Transformer Engine and Apex keep is played by
-:mod:`tests.megatron.fake_te`; Megatron's own classes are the real ones.
+None of this has run on a GPU: :mod:`tests.megatron.fake_te` stands in for Transformer Engine and
+Apex. The classes of Megatron are its own.
 """
 
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ _one_rank = gpu_rig.one_rank
 class Sharded(torch.nn.Module):
     """A chunk of two peers: parameters in one buffer, of which this rank updates the second half.
 
-    The gather of the other half is played by noting what would be sent.
+    A gather of the other half only notes the shard that would be sent.
     """
 
     def __init__(self, shapes: list[int], dtype: torch.dtype = torch.bfloat16) -> None:
@@ -121,8 +121,8 @@ def test_load_puts_new_tensors_everywhere_and_the_parts_follow():
     source = precision_aware(other, **kinds)
     update(source, range(4, 7))
     states = {
-        own: {name: source.optimizer._get(theirs, name) for name in source.optimizer.dtypes}
-        for own, theirs in zip(chunk.own, other.own, strict=True)
+        own: {name: source.optimizer._get(saved, name) for name in source.optimizer.dtypes}
+        for own, saved in zip(chunk.own, other.own, strict=True)
     }
     chunk.shard.copy_(other.shard)
     inner.optimizer.load_values(states)

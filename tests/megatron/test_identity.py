@@ -58,14 +58,14 @@ Layouts = dict[int, RoleLayout]
 
 
 def described(role: int, arguments: str) -> Iterator[tuple[str, RoleLayout]]:
-    """The layouts of a role of two in each of the models; it is built without the other one."""
+    """Yield the layouts of a role of two in each of the models, built without the other role."""
     for name in ("base", "equal", "frozen", *FLAGS, *(OTHERS.keys() - FLAGS.keys())):
         rank = 1 - role if name == "exchanged" else role
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         loop, _ = make_loop(f"{arguments} {FLAGS.get(name, PP2)}")
         if name == "swapped":
             modules = loop.model_chunks[0].named_modules()
-            layers: list[Any] = [one for path, one in modules if layer_number(path, one)]
+            layers: list[Any] = [module for path, module in modules if layer_number(path, module)]
             numbers = layers[1].layer_number, layers[0].layer_number
             layers[0].layer_number, layers[1].layer_number = numbers
         elif name == "renumbered":
@@ -90,7 +90,7 @@ def models():
 
 
 def peers(own: RoleLayout, other: RoleLayout) -> list[RoleLayout]:
-    """Role 0 as it is, and role 1 that is said to hold the same bytes of its shard."""
+    """Return role 0 as it is, and role 1 as a replica of its shard."""
     return [
         replace(one, role=role, parts=(replace(one.parts[0], replicas=(0, 1)), *one.parts[1:]))
         for role, one in enumerate((own, other))
@@ -149,7 +149,7 @@ def passes(call: Callable[..., object], *arguments: object) -> bool:
 
 
 def vault(folder: Path, name: str, kept: RoleLayout) -> SlotStore:
-    """One that has this file."""
+    """Return a vault that has this file."""
     Segment.create(folder / name, kept, None, ())
     state = SlotStore(scheme_of, 0, folder, Settings(), print)
     state.attach(name)
@@ -205,7 +205,7 @@ def test_difference_is_named(models):
 
 
 def test_peers_hold_the_same_bytes_if_they_mean_the_same(models):
-    """All of them without the distributed optimizer; of the experts of one rank no other does."""
+    """All peers without the distributed optimizer; no peer those of the experts of a rank."""
     one, other = models["plain"].values()
     assert other.has(one.parts[0])
     assert one.layout_hash != other.layout_hash

@@ -1,6 +1,6 @@
-"""What an interrupted step leaves behind is forgotten: rows of the table, one by one.
+"""Remains of an interrupted step are forgotten: each row of the table.
 
-All of them on real models: capture/test_restore.py.
+tests/member/test_restore.py has all of them on real models.
 """
 
 import inspect
@@ -101,7 +101,7 @@ FRESH = {
 
 
 def test_bucket_groups_forget_the_step(loop):
-    """A partial count would be taken for the golden one, a handle waited for, a gather left out."""
+    """A partial count would be taken for the whole, a handle waited for, a gather left out."""
     groups = [SimpleNamespace(**dict.fromkeys(FRESH, "of the step")) for _ in range(3)]
     chunk = SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:2])
     loop.inner.per_model_bucket_groups = {0: groups[2:]}
@@ -112,13 +112,13 @@ def test_bucket_groups_forget_the_step(loop):
 
 
 def test_gradients_are_dropped_and_the_next_are_reduced_once(loop):
-    told: list[str] = []
+    calls: list[str] = []
     left = made(loop)
-    chunk = SimpleNamespace(force_all_reduce=True, zero_grad_buffer=lambda: told.append("buffer"))
+    chunk = SimpleNamespace(force_all_reduce=True, zero_grad_buffer=lambda: calls.append("buffer"))
     loop.model_chunks = [chunk]
-    loop.optimizer.zero_grad = lambda: told.append("parameters")
+    loop.optimizer.zero_grad = lambda: calls.append("parameters")
     interrupt_cleanup.gradients(left)
-    assert (chunk.force_all_reduce, told) == (False, ["buffer", "parameters"])
+    assert (chunk.force_all_reduce, calls) == (False, ["buffer", "parameters"])
 
 
 def test_next_step_begins_at_the_first_stage_with_no_gathered_activations(loop, monkeypatch):
@@ -148,7 +148,7 @@ def test_frames_of_an_error_and_its_causes_are_dropped():
     error.__cause__, error.__context__ = cause, ExceptionGroup("several", [part])
     error.__context__.__context__ = context
     forget_frames(error)
-    assert not [one for one in (error, cause, context, part) if one.__traceback__ is not None]
+    assert not any(each.__traceback__ for each in (error, cause, context, part))
 
 
 def test_groups_of_norms_are_gathered_again_by_all(loop):
@@ -166,7 +166,7 @@ def test_groups_of_norms_are_gathered_again_by_all(loop):
 
 def test_forward_hooks_that_a_segment_took_off_are_put_on_again():
     class Chunk:
-        """Plays DistributedDataParallel with overlapped gathers."""
+        """Stands in for DistributedDataParallel with overlapped gathers."""
 
         def __init__(self, gathers_ahead: bool) -> None:
             self.remove_forward_pre_hook_handles = {"module": 1} if gathers_ahead else {}
@@ -242,7 +242,7 @@ def test_overlapped_pass_of_shared_experts_begins_again(loop):
 
 
 def test_no_gradient_waits_for_a_weight(loop):
-    """Of the output layer, and of modules of Transformer Engine, which keep a queue or none."""
+    """Weights of the output layer, and of Transformer Engine's modules, with a queue or without."""
     waiting: queue.Queue[str] = queue.Queue()
     waiting.put("activation and gradient")
     activations, gradients = ["activation"], ["gradient", "gradient"]
@@ -308,18 +308,18 @@ def test_buffers_that_peers_write_into_are_dropped(loop, monkeypatch):
 
 
 def test_captured_graphs_are_dropped(loop):
-    """Those of Transformer Engine 2.10 on give their memory back when they are told."""
-    told: list[str] = []
-    new, old = SimpleNamespace(reset=lambda: told.append("reset")), SimpleNamespace()
+    """Graphs of Transformer Engine 2.10 and later return their memory when they are reset."""
+    calls: list[str] = []
+    new, old = SimpleNamespace(reset=lambda: calls.append("reset")), SimpleNamespace()
     layer = Module(cuda_graphs=[new, old], cuda_graph_manual_hooks=["gather"])
     left = made(loop)
     loop.model_chunks = [Module(), layer]
     interrupt_cleanup.captured_graphs(left)
-    assert (layer.cuda_graphs, layer.cuda_graph_manual_hooks, told) == ([], [], ["reset"])
+    assert (layer.cuda_graphs, layer.cuda_graph_manual_hooks, calls) == ([], [], ["reset"])
 
 
 def test_each_row_is_in_the_table():
-    """What is left out stays from the interrupted step."""
+    """Remains without a row would stay."""
     rows = [
         function
         for _, function in inspect.getmembers(interrupt_cleanup, inspect.isfunction)

@@ -13,7 +13,7 @@ from deadpool_megatron.megatron.stand_ins import with_own_generator
 
 
 def build_loader(dataset: Any = None, consumed_samples: int = 0) -> Any:
-    """As Megatron's, whose sampler refuses to begin behind the last sample."""
+    """As Megatron's, whose sampler refuses to begin after the last sample."""
     assert dataset is None or consumed_samples < len(dataset)
     return torch.utils.data.DataLoader(torch.arange(8), batch_size=2)  # type: ignore[arg-type]
 
@@ -37,7 +37,7 @@ def test_iteration_over_a_loader_draws_nothing():
     assert with_own_generator(lambda: None)() is None, "a role without data has no loader"
 
 
-def test_no_iterators_of_a_run_draw_behind_random_states_that_were_put_back(monkeypatch):
+def test_iterators_draw_nothing_after_random_states_are_restored(monkeypatch):
     """With ``--dataloader-type cyclic``, on a machine with a GPU: here Megatron-LM is replaced."""
     training = replaced_megatron(monkeypatch, "cyclic")
 

@@ -1,4 +1,4 @@
-"""A load of a checkpoint that fails leaves nothing behind: the next one is as the first."""
+"""A load of a checkpoint that fails leaves no trace: the next is as the first."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from deadpool_megatron.megatron.exact_load import exact_load
+from deadpool_megatron.state.optimizer_state import parameters_of
 from tests.megatron.gpu_rig import plain_inner
 
 
@@ -27,7 +28,7 @@ class Trained:
         self.adam.step()
 
     def load_state_dict(self, loaded: dict[str, Any]) -> None:
-        """As Megatron does, with the one step that it writes for all parameters of a group."""
+        """Do as Megatron, with a single step for all parameters of a group."""
         (group,) = self.adam.param_groups
         group["step"] = loaded["step"].clone()
         for number, parameter in enumerate(self.parameters):
@@ -41,7 +42,7 @@ class Trained:
     def state(self) -> list[Any]:
         """Everything that the next update begins from."""
         held = [self.adam.state[parameter] for parameter in self.parameters]
-        values = [{name: tensor.tolist() for name, tensor in one.items()} for one in held]
+        values = [{name: tensor.tolist() for name, tensor in state.items()} for state in held]
         return [values, [parameter.tolist() for parameter in self.parameters]]
 
 
@@ -71,7 +72,7 @@ def test_checkpoint_after_one_that_could_not_be_loaded_is_loaded_as_the_first():
     for trained in (at_once, later):
         trained.update()
     assert later.state() == at_once.state()
-    assert [one["step"] for one in later.state()[0]] == [8.0, 8.0]
+    assert [state["step"] for state in later.state()[0]] == [8.0, 8.0]
 
 
 class Rated:
@@ -84,11 +85,11 @@ class Rated:
             for rate in rates
         ]
         adam = torch.optim.AdamW(
-            [{"params": [torch.nn.Parameter(torch.ones(3))], **one} for one in groups]
+            [{"params": [torch.nn.Parameter(torch.ones(3))], **group} for group in groups]
         )
         self.optimizer = FP32Optimizer(adam, OptimizerConfig(), lambda *_: None)
 
-        for parameter in (one for group in adam.param_groups for one in group["params"]):
+        for parameter in parameters_of(adam):
             parameter.grad = torch.zeros(3)
         adam.step()
 
@@ -120,7 +121,7 @@ def test_optimizer_without_a_first_state_has_one_to_load_into():
 
 @pytest.mark.parametrize("moment", ["exp_avg", "momentum_buffer"])
 def test_step_of_zero_is_put_back_for_adam_alone(moment):
-    """Megatron does not write it. Muon, which is loaded beside an Adam of its own, keeps none."""
+    """Megatron does not write it. Muon, which is loaded with an Adam of its own, keeps none."""
     trained, found = Trained(), []
     trained.load_state_dict = found.append
     load(trained, {"optimizer": {"state": {0: {moment: torch.zeros(3)}}}})

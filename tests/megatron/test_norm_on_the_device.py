@@ -21,7 +21,7 @@ def norm_stays_there(member: Member) -> bool:
     member.attach(0)
     norm = torch.ones(1)
     if member.rank == 1:
-        # Waits at its gate: what it had to commit is not committed.
+        # Waits at its gate, as its generation is not committed.
         member.order("go").wait(DEADLINE_SECONDS)
         dist.all_reduce(norm)
         return norm.item() == 2.0
@@ -29,7 +29,7 @@ def norm_stays_there(member: Member) -> bool:
     rig = Rig(platform)
     rig.start()
     rig.settled()
-    rig.vault.begin = only_when_told(rig.vault.begin)  # type: ignore[method-assign]
+    rig.vault.begin = only_after_the_norm(rig.vault.begin)  # type: ignore[method-assign]
     caught_up = platform.catch_up
 
     def catch_up(timeout_seconds: float) -> bool:
@@ -42,7 +42,7 @@ def norm_stays_there(member: Member) -> bool:
     platform.catch_up = catch_up
     rig.protection.announce(generation(1))
     rig.protection.gate()
-    dist.all_reduce(norm)  # enqueued; nobody reads it
+    dist.all_reduce(norm)  # enqueued, and not read
     rig.protection.before_update(0)
     rig.protection.after_update(0)
     rig.protection.after_update(1)
@@ -50,13 +50,13 @@ def norm_stays_there(member: Member) -> bool:
     return rig.settled()[-1] == generation(1)
 
 
-def only_when_told(begin: Callable[..., Writer]) -> Callable[..., Writer]:
-    def begin_when_told(*args: Any) -> Writer:
-        unfinished = [one.name for one in order.after_current_thread() if not one.is_completed()]
+def only_after_the_norm(begin: Callable[..., Writer]) -> Callable[..., Writer]:
+    def begin_checked(*args: Any) -> Writer:
+        unfinished = [work.name for work in order.after_current_thread() if not work.is_completed()]
         assert not unfinished, f"a slot is overwritten before the end of {unfinished}"
         return begin(*args)
 
-    return begin_when_told
+    return begin_checked
 
 
 def test_no_slot_is_overwritten_before_the_norm_of_all_roles():

@@ -1,5 +1,5 @@
-"""The life of a protected process with everything in it real: trainer, vault, communicators. Held
-line by line is what its agent hears and what it prints. Of states it is held which are the same.
+"""The life of a protected process with everything in it real: trainer, vault, communicators. Its
+messages to the agent and its output are compared line by line, and states by their equality.
 
 Expected are the files in lives/. A change that is meant changes them as well: with
 ``DEADPOOL_TEST_WRITE=1`` in the environment these tests write them again, and the difference is
@@ -70,7 +70,7 @@ class Meeting(dict[str, bytes]):
         return self[f"{epoch}/{key}"]
 
     def close(self, epoch: int) -> None:
-        """Nobody waits."""
+        """There is no waiting process."""
 
 
 class Life(Rig):
@@ -122,8 +122,8 @@ class Life(Rig):
     def open(
         self, epoch: int, restore: Restore | None = None, seat: Seat | None = None, **more: Any
     ) -> None:
-        """Vaults and member are sent the record of an epoch in which role 0 has its seat, or
-        another one."""
+        """Send vaults and member the record of an epoch in which role 0 has its seat, or
+        ``seat``."""
         seat = seat or self.seat
         nodes = {n: records.NodeAddress("fake", n, f"d{n}", n != seat.node) for n in range(2)}
         begins = restore or Restore("initial", Generation(epoch, 0))
@@ -175,10 +175,10 @@ class Life(Rig):
             found[number] = node.vault.store.inventory()
         return found
 
-    def show(self, what: str, capfd: pytest.CaptureFixture[str]) -> None:
-        """Write down what was heard and printed since, and the states by the order of their
-        coming."""
-        self.lines.append(f"{what}:")
+    def show(self, heading: str, capfd: pytest.CaptureFixture[str]) -> None:
+        """Record messages and output since the last call, with states numbered as they
+        come."""
+        self.lines.append(f"{heading}:")
         for message in self.received:
             text = lives.text(message, _VOLATILE)
             if not any(f'"{kind}"' in text for kind in _LEFT_OUT):
@@ -195,7 +195,7 @@ class Life(Rig):
         return _STATE.sub(label, text.replace(str(self.folder), "DIR"))
 
     def end(self) -> None:  # type: ignore[override]
-        """The process is told to end, and another one could take its place."""
+        """Order the process to end, so that another could take its place."""
         self.order("stop", reason="over")
         self.thread.join(SECONDS)
         assert not self.thread.is_alive()

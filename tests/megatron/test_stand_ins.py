@@ -1,4 +1,4 @@
-"""The CPU stand-ins: there without a GPU, absent with one, and invisible to other code."""
+"""The CPU stand-ins exist only without a GPU, and only for Megatron."""
 
 import json
 

@@ -210,7 +210,7 @@ def test_parameter_without_a_gradient_is_named(rig):
 
 
 def test_no_other_scheme_loads_the_module():
-    """Neither a member nor one of Megatron-LM's own scripts, as far as imports go."""
+    """Neither a member nor Megatron-LM's own scripts, as far as imports show."""
     program = (
         "import sys\n"
         "from deadpool_megatron.megatron import stand_ins\n"

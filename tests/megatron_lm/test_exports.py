@@ -28,15 +28,15 @@ BIASED: dict[str, object] = {
 PLAIN: dict[str, object] = {"bf16": True, "pipeline_model_parallel_size": 2}
 TRACKER = "latest_checkpointed_iteration.txt"
 FLAGS: dict[str, object] = {**PP2_DP2, "save": "{run}.saves", "save_interval": 1, "train_iters": 8}
-# By iteration: what stands in the way of its save, and who meets it.
+# By iteration: the obstacle of its save, and the role that meets it.
 OBSTACLES = {
     1: "",  # a file in the place of the directory: before anything is written
     2: "common.pt",  # role 0, half way
-    3: "__3_0.distcp",  # role 3 alone; the others are told in a collective
+    3: "__3_0.distcp",  # role 3 alone; the others learn it in a collective
     4: ".metadata",  # role 0, when all have written
     5: "metadata.json",  # role 0, at the end
 }
-# Of the older format: all, the second stage alone, the first one alone.
+# In the older format: all, the second stage alone, the first alone.
 OLDER = {1: "", 3: "mp_rank_00_001/model_optim_rng.pt", 5: "mp_rank_00_000/distrib_optim.pt"}
 
 
@@ -102,7 +102,7 @@ def obstruct(saves: Path, obstacles: dict[int, str]) -> None:
 
 
 def lost(outcome: Outcome) -> list[str]:
-    """Names of checkpoints of which the run says that they do not count."""
+    """Return the names of checkpoints that do not count, as the run reports."""
     texts = [str(event.data["text"]) for event in outcome.of_kind(Kind.LOG)]
     return [
         text.split()[2].rpartition("/")[2] for text in texts if text.startswith("the checkpoint ")
@@ -124,9 +124,9 @@ def trained(directory: Path, obstacles: dict[int, str], **flags: object) -> Outc
     assert_printed(outcome, wanted)
     assert outcome.final["recoveries"] == []
     assert (directory / "run.saves" / TRACKER).read_text() == str(last_iteration(outcome))
-    said = runs.output_of_members(outcome)
+    output = runs.output_of_members(outcome)
     for iteration in obstacles:
-        assert f"checkpoint from iteration {iteration:7d} to" not in said
+        assert f"checkpoint from iteration {iteration:7d} to" not in output
     return outcome
 
 
@@ -143,7 +143,7 @@ def test_each_costs_a_checkpoint_and_nothing_else(tmp_path, ckpt_format):
     whole = [iteration for iteration in range(1, 9) if iteration not in obstacles]
     assert durable(outcome) == [folder(tmp_path, iteration).name for iteration in whole]
     last = folder(tmp_path / "run.saves", whole[-1])
-    assert {one.verdict for one in verify_checkpoint(last, lambda _: None)} == {Verdict.GOOD}
+    assert {found.verdict for found in verify_checkpoint(last, lambda _: None)} == {Verdict.GOOD}
 
 
 def test_fault_beside_training_costs_those_that_were_under_way(tmp_path):

@@ -25,11 +25,11 @@ COMMON = [
     runs.dies("after-update", "optimizer.updated", 1, 6, target="self"),
     runs.dies("communication", "comm", 2, 8, nth=3),
 ]
-# Dropout is 0.1 and the embeddings are tied unless it says otherwise.
+# Dropout is 0.1 and the embeddings are tied, unless a layout differs.
 LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
     "fp32, whole optimizer, untied": (
         {
-            # A schedule that is told by samples is Megatron's own for a role taken in place, too.
+            # A schedule by samples is Megatron's own for a role taken in place, too.
             "train_iters": None,
             "train_samples": 64,
             "lr_warmup_samples": 40,
@@ -109,7 +109,7 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             runs.dies("forward", "forward", 0, 2, nth=2),
             runs.dies("first-update", "optimizer.updated", 3, 4, when_optimizer=0),
             runs.dies("evaluation", "evaluation.end", 3, 4, when_epoch=3),
-            # In the middle of an interval of the log, and behind the evaluation.
+            # In the middle of an interval of the log, and after the evaluation.
             runs.dies("next-forward", "forward", 0, 5, nth=2),
             runs.dies("last-update", "optimizer.updated", 1, 6, when_optimizer=1, target="self"),
             runs.dies("log", "log.end", 3, 7),
@@ -152,7 +152,7 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
         [COMMON[0], *COMMON[2:]],
     ),
 }
-# Since 0.18 buffers are cut so that each shard has whole parameters, unless it is said otherwise.
+# Since 0.18 buffers are cut so that each shard has whole parameters, by default.
 if TAG not in ("core_v0.16.1", "core_v0.17.1"):
     muon = {"bf16": True, "optimizer": "muon", "use_distributed_optimizer": True}
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -209,12 +209,12 @@ def skipped_two(outcome: Outcome) -> None:
     assert len(skipped) < ITERATIONS
 
 
-def told_of_auxiliary_losses(outcome: Outcome) -> None:
+def logged_auxiliary_losses(outcome: Outcome) -> None:
     lines = [text for facts in runs.printed(outcome).values() for text in facts]
     assert any("load_balancing_loss" in line for line in lines)
 
 
-def told_of_timers_and_in_place(outcome: Outcome) -> None:
+def logged_timers_and_served_in_place(outcome: Outcome) -> None:
     printed_by_members = runs.output_of_members(outcome)
     assert "forward-compute" in printed_by_members
     assert "takes role 1 in place" in printed_by_members
@@ -230,6 +230,6 @@ def audited_with_passes(outcome: Outcome, iterations: Iterable[int] = (3, 6)) ->
 CHECKS = {
     "sequence parallel, loader processes": audited_with_passes,
     "fp16, first updates skipped, virtual pipeline, exit interval": skipped_two,
-    "experts": told_of_auxiliary_losses,
-    "fp32, whole optimizer, untied": told_of_timers_and_in_place,
+    "experts": logged_auxiliary_losses,
+    "fp32, whole optimizer, untied": logged_timers_and_served_in_place,
 }

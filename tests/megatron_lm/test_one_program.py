@@ -1,4 +1,4 @@
-"""Files of pretrain_gpt.py are edited or replaced while it trains: no process takes other ones."""
+"""Files of pretrain_gpt.py are edited or replaced while it trains: no process takes other files."""
 
 import os
 import shutil

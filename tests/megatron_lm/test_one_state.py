@@ -1,9 +1,8 @@
-"""What a run goes on from is what it was, entry by entry: after a fall-back to a checkpoint, after
---load, and after --resume from a checkpoint or an export.
+"""A run continues from its state, entry by entry: after a fall-back to a checkpoint, after --load,
+and after --resume from a checkpoint or an export.
 
-State that Megatron's formats do not hold lies beside a checkpoint; each layout has other kinds of
-it. The hash of the whole state is compared after every iteration, and the extras by name at the
-last one.
+State that Megatron's formats do not hold is stored with a checkpoint; each layout has other kinds.
+The hash of the whole state is compared after every iteration, the extras by name at the last.
 """
 
 from collections.abc import Iterator, Mapping
@@ -57,7 +56,7 @@ def flags_of(layout: str) -> dict[str, object]:
 
 
 def entries(outcome: jobs.Outcome, saves: Path) -> dict[str, object]:
-    """Every extra beside the last checkpoint, by role and name."""
+    """Return every extra of the last checkpoint, by role and name."""
     roles = len(outcome.final["roles"])
     found: dict[str, object] = {}
     for role in range(roles):
@@ -69,8 +68,8 @@ def entries(outcome: jobs.Outcome, saves: Path) -> dict[str, object]:
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _flat(f"{name}/{key}", one)
+        for key, item in value.items():
+            yield from _flat(f"{name}/{key}", item)
     elif name.endswith("newest/kept") and value:
         yield from _flat(name, extras.decode(value))
     else:
@@ -128,7 +127,7 @@ def test_start_from_a_checkpoint_restores_the_state(tmp_path, layout):
     # A run of its own: it counts what it logs from its own start.
     own = ("first_iteration", "newest/kept/sums", "newest/kept/loss_sums")
     found = other(entries(loaded, tmp_path / "saves"), states)
-    assert {name for name in found if not any(one in name for one in own)} == set()
+    assert {name for name in found if not any(part in name for part in own)} == set()
 
 
 def test_another_learning_rate_counts_only_where_it_is_asked_for(tmp_path):
@@ -147,7 +146,7 @@ def test_another_learning_rate_counts_only_where_it_is_asked_for(tmp_path):
     assert lower.status == 0, lower.story()
     rates = {event.iteration: event.data["learning_rate"] for event in lower.of_kind("step")}
     assert {float.fromhex(rates[number]) for number in (4, 5)} == {1e-4}
-    # Without extras beside it, as stock Megatron writes one: its own words are in the last line.
+    # Without extras, as stock Megatron writes a checkpoint: its error is in the last line.
     for path in (tmp_path / "saves" / "iter_0000003").glob("deadpool-extras-*"):
         path.unlink()
     del flags["override_opt_param_scheduler"]

@@ -1,4 +1,5 @@
-"""Protection changes nothing, nor do the patches alone; and what cannot run says so in one line."""
+"""Neither protection nor the patches alone change anything; a script that cannot run ends with a
+line."""
 
 import subprocess
 import sys
@@ -25,7 +26,7 @@ def test_protected_equals_stock_and_patches_are_inert(tmp_path, patched):
 
 
 def refused(folder: Path, program: Program) -> str:
-    """The one line with which ``deadpool run`` ends; torch and others may warn beside it."""
+    """Return the line with which ``deadpool run`` ends, without warnings of torch and others."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "deadpool_megatron", "run", "--quiet", "--nodes", "2"),

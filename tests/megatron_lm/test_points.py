@@ -1,4 +1,4 @@
-"""What the hooks rely on in Megatron-LM, by name, compared with its source.
+"""The names in Megatron-LM on which the hooks rely, compared with its source.
 
 A new version fails here first. Nothing of Megatron is imported: the source is read.
 """
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.megatron_lm
 
 _TRAINING = "megatron/training/training.py"
 
-#: what train_step() answers, in this order
+#: the return values of train_step(), in this order
 _ANSWER = (
     "loss_reduced",
     "skipped_iter",

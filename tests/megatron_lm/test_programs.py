@@ -20,7 +20,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_of_another_house_survives(tmp_path, name, monkeypatch):
-    """Each of its own flags is one that nobody has read, and is allowed by its name."""
+    """Each of its own flags is unreviewed, and is allowed by its name."""
     monkeypatch.setenv("PYTHONPATH", str(tree()), prepend=os.pathsep)
     own = [word for each in PROGRAMS[name] for word in f"--{each}".split("=")]
     allowed = [f"--deadpool-allow-unreviewed={each.split('=')[0]}" for each in PROGRAMS[name]]

@@ -54,7 +54,7 @@ def the_block() -> list[str]:
 
 @pytest.fixture
 def here(tmp_path):
-    """A checkout, with its environment, and Megatron-LM beside it, as a clone would be."""
+    """A checkout with its environment and Megatron-LM, as in a clone."""
     tree = checkout(TAGS[-1])
     if tree is None:
         pytest.skip(f"no checkout of {TAGS[-1]}")

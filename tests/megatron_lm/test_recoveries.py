@@ -12,10 +12,10 @@ pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs
 
 
 def test_numbers_of_layers_shift_on_real_text(tmp_path, monkeypatch):
-    """Four stages of one layer; the class of the two in the middle is the commonest.
+    """Four stages of one layer; the middle two are of the commonest class.
 
-    Spares wait until role 0 has made the index of the data. One is needed before that. Training
-    waits for the spare before iteration 2: on a busy machine the run would be over first.
+    Spares wait until role 0 has made the index of the data. The first is needed before that.
+    Training waits for the spare before iteration 2: on a busy machine the run would be over first.
     """
     flags = {
         "bf16": True,
@@ -46,7 +46,7 @@ def test_numbers_of_layers_shift_on_real_text(tmp_path, monkeypatch):
 
 @LOADS
 def test_saved_beside_training_and_loaded_by_another_run(tmp_path):
-    """Kills between the beginning of a save and its end; what is loaded is such a checkpoint."""
+    """Kills between the beginning of a save and its end; such a checkpoint is loaded."""
     # From 0.17 on Megatron's default is a package that is not installed.
     own = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": None}
     beside = runs.gpt(**runs.BASE, **own)
@@ -87,8 +87,8 @@ def test_run_falls_back_to_the_checkpoint_that_its_program_has_loaded(tmp_path):
 
 
 def test_start_from_a_checkpoint_is_no_failure(tmp_path):
-    """Nothing fails: the epoch that has loaded is the only one, however long its first seal takes,
-    as that of a large model does."""
+    """Nothing fails: the epoch that has loaded is the only epoch, with a first seal as long as
+    that of a large model."""
     saves = tmp_path / "run" / "saves"
     wanted = run_program(tmp_path / "run", runs.gpt(**{**runs.BASE, "exit_interval": 3}))
     assert (saves / "iter_0000003" / ".metadata").is_file(), wanted.story()
@@ -119,7 +119,7 @@ def test_no_spare_left_dumps_and_resumes(tmp_path):
 
 
 def test_every_sample_is_read_when_a_node_dies_at_the_end(tmp_path):
-    """Of a blend there are just as many as training and evaluations take."""
+    """A blend has exactly the samples that training and evaluations take."""
     text = real_text(tmp_path)
     (tmp_path / "blend").write_text(f"{text['data_path']} {text['data_path']}")
     flags = {

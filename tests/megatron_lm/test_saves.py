@@ -1,4 +1,4 @@
-"""Saves of pretrain_gpt.py of any form, and what a run falls back to beside them."""
+"""Saves of pretrain_gpt.py in any form, and other state that a run falls back to."""
 
 from pathlib import Path
 

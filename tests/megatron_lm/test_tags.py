@@ -1,4 +1,4 @@
-"""Each supported tree beside the one that all other tests run: the same as stock, recoveries."""
+"""Each supported tree but that of all other tests: equal to stock Megatron, and recoveries."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Extras that are damaged or made up are refused; what is encoded well is in calls/extras.txt."""
+"""Extras that are damaged or made up are refused; calls/extras.txt has the others."""
 
 import json
 

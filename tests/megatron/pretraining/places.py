@@ -23,7 +23,7 @@ def arguments(world: int, tp: int = 1, pp: int = 1, **sizes: Any) -> SimpleNames
 
 
 def config(args: SimpleNamespace, layers: int = 8, **options: Any) -> TransformerConfig:
-    """A model of that many layers, cut as ``args`` say."""
+    """Return the configuration of a model with so few layers, cut by ``args``."""
     return TransformerConfig(
         num_layers=layers,
         hidden_size=8,

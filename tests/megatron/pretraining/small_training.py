@@ -1,5 +1,5 @@
-"""Megatron-LM's training package, as small as the hooks let it be: what its functions are called
-with is written down, and anything may go wrong in any of them.
+"""Megatron-LM's training package, as small as the hooks allow: calls of its functions are recorded,
+and each of them may fail.
 
 The functions are those of 0.16.1 with the same names, parameters and calls of each other; the core
 beneath them is the real one.
@@ -36,7 +36,7 @@ _LOADED = """ckpt_step ckpt_format exit_on_missing_checkpoint finetune no_load_o
  no_save_optim no_save_rng load"""
 _MODULES = "training checkpointing arguments initialize global_vars async_utils"
 _ARGUMENTS = Path(__file__).parent / "lives" / "arguments.json"
-# Of a schedule, as it was saved.
+# The values of a saved schedule.
 _SAVED = {"num_steps": 4, "start_wd": 0.25, "end_wd": 0.5}
 OPTIMIZER = OptimizerConfig(lr=0.5)
 
@@ -73,8 +73,8 @@ class Queue:
 
 
 class SmallTraining:
-    """See the module text. ``acts``: by the name of a function and an iteration, what is done
-    instead of going on; each once."""
+    """See the module text. ``acts``: by the name of a function and an iteration, an act in
+    place of the rest; each once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, **given: Any) -> None:
         self.lines: list[str] = []
@@ -302,7 +302,7 @@ class SmallTraining:
         self.note("train_step", iteration + 1)
         sample = forward_backward_func()
         scheduler.step(increment=1)
-        exits, skips = (f"{what} {iteration + 1}" in self.acts for what in ("exits", "skips"))
+        exits, skips = (f"{name} {iteration + 1}" in self.acts for name in ("exits", "skips"))
         losses = {"lm loss": torch.tensor(float(sample))}
         return losses, int(skips), exits, exits, 7 * exits, None if skips else 0.5, 0, 0
 

@@ -1,4 +1,4 @@
-"""The flags on Megatron-LM's command line: what they look like, and what they refuse to go with."""
+"""The flags on Megatron-LM's command line, and the flags that they exclude."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ def unread(argv: list[str]) -> str:
 
 
 def row_of(flag: str) -> FlagRow:
-    """The first: what is set is set where the one that refuses does not apply."""
+    """Return the first row: a value is set where the row that refuses does not apply."""
     return next(row for row in ROWS if flag in row.flags)
 
 
@@ -69,11 +69,11 @@ def test_no_flag_is_judged_twice():
 
 
 def test_flags_that_no_cpu_runs_are_accepted_and_not_called_supported():
-    """As the reach tests leave it out: nobody has run it, anywhere."""
+    """The reach tests leave them out: they have run nowhere."""
     cannot = tomllib.loads((ROOT / "tests" / "reach" / "rules.toml").read_text())["cannot"]
     patterns = " ".join(cannot.values()).split()
     options = ("options of what is in a row", "old names")
-    run = [one for one in REVIEWED if one.title not in options]
+    run = [family for family in REVIEWED if family.title not in options]
     flags = [flag for family in run for flag in family.flags]
     assert [flag for flag in flags if any(fnmatch(flag, each) for each in patterns)] == []
 
@@ -90,7 +90,7 @@ def test_documentation_has_the_table():
         assert f"| `{row.shown.replace(', ', '`, `')}` | {row.reason} | {fate} |\n" in page
 
 
-#: What Megatron makes of it: nothing that TransformerEngine or Apex has to bring.
+#: Megatron's values for it: none that needs TransformerEngine or Apex.
 GPU_PLAIN = {
     "transformer_impl": "'local'",
     "gradient_accumulation_fusion": "False",
@@ -133,7 +133,7 @@ def test_every_flag_of_the_parsers_is_judged_and_no_other(parsers):
     for tag, flags_of_tag in known.items():
         if tag == TAGS[0]:
             assert flags_of_tag <= judged
-        # Nobody has read what came later: it is refused until somebody has.
+        # Flags of later versions were not reviewed, and are refused until then.
         assert all(unread(["pretrain_gpt.py", flag]) for flag in flags_of_tag - judged)
         assert not [flag for flag in flags_of_tag if flag.startswith("--deadpool")]
 
@@ -144,7 +144,7 @@ def configuration(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def answers():
-    """By name: what Megatron's parser and ours say to all command lines of this module."""
+    """The answers of Megatron's parser and of ours to all command lines of this module, by name."""
     if checkout() is None:
         pytest.skip("no Megatron-LM checkout")
     questions = {
@@ -154,10 +154,10 @@ def answers():
         for flag, value in EXAMPLES.items()
     }
     for extra in HARMLESS:
-        words = extra.split()
+        given = extra.split()
         # It needs training by samples.
-        validate = "--rampup-batch-size" not in words
-        questions[extra or "nothing"] = Question([*MODEL, "--deadpool", *words], validate=validate)
+        validate = "--rampup-batch-size" not in given
+        questions[extra or "nothing"] = Question([*MODEL, "--deadpool", *given], validate=validate)
     questions["without"] = Question([*MODEL, "--use-sharp"], show=("deadpool", "use_sharp"))
     if TAGS[0] != TAG:
         beside = [*MODEL, "--deadpool", "--async-save", "--use-persistent-ckpt-worker"]
@@ -205,7 +205,7 @@ def test_without_deadpool_megatron_decides_alone(answers):
 
 @with_parser
 def test_small_configurations_are_valid_and_can_be_protected(answers):
-    """tests/launch/test_pretrain_65b.py has the large ones."""
+    """tests/launch/test_pretrain_65b.py has the large configurations."""
     shown = {"data_parallel_size": "2"}
     assert answers["small.args"] == Answer(shown=shown)
     assert answers["cpu"] == Answer(shown={"distributed_backend": "'gloo'", **shown})

@@ -1,4 +1,4 @@
-"""Index files of data sets: made by who finds them missing, never seen in part."""
+"""Index files of data sets are made by a process that misses them, and appear whole."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The kinds of parameters: what is built without peers has a group of each that others have."""
+"""Kinds of parameters: a model that is built without peers has a group of each kind of theirs."""
 
 import ast
 from typing import Any

@@ -1,5 +1,5 @@
-"""Whole lives of pretrain() in a protected process, line by line: what Megatron-LM's functions are
-called with, what is printed and written, and what of it would be sealed.
+"""Whole lives of pretrain() in a protected process, line by line: the calls of Megatron-LM's
+functions, the lines that are printed and written, and the state that would be sealed.
 
 Expected are the files in lives/. A change that is meant changes them as well: with
 ``DEADPOOL_TEST_WRITE=1`` in the environment these tests write them again, and the difference is
@@ -105,7 +105,7 @@ class Life:
         loop.restore_extra_state(values["more"])
         loop.reset_after_interrupt()
 
-    # What an open epoch lets a loop do.
+    # The interface of an open epoch.
 
     def includes(self, boundary: str) -> bool:
         return BOUNDARIES.index(boundary) <= BOUNDARIES.index(self.boundary)
@@ -176,7 +176,7 @@ def is_interrupted(make: Callable[..., Life]) -> Life:
 
 
 def saves_in_the_background(make: Callable[..., Life]) -> Life:
-    """One is interrupted and owed, one cannot be written, one is never finished."""
+    """A save is interrupted and owed, another cannot be written, the last is never finished."""
     life = make(async_save=True, train_iters=9, non_persistent_save_interval=3)
     life.build()
     queue = life.small
@@ -197,7 +197,7 @@ def saves_in_the_background(make: Callable[..., Life]) -> Life:
 
 
 def saves_cannot_be_written(make: Callable[..., Life]) -> Life:
-    """The place of one is taken, the disk is full in one, and before the last."""
+    """The place of a save is taken, and the disk is full in a save and before the last."""
     life = make(ckpt_format="torch", train_iters=6)
     life.build()
     taken = life.run / "saves" / "iter_0000002"
@@ -218,7 +218,7 @@ def disk_full() -> None:
 
 
 def checkpoints_are_loaded(make: Callable[..., Life]) -> Life:
-    """By the program itself, and one that the run falls back to; the run ends early, twice."""
+    """By the program itself, and as a fall-back; the run ends early, twice."""
     life = make(exit_interval=6, train_iters=8, ckpt_format="torch")
     made = life.run / "saves" / "iter_0000004"
     (made / "mp_rank_00").mkdir(parents=True)

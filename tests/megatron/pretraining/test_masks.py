@@ -1,4 +1,4 @@
-"""What of a sample counts for the loss does not depend on what a process has read before."""
+"""The mask of a sample does not depend on the samples that a process has read before."""
 
 import sys
 from collections import OrderedDict

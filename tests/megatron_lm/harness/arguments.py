@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.megatron_lm.harness.checkout import TAG
 
-# Ids of NullTokenizer are 0 to this; the last one ends a document.
+# Ids of NullTokenizer are 0 to this; the last ends a document.
 VOCABULARY = 1023
 
 _CPU: dict[str, object] = {

@@ -10,7 +10,7 @@ import pytest
 
 #: supported, each with a patch set
 TAGS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
-#: a commit of main without one: an archive of it, extracted as those of the tags are
+#: a commit of main without a tag: an archive of it, extracted as those of the tags are
 UNTAGGED = "main-d98e8a64ddf3"
 TREES = (*TAGS, UNTAGGED)
 _TAG_VARIABLE = "MEGATRON_LM_TAG"

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-# The one class that the stack takes by itself, for its last norm.
+# The class that the stack takes by itself, for its last norm.
 hybrid_block.TENorm = WrappedTorchNorm
 
 _dense = get_gpt_layer_local_submodules()

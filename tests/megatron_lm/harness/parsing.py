@@ -139,7 +139,7 @@ def _flags() -> list[str]:
 
 
 def _points() -> list[str]:
-    """What :mod:`versions` finds, then installs, twice; and two copies that were replaced."""
+    """Print the results of :mod:`versions`, installed twice; and two copies that were replaced."""
     import megatron.training
     from megatron.training import arguments, training
 

@@ -33,12 +33,12 @@ PP2_DP2: dict[str, object] = {
     "overlap_param_gather": True,
 }
 
-#: what most tests train: 12 iterations of it, in 4 roles
+#: the training of most tests: 12 iterations in 4 roles
 BASE = {**PP2_DP2, **SEGMENTS, "train_iters": 12, "tensorboard_dir": "{run}/tensorboard"}
 
 _ROOT = Path(__file__).parents[3]
 _LINE = re.compile(r" (iteration +\d+/ +\d+ \|.*|validation loss at iteration .*)")
-# What depends on the clock.
+# Text that depends on the clock.
 _TIMES = re.compile(r"elapsed time per iteration \(ms\): [\d.]+ \| ")
 
 
@@ -82,7 +82,7 @@ def gpt(
 
 
 def stock(folder: Path, within: Path, **more: object) -> list[Trained]:
-    """What :data:`BASE` trains on the stock communicators, without --deadpool."""
+    """Train :data:`BASE` on the stock communicators, without --deadpool."""
     flags = {**BASE, **more, "save": None, "tensorboard_dir": None}
     return train(within, folder, small(**flags))
 
@@ -145,7 +145,7 @@ def _number(subject: str) -> int:
 
 
 def output_of_members(outcome: jobs.Outcome) -> str:
-    """What all training processes have printed."""
+    """Return the output of all training processes."""
     return "\n".join(p.read_text() for p in sorted(outcome.directory.glob("logs/node*-slot*.log")))
 
 

@@ -96,7 +96,7 @@ def get_optimizer_name_list() -> list[str]:
     return []
 
 
-# Whoever imports a module of the package finds what is here.
+# An import of any module of the package finds this module.
 _name = "emerging_optimizers"
 _within = ("registry", "scalar_optimizers", "soap", "orthogonalized_optimizers")
 for _one in (*_within, "orthogonalized_optimizers.muon_utils"):
