@@ -274,8 +274,8 @@ class Agent:
             self._orders.put_nowait(self._close(epoch, cause))
 
     async def _close(self, epoch: int, cause: str) -> None:
-        if epoch <= self._closed:  # by an earlier order in the queue
-            self._send_inventory(epoch)
+        if epoch <= self._closed:
+            self._send_inventory(epoch)  # closed by an earlier order in the queue
             return
         failpoints.hit("agent.close", epoch=epoch)
         self._closed, self._inventory = epoch, None
@@ -454,13 +454,13 @@ class Agent:
         self._ending = (reason, remove)
         members = list(self._members.by_local_rank.values())
         if self._exit_code or not await wait_ended(members, self._settings.drain_seconds):
-            await self._members.kill_all(reason, self._settings.close_seconds)
+            for member in members:
+                member.kill(reason)
+            await wait_ended(members, self._settings.close_seconds)
         self._members.close()
         # Steps of kept lineages count even if the run no longer needs this node.
-        is_acknowledged = self._link.connected or (
-            self._options.launcher_fd is None and self._exit_code
-        )
-        await self._link.flush(_FLUSH_SECONDS if is_acknowledged else 0.0)
+        may_arrive = self._link.connected or (self._options.launcher_fd is None and self._exit_code)
+        await self._link.flush(_FLUSH_SECONDS if may_arrive else 0.0)
         if self._serving is not None:
             self._serving.cancel()
         self._link.close()

@@ -334,13 +334,6 @@ class NodeMembers:
                 member.freeze.reset_timers(late, now)
             member.check(now)
 
-    async def kill_all(self, cause: str, deadline_seconds: float) -> None:
-        """Send SIGKILL to all members and wait until they are reaped."""
-        members = list(self.by_local_rank.values())
-        for member in members:
-            member.kill(cause)
-        await wait_ended(members, deadline_seconds)
-
     def close(self) -> None:
         """End parked processes."""
         self._starter.close()

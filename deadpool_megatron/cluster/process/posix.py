@@ -84,10 +84,10 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
 
-def kill_group(group: int, number: int = signal.SIGKILL) -> None:
-    """Signal a process group; do nothing if it is gone."""
+def kill_group(group: int) -> None:
+    """Kill a process group; do nothing if it is gone."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
+        os.killpg(group, signal.SIGKILL)
 
 
 def wait_gone(pids: Iterable[int], deadline_seconds: float) -> list[int]:
