@@ -327,7 +327,7 @@ class HangLimit:
         self._since = None
 
 
-class Where(StrEnum):
+class Position(StrEnum):
     """The place of a role, as its group sees it; in the order of a table."""
 
     MISSING = "missing"  # it has not begun the operation in which others wait
@@ -343,7 +343,7 @@ class GroupPlace:
     ``operation``: the operation in which it waits, if that differs from the furthest roles'.
     """
 
-    where: Where
+    where: Position
     begun: int | None
     started: int | None = None
     ended: int | None = None
@@ -400,7 +400,7 @@ class _Group:
         places: dict[GroupPlace, list[int]] = defaultdict(list)
         for role, facts in sorted(known.items()):
             places[self._place(facts)].append(role)
-        order = list(Where)
+        order = list(Position)
         # Places with the fewest roles come first.
         self._rows = sorted(
             places.items(), key=lambda row: (len(row[1]), order.index(row[0].where), row[1])
@@ -409,7 +409,7 @@ class _Group:
     @property
     def order(self) -> int:
         """Return the place of this group in the table: 0 is the first."""
-        return min(list(Where).index(place.where) for place, _ in self._rows)
+        return min(list(Position).index(place.where) for place, _ in self._rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the form in an event."""
@@ -434,17 +434,17 @@ class _Group:
         return self._on_host(known) if device is None else self._on_device(known, device)
 
     def _on_device(self, known: _Known, device: OnDevice) -> GroupPlace:
-        where = Where.ELSEWHERE
+        where = Position.ELSEWHERE
         if self._number is not None and device.enqueued < self._number:
-            where = Where.MISSING
+            where = Position.MISSING
         elif known.waits:  # a host may block in an operation that its device does not have yet
             is_behind = device.is_pending and device.is_inside is False
-            where = Where.NOT_STARTED if is_behind else Where.WAITS
+            where = Position.NOT_STARTED if is_behind else Position.WAITS
         return GroupPlace(where, device.enqueued, device.started, device.completed)
 
     def _on_host(self, known: _Known) -> GroupPlace:
         waiting = known.waiting
-        where = Where.ELSEWHERE if waiting is None else Where.WAITS
+        where = Position.ELSEWHERE if waiting is None else Position.WAITS
         operation = "" if waiting is None else waiting.operation
         if self._is_on_devices:
             return GroupPlace(where, None, operation=operation)
@@ -454,7 +454,7 @@ class _Group:
         if begun is None and waiting is not None and (known.collective or self._number is None):
             begun = waiting.sequence
         if self._number is not None and begun is not None and begun < self._number:
-            where = Where.MISSING
+            where = Position.MISSING
         return GroupPlace(where, begun, operation="" if operation == self._operation else operation)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import service, stepper
+from deadpool_megatron.cluster.coordinator import durable, service, stepper
 from deadpool_megatron.cluster.coordinator.files import EventWriter, RunFiles
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import claim_term
@@ -41,13 +41,23 @@ _VOLATILE = re.compile(
 text_of = partial(lives.text, volatile=_VOLATILE)
 
 
+class Hangs(Exception):
+    """The disk does not answer."""
+
+
 class _AtOnceLoop(VirtualLoop):
-    """A loop that does at once the work for threads."""
+    """A loop that does at once the work for threads, unless that hangs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hanging: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = []
 
     def run_in_executor(self, _: Any, function: Callable[..., Any], *given: Any) -> Any:
         done = self.create_future()
         try:
             done.set_result(function(*given))
+        except Hangs:
+            self.hanging.append((done, function, given))
         except Exception as error:
             done.set_exception(error)
         return done
@@ -59,12 +69,14 @@ class Whole:
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
         self.lines: list[str] = []
         self._directory, self._patch, self._journal = directory, patch, Journal(directory / "j")
-        self._broken = self._full = ""
+        self._broken = self._full = self._hanging = ""
         self._beats: dict[int, dict[str, Any]] = {}
         self._silent: set[int] = set()
+        self._loop = _AtOnceLoop()
         self._streams: dict[int, Stream] = {}
         self._numbers: dict[int, int] = {}
         write, write_result, put = Journal.write, RunFiles.write_result, Outlet.put
+        sync_all = durable._sync_all
 
         def written(journal: Journal, kind: str, number: int, entry: Any) -> None:
             if self._broken:
@@ -72,7 +84,14 @@ class Whole:
             write(journal, kind, number, entry)
             self._note(f"journal: {kind} {number}")
 
+        def synced(directory: Path) -> None:
+            if self._hanging == "save":
+                raise Hangs
+            sync_all(directory)
+
         def result(files: RunFiles, *given: Any) -> None:
+            if self._hanging == "result":
+                raise Hangs
             if self._full:
                 raise OSError(errno.ENOSPC, self._full)
             write_result(files, *given)
@@ -90,6 +109,7 @@ class Whole:
                 self._note(f"prints: {text.strip()}")
 
         patch.setattr(Journal, "write", written)
+        patch.setattr(durable, "_sync_all", synced)
         patch.setattr(RunFiles, "write_result", result)
         patch.setattr(EventWriter, "write", event)
         patch.setattr(Outlet, "put", sent)
@@ -162,6 +182,12 @@ class Whole:
                 self._broken = value
             case ["result"]:
                 self._full = value
+            case ["hangs"]:
+                self._hanging = value
+            case ["answers"]:
+                self._hanging = ""
+                for done, function, given in self._loop.hanging:
+                    done.set_result(function(*given))
             case ["term"]:
                 claim_term(self._journal, value, "h", 1, 1)
             case ["dropped", node]:
@@ -208,7 +234,7 @@ class Whole:
             beating.cancel()
             self._running.cancel()
 
-        with asyncio.Runner(loop_factory=_AtOnceLoop) as runner:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(run())
         for path in sorted((self._directory / "run").glob("[fl]*.json")):
             text = text_of(json.loads(path.read_text()))
