@@ -119,16 +119,8 @@ class RoleReports:
     def send_event(self, kind: Kind, iteration: int | None, data: Mapping[str, Any]) -> None:
         """Send one event of the current epoch and role."""
         assert self.record is not None
-        self._link.send_event(
-            Event(
-                kind,
-                epoch=self.record.epoch,
-                node=self._link.seat.node,
-                role=self.role,
-                iteration=iteration,
-                data=data,
-            )
-        )
+        place = self.record.epoch, self._link.seat.node, self.role, iteration
+        self._link.send_event(Event(kind, *place, data=data))
 
     def report_wait(self, generation: Generation, seconds: float, over: bool) -> None:
         """Report a wait for the protection of ``generation``, while it lasts and at its end.

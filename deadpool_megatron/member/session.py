@@ -19,6 +19,7 @@ The exceptions that end an epoch for this process, and how a failure of its own 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -120,14 +121,8 @@ class Session:
         )
         self._communicators.install()
         self._entry = EpochEntry(program, self._link, self._communicators, self._reports)
-        self._link.start(
-            Handlers(
-                on_close=self._on_close,
-                on_pause=self._on_pause,
-                status=self._status,
-                on_durable=self._on_durable,
-            )
-        )
+        handlers = Handlers(self._on_close, self._on_pause, self._status, self._on_durable)
+        self._link.start(handlers)
         try:
             self._follow_records()
         except StopOrder:
@@ -399,12 +394,8 @@ class Session:
         if engaged:
             # In a thread of its own: an abort of NCCL may take long, and a member without
             # heartbeats is taken for frozen.
-            threading.Thread(
-                target=self._communicators.interrupt,
-                args=(epoch,),
-                name="deadpool-interrupt",
-                daemon=True,
-            ).start()
+            interrupt = functools.partial(self._communicators.interrupt, epoch)
+            threading.Thread(target=interrupt, name="deadpool-interrupt", daemon=True).start()
 
     def _on_pause(self, iteration: int) -> None:
         started = self._pause.order(iteration)

@@ -9,7 +9,7 @@ import itertools
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from deadpool_megatron import failpoints
 from deadpool_megatron.megatron import identity as hashing
 from deadpool_megatron.megatron.loop import MegatronLoop
-from deadpool_megatron.member.loop import SteppedLoop
+from deadpool_megatron.member.loop import Emit, SteppedLoop
 from deadpool_megatron.trainer import loop_checkpoint, megatron_api as mcore, model
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
 from deadpool_megatron.trainer.megatron_api import parallel_state
@@ -34,7 +34,6 @@ _NOT_THE_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 
 Batch = dict[str, torch.Tensor]
 _Bytes = NDArray[np.uint8]
-Emit = Callable[[str, Mapping[str, Any]], None]
 
 
 class TrainingLoop(SteppedLoop, MegatronLoop):
@@ -224,10 +223,11 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
     def _forward_backward(
         self, iterators: list[Iterator[Batch]], forward_only: bool
     ) -> list[dict[str, torch.Tensor]]:
+        point = "evaluation.microbatch" if forward_only else "forward"
         losses: list[dict[str, torch.Tensor]] = self.around_passes(
             mcore.get_forward_backward_func()
         )(
-            forward_step_func=self._evaluation_step if forward_only else self._forward_step,
+            forward_step_func=functools.partial(self._forward_step, point),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.model_chunks,
             num_microbatches=self._num_microbatches,
@@ -237,19 +237,14 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         )
         return losses
 
-    def _forward_step(self, iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
+    def _forward_step(self, point: str, iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
         number = self._microbatch
         self._microbatch += 1
-        failpoints.hit("forward", microbatch=number)
+        failpoints.hit(point, microbatch=number)
         output, loss_function = forward_step(iterator, chunk)
         if failpoints.ACTIVE and output.requires_grad:
             output.register_hook(lambda _grad: _hit_backward(number))
         return output, loss_function
-
-    def _evaluation_step(self, iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
-        failpoints.hit("evaluation.microbatch", microbatch=self._microbatch)
-        self._microbatch += 1
-        return forward_step(iterator, chunk)
 
     def _mean_loss(self, losses: list[dict[str, torch.Tensor]]) -> float | None:
         """Return the mean loss per token of the global batch; None on ranks without. Collective."""

@@ -24,6 +24,10 @@ _SAME_OF_EXPERTS = """
 moe_router_score_function moe_router_load_balancing_type moe_router_enable_expert_bias
 moe_input_jitter_eps
 """
+_SAME_OF_DDP = """
+overlap_grad_reduce overlap_param_gather use_distributed_optimizer
+num_distributed_optimizer_instances
+"""
 _SAME_OF_OPTIMIZER = """
 lr min_lr weight_decay bf16 fp16 initial_loss_scale hysteresis use_distributed_optimizer
 overlap_param_gather clip_grad
@@ -78,11 +82,8 @@ def build_model(config: TrainerConfig) -> list[torch.nn.Module]:
     """Build the model chunks of this rank in DDP; several with a virtual pipeline. Collective."""
     transformer = _transformer_config(config)
     ddp_config = mcore.DistributedDataParallelConfig(
+        **_same(config, _SAME_OF_DDP),
         grad_reduce_in_fp32=config.bf16,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
-        use_distributed_optimizer=config.use_distributed_optimizer,
-        num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
         bucket_size=config.ddp_bucket_size,
     )
     chunks: list[torch.nn.Module] = []

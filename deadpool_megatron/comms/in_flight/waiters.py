@@ -12,6 +12,7 @@ sleeping thread. Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -85,10 +86,8 @@ class Waiter:
 
     def notify(self) -> None:
         """Make the caller check again; any thread."""
-        try:
+        with contextlib.suppress(RuntimeError):  # already released and not yet noticed
             self.wake.release()
-        except RuntimeError:
-            pass  # already released and not yet noticed
 
 
 class WaiterPool:
