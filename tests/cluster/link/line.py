@@ -42,12 +42,12 @@ class How(StrEnum):
     RESET_AFTER = "reset-after"  # the same, once the frame has arrived
     SILENT = "silent"  # from this frame on nothing arrives, and nobody hears of it
     DEAF = "deaf"  # the same, in this direction only
-    LATE = "late"  # it arrives late, and what is sent after it in this direction not before it
+    LATE = "late"  # it arrives late, as does all that is sent after it in this direction
 
 
 @dataclass
 class _Connection:
-    """Both directions of one connection: who writes -> whose reader gets it."""
+    """Both directions of one connection: each end, and the reader of the other."""
 
     line: Line
     readers: list[RecordReader]
@@ -80,15 +80,15 @@ class _Connection:
             else:
                 self._pass_on(1 - end, partial(reader.set_exception, error))
 
-    def _pass_on(self, end: int, what: Callable[[], None]) -> None:
+    def _pass_on(self, end: int, action: Callable[[], None]) -> None:
         if end in self.late:
-            self.late[end].append(what)
+            self.late[end].append(action)
         else:
-            what()
+            action()
 
     def _deliver(self, end: int) -> None:
-        for what in self.late.pop(end):
-            what()
+        for action in self.late.pop(end):
+            action()
 
 
 class _Writer(Stream):
@@ -128,7 +128,7 @@ class Office:
         options: Any = SimpleNamespace(info=info, term=SimpleNamespace(number=term))
         self.peers = Peers(settings, self, term)
         self.orders = Orders(options, self.peers)
-        self.said: list[Any] = []
+        self.reports: list[Any] = []
         self.left: set[int] = set()
         self.newer_terms: list[str] = []
         self.terms: list[int] = []
@@ -145,7 +145,7 @@ class Office:
         del again
 
     def agent_reported(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
-        self.said.append(message["value"])
+        self.reports.append(message["value"])
         del peer
 
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
@@ -153,18 +153,18 @@ class Office:
             self.left.add(peer.node)
         del cause
 
-    def superseded(self, why: str) -> None:
-        self.newer_terms.append(why)
+    def superseded(self, reason: str) -> None:
+        self.newer_terms.append(reason)
 
     async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def refused(self, who: str, why: str) -> None:
-        raise AssertionError(f"{who}: {why}")
+    def refused(self, sender: str, reason: str) -> None:
+        raise AssertionError(f"{sender}: {reason}")
 
 
 class Agent:
-    """The link of one agent, and what it was ordered."""
+    """The link of one agent, and the orders that it received."""
 
     def __init__(self, line: Line, node: int) -> None:
         self.obeyed: list[dict[str, Any]] = []
@@ -183,8 +183,8 @@ class Agent:
 
 
 class Line:
-    """``cuts``: number of the frame, counted over all connections of all agents, to what happens at
-    it. ``link``, ``obeyed``: of the first agent.
+    """``cuts``: by the number of the frame, counted over all connections of all agents. ``link``,
+    ``obeyed``: of the first agent.
     """
 
     def __init__(self, cuts: Mapping[int, How], nodes: Sequence[int] = (NODE,)) -> None:
@@ -226,11 +226,11 @@ class Line:
             for task in (*running, beating, *self._serving):
                 task.cancel()
 
-    async def until(self, what: str, ready: Callable[[], Any], seconds: float = 60.0) -> None:
-        """Let time pass until it is so. Fails with ``what`` when that takes too long."""
+    async def until(self, purpose: str, ready: Callable[[], Any], seconds: float = 60.0) -> None:
+        """Let time pass until it is so. Fails with ``purpose`` when that takes too long."""
         limit = asyncio.get_running_loop().time() + seconds
         while not ready():
-            assert asyncio.get_running_loop().time() < limit, f"stalled: {what}"
+            assert asyncio.get_running_loop().time() < limit, f"stalled: {purpose}"
             await asyncio.sleep(_TICK_SECONDS)
 
     async def open(self, address: tuple[str, int]) -> tuple[Any, Any]:

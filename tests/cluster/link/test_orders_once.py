@@ -91,15 +91,15 @@ def test_orders_and_reports_arrive_once_despite_cuts(rounds, cuts, pause):
             )
             if line.office.is_left:
                 return  # cut again and again: given away, and everybody was told
-            more, said = exchange(line, steps)
+            more, sent = exchange(line, steps)
             ordered += more
-            reported += said
+            reported += sent
             await asyncio.sleep(pause)
         await line.until(
             f"{ordered} {reported}",
             lambda: (
                 line.office.is_left
-                or (len(line.obeyed) >= len(ordered) and len(line.office.said) >= len(reported))
+                or (len(line.obeyed) >= len(ordered) and len(line.office.reports) >= len(reported))
             ),
         )
         await asyncio.sleep(2.0)
@@ -109,7 +109,7 @@ def test_orders_and_reports_arrive_once_despite_cuts(rounds, cuts, pause):
             assert set(cuts.values()) != {How.LATE}
             return
         assert obeyed(line) == ordered
-        assert line.office.said == reported
+        assert line.office.reports == reported
 
     play(cuts, scenario)
 
@@ -134,8 +134,8 @@ def test_retained_reports_reach_a_successor_despite_a_cut(how):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(line.link, "_begin", begin_with_a_cut)
             await line.until("a welcome", lambda: new.peers.active())
-            await line.until("what is retained", lambda: len(new.said) == 3)
-        assert new.said == [0, 1, 2]
+            await line.until("what is retained", lambda: len(new.reports) == 3)
+        assert new.reports == [0, 1, 2]
         assert line.cuts == {}
 
     play({}, scenario)
@@ -154,9 +154,9 @@ def test_successor_receives_recent_reports_and_short_histories(count):
         await acknowledged(line)
         new = line.take_over()
         await line.until("a welcome", lambda: new.peers.active())
-        await line.until("the newest", lambda: count - 1 in new.said)
+        await line.until("the newest", lambda: count - 1 in new.reports)
         # Of many only the first is old; all others are seconds old.
-        assert new.said == [*range(0 if count == 3 else 1, count)]
+        assert new.reports == [*range(0 if count == 3 else 1, count)]
 
     play({}, scenario)
 

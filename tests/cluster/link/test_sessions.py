@@ -72,7 +72,7 @@ def begin(link: CoordinatorLink, contact: Contact) -> asyncio.Task[None]:
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_replaced_connection_is_no_longer_obeyed(turns):
-    """Whenever the last bytes of it come: its orders would be taken for those of the next one."""
+    """Its last bytes may come late: their orders would be taken for those of its successor."""
     obeyed: list[Mapping[str, Any]] = []
     link = made(lambda: ("h", 1), obeyed)
     first, second = session(1), session(2)
@@ -86,8 +86,8 @@ async def test_replaced_connection_is_no_longer_obeyed(turns):
     second.reader.feed_data(framing.encode({"t": "start", "of": 2, "o": 1}))
     await asyncio.sleep(0.05)
     reading.cancel()
-    replaced = next(n for n, one in enumerate(obeyed) if one.get("term") == 2)
-    assert [one["of"] for one in obeyed[replaced + 1 :]] == [2]
+    replaced = next(n for n, each in enumerate(obeyed) if each.get("term") == 2)
+    assert [each["of"] for each in obeyed[replaced + 1 :]] == [2]
 
 
 @pytest.mark.parametrize("terms", [(1, 1), (2, 1)])
@@ -97,22 +97,22 @@ def test_late_greeting_repeats_no_order_and_no_old_term(terms):
 
     async def run() -> CoordinatorLink:
         link = made(lambda: ("h", 1), obeyed)
-        for one in [session(term) for term in terms]:
-            reading = begin(link, one)
-            one.reader.feed_data(framing.encode({"t": "close", "o": 1}))
+        for each in [session(term) for term in terms]:
+            reading = begin(link, each)
+            each.reader.feed_data(framing.encode({"t": "close", "o": 1}))
             await asyncio.sleep(0.05)
         reading.cancel()
         return link
 
     link = asyncio.run(run())
     assert link._first_message()["term"] == max(terms)
-    orders = sum(one["t"] == "close" for one in obeyed)
+    orders = sum(each["t"] == "close" for each in obeyed)
     assert orders == len(set(terms)), "each coordinator's own"
 
 
 class Proxy:
     """Between an agent and the coordinator. Of a direction that is in ``spoiled`` it alters the
-    next byte, and tells either side how the other one has ended.
+    next byte, and tells either side how the other has ended.
     """
 
     def __init__(self, address: tuple[str, int]) -> None:
@@ -155,7 +155,7 @@ def test_altered_record_costs_a_connection_and_no_node(monkeypatch, direction):
         link.send({"t": "report", "value": "while it happens"})
         # Half a second is what a lost connection has to come back: nothing follows from it later.
         end = asyncio.get_running_loop().time() + 1.5
-        while asyncio.get_running_loop().time() < end or not office.said:
+        while asyncio.get_running_loop().time() < end or not office.reports:
             link.beat()
             await asyncio.sleep(0.05)
         assert not office.is_left
@@ -164,15 +164,15 @@ def test_altered_record_costs_a_connection_and_no_node(monkeypatch, direction):
 
     office = serve(scenario)
     assert len(office.terms) == 2
-    assert office.said == ["while it happens"]
+    assert office.reports == ["while it happens"]
 
 
 def test_abandoned_greeting_sends_nothing():
     """Whatever it waits for then: the coordinator would take it for the agent's newest."""
-    said: list[None] = []
+    sent: list[None] = []
 
     def first() -> Mapping[str, Any]:
-        said.append(None)
+        sent.append(None)
         return join()
 
     async def scenario(_: Office, address: tuple[str, int]) -> None:
@@ -181,10 +181,10 @@ def test_abandoned_greeting_sends_nothing():
             greetings.begin(address, SECONDS)
             for _ in range(turns):
                 await asyncio.sleep(0)
-            tasks, before = greetings.tasks, len(said)
+            tasks, before = greetings.tasks, len(sent)
             greetings.close()
             await asyncio.wait(tasks, timeout=SECONDS)
-            assert len(said) == before, f"left after {turns} turns"
+            assert len(sent) == before, f"left after {turns} turns"
 
     serve(scenario)
 
@@ -198,7 +198,7 @@ class Doors:
         self._line = line
         self.seconds: dict[int, Iterator[float]] = {}
         self.opened: list[tuple[float, Any]] = []
-        self.most_waiting = 0
+        self.max_waiting = 0
 
     def are_slow(self, term: int, seconds: Iterable[float]) -> None:
         self.seconds[term] = iter(seconds)
@@ -211,8 +211,8 @@ class Doors:
         return reader, writer
 
     async def connect(self, _reader: object, writer: Any, *_: object) -> None:
-        waiting = sum(not one.is_closing() for _, one in self.opened)
-        self.most_waiting = max(self.most_waiting, waiting)
+        waiting = sum(not each.is_closing() for _, each in self.opened)
+        self.max_waiting = max(self.max_waiting, waiting)
         await asyncio.sleep(getattr(writer, "waits_seconds", 0.0))
 
 
@@ -241,7 +241,7 @@ def test_agent_keeps_its_place_in_a_queue(has_session):
         # The others that were sent beside it had nothing to say any more.
         await asyncio.sleep(10.0)
         assert new.terms == [1]
-        assert doors.most_waiting == 2
+        assert doors.max_waiting == 2
 
     before_doors(scenario)
 
@@ -263,9 +263,9 @@ def test_silent_coordinator_is_given_up():
         await beginning(line)
         doors.are_slow(1, repeat(NEVER_SECONDS))
         link = Agent(line, 9).link
-        link._boot = "the one before"
+        link._boot = "an earlier boot"
         with pytest.raises(CoordinatorLost, match="no coordinator for 30 s"):
             await link.run(30.0)
-        assert doors.most_waiting == 2
+        assert doors.max_waiting == 2
 
     before_doors(scenario)

@@ -41,7 +41,7 @@ class World:
     def send(self, node: int, frame: bytes) -> None:
         self.down[node] += FrameBuffer().feed(frame)
 
-    def hear(self, node: int) -> bool:
+    def receive(self, node: int) -> bool:
         if not self.up[node]:
             return False
         self.coordinator.receive(node, self.up[node].popleft())
@@ -58,7 +58,7 @@ class World:
         while True:
             await asyncio.sleep(0)
             nodes = range(len(self.relays))
-            moved = [act(node) for node in nodes for act in (self.hear, self.obey)]
+            moved = [act(node) for node in nodes for act in (self.receive, self.obey)]
             await asyncio.sleep(0)
             if not any(moved) and not any(self.up) and not any(self.down):
                 return
@@ -92,21 +92,21 @@ def test_store_delivers_every_value_despite_cuts_and_takeovers(moves):
 
 async def _play(moves: list[tuple[int, int]]) -> None:
     world = World(3)
-    said: set[tuple[int, int]] = set()
+    written: set[tuple[int, int]] = set()
 
-    def say(role: int, number: int) -> None:
+    def write(role: int, number: int) -> None:
         roles = GROUPS[number]
-        if role in roles and (role, number) not in said:
-            said.add((role, number))
+        if role in roles and (role, number) not in written:
+            written.add((role, number))
             keys = keys_of(roles)
             world.members[role].store.set(EPOCH, keys[roles.index(role)], bytes([role]))
             world.members[role].store.has(EPOCH, keys)
 
     for move, where in moves:
         if move < 24:
-            say(where, move % len(GROUPS))
+            write(where, move % len(GROUPS))
         elif move < 30:
-            world.hear(where % 3)
+            world.receive(where % 3)
         elif move < 36:
             world.obey(where % 3)
         elif move < 39:
@@ -116,7 +116,7 @@ async def _play(moves: list[tuple[int, int]]) -> None:
         await asyncio.sleep(0)
     for number in range(len(GROUPS)):
         for role in range(6):
-            say(role, number)
+            write(role, number)
     await world.settle()
     for roles in GROUPS:
         for role in roles:

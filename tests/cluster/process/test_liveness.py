@@ -97,10 +97,10 @@ def test_orphans_are_reaped_and_own_children_are_not(monkeypatch):
         f"if not child: os.close(1); os.close(2); os.read({read}, 1); os._exit(0)\n"
         "print(child)"
     )
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", parent], pass_fds=[read], capture_output=True, text=True, check=True
     )
-    orphan = int(said.stdout)
+    orphan = int(result.stdout)
     os.close(write)
     os.close(read)
     wait_for("the orphan has ended", lambda: (posix.state_and_cpu_ticks(orphan) or "X")[0] == "Z")

@@ -1,4 +1,4 @@
-"""Starts of processes: members forked or parked, a moment's shortage sat out, ends told."""
+"""Starts of processes: members forked or parked, a moment's shortage sat out, ends reported."""
 
 import asyncio
 import errno
@@ -95,7 +95,7 @@ def spec_of(directory: Path, does: str = "sleeps", slot: int = 0) -> MemberSpec:
     )
 
 
-def said(directory: Path, slot: int = 0) -> list[str]:
+def printed(directory: Path, slot: int = 0) -> list[str]:
     """What the member has printed: the pid of its child, and its variable."""
     wait_for("its line", lambda: "slot" in read(directory, slot))
     return read(directory, slot).split()
@@ -113,16 +113,16 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def forking(*modules: str) -> ForkServer:
     """One that this process, which has other threads by now, has forked through a fresh one."""
-    ours, theirs = pair()
-    with theirs:
+    own_end, child_end = pair()
+    with child_end:
         program = (
             "import os, socket; from deadpool_megatron.cluster.process import fork_server as f\n"
-            f"f.run_server(socket.socket(fileno={theirs.fileno()}), {modules!r}, os.getppid())"
+            f"f.run_server(socket.socket(fileno={child_end.fileno()}), {modules!r}, os.getppid())"
         )
         command = [sys.executable, "-c", program]
-        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+        process = subprocess.Popen(command, pass_fds=(child_end.fileno(),))
         process.returncode = 0
-    return ForkServer(process.pid, ours)
+    return ForkServer(process.pid, own_end)
 
 
 @asynccontextmanager
@@ -144,15 +144,15 @@ async def test_member_end_is_reported_and_its_group_killed(tmp_path, way):
             [("ends", ProcessEnd(exit_code=7)), ("sleeps", ProcessEnd(signal=signal.SIGKILL))]
         ):
             started = await starter.start(spec_of(tmp_path, does, slot))
-            told: list[ProcessEnd] = []
-            started.watch.then(told.append)
-            child, who = await asyncio.to_thread(said, tmp_path, slot)
-            assert who == f"slot{slot}"
+            reported: list[ProcessEnd] = []
+            started.watch.then(reported.append)
+            child, variable = await asyncio.to_thread(printed, tmp_path, slot)
+            assert variable == f"slot{slot}"
             if does == "sleeps":
                 started.watch.kill()
             await asyncio.wait_for(started.watch.ended.wait(), SECONDS)
-            await until(lambda told=told: bool(told))
-            assert told == [ending]
+            await until(lambda reported=reported: bool(reported))
+            assert reported == [ending]
             await until(lambda child=child: not posix.is_alive(int(child)))
             started.watch.kill()  # of one that has ended: nobody
             started.connection.close()
@@ -163,9 +163,9 @@ async def test_end_before_a_callback_is_reported(tmp_path, way):
     async with starting(way) as starter:
         started = await starter.start(spec_of(tmp_path, "ends"))
         await asyncio.wait_for(started.watch.ended.wait(), SECONDS)
-        told: list[ProcessEnd] = []
-        started.watch.then(told.append)
-        await until(lambda: told == [ProcessEnd(exit_code=7)])
+        reported: list[ProcessEnd] = []
+        started.watch.then(reported.append)
+        await until(lambda: reported == [ProcessEnd(exit_code=7)])
         started.connection.close()
 
 
@@ -174,7 +174,7 @@ async def member_of(
 ) -> tuple[fork_server.StartedMember, Starter]:
     starter = Starter(server, (), lambda slot: {})
     started = await starter.start(spec_of(directory))
-    await asyncio.to_thread(said, directory)
+    await asyncio.to_thread(printed, directory)
     return started, starter
 
 
@@ -192,8 +192,8 @@ async def test_member_dies_with_its_server_and_the_next_is_parked(tmp_path):
     assert isinstance(second.watch, ChildWatch)
     assert await second.watch.end(SECONDS)
     starter.close()
-    for one in (started, second):
-        one.connection.close()
+    for member in (started, second):
+        member.connection.close()
 
 
 async def test_node_server_outlives_its_parent_and_ends_with_its_agent(tmp_path):
@@ -230,8 +230,8 @@ def test_process_with_threads_is_not_forked(tmp_path, monkeypatch):
     other.join()
 
 
-@pytest.mark.parametrize(("answer", "why"), [(0, "touches CUDA"), (3, "")])
-def test_process_that_touched_cuda_is_not_forked(tmp_path, monkeypatch, answer, why):
+@pytest.mark.parametrize(("answer", "reason"), [(0, "touches CUDA"), (3, "")])
+def test_process_that_touched_cuda_is_not_forked(tmp_path, monkeypatch, answer, reason):
     """By the driver's own word: 3 is CUDA_ERROR_NOT_INITIALIZED."""
     source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
     source.write_text(_DRIVER.format(answer=answer))
@@ -241,8 +241,8 @@ def test_process_that_touched_cuda_is_not_forked(tmp_path, monkeypatch, answer, 
     for variable, added in (("PYTHONPATH", tmp_path), ("LD_LIBRARY_PATH", tmp_path)):
         monkeypatch.setenv(variable, f"{added}:{os.environ.get(variable, '')}")
     server = forking("driver_x")
-    if why:
-        with pytest.raises(StartError, match=why):
+    if reason:
+        with pytest.raises(StartError, match=reason):
             server.ready()
     else:
         assert server.ready().is_ready
@@ -251,7 +251,7 @@ def test_process_that_touched_cuda_is_not_forked(tmp_path, monkeypatch, answer, 
 
 async def test_failed_fork_is_reported_and_closes_everything(tmp_path, monkeypatch):
     """Tried again each second, it would soon take the last descriptor."""
-    server, theirs = pair()
+    server, child_end = pair()
     starter = Starter(ForkServer(0, server, True), (), lambda slot: {})
     monkeypatch.setattr(os, "fork", Short(3))
     gc.collect()  # what an earlier test has left may be closed at any moment
@@ -261,8 +261,8 @@ async def test_failed_fork_is_reported_and_closes_everything(tmp_path, monkeypat
         for _ in range(3):
             asked = asyncio.create_task(starter.start(spec_of(tmp_path)))
             await asyncio.sleep(0)
-            request, handles = fork_server.receive_message(theirs)
-            assert fork_server._fork(theirs, request, handles[0]) == 0
+            request, handles = fork_server.receive_message(child_end)
+            assert fork_server._fork(child_end, request, handles[0]) == 0
             os.close(handles[0])
             with pytest.raises(BlockingIOError):
                 await asked
@@ -275,19 +275,19 @@ async def test_failed_fork_is_reported_and_closes_everything(tmp_path, monkeypat
         gc.enable()
         starter.close()
         server.close()
-        theirs.close()
+        child_end.close()
 
 
 def test_member_without_log_directory_prints_to_its_server(tmp_path):
-    ours, theirs = pair()
-    with ours, theirs:
+    own_end, child_end = pair()
+    with own_end, child_end:
         environment = {**os.environ, "DEADPOOL_RUN_DIR": str(tmp_path)}
         log = tmp_path / "cleaned" / "node0-slot0-1.log"
         spec = MemberSpec(MemberPlace(0, 0, 1), ("-m", "this"), environment, log, tmp_path)
-        fork_server.send_message(ours, {"member": spec.to_dict()}, theirs.fileno())
+        fork_server.send_message(own_end, {"member": spec.to_dict()}, child_end.fileno())
         ended = subprocess.run(
-            [sys.executable, "-m", fork_server.MODULE, str(theirs.fileno()), ""],
-            pass_fds=(theirs.fileno(),),
+            [sys.executable, "-m", fork_server.MODULE, str(child_end.fileno()), ""],
+            pass_fds=(child_end.fileno(),),
             capture_output=True,
             text=True,
             timeout=60,
@@ -342,7 +342,7 @@ async def test_standby_is_started_as_soon_as_possible(tmp_path, monkeypatch):
 
 
 def test_fork_server_ends_with_its_agent():
-    """It leaves an answer unread, and one comes later: neither is an error to be told."""
+    """It leaves an answer unread, and one comes later: neither is an error to be reported."""
     agent, server = pair()
     fork_server.send_answer(server, {"started": 1})
     agent.close()

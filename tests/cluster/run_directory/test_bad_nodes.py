@@ -24,14 +24,14 @@ def test_locked_file_is_given_up_in_time(tmp_path, monkeypatch):
 
 
 def test_quarantined_host_is_excluded_until_it_is_forgotten(tmp_path):
-    """Not by the run itself, nor by one that had several nodes there and lost one of them."""
+    """Not by the run itself, nor for a host of which only one of several nodes failed."""
     quarantine.add_bad_node(tmp_path, NODE)
     quarantine.add_bad_node(tmp_path, replace(NODE, host="node8", alone=False))
     now = NODE.wall_seconds + 3600.0
-    said = quarantine.exclusion_reason(tmp_path, "node7", "another", now)
-    assert said.startswith("run 0a0a0a0a quarantined node7 on ")
-    assert "(device-error: Xid 79)" in said
-    assert f"'deadpool bad-nodes --forget node7 {tmp_path}'" in said
+    reason = quarantine.exclusion_reason(tmp_path, "node7", "another", now)
+    assert reason.startswith("run 0a0a0a0a quarantined node7 on ")
+    assert "(device-error: Xid 79)" in reason
+    assert f"'deadpool bad-nodes --forget node7 {tmp_path}'" in reason
     for host, run, when in (
         ("node7", NODE.run, now),
         ("node8", "another", now),
@@ -41,7 +41,7 @@ def test_quarantined_host_is_excluded_until_it_is_forgotten(tmp_path):
         assert quarantine.exclusion_reason(tmp_path, host, run, when) == ""
     assert cli.main(["bad-nodes", "--forget", "node7", str(tmp_path)]) == 0
     assert quarantine.exclusion_reason(tmp_path, "node7", "another", now) == ""
-    assert [one.host for one in quarantine.read_bad_nodes(tmp_path)] == ["node8"]
+    assert [node.host for node in quarantine.read_bad_nodes(tmp_path)] == ["node8"]
 
 
 def test_run_on_a_bad_host_is_refused_before_it_starts(tmp_path, capsys):

@@ -25,7 +25,7 @@ NO_LINKS = "has no hard links"
     "text", ['{"started": []}', '{"started": null}', '{"started": {"1": [2]}}', "[]", "{"]
 )
 def test_malformed_listing_names_no_process(text, tmp_path):
-    """The launcher reads that of the coordinator all the time, and ended its run at one."""
+    """The launcher reads the coordinator's all the time, and such a listing once ended its run."""
     run = RunDirectory(tmp_path)
     run.node(0).parent.mkdir()
     for path in (run.coordinator, run.node(0)):
@@ -75,7 +75,7 @@ def test_missing_locks_are_not_taken_for_held_locks(tmp_path, monkeypatch, capfd
 
     monkeypatch.setattr(file_systems.fcntl, "flock", flock)
     add_bad_node(tmp_path, BAD)
-    assert [one.host for one in read_bad_nodes(tmp_path)] == ["n1"]
+    assert [node.host for node in read_bad_nodes(tmp_path)] == ["n1"]
     assert f"no locks here ({os.strerror(number)}), continues without" in capfd.readouterr().err
 
 

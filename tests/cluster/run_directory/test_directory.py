@@ -38,8 +38,8 @@ def test_moved_run_has_its_own_checkpoints(tmp_path):
     other = made(tmp_path / "run", "00000002")
     checkpoint(other.path / "saves" / "iter_0000004", b"another's")
     own = str(moved.path / "saves" / "iter_0000004")
-    assert [one.path for one in run_files.read_valid(moved.latest)] == [own, elsewhere.path]
-    assert [one.path for one in run_files.found_in(moved.saves)] == [own]
+    assert [restore.path for restore in run_files.read_valid(moved.latest)] == [own, elsewhere.path]
+    assert [restore.path for restore in run_files.found_in(moved.saves)] == [own]
 
 
 @pytest.mark.parametrize("nbytes", [3, 5_000_000])
@@ -100,7 +100,7 @@ def test_reading_a_journal_creates_no_run(tmp_path):
 
 
 def test_partly_made_name_is_made_again(tmp_path):
-    """Also where the new file has the inode of the one that was removed, as a link has."""
+    """Also where the new file has the inode of the removed file, as a link has."""
     place, kept, made = tmp_path / "run.json", tmp_path / "kept", list[str]()
     kept.touch()
     os.link(kept, place)

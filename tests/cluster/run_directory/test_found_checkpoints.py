@@ -59,11 +59,11 @@ def test_found_checkpoints_skip_unreadable_directories(saves, tmp_path):
     whole = checkpoint(tmp_path, 4, 5, 5)
     (tmp_path / "iter_0000008").mkdir()
     (tmp_path / "iter_0000008" / "metadata.json").touch()
-    assert [one.path for one in run_files.found_in(saves)] == [str(whole)]
+    assert [restore.path for restore in run_files.found_in(saves)] == [str(whole)]
     taken(tmp_path / "later", tmp_path)
     assert run_files.found_in(saves) == []
     run_files.take_saves(run_files.RunDirectory(saves.parent), tmp_path)
-    assert [one.path for one in run_files.found_in(saves)] == [str(whole)]
+    assert [restore.path for restore in run_files.found_in(saves)] == [str(whole)]
     saves.write_text("{")
     assert run_files.found_in(saves) == []
     saves.unlink()

@@ -16,14 +16,14 @@ from tests.cluster.link.streams import Stream
 class Connection(Stream):
     """One connection to ``peers``, from its first message on; ``size``: bytes that wait in it."""
 
-    def __init__(self, heard: Heard, name: str, *messages: Mapping[str, Any]) -> None:
+    def __init__(self, events: PeerPrinter, name: str, *messages: Mapping[str, Any]) -> None:
         super().__init__()
         self.name, self.reader, self._frames = name, RecordReader(), FrameBuffer()
         given: Any = self
-        self.task = asyncio.create_task(heard.peers.serve(self.reader, given, name))
-        self.say(*messages)
+        self.task = asyncio.create_task(events.peers.serve(self.reader, given, name))
+        self.send(*messages)
 
-    def say(self, *messages: Mapping[str, Any]) -> None:
+    def send(self, *messages: Mapping[str, Any]) -> None:
         self.reader.feed_data(b"".join(map(encode, messages)))
 
     def write(self, data: bytes) -> None:
@@ -45,7 +45,7 @@ class Connection(Stream):
         """Nothing waits."""
 
 
-class Heard:
+class PeerPrinter:
     """Prints what the coordinator is told of its connections. ``fails``: it fails at a report of
     this value, or at a join."""
 
@@ -69,14 +69,14 @@ class Heard:
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
         print(f"node {peer.node} left: {cause}{' (dropped)' if peer.dropped else ''}")
 
-    def superseded(self, why: str) -> None:
-        print(f"superseded: {why}")
+    def superseded(self, reason: str) -> None:
+        print(f"superseded: {reason}")
 
     async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return {"ok": bool(message["command"])}
 
-    def refused(self, who: str, why: str) -> None:
-        print(f"refused {who}: {why}")
+    def refused(self, sender: str, reason: str) -> None:
+        print(f"refused {sender}: {reason}")
 
 
 async def turn(seconds: float = 0.0) -> None:
