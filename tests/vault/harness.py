@@ -113,6 +113,9 @@ class Node:
     loop: Loop
     faults: Path | None = None
     events: list[Event] = field(default_factory=list)
+    clients: list[VaultClient] = field(default_factory=list)
+    process: forks.Forked = field(init=False)
+    control: VaultControl = field(init=False)
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -122,9 +125,6 @@ class Node:
         self.socket_path = str(self.directory / "vault.sock")
         self.unix.bind(self.socket_path)
         self.unix.listen(64)
-        self.control: VaultControl | None = None
-        self.process: forks.Forked | None = None
-        self.clients: list[VaultClient] = []
 
     def start(self) -> None:
         """Start the vault and connect to it."""
@@ -159,18 +159,15 @@ class Node:
         return made
 
     def send_signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """SIGKILL, as a real failure; the sockets stay with the agent."""
-        assert self.process is not None
         self.process.kill()
         self.process.wait(10)
 
     def await_killed(self) -> None:
         """Until a fault has ended the vault."""
-        assert self.process is not None
         assert self.process.wait(DEADLINE) == -signal.SIGKILL
 
     def restart(self, record: records.EpochRecord) -> None:
@@ -187,39 +184,26 @@ class Node:
             client.close()
         shutil.rmtree(self.directory)
 
-    def order(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.loop(coroutine)
-
     def adopt(self, record: records.EpochRecord) -> None:
-        assert self.control is not None
-        self.order(self.control.adopt(record, DEADLINE))
+        self.loop(self.control.adopt(record, DEADLINE))
 
     def close_epoch(self, epoch: int) -> None:
-        assert self.control is not None
-        self.order(self.control.close_epoch(epoch, DEADLINE))
+        self.loop(self.control.close_epoch(epoch, DEADLINE))
 
     def inventory(self) -> records.Inventory:
-        assert self.control is not None
-        return self.order(self.control.inventory(DEADLINE))
+        return self.loop(self.control.inventory(DEADLINE))
 
     def status(self) -> dict[str, Any]:
-        assert self.control is not None
-        return self.order(self.control.status(DEADLINE))
+        return self.loop(self.control.status(DEADLINE))
 
-    def dump(self, directory: Path, generation: records.Generation, boundary: str) -> list[str]:
-        return [str(path) for path in self.dumped(directory, generation, boundary)["files"]]
-
-    def dumped(
+    def dump(
         self, directory: Path, generation: records.Generation, boundary: str
     ) -> dict[str, Any]:
-        """What the vault answers to the order to dump."""
-        assert self.control is not None
-        return self.order(self.control.dump(directory, generation, boundary, DEADLINE))
+        """Return the vault's answer to the order to dump."""
+        return self.loop(self.control.dump(directory, generation, boundary, DEADLINE))
 
     def shutdown(self, remove: bool) -> None:
-        assert self.control is not None
-        assert self.process is not None
-        self.order(self.control.shutdown(remove, DEADLINE))
+        self.loop(self.control.shutdown(remove, DEADLINE))
         self.process.wait(10)
 
     def count(self, text: str) -> int:
@@ -399,12 +383,11 @@ class Cluster:
         for node in self.nodes:
             for client in node.clients:
                 client.close()
-            if node.control is not None:
+            if hasattr(node, "control"):
                 with contextlib.suppress(OSError):
                     self.loop(node.control.close())
-            if node.process is not None and node.process.poll() is None:
-                node.process.kill()
-                node.process.wait(10)
+            if hasattr(node, "process") and node.process.poll() is None:
+                node.kill()
             node.tcp.close()
             node.unix.close()
         self.loop.stop()
@@ -413,38 +396,23 @@ class Cluster:
             if (self.directory / f"vault{node.number}.log").exists():
                 assert "Traceback" not in node.log()
 
-    def addresses(self, gone: set[int] | None = None) -> dict[int, records.NodeAddress]:
-        return {
-            node.number: records.NodeAddress(
-                "127.0.0.1", node.port, f"rack{node.number}", node.number >= self.roles
-            )
-            for node in self.nodes
-            if node.number not in (gone or set())
-        }
-
     def record(
         self,
         epoch: int,
         restore: records.Restore | None = None,
         seats: Mapping[int, records.Seat] | None = None,
-        gone: set[int] | None = None,
-        fewer: frozenset[int] = frozenset(),
-        replicas: int = 1,
+        gone: Collection[int] = (),
+        **more: Any,
     ) -> records.EpochRecord:
-        chosen = seats or {role: records.Seat(role, 0, 0) for role in range(self.roles)}
-        addresses = self.addresses(gone)
-        used = {seat.node for seat in chosen.values()}
-        return records.EpochRecord(
-            epoch=epoch,
-            seats=chosen,
-            nodes={
-                n: records.NodeAddress(a.host, a.vault_port, a.domain, n not in used)
-                for n, a in addresses.items()
-            },
-            restore=restore or records.Restore("initial", records.Generation(epoch, 0)),
-            replicas=replicas,
-            fewer_copies=fewer,
-        )
+        seats = seats or {role: records.Seat(role, 0, 0) for role in range(self.roles)}
+        used = {seat.node for seat in seats.values()}
+        nodes = {
+            n: records.NodeAddress("127.0.0.1", node.port, f"rack{n}", n not in used)
+            for n, node in enumerate(self.nodes)
+            if n not in gone
+        }
+        restore = restore or records.Restore("initial", records.Generation(epoch, 0))
+        return records.EpochRecord(epoch, seats, nodes, restore, **more)
 
     def open(self, record: records.EpochRecord) -> None:
         for node in self.nodes:
@@ -460,8 +428,8 @@ class Cluster:
         self.open(record)
         return [Member(self.nodes[role], one, record.epoch) for role, one in layouts.items()]
 
-    def close(self, epoch: int, gone: set[int] | None = None) -> dict[int, records.Inventory]:
-        live = [node for node in self.nodes if node.number not in (gone or set())]
+    def close(self, epoch: int, gone: Collection[int] = ()) -> dict[int, records.Inventory]:
+        live = [node for node in self.nodes if node.number not in gone]
         for node in live:
             node.close_epoch(epoch)
         return {node.number: node.inventory() for node in live}

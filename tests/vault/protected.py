@@ -1,5 +1,7 @@
 """Roles whose first generation is committed: where most that goes wrong with vaults begins."""
 
+from collections.abc import Collection
+
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, RoleLayout, Seat
 from deadpool_megatron.vault.shm.segment import Segment
 from tests.vault.harness import Cluster, Member, Node, make_layout, memory, train
@@ -26,13 +28,13 @@ def swap(
     *,
     epoch: int = 2,
     to: Seat = SPARE,
-    gone: frozenset[int] = frozenset({1}),
+    gone: Collection[int] = (1,),
     boundary: str = "step",
     first: int | None = None,
 ) -> EpochRecord:
     """The record of epoch 2, unless told, in which spare node 2 takes role 1."""
     restore = memory(inventories, kept, layouts or LAYOUTS, boundary, first)
-    return running.record(epoch, restore, {0: Seat(0, 0, 0), 1: to}, gone=set(gone))
+    return running.record(epoch, restore, {0: Seat(0, 0, 0), 1: to}, gone)
 
 
 def flip(node: Node, name: str, generation: Generation, part: str) -> None:

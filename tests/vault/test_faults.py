@@ -152,7 +152,7 @@ def test_a_restored_part_that_rots_is_fetched_again(tmp_path):
         # Node 1 is drained, not dead. Node 0 lacks a part of its copy.
         copy = Segment.open(running.nodes[0].directory / copy_name(1))
         copy.invalidate_part(0, "shard", PartState.BAD)
-        record = swap(running, inventories, FIRST, gone=frozenset(), first=1)
+        record = swap(running, inventories, FIRST, gone=(), first=1)
         for node in running.nodes[1:]:
             node.adopt(record)
         fresh = Member(running.nodes[2], LAYOUTS[1], 2)

@@ -107,7 +107,7 @@ def test_the_gate_needs_the_wanted_copies(tmp_path):
         assert len(member.waits) >= 2
         inventories = running.close(1)
         restore = memory(inventories, Generation(1, 0), {0: layout})
-        record = running.record(2, restore, fewer=frozenset({0}))
+        record = running.record(2, restore, fewer_copies=frozenset({0}))
         running.open(record)
         member.check(record)
         assert member.wait(Generation(1, 0)) == "committed"

@@ -65,9 +65,9 @@ def test_the_coordinator_is_told_and_the_one_before_can_be_gone_on_from(tmp_path
         strike(Segment.open(node.directory / "copy-1.seg"), G(1, 2), "shard")
         told = [[1, [1, 2], "shard"]]
         for _ in range(2):  # the next coordinator may ask again for what is known to be bad by then
-            assert node.dumped(base / "1-2", G(1, 2), "step")["damaged"] == told
+            assert node.dump(base / "1-2", G(1, 2), "step")["damaged"] == told
         assert newest_whole(base, range(2), {1: NO_LIMIT})[0] is None
-        node.dumped(base / "1-1", G(1, 1), "step")
+        node.dump(base / "1-1", G(1, 1), "step")
     found, why_not = newest_whole(base, range(2), {1: NO_LIMIT})
     assert found == records.Restore("dump", G(1, 1), "step", str(base / "1-1"))
     assert why_not == ["generation 1:2 lacks part shard of role 1"]

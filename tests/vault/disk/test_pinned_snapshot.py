@@ -23,7 +23,6 @@ def order(
     node: harness.Node, iteration: int, seconds: float = harness.DEADLINE
 ) -> Future[list[Snapshot]]:
     """Have the vault take an iteration; the answer comes later."""
-    assert node.control is not None
     taking = node.control.take("test", iteration, seconds)
     return asyncio.run_coroutine_threadsafe(taking, node.loop.loop)
 

@@ -48,7 +48,7 @@ class Stepper(harness.Member):
 
 
 def opened(running: harness.Cluster, **options: object) -> records.EpochRecord:
-    record = replace(running.record(1, **options), protection=PLAN)  # type: ignore[arg-type]
+    record = replace(running.record(1, **options), protection=PLAN)
     running.open(record)
     return record
 
@@ -186,7 +186,7 @@ def test_chains_are_dumped_and_go_on_in_another_run(tmp_path):
         go_on(members, 1, range(3))
         running.nodes[1].die()
         running.close(1, gone={1})
-        assert len(running.nodes[0].dump(dump, kept, "step")) == 2
+        assert len(running.nodes[0].dump(dump, kept, "step")["files"]) == 2
     with harness.cluster(second, 2, full_every=EVERY) as running:
         restore = records.Restore("dump", records.Generation(3, 2), path=str(dump))
         record = replace(running.record(3, restore), protection=PLAN)
