@@ -93,8 +93,9 @@ class ParityPlacement:
             _group(roles, parities, holders.choose(number, nodes, parities))
             for number, (nodes, roles) in enumerate(composed)
         )
-        self._by_role = {role: group for group in self.groups for role in group.roles}
-        self._by_block = {
+        self.by_role = {role: group for group in self.groups for role in group.roles}
+        # Parity role -> its group, and the number of its block (from 0).
+        self.by_block = {
             block: (group, number)
             for group in self.groups
             for number, block in enumerate(group.blocks)
@@ -106,20 +107,12 @@ class ParityPlacement:
         placed = records.nodes_of(record.seats, record.nodes)
         return ParityPlacement(*placed, record.protection, record.replicas)
 
-    def group_of(self, role: int) -> ParityGroup | None:
-        """Return the group of a role, None for a role without parity protection."""
-        return self._by_role.get(role)
-
-    def block(self, number: int) -> tuple[ParityGroup, int] | None:
-        """Return the group of a parity role, and the number of its block (from 0)."""
-        return self._by_block.get(number)
-
     def layout(self, number: int, layouts: Mapping[int, RoleLayout]) -> RoleLayout:
         """Return the layout of a parity role of this placement, from those of its group.
 
         Raises KeyError for another number or when a layout is missing.
         """
-        group, block = self._by_block[number]
+        group, block = self.by_block[number]
         return parity_layout(layouts, group, block, self.parities)
 
 

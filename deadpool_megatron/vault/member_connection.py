@@ -43,14 +43,13 @@ class MemberConnections:
 
     def __init__(self, store: SlotStore) -> None:
         self._store = store
-        self._ledger = store.ledger
         self._lock = threading.Lock()
         self._connections: dict[int, MemberConnection] = {}
         self.workers: Mapping[int, RoleWorker] = {}
         # By role: damage that was found while its member was not connected. The member ignores
         # that of another epoch.
         self._found_bad: dict[int, dict[str, Any]] = {}
-        self._ledger.on_committed = self._committed
+        store.ledger.on_committed = self._committed
         store.on_bad = self._bad
 
     def set_workers(self, workers: Mapping[int, RoleWorker]) -> None:

@@ -310,7 +310,7 @@ class Restorer:
         when its disk fails, or no slot is free at the deadline."""
         name = wanted.name
         entry = dumped.entry(source, name)
-        place = Place(dumped, source, name, entry.nbytes, entry.checksum, entry.epoch)
+        place = Place.of(dumped, source, name, entry)
         while True:
             try:
                 with self._target(layout, wanted) as (segment, slot):

@@ -209,8 +209,7 @@ class RoleWorker(threading.Thread):
                 # right, not that of the present bytes.
                 if entry.state is PartState.SEALED and entry.checksum != found:
                     del digests[name]
-                    place = Place(segment, slot, name, entry.nbytes, entry.checksum, entry.epoch)
-                    store.mark_bad(place, found)
+                    store.mark_bad(Place.of(segment, slot, name, entry), found)
             obtained = self._outcome if isinstance(self._outcome, dict) else None
             is_new = generation != self._restored
             if is_new or self._restorer.accepts(segment, slot, digests, obtained):

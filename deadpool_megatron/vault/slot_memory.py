@@ -208,14 +208,12 @@ def remove_unneeded(store: SlotStore) -> None:
 def _unneeded(segment: Segment, slot: int, owed: Collection[str], *, is_old: bool) -> list[str]:
     """Invalidate the parts of a slot that are no longer needed, and return their names."""
     names = []
-    for part in segment.layout.parts:
-        entry = segment.entry(slot, part.name)
+    for name, entry in segment.entries(slot).items():
         has_checksum = entry.state in (PartState.SEALED, PartState.ELSEWHERE)
         is_sealed = segment.state(slot) is SlotState.SEALED and has_checksum
-        if part.name in owed or (is_sealed and not is_old):
-            continue
-        segment.invalidate_part(slot, part.name, PartState.ABSENT)
-        names.append(part.name)
+        if name not in owed and (is_old or not is_sealed):
+            segment.invalidate_part(slot, name, PartState.ABSENT)
+            names.append(name)
     return names
 
 

@@ -109,7 +109,7 @@ class World:
         self, role: int, generation: records.Generation, name: str
     ) -> dict[int, set[records.Source]]:
         """What is left of the group of a role, as the definition of the code says it."""
-        group = self.placement.group_of(role)
+        group = self.placement.by_role.get(role)
         if group is None:
             return {}
         found = {}
@@ -136,7 +136,7 @@ class World:
         )
 
     def group_roles(self, role: int) -> tuple[int, ...]:
-        group = self.placement.group_of(role)
+        group = self.placement.by_role.get(role)
         return group.roles if group is not None else (role,)
 
 

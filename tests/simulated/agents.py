@@ -411,7 +411,7 @@ class Agents:
             for group in placement.groups:
                 for block in group.blocks:
                     self.block_layouts[block] = placement.layout(block, layouts)
-        return self.placements[record.epoch].group_of(role)
+        return self.placements[record.epoch].by_role.get(role)
 
     def owed(self, role: int) -> list[tuple[int, int, frozenset[str]]]:
         """Node, role and parts of everything that has to be elsewhere before a commit."""

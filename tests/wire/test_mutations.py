@@ -115,7 +115,6 @@ def test_a_vault_under_damaged_conversations(tmp_path):
         members = begin(running)
         node = running.nodes[1]
         address, secret = ("127.0.0.1", node.port), auth.load_secret(running.directory)
-        assert node.process is not None
         before, pid = node.status()["holdings"], node.process.pid
         handshake = mutations.recorded_handshake(address, secret, realm_of(RUN_ID, 1))
         frames = [*handshake, *map(framing.encode, _PUT), b"x" * 100]

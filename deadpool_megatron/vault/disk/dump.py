@@ -137,9 +137,7 @@ def newest_sealed(directory: Path) -> Generation:
     for path in directory.glob("*.seg"):
         with contextlib.suppress(SegmentError, OSError):
             segment = segments.Segment.open(path, writable=False)
-            for slot in range(segment.slots):
-                if segment.state(slot) is segments.SlotState.SEALED:
-                    newest = max(newest, segment.generation(slot))
+            newest = max([newest, *(sealed[1] for sealed in segment.sealed_slots())])
     return newest
 
 
@@ -245,12 +243,10 @@ def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> d
     if dumped.layout.layout_hash != layout.layout_hash or dumped.generation(0) != generation:
         return {}
     return {
-        (dumped.generation(slot), part.name): Place(
-            dumped, slot, part.name, entry.nbytes, entry.checksum, entry.epoch
-        )
+        (dumped.generation(slot), name): Place.of(dumped, slot, name, entry)
         for slot in range(dumped.slots)
-        for part in dumped.layout.parts
-        if (entry := dumped.entry(slot, part.name)).state is segments.PartState.SEALED
+        for name, entry in dumped.entries(slot).items()
+        if entry.state is segments.PartState.SEALED
     }
 
 

@@ -146,5 +146,5 @@ def last_boundary(
 
 def _sealed(dumped: Segment, slot: int) -> set[str]:
     """Return the names of the sealed parts in a slot of a file."""
-    names = [part.name for part in dumped.layout.parts]
-    return {name for name in names if dumped.entry(slot, name).state is PartState.SEALED}
+    entries = dumped.entries(slot).items()
+    return {name for name, entry in entries if entry.state is PartState.SEALED}

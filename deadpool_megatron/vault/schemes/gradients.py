@@ -23,7 +23,7 @@ from deadpool_megatron.layout.records import (
     Source,
 )
 from deadpool_megatron.vault.copies import Copies, Owed
-from deadpool_megatron.vault.schemes.registry import Obtained
+from deadpool_megatron.vault.schemes.registry import Obtained, Rebuild
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
@@ -107,7 +107,7 @@ class Recompute(Copies):
             way.base = max(way.base, generation)
 
 
-class Replayed:
+class Replayed(Rebuild):
     """A role that recomputes its shard parts from a whole copy of an earlier generation and the
     steps since. See :class:`.registry.Rebuild`."""
 
@@ -119,9 +119,6 @@ class Replayed:
 
     def chain(self, recipe: Recipe) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
         return {} if recipe.replay is None else recipe.replay.sources
-
-    def obtain(self, *about: object) -> None:
-        """Return None: the member computes the parts."""
 
     def accepts(
         self, segment: Segment, slot: int, digests: Mapping[str, int], obtained: Obtained
@@ -141,9 +138,6 @@ class Replayed:
             self._store.reports.refuse("a replay with other bytes", role=self._role, part=wrong[0])
             self._store.on_bad(self._epoch, self._role, self._restored, wrong[0])
         return not wrong
-
-    def cut(self) -> None:
-        """Do nothing: it has no connections."""
 
 
 def replayed_otherwise(

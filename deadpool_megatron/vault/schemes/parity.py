@@ -67,12 +67,9 @@ class Parity(Copies):
 
     def holders(self, role: int) -> list[Target]:
         """Return the holders of the blocks of a role's group."""
-        group = self.placement.group_of(role)
-        if group is None:
-            return []
-        return [
-            Target(node, block) for block, node in zip(group.blocks, group.holders, strict=True)
-        ]
+        group = self.placement.by_role.get(role)
+        places = () if group is None else zip(group.blocks, group.holders, strict=True)
+        return [Target(node, block) for block, node in places]
 
     def _ways(self, layout: records.RoleLayout, kind: records.PartKind) -> Ways:
         return [
@@ -83,7 +80,7 @@ class Parity(Copies):
     def keeps(self, layout: records.RoleLayout, node: int) -> Collection[str]:
         if not records.is_parity_role(layout.role):
             return super().keeps(layout, node)
-        found = self.placement.block(layout.role)
+        found = self.placement.by_block.get(layout.role)
         if found is None or found[0].holders[found[1]] != node:
             return ()
         return [part.name for part in layout.parts]
@@ -98,7 +95,7 @@ class Parity(Copies):
         with gate.lock:
             if not gate.is_open(self.record.epoch):
                 raise Refused(Refusal.STALE)
-            found = self.placement.block(number)
+            found = self.placement.by_block.get(number)
             if found is None or role not in found[0].roles:
                 raise Refused(Refusal.WRONG_BLOCK)
             if found[0].holders[found[1]] != gate.node:

@@ -38,7 +38,7 @@ from deadpool_megatron.layout.records import (
     Source,
 )
 from deadpool_megatron.vault.errors import MALFORMED, RestoreUnavailable, VaultError
-from deadpool_megatron.vault.schemes.registry import Claim
+from deadpool_megatron.vault.schemes.registry import Claim, Rebuild
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, dump_name
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
@@ -277,7 +277,7 @@ class _Candidates:
         return True
 
 
-class Decoder:
+class Decoder(Rebuild):
     """Decodes parts of a role for an epoch. One thread; :meth:`cut` from any.
 
     ``target``: the claimed slot for the role.
@@ -348,12 +348,6 @@ class Decoder:
                     raise VaultError(f"part {name} of role {self._role}: {error}") from error
             self._gate.pause(self._record.epoch, _PAUSE_SECONDS)
         raise RestoreUnavailable(name, tuple(tried))
-
-    def chain(self, recipe: Recipe) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
-        return {}
-
-    def accepts(self, segment: Segment, slot: int, digests: object, obtained: object) -> bool:
-        return True  # each decoded part has been checked
 
     def _attempt(
         self, layout: RoleLayout, name: str, decoding: Decoding, coder: Coder, choice: Choice

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from deadpool_megatron.layout.records import EpochRecord, Generation, Recipe, RoleLayout, Source
 from deadpool_megatron.settings import SchemeKind
@@ -23,12 +22,13 @@ Tried = tuple[int, int, str]
 Obtained = Mapping[str, Place] | None
 
 
-class Rebuild(Protocol):
+class Rebuild:
     """A way to produce shard parts of a role that no node holds whole. One thread, except for
     :meth:`cut` and :meth:`accepts`."""
 
     def chain(self, recipe: Recipe) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
         """Return the parts of several generations from which the member computes the others."""
+        return {}
 
     def obtain(
         self, layout: RoleLayout, part: str, recipe: Recipe, tried: list[Tried], deadline: float
@@ -39,11 +39,13 @@ class Rebuild(Protocol):
         are retried until then. Raises RestoreUnavailable, or VaultError when there is
         no memory or the epoch was closed.
         """
+        return None
 
     def accepts(
         self, segment: Segment, slot: int, digests: Mapping[str, int], obtained: Obtained
     ) -> bool:
-        """Return whether the member's result from the obtained parts may be sealed."""
+        """Return whether the member's result may be sealed; decoded parts were checked before."""
+        return True
 
     def cut(self) -> None:
         """Break all connections, from any thread: the epoch is over."""

@@ -352,6 +352,19 @@ class Segment:
             header[base + _E_EPOCH],
         )
 
+    def entries(self, slot: int) -> dict[str, PartEntry]:
+        """Return the header entries of a slot by part, in the order of the layout."""
+        return {name: self.entry(slot, name) for name in self._index}
+
+    def sealed_slots(self) -> Iterator[tuple[int, Generation, dict[str, PartEntry]]]:
+        """Yield each sealed slot with its generation and entries."""
+        for slot in range(self.slots):
+            if self.state(slot) is SlotState.SEALED:
+                generation, entries = self.generation(slot), self.entries(slot)
+                # Its member may have begun to overwrite the slot while the header was read.
+                if self.state(slot) is SlotState.SEALED and self.generation(slot) == generation:
+                    yield slot, generation, entries
+
     def filled(self, epoch: int) -> Iterator[Filled]:
         """Yield the parts that the member has finished in this epoch, the oldest slot first."""
         for slot in sorted(range(self.slots), key=self.generation):

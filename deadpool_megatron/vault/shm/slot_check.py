@@ -67,24 +67,11 @@ def verify_segment(path: Path, progress: Progress) -> Iterator[Finding]:
     for slot in range(segment.slots):
         if segment.state(slot) in (SlotState.WRITING, SlotState.FILLED):
             yield Finding(path, f"slot {slot}", 0, Verdict.BUSY, "is being written", role)
-    for slot, generation, parts in _sealed(segment):
-        for name, entry in parts:
-            verdict, reason = _verify(segment, slot, generation, name, entry, progress)
-            yield Finding(path, name, entry.nbytes, verdict, reason, role, generation)
-
-
-def _sealed(segment: Segment) -> list[tuple[int, Generation, list[tuple[str, PartEntry]]]]:
-    found = []
-    for slot in range(segment.slots):
-        if segment.state(slot) is not SlotState.SEALED:
-            continue
-        generation = segment.generation(slot)
-        entries = [(part.name, segment.entry(slot, part.name)) for part in segment.layout.parts]
-        shown = (PartState.SEALED, PartState.BAD)
-        parts = [(name, entry) for name, entry in entries if entry.state in shown]
-        if segment.state(slot) is SlotState.SEALED and segment.generation(slot) == generation:
-            found.append((slot, generation, parts))
-    return found
+    for slot, generation, entries in list(segment.sealed_slots()):
+        for name, entry in entries.items():
+            if entry.state in (PartState.SEALED, PartState.BAD):
+                verdict, reason = _verify(segment, slot, generation, name, entry, progress)
+                yield Finding(path, name, entry.nbytes, verdict, reason, role, generation)
 
 
 def _verify(

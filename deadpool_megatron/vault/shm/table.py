@@ -47,6 +47,11 @@ class Place:
     checksum: int
     epoch: int
 
+    @staticmethod
+    def of(segment: Segment, slot: int, name: str, entry: PartEntry) -> Place:
+        """Return the place of a part with this header entry."""
+        return Place(segment, slot, name, entry.nbytes, entry.checksum, entry.epoch)
+
     @property
     def key(self) -> tuple[str, int]:
         """Return the key of its pins and writers."""
@@ -174,7 +179,7 @@ class Table:
     def find(self, role: int, generation: Generation, name: str) -> list[Place]:
         """Return all places of a part on this node, the members' own slots first."""
         found = [
-            Place(slot.segment, slot.slot, name, entry.nbytes, entry.checksum, entry.epoch)
+            Place.of(slot.segment, slot.slot, name, entry)
             for slot in self.sealed(role)
             if slot.generation == generation and (entry := slot.parts.get(name)) is not None
         ]
@@ -394,27 +399,18 @@ class Table:
 
 
 def _sealed_slots(segment: Segment) -> Iterator[SealedSlot]:
-    for slot in range(segment.slots):
-        if segment.state(slot) is not SlotState.SEALED:
-            continue
-        generation = segment.generation(slot)
-        parts = {}
-        for part in segment.layout.parts:
-            entry = segment.entry(slot, part.name)
-            if entry.state is PartState.SEALED and entry.nbytes <= part.nbytes:
-                parts[part.name] = entry
-        # Its member may have begun to overwrite the slot while the header was read.
-        if segment.state(slot) is SlotState.SEALED and segment.generation(slot) == generation:
-            yield SealedSlot(segment, slot, generation, parts)
+    for slot, generation, entries in segment.sealed_slots():
+        sealed = {n: entry for n, entry in entries.items() if entry.state is PartState.SEALED}
+        parts = {n: entry for n, entry in sealed.items() if entry.nbytes <= segment.capacity(n)}
+        yield SealedSlot(segment, slot, generation, parts)
 
 
 def _drop_parts(segment: Segment, slot: int, late: list[str], epoch: int) -> None:
     """Drop parts of an older epoch that were appended too late, or never sealed."""
-    for part in segment.layout.parts:
-        entry = segment.entry(slot, part.name)
-        unwanted = part.name in late or entry.state is PartState.FILLED
+    for name, entry in segment.entries(slot).items():
+        unwanted = name in late or entry.state is PartState.FILLED
         if unwanted and entry.state is not PartState.ABSENT and entry.epoch < epoch:
-            segment.invalidate_part(slot, part.name, PartState.ABSENT)
+            segment.invalidate_part(slot, name, PartState.ABSENT)
 
 
 def _is_torn(path: Path) -> bool:
@@ -433,8 +429,8 @@ def _deduplicate_slots(segment: Segment) -> None:
     for slot in range(segment.slots):
         if segment.state(slot) is not SlotState.WRITING:
             continue
-        names = (part.name for part in segment.layout.parts)
-        sealed = {n for n in names if segment.entry(slot, n).state is PartState.SEALED}
+        entries = segment.entries(slot)
+        sealed = {name for name in entries if entries[name].state is PartState.SEALED}
         if not sealed:
             continue
         twins = [s for s in _sealed_slots(segment) if s.generation == segment.generation(slot)]

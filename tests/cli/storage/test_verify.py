@@ -55,7 +55,7 @@ def test_a_live_node_and_one_damaged_byte(tmp_path, capsys, findings):
         assert main(["verify", str(running.nodes[0].directory)]) == 1
         output = capsys.readouterr().out
         assert f"BAD {path}: shard of 1:2: checksum" in output
-        dumped = running.nodes[0].dump(tmp_path / "dump", G(1, 1), "step")
+        dumped = running.nodes[0].dump(tmp_path / "dump", G(1, 1), "step")["files"]
         assert {f["verdict"] for f in findings(tmp_path / "dump", 0)} == {"good"}
         flip(Path(dumped[0]), Path(dumped[0]).stat().st_size // 2)
         assert findings(tmp_path / "dump", 1)

@@ -32,9 +32,7 @@ def block_of(
     running: harness.Cluster, record: records.EpochRecord, number: int
 ) -> tuple[Any, int, Segment]:
     """Group, number of the block and segment of a parity role at its holder."""
-    found = ParityPlacement.of_record(record).block(number)
-    assert found is not None
-    group, j = found
+    group, j = ParityPlacement.of_record(record).by_block[number]
     path = running.nodes[group.holders[j]].directory / copy_name(number)
     return group, j, Segment.open(path, writable=False)
 
