@@ -284,8 +284,7 @@ class Segment:
 
     def give_back(self, names: Collection[str], slot: int) -> int:
         """Free the memory of parts of a slot, whose bytes are lost, and return its size. A file
-        system without support keeps it.
-        """
+        system without support keeps it."""
         before = os.fstat(self._file).st_blocks
         for name in names:
             size = self._geometry.pages(self.capacity(name))
@@ -394,8 +393,7 @@ class Segment:
 
     def _identity(self, slot: int, name: str) -> int:
         """Return the hash that is combined with every checksum, so that a checksum matches only for
-        this part of this generation of this role.
-        """
+        this part of this generation of this role."""
         header = self._slots[slot]
         text = f"{self.layout.role}/{header[_W_LINEAGE]}/{header[_W_ITERATION]}/{name}"
         return int(xxhash.xxh3_64_intdigest(text.encode()))
