@@ -583,9 +583,7 @@ def parse_name(name: str) -> tuple[int, Seat | None]:
 
 def fence() -> None:
     """Make every running thread of the host pass a full memory barrier, which takes about 10 ms.
-
-    Without the system call, pause for far longer than any store buffer needs to drain.
-    """
+    Without the system call, pause for far longer than any store buffer needs to drain."""
     number = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
     global_barrier = 1
     if number is None or ctypes.CDLL(None).syscall(number, global_barrier, 0, 0) != 0:
