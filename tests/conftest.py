@@ -1,4 +1,4 @@
-"""What all tests share: which cells run, and that nothing of a session outlives it."""
+"""Shared by all tests: the selection of tests, and the check that no process outlives a session."""
 
 import asyncio
 import inspect

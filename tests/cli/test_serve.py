@@ -161,14 +161,14 @@ def test_nothing_sticks_out_at_any_width(browser):
         with served(state) as address:
             browser.open(f"{address}/?token={TOKEN}")
             for width in (390, 1280, 1920):
-                browser.look(width)
-                assert browser.sticks_out() == [], (name, width)
+                browser.resize(width)
+                assert browser.overflow() == [], (name, width)
 
 
 @pytest.mark.slow
 def test_trouble_comes_first_and_the_pointer_finds_an_iteration(browser):
     with served(states()["running-512"]) as address:
-        browser.look(1280)
+        browser.resize(1280)
         browser.open(f"{address}/?token={TOKEN}")
         cards = browser.value("[...document.querySelectorAll('.node')].map((one) => one.className)")
         assert len(cards) == 69
@@ -218,7 +218,7 @@ def test_a_browser_sees_a_run_lose_a_node(tmp_path, browser):
             for text in ("Running", "node 0, failed", "recovered in", "node 2\n", "Last failure"):
                 wait_for(text, lambda text=text: text in browser.text())  # type: ignore[misc]
             assert browser.value("document.querySelectorAll('.role').length") == 4
-            assert browser.sticks_out() == []
+            assert browser.overflow() == []
             run.finish()
             wait_for("the end", lambda: "exit status 0: finished" in browser.text())
         finally:

@@ -1,1 +1,1 @@
-"""What tests of every room use: programs as forks, waiting, ports, what a run has told."""
+"""Helpers of all tests: programs as forks, waits, ports, results of runs."""

@@ -1,4 +1,4 @@
-"""A real browser without a window, told what to do over a pipe in the words of its own protocol."""
+"""A headless browser, driven over a pipe by the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from tests.common.wait import wait_for
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-#: what keeps it from looking for the world outside
+#: options that keep it off the network
 _ALONE = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--hide-scrollbars", "--remote-debugging-pipe"),
 )
-# Nothing may be cut or stick out: elements wider than their place, but for those that scroll.
-_STICKS_OUT = """[...document.querySelectorAll("body, body *")].filter((one) => {
-    const style = getComputedStyle(one), box = one.getBoundingClientRect();
-    const isCut = one.scrollWidth > one.clientWidth + 1 && style.display !== "inline";
-    return box.width && !one.closest("svg") && (isCut || box.right > innerWidth + 1);
-}).map((one) => `${one.tagName} #${one.id} .${one.className}: ${one.textContent.slice(0, 60)}`)"""
+# Elements that are cut off or overflow, except those that scroll.
+_OVERFLOW = """[...document.querySelectorAll("body, body *")].filter((element) => {
+    const style = getComputedStyle(element), box = element.getBoundingClientRect();
+    const isCut = element.scrollWidth > element.clientWidth + 1 && style.display !== "inline";
+    return box.width && !element.closest("svg") && (isCut || box.right > innerWidth + 1);
+}).map((e) => `${e.tagName} #${e.id} .${e.className}: ${e.textContent.slice(0, 60)}`)"""
 
 
 class Browser:
-    """One tab. ``profile``: a folder that it may fill."""
+    """A browser with one tab. ``profile``: a folder for its files."""
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
         (read, self._to), (self._from, write) = os.pipe(), os.pipe()
         # It reads from descriptor 3 and writes to 4.
-        take = f'exec 3<&{read} 4>&{write}; exec "$@"'
+        redirect = f'exec 3<&{read} 4>&{write}; exec "$@"'
         self._child = subprocess.Popen(
-            ["bash", "-c", take, "-", CHROMIUM, *_ALONE, f"--user-data-dir={profile}"],
+            ["bash", "-c", redirect, "-", CHROMIUM, *_ALONE, f"--user-data-dir={profile}"],
             pass_fds=(read, write),
             stderr=subprocess.DEVNULL,
         )
@@ -57,8 +57,8 @@ class Browser:
         os.close(self._to)
         os.close(self._from)
 
-    def look(self, width: int) -> None:
-        """A screen of this width (pixels)."""
+    def resize(self, width: int) -> None:
+        """Set the width of the screen in pixels."""
         size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
         self._do("Emulation.setDeviceMetricsOverride", **size)
 
@@ -68,7 +68,7 @@ class Browser:
         wait_for("the page", lambda: self.value(loaded))
 
     def value(self, program: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         found = self._do("Runtime.evaluate", expression=program, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -76,23 +76,23 @@ class Browser:
     def text(self) -> str:
         return str(self.value("document.body.innerText"))
 
-    def sticks_out(self) -> Any:
-        return self.value(_STICKS_OUT)
+    def overflow(self) -> Any:
+        return self.value(_OVERFLOW)
 
     def point(self, x: float, y: float) -> None:
         self._do("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def _do(self, method: str, **values: Any) -> dict[str, Any]:
         self._number += 1
-        told = {"id": self._number, "method": method, "params": values, **self._session}
-        os.write(self._to, json.dumps(told).encode() + b"\0")
+        request = {"id": self._number, "method": method, "params": values, **self._session}
+        os.write(self._to, json.dumps(request).encode() + b"\0")
         while True:
             while b"\0" not in self._rest:
                 piece = os.read(self._from, 1 << 20)
                 assert piece, "the browser has ended"
                 self._rest += piece
-            one, _, self._rest = self._rest.partition(b"\0")
-            answer = json.loads(one)
+            message, _, self._rest = self._rest.partition(b"\0")
+            answer = json.loads(message)
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer
                 return answer["result"]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What a run that is over has told: ``final.json``, and what stands in the events only."""
+"""The results of a run that is over: ``final.json``, and facts of its events."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,8 @@ from tests.common.event_schema import check_event
 
 
 def read_final(directory: Path) -> dict[str, Any]:
-    """``final.json`` with the keys ``steps``, ``evaluations``, ``hashes``, ``durable``, and all
-    ``recoveries``. A coordinator that took over may have told again what the one before had; told
-    twice in another way, it is wrong.
+    """Return ``final.json`` with the keys ``steps``, ``evaluations``, ``hashes``, ``durable``, and
+    all ``recoveries``. A coordinator that took over may repeat reports, but only with equal values.
     """
     run = RunDirectory(directory)
     numbers: dict[Kind, dict[int, dict[str, Any]]] = {Kind.STEP: {}, Kind.EVALUATION: {}}

@@ -28,10 +28,10 @@ from deadpool_megatron.cluster.process.posix import close_inherited, die_with_pa
 
 @dataclass(frozen=True)
 class Start:
-    """A program to become. ``arguments``: its module's name, then what is in ``sys.argv``.
+    """A program to become. ``arguments``: its module's name, then ``sys.argv``.
 
-    ``handles``: descriptors in the program that the same number of sent ones become. ``leads``:
-    whether it leads a session, or just a process group of its own.
+    ``handles``: the numbers that the sent descriptors get in the program. ``leads``: whether it
+    leads a session, or just a process group of its own.
     """
 
     arguments: tuple[str, ...]
@@ -43,7 +43,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Reap:
-    """A fork that has ended: the answer is how, as subprocess.Popen.returncode says it."""
+    """A fork that has ended; the answer is its status as in subprocess.Popen.returncode."""
 
     pid: int
 
@@ -56,7 +56,7 @@ def serve(connection: Connection, modules: list[str]) -> None:
         warnings.simplefilter("ignore")
         for name in modules:
             importlib.import_module(name)
-    # What imports set for good is there after the imports of the program itself, too.
+    # Variables that imports set would be set by the program's own imports, too.
     added = {name: text for name, text in os.environ.items() if before.get(name) != text}
     gc.collect()
     gc.freeze()

@@ -36,15 +36,15 @@ class Forked:
         self.returncode: int | None = None
         self._server = server
         self._arguments = list(arguments)
-        # Its number is nobody else's before it has been reaped, which is done from here.
+        # Its number is not used again before it is reaped, which is done from here.
         self._handle = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """How it has ended; None while it runs."""
+        """Return its status; None while it runs."""
         return self._ended_within(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """How it has ended. Raises subprocess.TimeoutExpired."""
+        """Return its status at its end. Raises subprocess.TimeoutExpired."""
         code = self._ended_within(timeout)
         if code is None:
             assert timeout is not None
@@ -52,12 +52,12 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """To it alone; nothing happens when it has ended."""
+        """Send a signal to it alone; do nothing when it has ended."""
         if self.poll() is None:
             signal.pidfd_send_signal(self._handle, number)
 
     def kill(self) -> None:
-        """At once."""
+        """Kill it."""
         self.send_signal(signal.SIGKILL)
 
     def _ended_within(self, seconds: float | None) -> int | None:
@@ -75,18 +75,18 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
-        self._connection, theirs = Pipe()
+        self._connection, remote = Pipe()
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "tests.common.fork_server"),
-                *(str(theirs.fileno()), ",".join(modules)),
+                *(str(remote.fileno()), ",".join(modules)),
             ],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[remote.fileno()],
             cwd=_ROOT,
             # A library that starts a thread per core does so when it is loaded.
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment},
         )
-        theirs.close()
+        remote.close()
         assert self._receive(_START_SECONDS, "the imports") == "ready"
 
     def start(
@@ -109,13 +109,13 @@ class ForkServer:
         return Forked(self, pid, arguments)
 
     def ask(self, request: Reap) -> Any:
-        """One question, one answer."""
+        """Send a request and return the answer."""
         with self._lock:
             self._connection.send(request)
             return self._receive(_ANSWER_SECONDS, "an answer")
 
     def stop(self) -> None:
-        """End it; its forks go with it."""
+        """End it and its forks."""
         self._connection.close()
         try:
             self._process.wait(_END_SECONDS)
@@ -123,10 +123,11 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
 
-    def _receive(self, seconds: float, what: str) -> Any:
-        """The next answer. After an error no other one is taken for it: the process is killed."""
+    def _receive(self, seconds: float, awaited: str) -> Any:
+        """Return the next answer. After an error the process is killed, so that no later answer is
+        mistaken for it."""
         try:
-            assert self._connection.poll(seconds), f"waited {seconds:g} s for {what}"
+            assert self._connection.poll(seconds), f"waited {seconds:g} s for {awaited}"
             return self._connection.recv()
         except BaseException as error:
             self._process.kill()
@@ -141,7 +142,7 @@ _started: list[ForkServer] = []
 
 
 def server(modules: Sequence[str], environment: Mapping[str, str] | None = None) -> ForkServer:
-    """The one with these imports, made in this environment, and where they were looked for."""
+    """Return the server with these imports, made in this environment and search path."""
     found_in = {"PYTHONPATH": os.environ["PYTHONPATH"], **(environment or {})}
     return _running(tuple(modules), tuple(sorted(found_in.items())))
 

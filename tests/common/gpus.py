@@ -1,6 +1,6 @@
 """The GPUs of this machine: hidden from the tests, and shown to those that need them.
 
-So tests are of the CPU and of gloo wherever they run. Who shows them does so in a process of its
+So tests use the CPU and gloo wherever they run. A test that shows them does so in a process of its
 own, before CUDA is used there.
 """
 
@@ -8,26 +8,26 @@ import os
 
 from deadpool_megatron.preflight.host import VISIBLE
 
-#: what the environment said before; "all" where it said nothing
+#: the variable's value before; "all" if it was not set
 _BEFORE = "DEADPOOL_TEST_GPUS"
 _ALL = "all"
 
 
 def hide() -> None:
-    """From this process, and from what it starts."""
+    """Hide them from this process and its children."""
     os.environ.setdefault(_BEFORE, os.environ.get(VISIBLE, _ALL))
     os.environ[VISIBLE] = ""
 
 
 def show() -> None:
-    """In this process again."""
+    """Show them to this process again."""
     environment = shown()
     os.environ.pop(VISIBLE, None)
     os.environ.update(environment)
 
 
 def shown() -> dict[str, str]:
-    """Returns an environment for a process that sees them again."""
+    """Return an environment for a process that sees them again."""
     environment = dict(os.environ)
     before = environment.get(_BEFORE, _ALL)
     environment.pop(VISIBLE, None)

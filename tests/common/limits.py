@@ -1,15 +1,15 @@
-"""The settings that tests give to runs, as words of a command line."""
+"""The settings that tests give to runs, as arguments of a command line."""
 
 from deadpool_megatron.settings import flag_name, is_chosen
 
 
 def setting_flags(**values: object) -> tuple[str, ...]:
     """Return the flags of settings, named as the fields are."""
-    words: list[str] = []
+    flags: list[str] = []
     for name, value in values.items():
         flag = flag_name(name).split()
-        words += [*flag, str(value)] if is_chosen(name) else [flag[0], f"{flag[1]}={value}"]
-    return tuple(words)
+        flags += [*flag, str(value)] if is_chosen(name) else [flag[0], f"{flag[1]}={value}"]
+    return tuple(flags)
 
 
 #: for programs that do next to nothing
@@ -22,7 +22,7 @@ FAST = setting_flags(
     rejoin_seconds=12,
     restore_seconds=20,
 )
-#: a process that is stopped is not taken for lost, nor is its node
+#: limits that a stopped process and its node do not exceed
 STOPPED = setting_flags(
     freeze_seconds=60,
     node_silence_seconds=60,

@@ -1,10 +1,9 @@
-"""Lives line by line, with what comes of each: a file is what happens and what is expected.
+"""Lives line by line: a file has events and, below each, its expected effects.
 
-A line at the margin is what happens; below it, indented, is all that comes of it. A life begins
-with ``== its name {its options}``; what stands before the first one begins each of them, and shows
-nothing. A change that is meant changes these files as well: with
-``DEADPOOL_TEST_WRITE=1`` in the environment they are written again, and the difference is read like
-that of any other file.
+A line at the margin is an event; the indented lines below it are all its effects. A life begins
+with ``== its name {its options}``; the lines before the first life begin each of them, and show
+nothing. An intended change changes these files as well: with ``DEADPOOL_TEST_WRITE=1`` in the
+environment they are written again, and the difference is reviewed like that of any other file.
 """
 
 import difflib
@@ -19,7 +18,7 @@ Live = Callable[[Sequence[str], dict[str, Any], Path], list[str]]
 
 
 def text(value: Any, volatile: re.Pattern[str]) -> str:
-    """JSON without what differs from one time to the next, which is known by its name."""
+    """Return JSON without the keys whose values differ from run to run."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -32,8 +31,8 @@ def text(value: Any, volatile: re.Pattern[str]) -> str:
 
 
 def compare(path: Path, live: Live, directory: Path) -> None:
-    """``live(script, options, directory)``: the lines of the script, each with what comes of it."""
-    before, *parts = path.read_text().split("== ")
+    """Compare a file. ``live(script, options, directory)``: the script's lines with effects."""
+    before, *parts = re.split("(?m)^== ", path.read_text())
     always = before.splitlines()
     found = [*always]
     for number, life in enumerate(parts):
@@ -46,7 +45,7 @@ def compare(path: Path, live: Live, directory: Path) -> None:
 
 
 def hold(path: Path, lines: Sequence[str]) -> None:
-    """Hold what was written down in a life, which may have several lines in one, against a file."""
+    """Compare the lines of a life, which may contain line breaks, with a file."""
     found = "\n".join(lines)
     if os.environ.get("DEADPOOL_TEST_WRITE"):
         path.write_text(found + "\n")

@@ -1,4 +1,4 @@
-"""Ports that stay free until the program that is told of them listens there."""
+"""Ports that stay free until the program that gets them listens there."""
 
 import random
 import socket
@@ -9,7 +9,7 @@ _dice = random.SystemRandom()
 
 
 def free_port() -> int:
-    """Not one of those that the kernel hands out: whoever connects next could get it."""
+    """Return a port outside the range that the kernel assigns to connections."""
     first_handed_out = int(_RANGE.read_text().split()[0])
     while True:
         port = _dice.randrange(10_000, first_handed_out)

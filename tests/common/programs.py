@@ -1,4 +1,4 @@
-"""Programs that stand in for those of the machine, and commands that find them first."""
+"""Stand-ins for programs of the machine, and commands that find them first."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from tests.common.wait import MAX_WAIT_SECONDS
 
 
 def stand_in(folder: Path, **programs: str) -> Path:
-    """Programs of bash, by their names; returns the folder."""
+    """Write programs of bash, by their names; return the folder."""
     folder.mkdir(exist_ok=True)
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -18,7 +18,7 @@ def stand_in(folder: Path, **programs: str) -> Path:
 
 
 def check_output(*command: str | Path, seconds: float = 600.0, **variables: str) -> str:
-    """What a command prints that ends well; ``-c`` and ``-m`` are those of this interpreter."""
+    """Return the output of a command that succeeds; ``-c`` and ``-m`` run this interpreter."""
     whole = (sys.executable, *command) if str(command[0]).startswith("-") else command
     environment = {**os.environ, **variables}
     done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=seconds)
@@ -29,7 +29,7 @@ def check_output(*command: str | Path, seconds: float = 600.0, **variables: str)
 def run_among(
     folder: Path, *command: str | Path, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """A command to its end, whatever that is; programs of ``folder`` come before all others."""
+    """Run a command to its end, good or bad; programs of ``folder`` come before all others."""
     path = f"{folder}:{os.environ['PATH']}"
     return subprocess.run(
         command,

@@ -1,4 +1,4 @@
-"""Stands for what calls are made of, in the statements of the folders calls/."""
+"""A stand-in for collaborators in the statements of the folders calls/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lives written as statements: each line is one of Python's, and below it is all that it shows."""
+"""Transcripts: each line is a statement of Python, and below it is its output."""
 
 import builtins
 import contextlib
@@ -59,9 +59,9 @@ class _Names(dict[str, Any]):
 
 
 def live(script: Sequence[str], _: dict[str, Any], directory: Path) -> list[str]:
-    """Each statement with its value, what it printed, and its error. Names that are there:
-    ``directory``, an empty one, ``patch``, which is undone at the end, ``Is`` for SimpleNamespace,
-    and those that :class:`_Names` imports."""
+    """Return the statements, each with its value, output and error. They have the names
+    ``directory``, which is empty, ``patch``, which is undone at the end, ``Is`` for
+    SimpleNamespace, and those that :class:`_Names` imports."""
     lines, digests = list[str](), dict[str, str]()
     with pytest.MonkeyPatch.context() as patch:
         names = _Names(_NAMES, directory=directory, patch=patch)
@@ -70,9 +70,9 @@ def live(script: Sequence[str], _: dict[str, Any], directory: Path) -> list[str]
             with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
                 try:
                     exec(compile(f"{line}\n", "<life>", "single"), names)
-                except (NameError, SyntaxError, KeyboardInterrupt):  # of the script itself
+                except (NameError, SyntaxError, KeyboardInterrupt):  # an error of the script
                     raise
-                except BaseException as error:  # that of a closed epoch is no Exception
+                except BaseException as error:  # EpochClosed is no Exception
                     print(f"{type(error).__name__}: {error}")
             text = _ADDRESS.sub("", shown.getvalue().replace(str(directory), "DIR"))
             text = _DIGEST.sub(lambda m: digests.setdefault(m[0], f"DIGEST{len(digests)}"), text)

@@ -1,5 +1,5 @@
-"""The schema of events is complete and strict. Each event that a run of the tests writes is held
-against it as well: tests/common/finished_run.py, tests/cluster/machine."""
+"""The schema of events is complete and strict. Events of runs are checked by it as well:
+tests/common/finished_run.py, tests/cluster/machine."""
 
 import json
 from datetime import datetime
@@ -10,14 +10,14 @@ from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind, parse_line, to
 from tests.common.event_schema import SCHEMA, check_event
 
 
-def test_it_describes_every_kind_and_says_its_version():
+def test_schema_describes_every_kind_and_has_its_version():
     assert SCHEMA["properties"]["kind"]["enum"] == [str(kind) for kind in Kind]
     for kind in Kind:
         assert SCHEMA["definitions"][kind]["description"]
     assert SCHEMA["version"] == SCHEMA_VERSION
 
 
-def test_a_line_has_its_date_and_one_without_is_read_as_well():
+def test_event_line_has_a_date_that_may_be_missing():
     event = Event(Kind.DRAIN, 1, 0, wall_seconds=1e9 + 0.25)
     line = json.loads(to_line(event))
     check_event(line)
@@ -27,7 +27,7 @@ def test_a_line_has_its_date_and_one_without_is_read_as_well():
     assert parse_line(older) == parse_line(to_line(event)) == event
 
 
-def test_what_it_does_not_know_is_no_event():
+def test_schema_refuses_unknown_events():
     warm = {"slot": 0, "incarnation": 0, "seconds": 1.0}
     good = Event(Kind.MEMBER_WARM, 1, 0, data=warm).to_dict()
     check_event(good)

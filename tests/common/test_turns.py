@@ -1,4 +1,4 @@
-"""The order of tests that may not all have their turn."""
+"""The order of tests of which some may be left out."""
 
 from tests.common.turns import in_turn
 
@@ -9,7 +9,7 @@ def _order(by: str) -> list[str]:
     return in_turn(ITEMS, lambda item: "full" in item, lambda item: item[0], by)
 
 
-def test_what_has_to_run_comes_first_and_each_room_stays_together():
+def test_turns_run_required_tests_first_and_keep_files_together():
     order = _order("a commit")
     assert order[:3] == ["a1", "b2", "d1"]
     assert sorted(order) == sorted(ITEMS)
@@ -17,6 +17,6 @@ def test_what_has_to_run_comes_first_and_each_room_stays_together():
     assert order == _order("a commit")
 
 
-def test_whoever_is_last_in_one_commit_is_first_in_another():
+def test_turns_begin_with_another_file_at_each_commit():
     assert {_order(str(number))[3][0] for number in range(20)} == {"a", "b", "c"}
     assert in_turn(["a1"], lambda item: False, lambda item: item[0], "") == ["a1"]

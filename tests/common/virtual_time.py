@@ -6,14 +6,14 @@ from typing import Any
 
 
 class _Selector(selectors.SelectSelector):
-    """What is there is taken at once; else time passes at once."""
+    """Returns ready events; without any, advances the time."""
 
     now = 1000.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         found = super().select(0)
         if not found and timeout is None:
-            raise AssertionError("nothing will ever happen any more")
+            raise AssertionError("nothing is left to wait for")
         self.now += 0.0 if found else max(0.0, timeout or 0.0)
         return found
 

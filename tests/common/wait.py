@@ -1,4 +1,4 @@
-"""Waiting for what other processes and threads do. Limits are for hangs: no test waits to pass."""
+"""Waits for other processes and threads. Limits are for hangs: no test waits to pass."""
 
 import asyncio
 import time
@@ -8,31 +8,31 @@ from typing import TypeVar
 T = TypeVar("T")
 # A busy machine may take long.
 MAX_WAIT_SECONDS = 60.0
-_LOOK_SECONDS = 0.01
+_POLL_SECONDS = 0.01
 
 
 def wait_for(
-    what: str,
+    condition: str,
     ready: Callable[[], T],
     seconds: float = MAX_WAIT_SECONDS,
     failure: Callable[[], str] = str,
 ) -> T:
-    """Poll until ``ready()`` is true; returns what it answered.
+    """Poll until ``ready()`` is true, and return its value.
 
-    ``failure``: why it can no longer come, if so. Raises AssertionError with ``what``.
+    ``failure``: the reason if it can no longer come true. Raises AssertionError with ``condition``.
     """
     limit = time.monotonic() + seconds
     while True:
-        why = failure()  # before the last look: what came just before the end counts
+        reason = failure()  # before the last poll, as it may come true just before the end
         if found := ready():
             return found
-        assert not why, f"{why} before: {what}"
-        assert time.monotonic() < limit, f"waited {seconds:g} s for: {what}"
-        time.sleep(_LOOK_SECONDS)
+        assert not reason, f"{reason} before: {condition}"
+        assert time.monotonic() < limit, f"waited {seconds:g} s for: {condition}"
+        time.sleep(_POLL_SECONDS)
 
 
 async def until(ready: Callable[[], object], seconds: float = MAX_WAIT_SECONDS) -> None:
-    """The same on a running loop. Raises TimeoutError."""
+    """Wait likewise in a running loop. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
         while not ready():
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""The recipe for a container image: linted, and held against what it names; not built."""
+"""The recipe for a container image: linted, and its references are checked; not built."""
 
 import re
 import shutil
@@ -15,11 +15,11 @@ from tests.megatron_lm.harness.checkout import TAGS, checkout
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs" / "container" / "Dockerfile"
 INSTALL = RECIPE.with_name("install.sh")
-#: what the vendor's image has, as it says of itself
+#: versions in the vendor's image
 TORCH = {"nvcr.io/nvidia/pytorch:26.06-py3": "2.13.0a0+8145d630e8.nv26.06"}
 
 
-def test_it_is_linted():
+def test_recipe_passes_the_linter():
     linter = shutil.which("hadolint")
     if linter is None:
         pytest.skip("hadolint is not there for this machine")
@@ -27,7 +27,7 @@ def test_it_is_linted():
     assert done.returncode == 0, done.stdout
 
 
-def test_what_it_names_is_there():
+def test_recipe_names_existing_files_and_versions():
     text = RECIPE.read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert str(INSTALL.relative_to(ROOT)) in text
@@ -41,8 +41,8 @@ def test_what_it_names_is_there():
     assert sent == used
 
 
-def test_its_torch_is_one_that_a_run_accepts():
-    """And its build looks at it: another base that somebody names may have another one."""
+def test_recipe_has_a_torch_that_a_run_accepts():
+    """Its build checks it as well, as another base may have another torch."""
     text = RECIPE.read_text()
     (base,) = re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
     assert torch_warning(TORCH[base]) == ""

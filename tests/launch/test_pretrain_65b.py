@@ -1,4 +1,4 @@
-"""The 65B job as it stands, up to Megatron's own look at its arguments.
+"""The 65B job as it is, up to Megatron's own validation of its arguments.
 
 The batch script runs in the shell, the first node's task in its turn; stand-ins for Slurm and for
 the agent write down what reaches a node. The command line then goes through the agent's own
@@ -42,14 +42,14 @@ exec "$@"
 """
 _DEADPOOL = """\
 [ "$1" = agent ] || exit 3
-printf '%s\\0' "$@" >{told}/arguments
-env -0 >{told}/environment
+printf '%s\\0' "$@" >{output}/arguments
+env -0 >{output}/environment
 """
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one node is told to do: the command behind ``deadpool``, and its environment."""
+    """The task of a node: the arguments of ``deadpool``, and its environment."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -59,9 +59,10 @@ class Task:
 def task(tmp_path_factory):
     """The first node's, from the batch script as it stands."""
     folder = tmp_path_factory.mktemp("job")
-    told = folder / "told"
-    told.mkdir()
-    programs = stand_in(folder / "bin", srun=_SRUN, deadpool=_DEADPOOL.format(told=told), squeue="")
+    output = folder / "output"
+    output.mkdir()
+    deadpool = _DEADPOOL.format(output=output)
+    programs = stand_in(folder / "bin", srun=_SRUN, deadpool=deadpool, squeue="")
     variables = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "HOME": str(folder),
@@ -80,17 +81,17 @@ def task(tmp_path_factory):
         timeout=MAX_WAIT_SECONDS,
         check=False,
     )
-    assert (told / "environment").exists(), done.stdout + done.stderr
-    environment = (told / "environment").read_text().split("\0")[:-1]
+    assert (output / "environment").exists(), done.stdout + done.stderr
+    environment = (output / "environment").read_text().split("\0")[:-1]
     return Task(
-        (told / "arguments").read_text().split("\0")[:-1],
+        (output / "arguments").read_text().split("\0")[:-1],
         dict(line.split("=", 1) for line in environment),
     )
 
 
 @pytest.fixture
 def info(task, monkeypatch):
-    """The run that the first agent makes of it; what memory and GPUs are here decides nothing."""
+    """The run of the first agent, with checks of memory and GPUs disabled."""
 
     def stop(*_: object) -> None:
         raise CommandError("as far as the test goes")
@@ -111,7 +112,7 @@ def model(name: str) -> list[str]:
 
 
 def plan(name: str) -> dict[str, int]:
-    """How many nodes the plan beside the argument file has."""
+    """Return the cluster of the plan for the argument file."""
     cluster: dict[str, int] = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())[
         "cluster"
     ]
@@ -122,7 +123,7 @@ def plan(name: str) -> dict[str, int]:
 def questions(task, info):
     """For each size of model: members' command line and environment.
 
-    The script is that of the 65B model; of the others the size and the model's flags differ.
+    The script is that of the 65B model; the other models differ in size and flags.
     """
     assert list(info.command[:2]) == ["-m", "deadpool_megatron.megatron_lm"]
     assert info.command[2] == f"{checkout()}/pretrain_gpt.py"
@@ -141,7 +142,7 @@ def questions(task, info):
     }
 
 
-def test_the_agent_takes_the_command(info):
+def test_agent_accepts_the_command(info):
     cluster = plan("65b")
     assert (info.nodes, info.nproc_per_node) == (cluster["nodes"], cluster["gpus_per_node"])
     assert info.spares == cluster["spares"]
@@ -149,9 +150,7 @@ def test_the_agent_takes_the_command(info):
     assert info.settings.communicator == "nccl"
 
 
-def test_megatron_accepts_each_number_of_nodes_that_the_script_can_go_on_with(
-    task, info, questions
-):
+def test_megatron_accepts_each_number_of_nodes_of_the_script(task, info, questions):
     """A replica's share of the batch has to be a multiple of the pipeline: it is interleaved."""
     large, nodes = questions["65b"], [64, 56, 48, 32]
     assert list(map(int, task.environment["SMALLER"].split())) == nodes[1:]
@@ -170,7 +169,7 @@ def test_megatron_accepts_each_number_of_nodes_that_the_script_can_go_on_with(
         assert batch % (replicas * micro * 8) == 0
 
 
-def test_megatron_accepts_what_members_run(questions):
+def test_megatron_accepts_the_command_of_members(questions):
     """On the GPUs that the scripts are for; without the script's variable it would not."""
     wanted = list(questions.values())
     large = questions["65b"]

@@ -1,4 +1,4 @@
-"""The scripts that start a run without `deadpool run`: what they hold, and the ssh one for real."""
+"""The scripts that start a run without `deadpool run`: their contents, and real runs by ssh.sh."""
 
 import json
 import os
@@ -38,14 +38,14 @@ def test_shell_is_sound(script):
 
 
 @pytest.mark.parametrize("script", BATCH, ids=lambda path: path.name)
-def test_one_agent_serves_a_whole_node(script):
+def test_batch_script_has_one_agent_for_each_node(script):
     options = set(re.findall(r"^#SBATCH (\S+)", script.read_text(), re.MULTILINE))
     assert "--ntasks-per-node=1" in options
     assert "--exclusive" in options
 
 
 @pytest.mark.parametrize("name", ["pretrain_65b", "pretrain_7b", "small_test"])
-def test_a_lost_node_ends_neither_job_nor_step(name):
+def test_batch_script_survives_a_lost_node(name):
     batch = (SCRIPTS / "slurm" / f"{name}.sbatch").read_text()
     assert "--no-kill" in re.findall(r"^#SBATCH (\S+)", batch, re.MULTILINE)
     srun = (SCRIPTS / "slurm" / "job.sh").read_text()
@@ -53,9 +53,9 @@ def test_a_lost_node_ends_neither_job_nor_step(name):
 
 
 @pytest.mark.parametrize("model", ["65b", "7b"])
-def test_a_batch_script_says_once_what_its_plan_says(model, tmp_path):
+def test_batch_script_agrees_with_its_plan(model, tmp_path):
     """The commands of the nodes, with stand-ins: the size is that of its own #SBATCH lines."""
-    told = with_stand_in(tmp_path, coordinates=False)
+    arguments = with_stand_in(tmp_path, coordinates=False)
     stand_in(tmp_path, srun='while [[ $1 == --* ]]; do shift; done\nexec "$@"', squeue="")
     plan = yaml.safe_load((SCRIPTS.parent / "configs" / f"{model}.yaml").read_text())["cluster"]
     nodes, spares, gpus = plan["nodes"], plan["spares"], plan["gpus_per_node"]
@@ -63,19 +63,19 @@ def test_a_batch_script_says_once_what_its_plan_says(model, tmp_path):
     variables |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": str(nodes + spares)}
     batch = SCRIPTS / "slurm" / f"pretrain_{model}.sbatch"
     done = run_among(tmp_path, "bash", batch, **variables)
-    assert told.exists(), done.stdout + done.stderr
-    words = told.read_text().split()
-    size = words[words.index("--nodes") :][:6]
+    assert arguments.exists(), done.stdout + done.stderr
+    found = arguments.read_text().split()
+    size = found[found.index("--nodes") :][:6]
     assert size == f"--nodes {nodes} --spares {spares} --nproc-per-node {gpus}".split()
-    assert words[words.index("--plan") + 1].endswith(f"configs/{model}.yaml")
+    assert found[found.index("--plan") + 1].endswith(f"configs/{model}.yaml")
     own = (SCRIPTS.parent / "configs" / "megatron-lm" / f"gpt-{model}.args").read_text().split()
-    assert words[words.index("--") + 1 :][1 : 1 + len(own)] == own
-    assert f"{tmp_path}/runs/pretrain-{model}/checkpoints" in words
+    assert found[found.index("--") + 1 :][1 : 1 + len(own)] == own
+    assert f"{tmp_path}/runs/pretrain-{model}/checkpoints" in found
 
 
 @pytest.mark.parametrize(("model", "per_node"), [("65b", 1), ("7b", 4)])
-def test_the_batch_can_be_spread_over_each_number_of_nodes_it_goes_on_with(model, per_node):
-    """Of 65B a replica is 8 nodes, and its micro-batches a multiple of 8, the pipeline being
+def test_batch_size_fits_each_number_of_nodes_of_the_script(model, per_node):
+    """A replica of 65B has 8 nodes, and its micro-batches are a multiple of 8, as the pipeline is
     interleaved; test_pretrain_65b.py asks Megatron."""
     batch = (SCRIPTS / "slurm" / f"pretrain_{model}.sbatch").read_text()
     smaller = re.findall(r"SMALLER=\S+?-([\d ]+)\}", batch)[0].split()
@@ -90,8 +90,8 @@ def documents() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.skipif(VALIDATE is None, reason="no kubernetes-validate on the PATH (docs/slurm.md)")
-def test_kubernetes_knows_every_field_of_the_manifest(tmp_path):
-    """By its own schemas; a field of another name, which it would leave out, is refused."""
+def test_manifest_has_only_fields_that_kubernetes_knows(tmp_path):
+    """By its own schemas, which refuse a field of another name."""
     manifest = SCRIPTS / "launch" / "kubernetes.yaml"
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(manifest.read_text().replace("completionMode:", "completionModus:"))
@@ -101,7 +101,7 @@ def test_kubernetes_knows_every_field_of_the_manifest(tmp_path):
         assert done.returncode == status, done.stdout + done.stderr
 
 
-def test_kubernetes_has_a_pod_for_each_node_and_replaces_lost_ones():
+def test_manifest_has_a_pod_for_each_node_and_replaces_lost_pods():
     job = documents()["Job"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
@@ -120,7 +120,7 @@ def test_kubernetes_has_a_pod_for_each_node_and_replaces_lost_ones():
     assert f"--nproc-per-node {gpus} " in shell
 
 
-def test_kubernetes_spreads_pods_and_gives_them_memory_and_a_shared_disk():
+def test_manifest_spreads_pods_and_gives_them_memory_and_a_shared_disk():
     found = documents()
     pod = found["Job"]["spec"]["template"]["spec"]
     labels = found["Job"]["spec"]["template"]["metadata"]["labels"]
@@ -134,12 +134,12 @@ def test_kubernetes_spreads_pods_and_gives_them_memory_and_a_shared_disk():
     mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
-    (run,) = [one["value"] for one in pod["containers"][0]["env"] if one["name"] == "RUN"]
+    (run,) = [entry["value"] for entry in pod["containers"][0]["env"] if entry["name"] == "RUN"]
     folder = Path(run).parent
     assert folder.parent == Path("/runs"), "what it notes of hosts is of names that all runs have"
 
 
-def test_kubernetes_lets_only_its_own_pods_in_and_gives_them_no_more_than_they_need():
+def test_manifest_isolates_its_pods_and_drops_their_capabilities():
     found = documents()
     pod = found["Job"]["spec"]["template"]
     policy = found["NetworkPolicy"]["spec"]
@@ -153,19 +153,17 @@ def test_kubernetes_lets_only_its_own_pods_in_and_gives_them_no_more_than_they_n
 
 
 @pytest.mark.parametrize(
-    ("seen", "coordinates", "who"),
+    ("seen", "coordinates", "flag"),
     [
         (False, False, "--node-id 3"),
         (True, True, "--attach"),
-        (True, False, "--node-id 3"),  # all pods have come again: nobody would take it up
+        (True, False, "--node-id 3"),  # all pods were restarted: there is no coordinator
     ],
 )
-def test_kubernetes_pod_of_an_index_that_was_there_before_attaches(
-    tmp_path, seen, coordinates, who
-):
-    """Its entry shell, with a stand-in for the command that tells its arguments."""
+def test_kubernetes_pod_of_a_known_index_attaches(tmp_path, seen, coordinates, flag):
+    """Its entry shell, with a stand-in for the command that writes its arguments."""
     (container,) = documents()["Job"]["spec"]["template"]["spec"]["containers"]
-    told = with_stand_in(tmp_path, coordinates=coordinates)
+    arguments = with_stand_in(tmp_path, coordinates=coordinates)
     run = tmp_path / "run"
     if seen:
         (tmp_path / "run.pods" / "3").mkdir(parents=True)
@@ -173,16 +171,16 @@ def test_kubernetes_pod_of_an_index_that_was_there_before_attaches(
     command = (*container["command"], container["args"][0])
     done = run_among(tmp_path, *command, cwd=SCRIPTS.parent, **variables)
     assert done.returncode == 0, done.stderr
-    assert told.read_text().startswith(f"agent {who} --host 10.0.0.3 --run-dir {run} ")
+    assert arguments.read_text().startswith(f"agent {flag} --host 10.0.0.3 --run-dir {run} ")
 
 
 @pytest.mark.parametrize(
-    ("restarts", "coordinates", "who"),
+    ("restarts", "coordinates", "flag"),
     [("0", False, "--node-id 2"), ("1", True, "--attach"), ("1", False, "--node-id 2")],
 )
-def test_element_that_slurm_has_started_again_attaches(tmp_path, restarts, coordinates, who):
-    """The batch script, with stand-ins: one tells the arguments of the agent."""
-    told = with_stand_in(tmp_path, coordinates=coordinates)
+def test_restarted_element_of_a_job_array_attaches(tmp_path, restarts, coordinates, flag):
+    """The batch script, with stand-ins: that of the agent writes its arguments."""
+    arguments = with_stand_in(tmp_path, coordinates=coordinates)
     stand_in(tmp_path, srun='exec "$@"')
     task = {"ID": "2", "MIN": "0", "COUNT": "5"}
     variables = {f"SLURM_ARRAY_TASK_{name}": value for name, value in task.items()}
@@ -191,23 +189,24 @@ def test_element_that_slurm_has_started_again_attaches(tmp_path, restarts, coord
     batch = SCRIPTS / "slurm" / "array_of_nodes.sbatch"
     done = run_among(tmp_path, "bash", batch, **variables)
     assert done.returncode == 0, done.stderr
-    assert told.read_text().startswith(f"agent --from-slurm {who} --run-dir {tmp_path}/runs/9 ")
+    start = f"agent --from-slurm {flag} --run-dir {tmp_path}/runs/9 "
+    assert arguments.read_text().startswith(start)
 
 
 def with_stand_in(tmp_path: Path, *, coordinates: bool) -> Path:
-    """For ``deadpool``, which writes its arguments to the file that is returned; ``coordinates``:
-    whether somebody answers "status"."""
-    told = tmp_path / "told"
+    """Replace ``deadpool`` by a program that writes its arguments to the returned file;
+    ``coordinates``: whether "status" finds a coordinator."""
+    arguments = tmp_path / "arguments"
     answer = "exit 0" if coordinates else "exit 2"
-    stand_in(tmp_path, deadpool=f'[ "$1" != status ] || {answer}\necho "$@" > {told}')
-    return told
+    stand_in(tmp_path, deadpool=f'[ "$1" != status ] || {answer}\necho "$@" > {arguments}')
+    return arguments
 
 
 def ssh(
     tmp_path: Path, *arguments: str, before: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The script, with a stand-in for ssh that reaches only this host. ``before``: where its
-    commands are looked for first."""
+    """Run the script, with a stand-in for ssh that reaches only this host. ``before``: the first
+    folder of its PATH."""
     reach = stand_in(tmp_path, reach='shift\nexec bash -c "$*"') / "reach"
     here = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     path = here if before is None else f"{before}:{here}"
@@ -252,7 +251,7 @@ def test_ssh_stops_a_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_ssh_does_not_await_a_run_whose_agents_have_all_failed(tmp_path):
+def test_ssh_wait_ends_when_all_agents_have_failed(tmp_path):
     hosts, run = tmp_path / "hosts", tmp_path / "run"
     hosts.write_text("first 127.0.0.1\nsecond 127.0.0.1")  # as some editors end a file
     size = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "")
@@ -260,26 +259,26 @@ def test_ssh_does_not_await_a_run_whose_agents_have_all_failed(tmp_path):
     assert started.returncode == 0, started.stderr
     assert "node 1 on second (127.0.0.1)" in started.stdout
     done = ssh(tmp_path, "wait", str(hosts), str(run))
-    why = "exit status 2: deadpool agent: command not found: there is no script 'nosuch.py'"
-    assert done.stderr.splitlines() == [f"node 0 on first: {why}", f"node 1 on second: {why}"]
+    text = "exit status 2: deadpool agent: command not found: there is no script 'nosuch.py'"
+    assert done.stderr.splitlines() == [f"node 0 on first: {text}", f"node 1 on second: {text}"]
     assert done.returncode == 2
 
 
-def test_ssh_awaits_the_result_that_an_agent_has_seen(tmp_path):
-    """On a shared file system the result may be seen later than how the agents have ended."""
+def test_ssh_wait_awaits_a_result_that_comes_after_the_agents_end(tmp_path):
+    """On a shared file system the result may become visible later than the agents' statuses."""
     hosts, run, agents = tmp_path / "hosts", tmp_path / "run", tmp_path / "run.agents"
     hosts.write_text("first\nsecond\n")
     agents.mkdir()
     for node, status in enumerate((69, 0)):
         (agents / f"{node}.log").touch()
         (agents / f"{node}.status").write_text(f"{status}\n")
-    pause = f"mkdir {run} && touch {run}/final.json"  # while it waits, the result is seen
+    pause = f"mkdir {run} && touch {run}/final.json"  # the result becomes visible meanwhile
     stand_in(tmp_path, sleep=pause, deadpool='echo "$@"')
     done = ssh(tmp_path, "wait", str(hosts), str(run), before=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"status --verdict {run}\n"), done.stderr
 
 
-def test_ssh_says_what_is_wrong(tmp_path):
+def test_ssh_names_bad_arguments(tmp_path):
     absent = ssh(tmp_path, "start", str(tmp_path / "none"), "/run", "--nodes", "1")
     assert absent.returncode == 2
     assert "no file of hosts" in absent.stderr

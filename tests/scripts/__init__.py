@@ -1,1 +1,1 @@
-"""The scripts that are not for the user of a run: soak, bench."""
+"""The scripts of maintainers: soak, bench, setup, slips."""

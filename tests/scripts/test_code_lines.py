@@ -1,4 +1,4 @@
-"""scripts/code_lines.py: what is a line of code, and what is not."""
+"""Lines that scripts/code_lines.py counts."""
 
 import sys
 from pathlib import Path

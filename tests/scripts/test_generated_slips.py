@@ -1,4 +1,4 @@
-"""Slips that are generated: which ones, with which tests, and how many have to be noticed."""
+"""Generated slips: their draw, their tests, and the share that has to be noticed."""
 
 import functools
 import subprocess
@@ -22,25 +22,24 @@ MAP = ROOT / "tests" / "mutants" / "generated" / "coverage.json"
 SCORE = MAP.with_name("score.toml")
 
 
-def test_a_draw_repeats_and_takes_each_room_by_its_lines(monkeypatch):
+def test_draw_repeats_and_follows_the_sizes_of_packages(monkeypatch):
     monkeypatch.setattr(draw, "changes", functools.cache(changes))
     drawn = draw.draw(12, "a seed", ROOT)
     assert drawn == draw.draw(12, "a seed", ROOT)
     assert drawn[:1] != draw.draw(1, "another", ROOT)
-    rooms = [Path(file).parts[1] for file, _ in drawn]
+    packages = [Path(file).parts[1] for file, _ in drawn]
     assert len(drawn) == 12
-    assert rooms.count("cluster") > rooms.count("vault") > 0
+    assert packages.count("cluster") > packages.count("vault") > 0
 
 
-def test_the_map_is_of_the_tests_that_are_there():
-    """Anew when one in ten is gone: scripts/mutate.py --map."""
+def test_map_names_existing_tests():
+    """Record it again with scripts/mutate.py --map when a tenth of them is gone."""
     tests = {test for names in coverage_map.read(MAP).values() for test in names}
     slip = mutate.Slip("all", "", "", "", "", tuple(tests))
     assert len(mutate.missing_tests(slip)) < len(tests) / 10
 
 
-def test_the_score_only_rises():
-    """Above that of the last release, as ceilings fall."""
+def test_score_does_not_fall_below_that_of_the_last_release():
 
     def git(*command: str) -> str:
         done = subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True)
@@ -53,7 +52,7 @@ def test_the_score_only_rises():
 
 @pytest.fixture
 def tree(tmp_path):
-    """A package of one function, and a test that enters it and looks at one of its results."""
+    """A package of one function, and a test that checks one of its results."""
     files = {
         "deadpool_megatron/__init__.py": "",
         "deadpool_megatron/layout/gate.py": (
@@ -78,8 +77,8 @@ def tree(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_no_test_notices_is_written_as_a_known_slip(tree):
-    """Equality passes or not: no test says. That a result is gone, inverted or false is noticed."""
+def test_generate_prints_unnoticed_slips_in_the_form_of_known_slips(tree):
+    """No test checks equal epochs. A result that is missing, inverted or false is noticed."""
     command = [sys.executable, str(ROOT / "scripts" / "mutate.py"), "--root", str(tree)]
     done = subprocess.run(
         [*command, "--generate", "6", "--seed", "1"], capture_output=True, text=True, check=False
@@ -94,8 +93,8 @@ def test_what_no_test_notices_is_written_as_a_known_slip(tree):
 
 
 @pytest.mark.slow
-def test_a_slip_that_ends_the_whole_run_is_noticed(tree):
-    """With the status of failed tests, and not one of them named."""
+def test_slip_that_ends_the_whole_run_is_noticed(tree):
+    """It ends with the status of failed tests, but names none."""
     (tree / "slips").mkdir()
     (tree / "slips" / "some.toml").write_text(
         '[[slip]]\nid = "ends"\nfile = "deadpool_megatron/layout/gate.py"\nold = "return True"\n'
@@ -108,7 +107,7 @@ def test_a_slip_that_ends_the_whole_run_is_noticed(tree):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.full(every_time=True)
-def test_of_generated_slips_as_many_are_noticed_as_before():
-    """Others at each commit."""
+def test_generated_slips_are_noticed_at_the_known_share():
+    """Each commit draws other slips."""
     command = (sys.executable, ROOT / "scripts" / "mutate.py", "--generate", "60")
     check_output(*command, "--seed", commit(), seconds=1500)

@@ -17,7 +17,7 @@ import mutate  # noqa: E402
 FILE = "deadpool_megatron/layout/descriptions.py"
 TESTS = "tests/layout/test_records.py"
 NUMBER, COMMENT = "_SHORTEST_RUN = 3", "# At least this many roles"
-# What is there, what is put there, the tests, and what becomes of it.
+# The old text, the new text, the tests, and the outcome.
 TRIALS = {
     "wrong": (
         NUMBER,
@@ -38,14 +38,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("slip", mutate.load(), ids=lambda slip: slip.id)
-def test_each_slip_fits_its_file_and_has_its_tests(slip):
+def test_slip_fits_its_file_and_has_its_tests(slip):
     assert slip.applied() != (ROOT / slip.file).read_text()
     assert mutate.missing_tests(slip) == []
 
 
 @pytest.mark.slow
-def test_what_no_test_notices_is_named(tmp_path):
-    """And what could not be tried; the working tree stays as it is."""
+def test_mutate_names_slips_that_were_not_noticed_or_not_tried(tmp_path):
+    """The working tree stays as it is."""
     before = (ROOT / FILE).read_text()
     slips = [
         f'[[slip]]\nid = "{name}"\nfile = "{FILE}"\nold = "{old}"\nnew = "{new}"\n'
@@ -67,6 +67,6 @@ def test_what_no_test_notices_is_named(tmp_path):
 @pytest.mark.slow
 @pytest.mark.full(every_time=True)
 def test_slips_drawn_at_random_are_noticed():
-    """Others at each commit."""
+    """Each commit draws other slips."""
     done = run("--draw", "30", "--seed", commit())
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""Figures are tied to the code that they were measured on, and pages to figures."""
+"""Figures name the commit on which they were measured, and pages have the measured figures."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "bench" / "results"
-#: Measured before this was asked of them; whoever measures one again takes it out.
+#: Measured before this check; to be removed when measured again.
 OLD = {
     *("coordinator-4096.json", "local-twice-5M-cpu.json", "peers-node-cpu.json"),
     *("rebuild-asleep-cpu.json", "rebuild-cpu.json", "store.json", "streaming-cpu.json"),
@@ -20,25 +20,25 @@ OLD = {
 
 
 def trees(value: Any) -> Iterator[tuple[str, int]]:
-    """Commits that a result names, each with the number of files that were changed beside it."""
+    """Yield the commits that a result names, each with the number of uncommitted files."""
     if isinstance(value, list):
-        for one in value:
-            yield from trees(one)
+        for part in value:
+            yield from trees(part)
     elif isinstance(value, dict):
         if isinstance(value.get("commit"), str):
             yield value["commit"], value.get("changed_files", 0)
-        for one in value.values():
-            yield from trees(one)
+        for part in value.values():
+            yield from trees(part)
 
 
-def git(*words: str) -> subprocess.CompletedProcess[str]:
-    command = ("git", "-C", str(ROOT), *words)
+def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ("git", "-C", str(ROOT), *arguments)
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_a_result_is_of_a_commit_of_this_history_and_of_nothing_beside_it():
+def test_results_name_clean_commits_of_this_history():
     if git("rev-parse", "--is-shallow-repository").stdout != "false\n":
-        pytest.skip("there is no history here")
+        pytest.skip("this checkout has no history")
     known = {path.name: set(trees(json.loads(path.read_text()))) for path in RESULTS.glob("*.json")}
     loose = {
         name
@@ -56,7 +56,7 @@ def test_a_result_is_of_a_commit_of_this_history_and_of_nothing_beside_it():
     ("page", "place", "file"),
     [("README.md", 0, "peers-cpu.json"), ("docs/figures.md", 0, "peers-node-cpu.json")],
 )
-def test_the_tables_say_what_was_measured(page, place, file):
+def test_tables_have_the_measured_figures(page, place, file):
     """Row by row: step over unprotected, and kill to next new step."""
     facts = json.loads((RESULTS / file).read_text())["sizes"]["5M"]["sides"]
     measured = [

@@ -1,5 +1,5 @@
-"""The torch and the Python that ``scripts/setup.sh`` takes, and what ``scripts/compat.sh`` would
-run with an interpreter of the user's: nothing is installed here."""
+"""The torch and the Python of ``scripts/setup.sh``, and the commands of ``scripts/compat.sh`` with
+an interpreter of the user's: nothing is installed here."""
 
 import os
 import re
@@ -32,17 +32,17 @@ class Checkout:
         for name in ("scripts/setup.sh", "pyproject.toml", "scripts/lock.txt"):
             shutil.copy(ROOT / name, folder / name)
         self.bin.mkdir()
-        roomy = "#!/bin/bash\necho\necho / 99999 1 99999 1% /\n"
+        ample = "#!/bin/bash\necho\necho / 99999 1 99999 1% /\n"
         # The interpreters of this machine are out of the way.
         others = {f"python{number}": "#!/bin/bash\necho 2.7\n" for number in (3, 3.11, 3.12, 3.13)}
-        for name, text in {"python": PYTHON, "df": roomy, **others}.items():
+        for name, text in {"python": PYTHON, "df": ample, **others}.items():
             (self.bin / name).write_text(text)
             (self.bin / name).chmod(0o755)
         self.script = folder / "scripts" / "setup.sh"
 
     def set_up(self, *flags: str, version: str = "3.12") -> tuple[str, list[str]]:
-        """Return what it prints, and which builds of torch pip was asked for: by name, or by a
-        lock, where each package has its hash."""
+        """Return its output, and the builds of torch that pip was asked for: by name, or by a
+        lock, in which each package has its hash."""
         self.asked.write_text("")
         more = {"PYTHON": str(self.bin / "python"), "VERSION": version, "ASKED": str(self.asked)}
         more["PATH"] = f"{self.bin}:{os.environ['PATH']}"
@@ -53,11 +53,11 @@ class Checkout:
         return printed, builds
 
 
-def test_the_build_that_was_asked_for_is_kept(tmp_path):
+def test_setup_keeps_the_build_that_was_asked_for(tmp_path):
     """demo.sh and test.sh call it with no flag, on a login node without a GPU as well."""
     checkout = Checkout(tmp_path)
-    told, builds = checkout.set_up("--gpu")
-    assert "torch with CUDA" in told
+    output, builds = checkout.set_up("--gpu")
+    assert "torch with CUDA" in output
     assert [build.partition("+")[2] for build in builds] == [""]
     assert checkout.set_up() == ("", [])
     _, builds = checkout.set_up("--cpu")
@@ -66,14 +66,14 @@ def test_the_build_that_was_asked_for_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_each_python_that_is_supported_is_taken_and_named(tmp_path, version):
+def test_setup_accepts_and_names_each_supported_python(tmp_path, version):
     checkout = Checkout(tmp_path)
-    told, _ = checkout.set_up(version=version)
-    assert f"Setting up .venv: Python {version} ({checkout.bin}/python)" in told
+    output, _ = checkout.set_up(version=version)
+    assert f"Setting up .venv: Python {version} ({checkout.bin}/python)" in output
 
 
-def test_an_interpreter_of_the_user_runs_all_parts(tmp_path):
-    """A stand-in for one that has its packages writes down what it is to run."""
+def test_compat_runs_all_parts_with_an_interpreter_of_the_user(tmp_path):
+    """Its stand-in, which has all packages, writes its commands."""
     program = tmp_path / "python"
     program.write_text(
         f'#!/bin/sh\n[ "$1" != -c ] || {{ echo 3.99.0; exit; }}\necho "$@" >>{tmp_path}/ran\n'
@@ -92,7 +92,7 @@ def test_an_interpreter_of_the_user_runs_all_parts(tmp_path):
     assert " tests/megatron_lm --full --deselect tests/megatron_lm/test_tags.py" in ran[3]
 
 
-def test_what_is_no_interpreter_is_told(tmp_path):
+def test_compat_refuses_a_path_without_an_interpreter(tmp_path):
     command = [ROOT / "scripts" / "compat.sh", "--python", tmp_path / "none"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_short_soak_finds_nothing(tmp_path):
+def test_short_soak_passes(tmp_path):
     out, plot = tmp_path / "soak.json", tmp_path / "soak.png"
     command = (sys.executable, ROOT / "scripts" / "soak.py", "--minutes", "0.5", "--seed", "3")
     more = ["--round-iterations", "150", "--keep", str(tmp_path), "--pause", "1", "3"]

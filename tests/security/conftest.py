@@ -1,4 +1,4 @@
-"""What several tests of security need."""
+"""Fixtures of the tests of security."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.security.users import common_directory
 
 @pytest.fixture
 def place(monkeypatch):
-    """Stands for /dev/shm."""
+    """A stand-in for /dev/shm."""
     with common_directory() as path:
         monkeypatch.setattr(directory, "SEGMENT_ROOT", path)
         yield path

@@ -1,4 +1,4 @@
-"""Whose files and directories are believed, line by line; see calls/."""
+"""Files and directories that are trusted, and orders that are refused; see calls/."""
 
 from pathlib import Path
 

@@ -44,7 +44,7 @@ def of_another_user(unfinished: Path) -> None:
     "tamper",
     [link, open_to_all, open_to_all_further_down, pytest.param(of_another_user, marks=needs_root)],
 )
-def test_what_others_have_written_gets_no_name(tmp_path, tamper):
+def test_checkpoint_that_others_can_write_is_not_published(tmp_path, tamper):
     run, folder = RunDirectory(tmp_path / "run"), tmp_path / "shared"
     run.path.mkdir()
     for unfinished, give in (
@@ -58,11 +58,11 @@ def test_what_others_have_written_gets_no_name(tmp_path, tamper):
         with pytest.raises(DurableError, match=str(unfinished)):
             give(NewCheckpoint(unfinished, final, restore, run, "id"))
         assert not final.exists()
-        with pytest.raises(OwnershipError):  # nor is it loaded, if it got there in another way
+        with pytest.raises(OwnershipError):  # nor is it loaded
             check_checkpoint(unfinished)
 
 
-def test_a_published_checkpoint_is_as_open_as_the_folder_above_and_links_are_not_followed(tmp_path):
+def test_published_checkpoint_has_its_folders_mode_and_follows_no_links(tmp_path):
     run, folder, thesis = RunDirectory(tmp_path / "run"), tmp_path / "shared", tmp_path / "thesis"
     run.path.mkdir()
     folder.mkdir()
@@ -79,9 +79,7 @@ def test_a_published_checkpoint_is_as_open_as_the_folder_above_and_links_are_not
     assert thesis.read_text() == "mine"
 
 
-def test_a_save_into_what_somebody_else_has_made_is_lost_before_it_is_written(
-    tmp_path, monkeypatch
-):
+def test_save_into_a_directory_of_others_fails_before_it_writes(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     directory = tmp_path / "iter_0000004"
     directory.mkdir()
@@ -92,18 +90,18 @@ def test_a_save_into_what_somebody_else_has_made_is_lost_before_it_is_written(
 
 
 @pytest.mark.parametrize("tamper", [open_to_all, pytest.param(of_another_user, marks=needs_root)])
-def test_verify_unpickles_no_index_that_others_may_have_written(tmp_path, tamper):
+def test_verify_unpickles_no_index_that_others_can_write(tmp_path, tamper):
     directory = tmp_path / "iter_0000004"
     make_private(directory)
     marker = tmp_path / "ran"
-    (directory / ".metadata").write_bytes(pickle.dumps(_Acting(marker)))
+    (directory / ".metadata").write_bytes(pickle.dumps(_FileMaker(marker)))
     tamper(directory)
     (finding,) = verify_checkpoint(directory, lambda _: None)
     assert finding.verdict is Verdict.UNKNOWN
     assert not marker.exists()
 
 
-class _Acting:
+class _FileMaker:
     """Makes a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:

@@ -1,4 +1,4 @@
-"""``deadpool clean`` where other users have been before: it removes what is the caller's alone."""
+"""``deadpool clean`` among files of other users: it removes only the caller's."""
 
 import fcntl
 import json
@@ -20,12 +20,12 @@ RUN, OTHER = "0123abcd", "4567cdef"
 
 
 def info_of(run_id: str) -> RunInfo:
-    """The run of one node."""
+    """Return a run of one node."""
     return RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings())
 
 
 def make_run(path: Path, run_id: str) -> None:
-    """A run of the calling user with something in memory, without a live process."""
+    """Make a run of the calling user with a segment in memory, without a live process."""
     run = RunDirectory(path)
     assert run.create(info_of(run_id))
     os.close(cleanup.claim_segments(run, run_id))
@@ -33,7 +33,7 @@ def make_run(path: Path, run_id: str) -> None:
 
 
 def plant(root: Path, run_directory: Path, **changed: object) -> None:
-    """What an attacker leaves: shared memory that names a run directory of his."""
+    """Make shared memory of an attacker that names a run directory of his."""
     run_directory.mkdir(mode=0o755)
     values = {**info_of(RUN).to_dict(), **changed}
     (run_directory / "run.json").write_text(json.dumps(values))
@@ -44,7 +44,7 @@ def plant(root: Path, run_directory: Path, **changed: object) -> None:
     (root / "owner.json").chmod(0o644)
 
 
-def test_a_decoy_that_names_a_live_run(place):
+def test_clean_keeps_a_live_run_that_a_decoy_names(place):
     environment = {**os.environ, directory.ENVIRONMENT_RUN_ID: RUN}
     alive = subprocess.Popen(["/bin/sleep", "600"], user=VICTIM, group=VICTIM, env=environment)
     try:
@@ -58,7 +58,7 @@ def test_a_decoy_that_names_a_live_run(place):
         alive.wait()
 
 
-def test_a_decoy_whose_run_id_is_a_path(place):
+def test_clean_ignores_a_decoy_with_a_path_as_run_id(place):
     thesis = place / "home" / "thesis"
 
     def write() -> None:
@@ -76,12 +76,12 @@ def test_a_decoy_whose_run_id_is_a_path(place):
 
 
 @pytest.mark.parametrize("run_id", ["0/../home", "..", "", "0123ABCD", "0123abcde", "0123abcd\n"])
-def test_run_ids(run_id):
+def test_run_info_refuses_bad_run_ids(run_id):
     with pytest.raises(ValueError, match="run id"):
         RunInfo.from_dict({**info_of(RUN).to_dict(), "run_id": run_id})
 
 
-def test_a_neighbour_is_passed_over(place):
+def test_clean_skips_runs_of_other_users(place):
     as_user(ATTACKER, lambda: make_run(place / "theirs", RUN))
     as_user(VICTIM, lambda: make_run(place / "ours", OTHER))
     assert as_user(VICTIM, lambda: cli.main(["clean"])) == "0"
@@ -89,8 +89,8 @@ def test_a_neighbour_is_passed_over(place):
     assert (place / f"deadpool-{RUN}" / "node0").exists()
 
 
-def test_a_run_directory_that_belongs_to_another_run_by_now(place):
-    """Its listings name processes of that one."""
+def test_clean_keeps_a_run_directory_that_another_run_uses_now(place):
+    """Its listings name processes of the new run."""
     as_user(VICTIM, lambda: make_run(place / "run", RUN))
 
     def begin_another() -> None:
@@ -106,7 +106,7 @@ def test_a_run_directory_that_belongs_to_another_run_by_now(place):
     assert (place / "run" / "nodes" / "0.json").exists()
 
 
-def test_a_run_directory_that_another_user_has_made_anew(place):
+def test_clean_ignores_a_run_directory_that_another_user_has_replaced(place):
     as_user(VICTIM, lambda: make_run(place / "run", RUN))
     (place / "run").rename(place / "moved")
 

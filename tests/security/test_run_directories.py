@@ -1,4 +1,4 @@
-"""Run directories of other users: no command carries out what they say."""
+"""Run directories of other users: no command trusts them."""
 
 import os
 
@@ -47,7 +47,7 @@ COMMANDS = {
 
 @pytest.fixture
 def marker(tmp_path, monkeypatch):
-    """Is there once anything has been imported for the command that a run directory names."""
+    """A file that exists once something has been imported for the command of a run directory."""
     path = tmp_path / "marker"
 
     def imported(*_: object) -> None:
@@ -72,21 +72,21 @@ def planted(tmp_path):
 
 @needs_root
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_refuses_it(name, planted, marker, tmp_path, capfd, monkeypatch):
+def test_every_command_refuses_the_directory(name, planted, marker, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv(auth.ENVIRONMENT_NAME, "0" * 32)
     monkeypatch.setattr(os, "umask", lambda mask: 0o022)
     given_to(ATTACKER, planted)
     places = {"DIR": str(planted), "NEW": str(tmp_path / "new")}
     assert cli.main([places.get(word, word) for word in COMMANDS[name]]) == 2
-    said = capfd.readouterr().err
-    assert f"belongs to user {ATTACKER}" in said
-    assert said.count("\n") == 1
+    text = capfd.readouterr().err
+    assert f"belongs to user {ATTACKER}" in text
+    assert text.count("\n") == 1
     assert not marker.exists()
     assert sorted(path.name for path in planted.iterdir()).count("launcher.lock") == 0
 
 
-def test_the_secret_is_known_before_anything_is_imported(planted, marker, capfd, monkeypatch):
-    """Of a directory of our own: whoever has put a run into it may have been let write there."""
+def test_agent_needs_the_secret_before_it_imports(planted, marker, capfd, monkeypatch):
+    """In an own directory too, as others may have been allowed to write a run there."""
     monkeypatch.setattr(os, "umask", lambda mask: 0o022)
     monkeypatch.delenv(auth.ENVIRONMENT_NAME, raising=False)
     assert cli.main(["agent", "--run-dir", str(planted), "--attach", "--host", "127.0.0.1"]) == 2
@@ -95,8 +95,8 @@ def test_the_secret_is_known_before_anything_is_imported(planted, marker, capfd,
 
 
 @pytest.mark.parametrize("mask", [0, 0o002, 0o027])
-def test_whatever_the_umask_nobody_else_may_write_what_is_carried_out(tmp_path, mask):
-    """And who may read by it may read: in a directory that the user has opened."""
+def test_run_files_are_closed_to_writers_under_any_umask(tmp_path, mask):
+    """Readers are those that the umask allows, in a directory that the user has opened."""
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     run.path.chmod(0o755)
@@ -104,7 +104,7 @@ def test_whatever_the_umask_nobody_else_may_write_what_is_carried_out(tmp_path, 
     try:
         assert run.create(RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings()))
         run.journal.rmdir()
-        journal = Journal(run.journal)  # as one that is somewhere else
+        journal = Journal(run.journal)  # which may be outside the run directory
         journal.write("epoch", 1, {})
         journal.beat("1 1")
         write_json(run.coordinator, {})
@@ -119,16 +119,16 @@ def test_whatever_the_umask_nobody_else_may_write_what_is_carried_out(tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["journal", "nodes"])
-def test_a_part_of_it_that_others_may_write_to(planted, name, capfd):
+def test_status_refuses_a_directory_with_a_part_that_others_can_write(planted, name, capfd):
     (planted / name).chmod(0o775)
     assert cli.main(["status", str(planted)]) == 2
-    said = capfd.readouterr().err
-    assert f"{planted / name} can be written by others" in said
-    assert "chmod go-w" in said
+    text = capfd.readouterr().err
+    assert f"{planted / name} can be written by others" in text
+    assert "chmod go-w" in text
 
 
-def test_who_could_replace_it_is_told_at_the_start(marker, capfd, monkeypatch):
-    """A team's directory is no reason to refuse: it says so in a line, and goes on."""
+def test_agent_warns_of_others_that_could_replace_the_directory(marker, capfd, monkeypatch):
+    """A team's directory is no reason to refuse: a line warns of it."""
     monkeypatch.setattr(os, "umask", lambda mask: 0o022)
     monkeypatch.setenv(auth.ENVIRONMENT_NAME, "0" * 32)
     with common_directory() as common:
@@ -138,11 +138,11 @@ def test_who_could_replace_it_is_told_at_the_start(marker, capfd, monkeypatch):
         run = RunDirectory(team / "run")
         command = ("-m", "deadpool_megatron.trainer")
         assert run.create(RunInfo("0123abcd", 1, 1, 0, 1, command, Settings()))
-        words = ["agent", "--run-dir", str(run.path), "--attach", "--host", "127.0.0.1"]
-        assert cli.main(words) == 2
-        told, end = capfd.readouterr().err.splitlines()
-        assert told.startswith(f"others, who may write to {team} (chmod +t")
-        assert told.endswith(f"can put another directory in place of {run.path} (docs/security.md)")
+        command_line = ["agent", "--run-dir", str(run.path), "--attach", "--host", "127.0.0.1"]
+        assert cli.main(command_line) == 2
+        line, end = capfd.readouterr().err.splitlines()
+        assert line.startswith(f"others, who may write to {team} (chmod +t")
+        assert line.endswith(f"can put another directory in place of {run.path} (docs/security.md)")
         assert "this is as far as a test goes" in end
         assert marker.exists()
         cli.main(["check", "--runs", str(team)])
@@ -150,7 +150,7 @@ def test_who_could_replace_it_is_told_at_the_start(marker, capfd, monkeypatch):
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, 0o077), ("027", 0o027), ("0", 0)])
-def test_the_mask_of_what_a_run_writes(given, found, monkeypatch):
+def test_umask_of_a_run_is_private_unless_set(given, found, monkeypatch):
     if given is None:
         monkeypatch.delenv(cli.UMASK_VARIABLE, raising=False)
     else:

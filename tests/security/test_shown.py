@@ -1,4 +1,4 @@
-"""What is shown, warned of and handed on; no process imports from the working directory."""
+"""Output, secrets and imports: no escape sequences, no secret in a member, no planted modules."""
 
 import ast
 import io
@@ -19,7 +19,7 @@ from deadpool_megatron.wire import auth
 PACKAGE = Path(deadpool_megatron.__file__).parent
 
 
-def test_text_of_others_does_nothing_to_a_terminal(tmp_path, capsys):
+def test_output_has_no_escape_sequences_of_others(tmp_path, capsys):
     text = "loss\x1b]0;owned\x07 1.5 é\r\u009b2J\n\tnext"
     assert printable(text) == "loss?]0;owned? 1.5 é??2J\n\tnext"
     stream = io.StringIO()
@@ -36,13 +36,13 @@ def test_text_of_others_does_nothing_to_a_terminal(tmp_path, capsys):
 MEMBER = """
 import json, socket, sys
 from deadpool_megatron.cluster.process.member_main import MemberSpec, become_member
-ours, theirs = socket.socketpair()
-become_member(MemberSpec.from_dict(json.loads(sys.argv[1])), theirs.fileno())
+near, far = socket.socketpair()
+become_member(MemberSpec.from_dict(json.loads(sys.argv[1])), far.fileno())
 """
 
 
-def test_a_member_does_not_have_the_secret(tmp_path):
-    """Nor does the block show it that its process was started with."""
+def test_member_has_no_secret_in_its_environment(tmp_path):
+    """Nor does /proc show the secret with which its process was started."""
     script, secret = tmp_path / "script.py", "0123456789abcdef"
     script.write_text(
         "import os\n"
@@ -63,16 +63,16 @@ def test_a_member_does_not_have_the_secret(tmp_path):
     assert f"BEFORE=1\0{auth.ENVIRONMENT_NAME}={'-' * len(secret)}\0BEHIND=2" in seen
 
 
-def test_a_file_in_the_working_directory_takes_no_library_s_place(tmp_path):
+def test_working_directory_shadows_no_library(tmp_path):
     (tmp_path / "queue.py").write_text("raise SystemExit('planted')")
     for arguments in (("-c", "import queue"), ("-m", "deadpool_megatron.vault", "--help")):
         subprocess.run(interpreter(*arguments), cwd=tmp_path, check=True, capture_output=True)
 
 
-def test_every_interpreter_is_started_without_the_working_directory():
+def test_package_starts_interpreters_without_the_working_directory():
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            words = [ast.unparse(one) for one in getattr(node, "elts", ())]
-            if "sys.executable" in words:
-                following = words[words.index("sys.executable") + 1]
+            elements = [ast.unparse(element) for element in getattr(node, "elts", ())]
+            if "sys.executable" in elements:
+                following = elements[elements.index("sys.executable") + 1]
                 assert following in ("'-P'", "'-I'"), f"{path}: {following}"

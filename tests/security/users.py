@@ -1,6 +1,6 @@
 """A victim and an attacker: functions run under other user ids, in a directory both can reach.
 
-Only root can become somebody else, so these tests are skipped for everybody else.
+Only root can become another user, so these tests are skipped for other users.
 """
 
 import os
@@ -18,8 +18,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 def as_user(uid: int | None, function: Callable[[], object]) -> str:
-    """What ``function`` returns as text, in a process of that user (None: of this one). Fails where
-    it raises."""
+    """Return as text what ``function`` returns in a process of that user (None: of this user).
+    Fails if it raises."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -39,15 +39,15 @@ def as_user(uid: int | None, function: Callable[[], object]) -> str:
             os._exit(status)
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
-        said = file.read().decode()
+        text = file.read().decode()
     _, status = os.waitpid(child, 0)
-    assert status == 0, said
-    return said
+    assert status == 0, text
+    return text
 
 
 @contextmanager
 def common_directory() -> Iterator[Path]:
-    """Everybody may make files there, and remove his own: like /tmp and /dev/shm."""
+    """Yield a directory in which all users may make files and remove their own, like /tmp."""
     path = Path(tempfile.mkdtemp(prefix="deadpool-test-"))
     path.chmod(0o1777)
     try:
@@ -57,7 +57,7 @@ def common_directory() -> Iterator[Path]:
 
 
 def given_to(uid: int, path: Path) -> Path:
-    """The path and all below it belong to that user from now on."""
+    """Give the path and all below it to that user."""
     for each in (path, *path.rglob("*")):
         os.chown(each, uid, uid, follow_symlinks=False)
     return path

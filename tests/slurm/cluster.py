@@ -133,7 +133,7 @@ class Cluster:
         return self._hosts[int(name.removeprefix("host"))]
 
     def show(self) -> None:
-        """Print what a failed test needs to be understood."""
+        """Print the state of the cluster after a failed test."""
         for log in (*self.directory.glob("*.console"), *self.directory.glob("log/*")):
             text = log.read_text(errors="replace").strip()
             print(f"== {log.name}\n{text[-2000:]}")
@@ -211,7 +211,7 @@ class Cluster:
         return done.stdout.strip()
 
     def begin(self, *command: str) -> subprocess.Popen[bytes]:
-        """Start a command on the control host, which whoever calls has to end."""
+        """Start a command on the control host, which the caller has to end."""
         console = self.directory / "begun.console"
         return self._hosts[0].start(command, console, self.environment())
 
@@ -222,23 +222,23 @@ class Cluster:
         return int(self.control(*command, **variables))
 
     def output(self, job: int) -> str:
-        """What the batch script of a job has printed."""
+        """Return the output of a job's batch script."""
         path = self.directory / f"job-{job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def job(self, job: int) -> dict[str, str]:
-        """What ``scontrol show job`` says, by field."""
-        words = self.control("scontrol", "show", "job", "-o", str(job)).split()
-        return dict(word.partition("=")[::2] for word in words)
+        """Return the fields of ``scontrol show job``."""
+        fields = self.control("scontrol", "show", "job", "-o", str(job)).split()
+        return dict(field.partition("=")[::2] for field in fields)
 
     def nodes_of(self, job: int) -> list[str]:
         """Names of the nodes that a job has."""
         return self.control("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
 
     def job_of_element(self, array: int, element: int) -> dict[str, str]:
-        """What ``scontrol show job`` says of one element of a job array."""
-        words = self.control("scontrol", "show", "job", "-o", f"{array}_{element}").split()
-        return dict(word.partition("=")[::2] for word in words)
+        """Return the fields of ``scontrol show job`` for one element of a job array."""
+        fields = self.control("scontrol", "show", "job", "-o", f"{array}_{element}").split()
+        return dict(field.partition("=")[::2] for field in fields)
 
     def ended(self, array: int) -> bool:
         """Whether no element of the array is pending or at work."""
@@ -249,7 +249,7 @@ class Cluster:
         return [found for found in self.host(name).running() if _MEMBER.match(found)]
 
     def wait_job(self, job: int, *states: str) -> dict[str, str]:
-        """Until the job is in one of these states (default: ended); answers its fields."""
+        """Wait until the job is in one of these states (default: ended); return its fields."""
         wanted = states or ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
 
         def reached() -> dict[str, str]:
@@ -258,12 +258,12 @@ class Cluster:
 
         return self.wait_for(f"job {job} to be {' or '.join(wanted)}", reached)
 
-    def wait_for(self, what: str, ready: Callable[[], Any]) -> Any:
+    def wait_for(self, condition: str, ready: Callable[[], Any]) -> Any:
         """Poll until ``ready()`` is true."""
-        return wait_for(what, ready, MAX_WAIT_SECONDS)
+        return wait_for(condition, ready, MAX_WAIT_SECONDS)
 
     def wait_idle(self, number: int) -> None:
-        """Until so many nodes can take a job."""
+        """Wait until this number of nodes can take a job."""
 
         def idle() -> bool:
             listed = self.control("sinfo", "-h", "-o", "%t %D").splitlines()
@@ -280,7 +280,7 @@ class Cluster:
     # Faults.
 
     def lose(self, *nodes: str) -> None:
-        """Pull nodes' power cords, and let Slurm know at once what it would find out later."""
+        """Cut the power of nodes, and report it to Slurm at once."""
         for node in nodes:
             self.host(node).power_off()
         for node in nodes:

@@ -1,4 +1,4 @@
-"""Jobs of the batch scripts in scripts/slurm on a test cluster, and what is known of their runs."""
+"""Jobs of the batch scripts in scripts/slurm on a test cluster, and the results of their runs."""
 
 import shlex
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from tests.slurm.cluster import Cluster
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 # The counting member needs no torch: nothing is preloaded, a run starts in a second. Five nodes
-# share a few cores, so that a little more patience is due than with one.
+# share a few cores, so that limits have to be a little longer.
 SETTINGS = (
     *("--preload=", *FAST),
     *setting_flags(freeze_seconds=4, node_silence_seconds=5, fence_seconds=4),
@@ -48,20 +48,20 @@ class Job:
 
         self.wait_for(f"iteration {iteration}", reached)
 
-    def wait_for(self, what: str, ready: Any) -> Any:
+    def wait_for(self, condition: str, ready: Any) -> Any:
         """Poll; fail with the whole story when it takes too long."""
         try:
-            return self.cluster.wait_for(what, ready)
+            return self.cluster.wait_for(condition, ready)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.story()}") from error
 
     def wait_over(self) -> dict[str, Any]:
-        """Until the run has its verdict; answers what it told."""
+        """Wait until the run has its verdict; return its results."""
         self.wait_for("the end of the run", self.run.final.exists)
         return read_final(self.run.path)
 
     def wait_end(self, *states: str) -> dict[str, str]:
-        """Until the job is in this state; answers what Slurm says of it."""
+        """Wait until the job is in this state; return its fields."""
         return self.wait_for(  # type: ignore[no-any-return]
             f"job {self.number} to be {states}", lambda: self._state_in(states)
         )
@@ -95,7 +95,7 @@ class Job:
         return int(read_json(self.run.final)["iterations"])
 
     def logs(self) -> str:
-        """What the nodes' tasks have printed."""
+        """Return the output of the nodes' tasks."""
         found = sorted(Path(f"{self.run.path}.logs").glob("*.log"))
         return "\n".join(f"== {f.name}\n{f.read_text(errors='replace')[-1500:]}" for f in found)
 
@@ -111,8 +111,8 @@ class Job:
         """For a failed assertion: job, nodes, events."""
         parts = [f"job {self.number}: {self.cluster.job(self.number)}"]
         parts += [self.cluster.output(self.number), self.logs()]
-        told = [e for e in read_events(self.run.events) if e.kind not in _MANY]
-        parts += [str(e.to_dict()) for e in told[-40:]]
+        events = [e for e in read_events(self.run.events) if e.kind not in _MANY]
+        parts += [str(e.to_dict()) for e in events[-40:]]
         return "\n".join(parts)
 
 
@@ -129,7 +129,7 @@ class Jobs:
     variables: dict[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
-        """What the batch scripts read."""
+        """Return the variables that the batch scripts read."""
         return {
             "CHECKOUT": str(SCRIPTS.parents[1]),
             "RUNS": str(self.directory),
@@ -148,7 +148,7 @@ class Jobs:
         return self.job(number)
 
     def chain(self, count: int, *options: str) -> list[Job]:
-        """Submit so many jobs of which each waits for the one before."""
+        """Submit a chain of jobs, each of which waits for its predecessor."""
         size = f"--nodes={self.nodes + self.spares}"
         script = str(SCRIPTS / "small_test.sbatch")
         command = (str(SCRIPTS / "chain.sh"), str(count), script, size, *options)

@@ -1,6 +1,6 @@
-"""The 65B job under a real Slurm, on as many nodes as it asks for: what reaches each of them.
+"""The 65B job under a real Slurm, on as many nodes as it asks for: the arguments of each node.
 
-tests/launch/test_pretrain_65b.py hands the same to Megatron's validation.
+tests/launch/test_pretrain_65b.py has Megatron validate them.
 """
 
 import pytest
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slurm
 
 _DEADPOOL = """\
 [ "$1" = agent ] || exit 3
-printf '%s\\0' "$@" >{told}/$SLURM_PROCID.arguments
-env -0 >{told}/$SLURM_PROCID.environment
+printf '%s\\0' "$@" >{output}/$SLURM_PROCID.arguments
+env -0 >{output}/$SLURM_PROCID.environment
 """
 
 
@@ -28,10 +28,10 @@ def large():
         yield cluster
 
 
-def test_every_node_is_told_the_same_and_has_what_megatron_wants(large, tmp_path):
-    told = tmp_path / "told"
-    told.mkdir()
-    programs = stand_in(tmp_path / "bin", deadpool=_DEADPOOL.format(told=told))
+def test_nodes_get_equal_arguments_and_the_variables_of_megatron(large, tmp_path):
+    output = tmp_path / "output"
+    output.mkdir()
+    programs = stand_in(tmp_path / "bin", deadpool=_DEADPOOL.format(output=output))
     variables = {
         "CHECKOUT": str(SCRIPTS.parents[1]),
         "RUNS": str(tmp_path / "runs"),
@@ -43,13 +43,13 @@ def test_every_node_is_told_the_same_and_has_what_megatron_wants(large, tmp_path
     output = f"--output={large.directory}/job-%j.out"
     number = int(large.control(*submit, output, str(SCRIPTS / "pretrain_65b.sbatch"), **variables))
     large.wait_job(number)
-    arguments = {path.read_text() for path in told.glob("*.arguments")}
-    assert len(list(told.glob("*.arguments"))) == _NODES, large.output(number)
+    arguments = {path.read_text() for path in output.glob("*.arguments")}
+    assert len(list(output.glob("*.arguments"))) == _NODES, large.output(number)
     (line,) = arguments
-    words = line.split("\0")[:-1]
-    assert words[words.index("--nproc-per-node") + 1] == "8"
-    assert words[words.index("--") + 1] == "/Megatron-LM/pretrain_gpt.py"
-    for path in told.glob("*.environment"):
+    found = line.split("\0")[:-1]
+    assert found[found.index("--nproc-per-node") + 1] == "8"
+    assert found[found.index("--") + 1] == "/Megatron-LM/pretrain_gpt.py"
+    for path in output.glob("*.environment"):
         seen = dict(pair.split("=", 1) for pair in path.read_text().split("\0")[:-1] if "=" in pair)
         assert seen["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
         assert seen["SLURM_STEP_NUM_NODES"] == str(_NODES)

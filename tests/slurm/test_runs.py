@@ -16,7 +16,7 @@ from tests.slurm.jobs import SCRIPTS
 pytestmark = pytest.mark.slurm
 
 
-def test_every_node_knows_its_place(cluster, jobs):
+def test_nodes_take_id_and_domain_from_slurm(cluster, jobs):
     job = jobs.submit()
     job.wait_iteration(3)
     job.finish()
@@ -48,8 +48,8 @@ def test_node_that_slurm_drains_gives_its_roles_away(cluster, jobs):
     job.wait_end("COMPLETED")
 
 
-def test_batch_host_lost(cluster, jobs):
-    """Nobody is left whose end would be the job's: the survivors end it."""
+def test_run_survives_the_loss_of_the_batch_host(cluster, jobs):
+    """Without the batch script, the survivors end the job."""
     job = jobs.submit()
     job.wait_iteration(5)
     batch_host = cluster.job(job.number)["BatchHost"]
@@ -59,11 +59,11 @@ def test_batch_host_lost(cluster, jobs):
     job.finish()
     job.wait_end("COMPLETING", "CANCELLED")
     assert "the run is over, this node ends the job" in job.logs()
-    # Nor is the script there that would tell the next job of a chain.
+    # The script that would prepare the next job of a chain is lost as well.
     assert "ended with status 0" in (jobs.directory / "OVER").read_text()
 
 
-def test_node_of_the_coordinator_and_one_that_trains_lost(cluster, jobs):
+def test_run_survives_the_loss_of_the_coordinators_node_and_another(cluster, jobs):
     job = dataclasses.replace(jobs, nodes=3, spares=2).submit()
     job.wait_iteration(5)
     first = job.coordinator()
@@ -108,7 +108,7 @@ def test_spare_of_a_second_job_takes_over(cluster, jobs):
     cluster.wait_job(pool, "COMPLETED")
 
 
-def test_array_of_nodes_gets_a_lost_one_back(cluster, jobs):
+def test_array_of_nodes_replaces_a_lost_node(cluster, jobs):
     wanted = dataclasses.replace(jobs, nodes=2)
     number = cluster.submit(
         SCRIPTS / "array_of_nodes.sbatch", "--array=0-2", **wanted.environment()
@@ -124,10 +124,10 @@ def test_array_of_nodes_gets_a_lost_one_back(cluster, jobs):
     cluster.wait_for("all elements", lambda: cluster.ended(number))
 
 
-def test_time_limit_saves_the_state_and_the_next_job_goes_on(cluster, jobs):
+def test_time_limit_saves_the_state_for_the_next_job(cluster, jobs):
     first, second = jobs.chain(2)
     first.wait_iteration(5)
-    # What Slurm does when --signal=B:USR1@120 is due.
+    # As Slurm does when --signal=B:USR1@120 is due.
     cluster.control("scancel", "--batch", "--signal=USR1", str(first.number))
     assert first.wait_over()["exit_status"] == 75
     assert first.wait_end("FAILED")["ExitCode"] == "75:0"
@@ -140,7 +140,7 @@ def test_time_limit_saves_the_state_and_the_next_job_goes_on(cluster, jobs):
     assert "nothing to do" in cluster.output(third.number)
 
 
-def test_the_next_job_leaves_out_a_node_that_was_put_aside(cluster, jobs, tmp_path):
+def test_next_job_excludes_a_quarantined_node(cluster, jobs, tmp_path):
     """Its own list of excluded nodes stays."""
     sick = cluster.nodes[1]
     stand_in(tmp_path, check=f"test $(hostname) != {sick} || {{ echo bad row; exit 2; }}")
@@ -159,7 +159,7 @@ def test_the_next_job_leaves_out_a_node_that_was_put_aside(cluster, jobs, tmp_pa
     second.wait_end("COMPLETED")
 
 
-def test_nodes_save_in_time_when_nobody_tells_them(cluster, jobs):
+def test_nodes_save_in_time_without_a_notice(cluster, jobs):
     """The notice reaches the batch script only; here it never comes, and the limit is real."""
     variables = {"NOTICE_SECONDS": "50"}
     job = dataclasses.replace(jobs, variables=variables).submit("--time=1", "--signal=B:USR1@1")
@@ -170,7 +170,7 @@ def test_nodes_save_in_time_when_nobody_tells_them(cluster, jobs):
     assert job.run.latest.exists()
 
 
-def test_chained_jobs_train_to_the_very_bits_of_one_run(cluster, jobs):
+def test_chained_jobs_equal_a_single_run_bit_for_bit(cluster, jobs):
     """Real training: a node is lost in the first job, and its time limit comes."""
     layout = Layout("dp2", "--use-distributed-optimizer", nodes=2, members_per_node=1)
     program = trainer(layout, iterations=30)
@@ -195,10 +195,8 @@ def test_chained_jobs_train_to_the_very_bits_of_one_run(cluster, jobs):
 @pytest.mark.full
 @needs_megatron_lm
 @LOADS
-def test_a_chain_that_has_lost_more_nodes_than_spares_goes_on_with_those_that_are_left(
-    cluster, jobs
-):
-    """The next job's data-parallel size is another one: Megatron reshards the checkpoint."""
+def test_chain_that_has_lost_more_nodes_than_spares_continues_with_the_others(cluster, jobs):
+    """The next job has another data-parallel size: Megatron reshards the checkpoint."""
     flags = small(
         save_interval=100, train_iters=50, global_batch_size=6, use_distributed_optimizer=True
     )
@@ -228,8 +226,8 @@ def test_a_chain_that_has_lost_more_nodes_than_spares_goes_on_with_those_that_ar
     assert len(cluster.nodes_of(second.number)) == 2
     assert "continues with 2 roles instead of 3 from the checkpoint" in second.logs()
     before, after = (
-        {step["iteration"]: float.fromhex(step["loss"]) for step in told["steps"]}
-        for told in (final, second.wait_over())
+        {step["iteration"]: float.fromhex(step["loss"]) for step in results["steps"]}
+        for results in (final, second.wait_over())
     )
     (dumped,) = first.events(Kind.DUMPED)
     assert min(after) == dumped.data["generation"][1] + 1
