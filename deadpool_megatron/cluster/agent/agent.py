@@ -35,7 +35,7 @@ from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultSup
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.rendezvous import StoreRelay
-from deadpool_megatron.cluster.process.children import ProcessEnd, answer_of, patiently
+from deadpool_megatron.cluster.process.children import ProcessEnd, retry_shortage, run_child
 from deadpool_megatron.cluster.process.fork_server import Starter, StartError
 from deadpool_megatron.cluster.process.logs import Files, LocalLogs
 from deadpool_megatron.cluster.process.posix import Orphans
@@ -259,7 +259,7 @@ class Agent:
             role = int(provisional.get(text, local_rank))
             try:
                 start = partial(self._members.start, local_rank, int(incarnation), role)
-                await patiently(start, self._settings.close_seconds / 2)
+                await retry_shortage(start, self._settings.close_seconds / 2)
             except (StartError, OSError) as error:
                 self._members.report_lost(
                     local_rank, int(incarnation), {"exit_code": 1}, str(error)
@@ -506,7 +506,7 @@ class Departure:
         try:
             log = options.segments / "drain.txt"
             result = (
-                await answer_of(["-m", "deadpool_megatron", *drain], log, options.leave_seconds)
+                await run_child(["-m", "deadpool_megatron", *drain], log, options.leave_seconds)
                 or "it was drained"
             )
         except (OSError, TimeoutError) as error:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.process.children import answer_of
+from deadpool_megatron.cluster.process.children import run_child
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight.eligibility import HostFacts
 
@@ -84,5 +84,5 @@ class NodeChecker:
 
     async def _read(self) -> HostFacts:
         log = self._options.segments / "host.json"
-        line = await answer_of(self._command, log, self._limit_seconds)
+        line = await run_child(self._command, log, self._limit_seconds)
         return HostFacts.from_dict(json.loads(line)["facts"])

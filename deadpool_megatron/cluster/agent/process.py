@@ -50,7 +50,7 @@ def run_agent(options: AgentOptions) -> int:
     lock = orphaned_slots.claim(options.segments, options.node)
     run_id = info.run_id
     orphaned_slots.end_orphaned_processes(options.run, run_id, options.node, options.segments)
-    former = orphaned_slots.take_up(options.run, run_id, options.segments, options.siblings)
+    former = orphaned_slots.adopt_slots(options.run, run_id, options.segments, options.siblings)
     if former is not None:
         print(f"node {options.node} adopts the slots of node {former}", file=sys.stderr)
     failpoints.load()

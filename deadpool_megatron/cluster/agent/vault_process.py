@@ -21,7 +21,7 @@ from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.process.children import (
     ChildWatch,
     ProcessEnd,
-    patiently,
+    retry_shortage,
     start_child,
 )
 from deadpool_megatron.cluster.process.logs import LocalLogs, last_line
@@ -114,7 +114,7 @@ class VaultSupervisor:
     async def start(self) -> None:
         """Start the first vault, or a replacement. Raises VaultGivenUp."""
         try:
-            self._watch = await patiently(self._start, _SHORTAGE_SECONDS)
+            self._watch = await retry_shortage(self._start, _SHORTAGE_SECONDS)
         except OSError as error:
             raise VaultGivenUp(f"no vault can be started: {error}") from error
 

@@ -64,7 +64,9 @@ class Orders:
         match order:
             case actions.Announce(record):
                 failpoints.hit("coordinator.announce", epoch=record.epoch)
-                self._peers.in_turn(self._peers.active(), lambda peer: self._send(peer, record))
+                self._peers.send_in_turns(
+                    self._peers.active(), lambda peer: self._send(peer, record)
+                )
             case actions.DropNode():
                 self._drop(order)
             case actions.StartMembers(node) | actions.KillMember(node):

@@ -230,7 +230,7 @@ class Coordinator:
         missing = frozenset[str]()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
-                missing = await asyncio.to_thread(run_files.paths_gone, valid)
+                missing = await asyncio.to_thread(run_files.missing_paths, valid)
         self.feed(inputs.CheckpointsFound(missing))
 
     async def _write_record(self, record: EpochRecord) -> None:

@@ -169,7 +169,7 @@ class Peers:
         frame = framing.encode({**message, "o": self._ordered})
         for peer in peers:
             peer.orders.add(self._ordered, frame)
-        self.in_turn([p for p in peers if p.welcomed], lambda peer: peer.send_frame(frame))
+        self.send_in_turns([p for p in peers if p.welcomed], lambda peer: peer.send_frame(frame))
         # Orders that follow from a failure are numbered later and must be sent later.
         for peer in peers:
             if peer.orders.is_over_full and self.agents.get(peer.node) is peer:
@@ -183,7 +183,7 @@ class Peers:
         finally:
             self.forget(peer)  # not before: the end of a dropped peer is not reported
 
-    def in_turn(self, peers: list[AgentPeer], send: Callable[[AgentPeer], None]) -> None:
+    def send_in_turns(self, peers: list[AgentPeer], send: Callable[[AgentPeer], None]) -> None:
         """Send something to each of these peers, some of thousands at a time, in the order of the
         calls.
         """

@@ -164,7 +164,7 @@ def start_child(
     return ChildWatch(process.pid, on_end)
 
 
-async def answer_of(command: Sequence[str], log: Path, limit_seconds: float) -> str:
+async def run_child(command: Sequence[str], log: Path, limit_seconds: float) -> str:
     """Return the last line that a child prints to ``log``; kill the child after the limit.
 
     Raises OSError or TimeoutError.
@@ -179,7 +179,7 @@ async def answer_of(command: Sequence[str], log: Path, limit_seconds: float) -> 
     return line
 
 
-async def patiently(make: Callable[[], Awaitable[Made]], limit_seconds: float) -> Made:
+async def retry_shortage(make: Callable[[], Awaitable[Made]], limit_seconds: float) -> Made:
     """Return the result of ``make``, retried with growing pauses while a resource is short.
 
     Raises its OSError when that is no shortage, or when the time is over, and any other exception

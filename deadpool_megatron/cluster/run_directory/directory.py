@@ -468,7 +468,7 @@ def found_in(saves: Path) -> list[Restore]:
     return sorted(found, key=lambda restore: restore.generation.iteration, reverse=True)
 
 
-def paths_gone(valid: Sequence[Restore]) -> frozenset[str]:
+def missing_paths(valid: Sequence[Restore]) -> frozenset[str]:
     """Return the paths that no longer exist. May block as long as a file system does."""
     with ThreadPoolExecutor(_MAX_VALID) as threads:
         found = list(threads.map(is_there, valid))

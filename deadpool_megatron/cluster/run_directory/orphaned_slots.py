@@ -85,7 +85,7 @@ def end_orphaned_processes(run: RunDirectory, run_id: str, node: int, segments: 
     cleanup.end_processes(sorted(pids - {os.getpid()}))
 
 
-def take_up(
+def adopt_slots(
     run: RunDirectory, run_id: str, own: Path, siblings: Collection[int] = ()
 ) -> int | None:
     """Move the slots of a node of this host without an agent into ``own``, the directory of another

@@ -213,7 +213,7 @@ class World:
         for module in (standby_supervisor, exporter, vault_process):
             patch.setattr(module, "start_child", self._start_child)
         for module in (agents, node_checker):
-            patch.setattr(module, "answer_of", self._answer_of)
+            patch.setattr(module, "run_child", self._answer_of)
         patch.setattr(agents.sys, "stderr", _Printed(self.note))
         patch.setattr(agent_link, "open_stream", self._open_stream)
         patch.setattr(agent_link, "connect_stream", self._nothing)

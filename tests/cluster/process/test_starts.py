@@ -18,7 +18,7 @@ import pytest
 
 from deadpool_megatron.cluster.agent.standby_supervisor import StandbySupervisor
 from deadpool_megatron.cluster.process import children, fork_server, posix
-from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, patiently
+from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, retry_shortage
 from deadpool_megatron.cluster.process.fork_server import ForkServer, Starter, StartError
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.process.member_place import MemberPlace
@@ -66,16 +66,16 @@ class Short:
 def test_shortage_is_retried(monkeypatch, number):
     monkeypatch.setattr(children, "FIRST_PAUSE_SECONDS", 0.001)
     short = Short(3, number)
-    asyncio.run(patiently(asynchronous(short), 60.0))
+    asyncio.run(retry_shortage(asynchronous(short), 60.0))
     assert short.calls == 4
 
 
 def test_lasting_shortage_and_other_errors_are_raised():
     with pytest.raises(BlockingIOError):
-        asyncio.run(patiently(asynchronous(Short(1_000_000)), 0.01))
+        asyncio.run(retry_shortage(asynchronous(Short(1_000_000)), 0.01))
     refused = Short(1, errno.EACCES)
     with pytest.raises(PermissionError):
-        asyncio.run(patiently(asynchronous(refused), 60.0))
+        asyncio.run(retry_shortage(asynchronous(refused), 60.0))
     assert refused.calls == 1
 
 

@@ -148,7 +148,7 @@ def test_checkpoints_are_as_recorded(show, tmp_path):
     ]
     for one in (*found, replace(found[0], identity="ab"), replace(found[5], identity="other")):
         show(run_files.is_there, one)
-    show(run_files.paths_gone, valid[:8])
+    show(run_files.missing_paths, valid[:8])
     show(run_files.point_at, run.latest, [found[0], found[5], found[7]])
     show.note(run.latest.read_text())
     show(run_files.read_valid, run.latest)
@@ -233,13 +233,13 @@ def test_memory_is_as_recorded(show, tmp_path, processes, monkeypatch):
         show(cleanup.node_processes, run, node)
     show(cleanup.may_be_alive, run)
     show(cleanup.kept_memory, run, RUN_ID)
-    show(orphaned_slots.take_up, run, RUN_ID, nodes[0])
+    show(orphaned_slots.adopt_slots, run, RUN_ID, nodes[0])
     for lock in locks[1:]:
         os.close(lock)
     monkeypatch.setattr(orphaned_slots, "newest_sealed", lambda path: path.name == "node1")
-    show(orphaned_slots.take_up, run, RUN_ID, nodes[0], {1, 2})
-    show(orphaned_slots.take_up, run, RUN_ID, nodes[0])
-    show(orphaned_slots.take_up, run, RUN_ID, nodes[0])
+    show(orphaned_slots.adopt_slots, run, RUN_ID, nodes[0], {1, 2})
+    show(orphaned_slots.adopt_slots, run, RUN_ID, nodes[0])
+    show(orphaned_slots.adopt_slots, run, RUN_ID, nodes[0])
     show(cleanup.run_processes, run, RUN_ID)
     show.tree(tmp_path / "shm")
     show(cleanup.clean_node, run, RUN_ID, 2, keep_slots=True)
