@@ -160,10 +160,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         shared = sys.modules.get(name)
         if shared is not None:
             shared.stop()  # processes that the tests of a session share
-    leftovers = _leftover_processes()
-    leftovers += [f"{path}" for path in _leftover_segments(session.config.stash[_SEGMENTS_BEFORE])]
-    session.config.stash[_LEFTOVERS] = leftovers
-    if leftovers and session.exitstatus == pytest.ExitCode.OK:
+    remains = _remaining_processes()
+    remains += [f"{path}" for path in _remaining_segments(session.config.stash[_SEGMENTS_BEFORE])]
+    session.config.stash[_REMAINS] = remains
+    if remains and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -173,10 +173,10 @@ def pytest_terminal_summary(
     megatron_lm = _megatron_lm_line(terminalreporter)
     if megatron_lm:
         terminalreporter.write_line(megatron_lm)
-    leftovers = config.stash.get(_LEFTOVERS, [])
-    if leftovers:
+    remains = config.stash.get(_REMAINS, [])
+    if remains:
         terminalreporter.section("left over by this session: a failure", red=True)
-        for line in leftovers:
+        for line in remains:
             terminalreporter.write_line(line)
 
 
@@ -200,10 +200,10 @@ def _megatron_lm_line(terminalreporter: pytest.TerminalReporter) -> str:
 
 _STARTED_SECONDS: pytest.StashKey[float] = pytest.StashKey()
 _SEGMENTS_BEFORE: pytest.StashKey[set[Path]] = pytest.StashKey()
-_LEFTOVERS: pytest.StashKey[list[str]] = pytest.StashKey()
+_REMAINS: pytest.StashKey[list[str]] = pytest.StashKey()
 
 
-def _leftover_processes() -> list[str]:
+def _remaining_processes() -> list[str]:
     """Processes of this session that do not end by themselves; they are killed and named."""
     token = f"{SESSION_VARIABLE}={os.environ[SESSION_VARIABLE]}".encode()
     deadline = time.monotonic() + _GRACE_SECONDS
@@ -245,7 +245,7 @@ def _segments() -> set[Path]:
     return set(SEGMENT_ROOT.glob("deadpool-*"))
 
 
-def _leftover_segments(before: set[Path]) -> list[Path]:
+def _remaining_segments(before: set[Path]) -> list[Path]:
     """New segments, save those of a run that somebody else has going on this machine, or that are
     named after a living process of somebody else: of another session of tests, say."""
     found = _segments() - before

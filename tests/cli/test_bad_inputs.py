@@ -13,8 +13,8 @@ TABLE = Path(__file__).with_name("bad_inputs.toml")
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZE = "--nodes 2 --nproc-per-node 1 --preload '' --run-dir new"
 # Longer than a name may be: that is refused to root as well, where a missing permission is not.
-WORDS = {"LONG": "x" * 300, "CONFIGS": str(CONFIGS), "RUN": f"run {SIZE}"}
-WORDS["AGENT"] = f"agent --node-id 0 {SIZE}"
+PLACEHOLDERS = {"LONG": "x" * 300, "CONFIGS": str(CONFIGS), "RUN": f"run {SIZE}"}
+PLACEHOLDERS["AGENT"] = f"agent --node-id 0 {SIZE}"
 FILES = {
     "full/x": b"",
     "tree/pretrain_gpt.py": b"pretrain(model)\n",
@@ -47,8 +47,8 @@ def test_bad_input(line, named, place, complain, monkeypatch):
     before = sorted(place.rglob("*"))
     if line[:3] in ("RUN", "AGE") and "--" not in line.split():
         line += f" -- {SCRIPT}"
-    for word, text in WORDS.items():
+    for word, text in PLACEHOLDERS.items():
         line, named = line.replace(word, text), named.replace(word, text)
-    said = complain(*shlex.split(line))
-    assert named in said
+    line_shown = complain(*shlex.split(line))
+    assert named in line_shown
     assert sorted(place.rglob("*")) == before

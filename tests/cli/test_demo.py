@@ -41,9 +41,7 @@ class Runs:
         return 0
 
 
-def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
-    tmp_path, carry_out, monkeypatch
-):
+def test_demo_of_identical_runs_leaves_nothing(tmp_path, carry_out, monkeypatch):
     monkeypatch.setattr(demo, "train", Runs())
     facts_file, picture = tmp_path / "facts.json", tmp_path / "picture.png"
     status, told, _ = carry_out("demo", "--iterations", 12, "--json", facts_file, "--plot", picture)
@@ -59,14 +57,14 @@ def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["facts.json", "picture.png"]
 
 
-def test_in_the_picture_the_runs_lie_on_each_other_however_long_each_took(tmp_path):
+def test_picture_has_equal_curves_for_equal_runs(tmp_path):
     """By iteration: by the clock the struck run is behind from its failure on."""
     made = (write_run(tmp_path / "calm"), write_run(tmp_path / "struck", fault_at=6))
     calm, struck = (plot.curve_of(read_story(each)) for each in made)
     assert calm == struck
 
 
-def test_other_numbers_are_said_and_kept(tmp_path, carry_out, monkeypatch):
+def test_demo_reports_and_keeps_different_numbers(tmp_path, carry_out, monkeypatch):
     monkeypatch.setattr(demo, "train", Runs(shift=1e-9))
     status, told, _ = carry_out("demo", "--run-dir", tmp_path / "both")
     assert status == 1
@@ -74,7 +72,7 @@ def test_other_numbers_are_said_and_kept(tmp_path, carry_out, monkeypatch):
     assert (tmp_path / "both" / "struck" / "final.json").exists()
 
 
-def test_a_run_that_fails_is_kept(tmp_path, carry_out, monkeypatch):
+def test_demo_keeps_a_run_that_fails(tmp_path, carry_out, monkeypatch):
     monkeypatch.setattr(demo, "launch_command", lambda *_: ["sh", "-c", "exit 3"])
     status, _, told = carry_out("demo")
     assert (status, "undisturbed run has exit status 3" in told) == (1, True)
@@ -84,9 +82,7 @@ def test_a_run_that_fails_is_kept(tmp_path, carry_out, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "shape", "visible"), [((), demo.ON_CPUS, ""), (("--gpu",), demo.ON_GPUS, "3,4,5,6,7")]
 )
-def test_it_is_on_cpus_and_gloo_unless_it_is_told_to_take_gpus(
-    flags, shape, visible, tmp_path, monkeypatch
-):
+def test_demo_uses_gpus_on_request_only(flags, shape, visible, tmp_path, monkeypatch):
     """Then with one for each process."""
     runs = Runs()
     monkeypatch.setattr(demo, "train", runs)

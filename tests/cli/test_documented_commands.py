@@ -15,14 +15,14 @@ COMMAND = re.compile(r"^(?:\.venv/bin/)?deadpool ([a-z-]+(?: (?!\().*)?)$", re.M
 
 
 def shown() -> list[tuple[str, list[str]]]:
-    """The page and the words of each; those after an ellipsis are the reader's."""
+    """The page and the tokens of each; those after an ellipsis are the reader's."""
     found = []
     for page in PAGES:
         for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             whole = re.sub(r"\$\([^)]*\)", "PRINTED", re.sub(r"\\\n +", "", block))
             for line in COMMAND.findall(re.sub(r" {4,}\S.*", "", whole)):
-                words = shlex.split(line, comments=True)
-                found.append((page.name, [word for word in words if word != "..."]))
+                tokens = shlex.split(line, comments=True)
+                found.append((page.name, [word for word in tokens if word != "..."]))
     return found
 
 
@@ -37,6 +37,6 @@ def test_the_program_takes_them(monkeypatch, capsys):
         return SimpleNamespace(**{**vars(load(name)), "run": run})
 
     monkeypatch.setattr(cli, "_module", parsed_only)
-    for page, words in shown():
-        assert cli.main(words) == 0, (page, words, capsys.readouterr().err)
+    for page, tokens in shown():
+        assert cli.main(tokens) == 0, (page, tokens, capsys.readouterr().err)
     assert len(taken) > 50

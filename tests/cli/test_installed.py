@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = Path(sysconfig.get_path("purelib"))
 #: what is in the checkout and in no distribution
-_OURS_ALONE = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.egg-info")
+_UNSHIPPED = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.egg-info")
 #: what `pip install deadpool-megatron` brings, and what `deadpool plan` reads its files with
 _LIGHT = ("numpy", "numpy.libs", "xxhash", "yaml", "_yaml")
 
@@ -33,7 +33,7 @@ _LIGHT = ("numpy", "numpy.libs", "xxhash", "yaml", "_yaml")
 def wheel(tmp_path_factory):
     """Built from a source distribution, as an installation from the package index may be."""
     place = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(REPOSITORY, place / "tree", ignore=_OURS_ALONE)
+    shutil.copytree(REPOSITORY, place / "tree", ignore=_UNSHIPPED)
     sdist = place / build("sdist", place / "tree", place)
     with tarfile.open(sdist) as archive:
         archive.extractall(place, filter="data")
@@ -54,10 +54,10 @@ class Installation:
     environment: Path
     here: Path
 
-    def deadpool(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    def deadpool(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         variables["PATH"] = f"{self.environment / 'bin'}:{variables['PATH']}"
-        command = ["deadpool", *map(str, words)]
+        command = ["deadpool", *map(str, arguments)]
         return subprocess.run(command, cwd=self.here, env=variables, capture_output=True, text=True)
 
 
@@ -70,10 +70,10 @@ def environment(place: Path) -> Path:
     return made
 
 
-def pip_install(made: Path, *words: str) -> None:
+def pip_install(made: Path, *arguments: str) -> None:
     """What an installation does, without an index to take anything from."""
     pip = [sys.executable, "-m", "pip", "--python", str(made), "install", "-q", "--no-index"]
-    done = subprocess.run([*pip, *words], capture_output=True, text=True)
+    done = subprocess.run([*pip, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

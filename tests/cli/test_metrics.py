@@ -60,7 +60,7 @@ def test_metrics_of_the_dashboard_and_the_alerts_exist():
 
 
 @pytest.mark.full
-def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(silent_run):
+def test_metrics_answer_before_a_scrape_ends_although_a_host_is_off(silent_run):
     """Two coordinators are named, and neither answers."""
     create_secret(silent_run.path)
     first, second = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))

@@ -31,7 +31,7 @@ def result(command: list[str], shell: str = 'exec "$0" "$@"') -> int:
 
 @pytest.mark.parametrize("command", [RUN, COMPARE], ids=lambda command: command[0])
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_reader_goes_away(command, stream):
+def test_commands_outlive_their_reader(command, stream):
     reading, writing = os.pipe()
     os.close(reading)
     whole = [sys.executable, "-c", COMMAND, *command]
@@ -42,15 +42,15 @@ def test_a_reader_goes_away(command, stream):
 
 # The disk is full; and streams that are closed, whose numbers the next sockets would get.
 @pytest.mark.parametrize("shell", [">/dev/full 2>/dev/full", "<&- >&- 2>&-"])
-def test_nothing_can_be_written(shell):
+def test_commands_run_without_a_writable_output(shell):
     assert result(RUN, f'exec "$0" "$@" {shell}') == 7
 
 
-def test_an_answer_that_cannot_be_written_is_no_answer():
+def test_commands_fail_if_their_answer_cannot_be_written():
     assert result(COMPARE, 'exec "$0" "$@" >/dev/full') == 2
 
 
-def test_help_of_every_command_teaches(capsys):
+def test_help_of_every_command_has_its_usage(capsys):
     for command in ([], *([name] for name in cli.COMMANDS)):
         with pytest.raises(SystemExit) as stop:
             cli.main([*command, "--help"])

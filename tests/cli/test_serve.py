@@ -71,7 +71,7 @@ def test_nothing_is_answered_without_the_token():
 
 
 @pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_an_address_that_others_see_is_one_they_can_use_and_said_to_be_in_the_clear(
+def test_serve_prints_a_usable_address_and_warns_of_clear_text(
     host, warned, tmp_path, carry_out, monkeypatch
 ):
     server = Mock(server_port=1, serve_forever=Mock(side_effect=KeyboardInterrupt))

@@ -1,4 +1,4 @@
-"""What whoever watches a run is told of its events, on a terminal and elsewhere."""
+"""The events of a run as lines, on a terminal and elsewhere."""
 
 import contextlib
 import errno
@@ -20,7 +20,7 @@ from tests.common.synthetic_run import NOTHING_WAITS, status_of, write_run
 _FULL = os.strerror(errno.ENOSPC)
 
 
-class Heard(Display):
+class Recorder(Display):
     """Lines that stay, without their times, and statuses."""
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class Heard(Display):
         self.statuses.append(text.split("  ", 1)[1])
 
 
-def followed(directory: Path, events: Iterable[Event]) -> Heard:
+def followed(directory: Path, events: Iterable[Event]) -> Recorder:
     (directory / "events.jsonl").write_bytes(b"".join(map(to_line, events)))
-    heard = Heard()
-    Follower(RunDirectory(directory), heard).close()
-    return heard
+    shown = Recorder()
+    Follower(RunDirectory(directory), shown).close()
+    return shown
 
 
-def test_what_several_say_is_told_once_and_nothing_after_the_end(tmp_path):
+def test_follower_shows_repeated_events_once_and_none_after_the_end(tmp_path):
     found = {"matched": False, "difference": "main"}
     events = [
         Event(Kind.EPOCH_OPENED, epoch=1),
@@ -60,18 +60,18 @@ def test_what_several_say_is_told_once_and_nothing_after_the_end(tmp_path):
     assert [line.split()[0] for line in lines] == ["epoch", "an", "epoch", "done:"]
 
 
-def test_the_date_is_told_once_a_day(tmp_path):
+def test_follower_shows_the_date_once_a_day(tmp_path):
     days = [3600.0 * hour for hour in (0, 1, 48)]
-    told = [Event(Kind.EVALUATION, 1, iteration=1, wall_seconds=1e9 + at) for at in days]
-    heard = followed(tmp_path, told)
-    assert [day[:10] for day in heard.days] == [
-        date(told[0].wall_seconds)[:10],
-        date(told[2].wall_seconds)[:10],
+    events = [Event(Kind.EVALUATION, 1, iteration=1, wall_seconds=1e9 + at) for at in days]
+    shown = followed(tmp_path, events)
+    assert [day[:10] for day in shown.days] == [
+        date(events[0].wall_seconds)[:10],
+        date(events[2].wall_seconds)[:10],
     ]
-    assert len(heard.lines) == 3
+    assert len(shown.lines) == 3
 
 
-def test_a_run_is_watched_from_its_newest_lines_to_its_end(tmp_path, carry_out, monkeypatch):
+def test_watch_shows_a_run_from_its_newest_lines_to_its_end(tmp_path, carry_out, monkeypatch):
     run = write_run(tmp_path / "run", fault_at=6)
     (run / "run.json").unlink()
     info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
@@ -86,10 +86,10 @@ def test_a_run_is_watched_from_its_newest_lines_to_its_end(tmp_path, carry_out, 
     assert carry_out("watch", run)[0] == 0, "its events are lost"
 
 
-def test_events_that_cannot_be_read_now_are_told_later(tmp_path):
+def test_follower_shows_events_once_they_can_be_read(tmp_path):
     """Who follows a run, as ``deadpool run`` does its own, ends it when it fails itself."""
-    run, heard = RunDirectory(tmp_path), Heard()
-    follower, second = Follower(run, heard), tmp_path / "events-0002.jsonl"
+    run, shown = RunDirectory(tmp_path), Recorder()
+    follower, second = Follower(run, shown), tmp_path / "events-0002.jsonl"
     run.events.symlink_to(run.events.name)  # a real failure of the system, for root as well
     assert not follower.poll()
     run.events.unlink()
@@ -98,10 +98,10 @@ def test_events_that_cannot_be_read_now_are_told_later(tmp_path):
     assert [follower.poll(), follower.poll()] == [True, False]
     (tmp_path / "away").write_bytes(to_line(Event(Kind.EPOCH_OPENED, epoch=2)))
     assert follower.poll()
-    assert len(heard.lines) == 2
+    assert len(shown.lines) == 2
 
 
-def test_a_terminal_has_lines_above_one_status():
+def test_display_prints_lines_above_the_status():
     program = (
         "from deadpool_megatron.cli.display import Display\n"
         "display = Display()\n"
@@ -130,12 +130,12 @@ def test_a_terminal_has_lines_above_one_status():
     assert max(map(len, seen)) < 80, "a status is one line, or it could not be taken back"
 
 
-def test_silence_is_told_as_the_coordinator_sees_it(tmp_path, monkeypatch):
+def test_follower_shows_the_coordinators_view_of_a_silence(tmp_path, monkeypatch):
     """At once, and once, where events cannot be written; else after a minute."""
-    heard, full = Heard(), {**NOTHING_WAITS, "waiting": 3, "trouble": "x", "why": _FULL}
-    follower = Follower(RunDirectory(tmp_path), heard)
+    shown, full = Recorder(), {**NOTHING_WAITS, "waiting": 3, "trouble": "x", "why": _FULL}
+    follower = Follower(RunDirectory(tmp_path), shown)
     monkeypatch.setattr(watch, "_ASK_SECONDS", -1.0)
-    for events, patience, told in (
+    for events, patience, expected in (
         (NOTHING_WAITS, 60.0, []),
         (full, 60.0, ["is full since"]),
         (full, 60.0, []),
@@ -144,7 +144,7 @@ def test_silence_is_told_as_the_coordinator_sees_it(tmp_path, monkeypatch):
         monkeypatch.setattr(watch, "_SILENCE_SECONDS", patience)
         status = {**status_of(2, 4), "events": events, "iteration": 7, "fewer_copies": []}
         monkeypatch.setattr(watch.StatusPoller, "status", Mock(return_value=status))
-        heard.lines.clear()
+        shown.lines.clear()
         assert not follower.poll()
-        assert len(heard.lines) == len(told)
-        assert all(part in line for part, line in zip(told, heard.lines, strict=True))
+        assert len(shown.lines) == len(expected)
+        assert all(part in line for part, line in zip(expected, shown.lines, strict=True))

@@ -67,11 +67,11 @@ def serving() -> Iterator[tuple[Server, str]]:
         thread.join()
 
 
-def flush(tellers: notify.Notices) -> None:
-    tellers.flush(time.monotonic() + 30.0)
+def flush(notices: notify.Notices) -> None:
+    notices.flush(time.monotonic() + 30.0)
 
 
-def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(tmp_path, monkeypatch):
+def test_notices_report_a_failure_its_end_a_wait_and_the_end_of_the_run(tmp_path, monkeypatch):
     """The URL may stand in a file; the command gets no secret, and no terminal a control code."""
     warned: list[str] = []
     file, address = tmp_path / "output", tmp_path / "address"
@@ -83,10 +83,10 @@ def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(tmp_path, monk
     damaged = Event(Kind.RECOVERED, 1, data={"seconds": "x"})
     with serving() as (server, url):
         address.write_text(f"{url}\n")
-        tellers = notify.Notices("r1", f"@{address}", command, warned.append)
+        notices = notify.Notices("r1", f"@{address}", command, warned.append)
         for event in (PLANNED, CLOSED, OPENED, damaged, WAITS, RECOVERED, ENDED):
-            tellers.note(event)
-        flush(tellers)
+            notices.note(event)
+        flush(notices)
     assert [notice["event"] for notice in server.notices] == [
         event.to_dict() for event in (CLOSED, WAITS, RECOVERED, ENDED)
     ]
@@ -99,21 +99,21 @@ def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(tmp_path, monk
     assert warned == []
 
 
-def test_a_server_that_hangs_or_fails_leaves_one_line_and_no_secret(monkeypatch):
+def test_notices_to_a_failing_server_warn_once_without_the_secret(monkeypatch):
     monkeypatch.setattr(notify, "_POST_SECONDS", 0.2)
     warned: list[str] = []
     with serving() as (server, url):
-        tellers = notify.Notices("r1", url, "", warned.append)
+        notices = notify.Notices("r1", url, "", warned.append)
         server.may_answer.clear()  # it hangs
         for _ in range(1000):
-            tellers.note(CLOSED)
+            notices.note(CLOSED)
         wait_for("the warning", lambda: warned)
         server.may_answer.set()
         for status in (500, 200, 500):
             server.status = status
-            flush(tellers)
-            tellers.note(ENDED)
-        flush(tellers)
+            flush(notices)
+            notices.note(ENDED)
+        flush(notices)
         assert len(server.notices) <= notify.MAX_WAITING + 5, "the queue is bounded"
     assert len(warned) == 2, "it worked in between"
     assert "500" in warned[1]
@@ -121,20 +121,20 @@ def test_a_server_that_hangs_or_fails_leaves_one_line_and_no_secret(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("command", "why"),
+    ("command", "reason"),
     [
         ("exec sleep 1000", "within 0.2 s"),
         ("/no/such/thing", "status 127"),
         ("echo no network; exit 3", "status 3: no network"),
     ],
 )
-def test_nobody_there_and_commands_that_hang_or_are_not_there(monkeypatch, command, why):
+def test_notices_warn_of_missing_servers_and_failing_commands(monkeypatch, command, reason):
     monkeypatch.setattr(notify, "_COMMAND_SECONDS", 0.2)
     warned: list[str] = []
-    tellers = notify.Notices("r1", "http://127.0.0.1:1/", command, warned.append)
+    notices = notify.Notices("r1", "http://127.0.0.1:1/", command, warned.append)
     for event in (CLOSED, ENDED):
-        tellers.note(event)
-    flush(tellers)
+        notices.note(event)
+    flush(notices)
     assert len(warned) == 2, "one line for each of the two"
-    assert any(why in line for line in warned)
+    assert any(reason in line for line in warned)
     assert any("Connection refused" in line for line in warned)

@@ -314,7 +314,7 @@ def test_each_state_has_its_row(acts, state, look, advice):
     assert seen.title.startswith(TABLE[state]["title"].partition("{")[0])
 
 
-def test_a_full_run_directory_is_said_first_with_what_to_do():
+def test_view_names_a_full_run_directory_first_with_its_remedy():
     run = Synthetic()
     run.open()
     for act in ("step", "crash", "recover", "fill_disk", "step", "crash", "recover"):
@@ -326,7 +326,7 @@ def test_a_full_run_directory_is_said_first_with_what_to_do():
     assert (seen.iteration, seen.story.survived, seen.events_waiting) == (4, 2, 7)
 
 
-def test_a_bug_is_called_so_and_nothing_is_attached_to_a_run_that_is_over():
+def test_view_names_a_bug_and_attaches_nothing_to_a_run_that_is_over():
     run = Synthetic()
     run.open()
     for act in ("crash", "recover", "lose_node", "recover", "end_by_bug"):
@@ -348,7 +348,7 @@ def test_a_bug_is_called_so_and_nothing_is_attached_to_a_run_that_is_over():
     assert lines[-1].text.startswith("to do: fix the program or the data first")
 
 
-def test_the_answer_of_another_version_is_none(tmp_path):
+def test_poller_ignores_the_answer_of_another_version(tmp_path):
     poller = StatusPoller(RunDirectory(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StatusPoller, "status", lambda _: {**status_of(2, 4), "coordinator": None})
@@ -380,7 +380,7 @@ def test_pages_have_the_table():
         assert words.strip(" (:") in text, title
 
 
-def test_dates_of_who_looks_do_not_count():
+def test_view_ignores_the_clock_of_its_reader():
     run = Synthetic()
     run.open()
     run.step()

@@ -12,7 +12,7 @@ from tests.planning.plans import make
 
 SHARD = 12 * 10**10 // 16  # 16 roles, two on each of 8 nodes
 EXTRAS = 1000
-ROOM = 5 * (128 << 10)
+CAPACITY = 5 * (128 << 10)
 SLOTS = 2
 # Of segments: headers, whole pages, who is in a parity group; of all roles, and of a node.
 AROUND = 4_000_000
@@ -38,14 +38,14 @@ def test_parity(group, blocks):
     found = worked_out("parity", parity_group=group, replicas=blocks)
     groups = 16 // group
     assert len(found.placement.groups) == groups
-    blocks_and_extras = SLOTS * blocks * (groups * SHARD + 16 * ROOM)
+    blocks_and_extras = SLOTS * blocks * (groups * SHARD + 16 * CAPACITY)
     assert total(found, "copies_bytes") == pytest.approx(blocks_and_extras, abs=AROUND)
     assert total(found, "out_bytes_per_step") == 16 * blocks * (SHARD + EXTRAS)
     assert total(found, "in_bytes_per_step") == total(found, "out_bytes_per_step")
 
 
 @pytest.mark.parametrize("scheme", ["buddy", "parity", "local", "local-twice", "recompute"])
-def test_a_node_of_the_run_asks_for_what_was_planned(scheme):
+def test_nodes_need_the_planned_memory(scheme):
     found = assess(
         make(protection={"scheme": scheme}, cluster={"host_memory_gb": 5000, "spares": 0})
     )
@@ -60,7 +60,7 @@ def test_a_node_by_hand():
     plan = make(protection={"extras_bytes_per_role": EXTRAS})
     loads = loads_of(plan)
     for node in range(8):
-        load, slots = loads[node], pytest.approx(2 * 2 * (SHARD + ROOM), abs=AROUND_A_NODE)
+        load, slots = loads[node], pytest.approx(2 * 2 * (SHARD + CAPACITY), abs=AROUND_A_NODE)
         assert load.unique_bytes == 2 * (SHARD + EXTRAS)
         assert load.own_slots_bytes == load.copies_bytes == slots
         assert load.out_bytes_per_step == load.in_bytes_per_step == 2 * (SHARD + EXTRAS)
@@ -73,7 +73,7 @@ def test_a_node_by_hand():
 
 
 @given(racks=st.sampled_from([None, 2, 4, 8]), lag=st.integers(0, 4), replicas=st.integers(1, 3))
-def test_what_is_sent_arrives_and_memory_grows_with_lag_and_copies(racks, lag, replicas):
+def test_loads_balance_and_memory_grows_with_lag_and_copies(racks, lag, replicas):
     def loads(lag: int, replicas: int) -> list[traffic.NodeLoad]:
         protection = {"max_lag": lag, "replicas": replicas}
         cluster = {"racks": racks}

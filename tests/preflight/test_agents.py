@@ -1,4 +1,4 @@
-"""Nodes that join with their facts, as real processes: who is left out, and what is said of it."""
+"""Nodes that join with their facts, as real processes: who is left out, and what is shown of it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Nodes:
 
 
 @pytest.mark.slow
-def test_a_run_without_the_node_that_is_not_fit(tmp_path):
+def test_run_starts_without_an_unfit_node(tmp_path):
     add_bad_node(tmp_path, BadNode("host0", "device-error", time.time(), "0a0a0a0a", "Xid 79"))
     with Nodes(tmp_path, "--", MEMBER, "--iterations", "10") as nodes:
         nodes.start(0, OTHER)
@@ -83,14 +83,14 @@ def test_a_run_without_the_node_that_is_not_fit(tmp_path):
 
 
 @pytest.mark.slow
-def test_only_a_check(tmp_path, capsys):
+def test_check_only_starts_no_member(tmp_path, capsys):
     with Nodes(tmp_path, "--check-only", "--json") as nodes:
         for node, facts in enumerate(({}, {}, OTHER)):
             nodes.start(node, facts)
         ended = [nodes.end_of(node) for node in range(3)]
     assert {status for status, _, _ in ended} == {0}
-    (said,) = [output for _, output, _ in ended if output]
-    found = json.loads(said)
+    (shown,) = [output for _, output, _ in ended if output]
+    found = json.loads(shown)
     assert [entry["standing"] for entry in found["nodes"]] == ["good", "good", "excluded"]
     assert not segment_root(nodes.run.read_run().run_id).exists()
     assert not list((nodes.run.path / "logs").glob("*slot*")), "no member was started"
@@ -107,13 +107,13 @@ def test_only_a_check(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_check_that_finds_too_few_good_nodes(tmp_path):
+def test_check_fails_with_too_few_good_nodes(tmp_path):
     with Nodes(tmp_path, "--check-only", nodes=3, spares=0) as nodes:
         nodes.start(0)
         nodes.start(1)
         nodes.start(2, {"open_files": 256})
         ended = [nodes.end_of(node) for node in range(3)]
     assert {status for status, _, _ in ended} == {1}
-    (said,) = [output for _, output, _ in ended if output]
-    assert "node 2: weak: only 256 open files" in said
-    assert "not enough nodes: " in said.splitlines()[-1]
+    (shown,) = [output for _, output, _ in ended if output]
+    assert "node 2: weak: only 256 open files" in shown
+    assert "not enough nodes: " in shown.splitlines()[-1]

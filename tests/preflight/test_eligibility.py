@@ -15,7 +15,7 @@ FACTS = st.builds(
 
 
 @given(st.lists(st.none() | FACTS, min_size=1, max_size=9))
-def test_what_holds_for_any_facts(facts):
+def test_judgement_is_consistent_for_any_facts(facts):
     needs = Needs(1, shm_bytes=10**9)
     found = judge(dict(enumerate(facts)), needs)
     assert list(found) == list(range(len(facts)))

@@ -18,7 +18,7 @@ from deadpool_megatron.preflight.health import Health, HealthResult, check_healt
 from tests.common.programs import run_among, stand_in
 from tests.common.wait import wait_for
 
-ROOMY = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
+LARGE = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
 
 
 def test_facts_survive_json():
@@ -30,18 +30,18 @@ def test_facts_survive_json():
     assert {"python", "torch", "megatron-core", "deadpool-megatron"} <= facts.versions.keys()
 
 
-def test_a_plan_says_how_much_memory_is_needed(monkeypatch, capsys):
+def test_check_takes_the_needed_memory_from_a_plan(monkeypatch, capsys):
     plan = Path(__file__).parents[2] / "configs" / "65b.yaml"
-    roomy = dataclasses.replace(host.read_facts(""), **ROOMY)
-    monkeypatch.setattr(host, "read_facts", lambda *_: roomy)
+    large = dataclasses.replace(host.read_facts(""), **LARGE)
+    monkeypatch.setattr(host, "read_facts", lambda *_: large)
     assert cli.main(["check", "--plan", str(plan)]) == 0
-    small = dataclasses.replace(roomy, shm_free_bytes=40 * 10**9)
+    small = dataclasses.replace(large, shm_free_bytes=40 * 10**9)
     monkeypatch.setattr(host, "read_facts", lambda *_: small)
     assert cli.main(["check", "--plan", str(plan)]) == 1
     assert "problem: /dev/shm has 40.0 GB free, 49.5 GB are needed" in capsys.readouterr().out
 
 
-def test_this_host(capsys):
+def test_check_describes_this_host(capsys):
     cli.main(["check", "--json"])
     assert json.loads(capsys.readouterr().out)["facts"]["versions"]["python"].startswith("3.")
     cli.main(["check"])
@@ -62,7 +62,7 @@ def test_this_host(capsys):
         ["agent", "--node-id", "0", "--run-dir", "X"],
     ],
 )
-def test_a_host_without_pidfd_open_is_told(command, number, monkeypatch, capsys):
+def test_commands_refuse_a_host_without_pidfd_open(command, number, monkeypatch, capsys):
     """Old kernels, and containers on new ones: the call is what is missing."""
 
     def refused(*_: object) -> int:

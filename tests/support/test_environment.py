@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
-def test_each_row(variable):
+def test_variables_conflict_under_both_names(variable):
     """Under both of its names: equivalent values pass, a conflicting one is named in one line."""
     conflicting = variable.conflicting[0] if variable.conflicting else "other"
     for name in filter(None, (variable.name, variable.former_name)):
@@ -20,12 +20,12 @@ def test_each_row(variable):
             assert table.warnings({name: same}) == []
         given = {name: conflicting}
         refused, warned = table.refused(given), table.warnings(given)
-        aside = table.overridden(given)
+        overridden = table.overridden(given)
         assert len(refused) == (variable.policy is Policy.REFUSED)
         assert len(warned) == (variable.policy is Policy.WARNED)
-        assert len(aside) == (variable.policy is Policy.OVERRIDDEN)
-        assert bool(table.error_message(given)) == bool(refused or aside)
-        for line in (*warned, *(line for _, line in refused + aside)):
+        assert len(overridden) == (variable.policy is Policy.OVERRIDDEN)
+        assert bool(table.error_message(given)) == bool(refused or overridden)
+        for line in (*warned, *(line for _, line in refused + overridden)):
             assert line.startswith(f"{name}={conflicting} ")
             assert variable.reason in line
             assert "\n" not in line

@@ -46,7 +46,7 @@ def test_the_commit_that_was_tried_is_the_one_of_the_tests():
 @pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm
-def test_the_real_one():
+def test_versions_find_all_points_of_the_checkout():
     (line,) = in_checkout("points")
     facts = json.loads(line)
     assert facts["version"] == facts["beside"]

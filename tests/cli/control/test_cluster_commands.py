@@ -60,7 +60,7 @@ def test_agent_with_a_node_id_that_is_taken_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path):
+def test_clean_removes_dead_runs_only(tmp_path):
     with Run(tmp_path / "r") as run:
         run.wait_iteration(2)
         refused = deadpool("clean", str(run.run.path))

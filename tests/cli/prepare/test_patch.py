@@ -113,12 +113,12 @@ def refused(complain):
 def facts(patch):
     """:func:`patch`, as JSON."""
 
-    def tell(*arguments: object) -> dict[str, Any]:
+    def read(*arguments: object) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(patch(*arguments, "--json"))
         assert values["ok"] is True
         return values
 
-    return tell
+    return read
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -136,7 +136,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["no git", "checkout", "worktree", "below", "ignored below"])
-def test_in_and_out_again(where, tree, patch, monkeypatch):
+def test_patch_applies_and_reverts_byte_for_byte(where, tree, patch, monkeypatch):
     if where in ("checkout", "worktree"):
         git(tree, "init", "-q")
         git(tree, "add", "-A")
@@ -170,7 +170,7 @@ def test_in_and_out_again(where, tree, patch, monkeypatch):
 
 
 @pytest.mark.parametrize("done", [["pkg/one.py"], ["pkg/two.py", "three.py"]])
-def test_half_patched_is_finished_or_undone(done, tree, patch, facts):
+def test_patch_finishes_or_reverts_a_half_patched_tree(done, tree, patch, facts):
     before = contents(tree)
     for action, outcome in (("apply", "patched"), ("revert", "released")):
         for name in done:
@@ -184,7 +184,7 @@ def test_half_patched_is_finished_or_undone(done, tree, patch, facts):
 
 
 @pytest.mark.parametrize("action", ["apply", "check", "revert"])
-def test_changes_of_the_user_are_left_alone(action, tree, refused):
+def test_patch_leaves_changes_of_the_user(action, tree, refused):
     # One line longer, elsewhere: git apply alone would patch this.
     (tree / "three.py").write_text(BEFORE["three.py"] + "mine = 1\n")
     assert "three.py is changed" in refused(action, tree)
@@ -192,7 +192,7 @@ def test_changes_of_the_user_are_left_alone(action, tree, refused):
     assert "three.py is missing" in refused(action, tree)
 
 
-def test_files_that_are_not_patched_matter_to_apply_only(tree, patch, refused):
+def test_patch_checks_unpatched_files_for_apply_only(tree, patch, refused):
     patch("apply", tree)
     (tree / "main.py").write_text("run(1)\n")
     for action in ("apply", "check"):
@@ -220,7 +220,7 @@ def test_nothing_is_written_through_a_link_out_of_the_tree(tree, tmp_path, refus
     assert "Too many levels of symbolic links" in refused("apply", tree)
 
 
-def test_without_git(tree, refused, facts, monkeypatch):
+def test_patch_refuses_without_git(tree, refused, facts, monkeypatch):
     monkeypatch.setenv("PATH", str(tree))
     assert "git was not found: install it" in refused("apply", tree)
     assert facts("status", tree)["state"] == "released"

@@ -28,7 +28,7 @@ def values(carry_out: CarryOut, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_a_batch_that_megatron_does_not_take_is_refused(carry_out):
+def test_plan_refuses_a_batch_that_megatron_refuses(carry_out):
     given = ("plan", "--args", "configs/megatron-lm/gpt-7b.args", "--nodes")
     assert carry_out(*given, "4")[0] == 0
     status, _, errors = carry_out(*given, "3")
@@ -58,7 +58,7 @@ def test_json_has_every_number(name, carry_out):
 
 
 @pytest.mark.parametrize(("model", "nodes"), [("7b", 8), ("65b", 64), ("175b", 128)])
-def test_megatrons_arguments_say_what_the_shipped_plan_says(model, nodes, carry_out):
+def test_plan_from_arguments_equals_the_shipped_plan(model, nodes, carry_out):
     plan = f"configs/{model}.yaml"
     arguments = ("--args", f"configs/megatron-lm/gpt-{model}.args", "--nodes", str(nodes))
     found, shipped = values(carry_out, *arguments), values(carry_out, plan)
@@ -71,7 +71,7 @@ def test_megatrons_arguments_say_what_the_shipped_plan_says(model, nodes, carry_
     assert "nic_gb_s 12.5" in text.splitlines()[-1], "what is assumed is named"
 
 
-def test_experts_and_what_a_file_of_arguments_lacks(tmp_path, carry_out):
+def test_plan_reads_experts_and_names_missing_arguments(tmp_path, carry_out):
     file, more = (
         tmp_path / "moe.args",
         ("--set", "model.vocab=1000", "--set", "cluster.efficiency=1e-5"),
@@ -88,7 +88,7 @@ def test_experts_and_what_a_file_of_arguments_lacks(tmp_path, carry_out):
     assert (found["parallel"]["ep"], found["parallel"]["dp"]) == (4, 32)
 
 
-def test_a_run_says_what_it_has_measured(carry_out, monkeypatch):
+def test_plan_takes_measurements_from_a_run(carry_out, monkeypatch):
     failures = [SimpleNamespace(seconds=each, planned=each == 9) for each in (4.0, 5.0, 9.0, None)]
     steps = [20.0, 40.0, 30.0]
     story = SimpleNamespace(step_seconds=lambda: steps, failures=failures)
@@ -100,7 +100,7 @@ def test_a_run_says_what_it_has_measured(carry_out, monkeypatch):
     assert carry_out("plan", CONFIGS[1], "--run", "runs/x")[0] == 2
 
 
-def test_what_if(carry_out):
+def test_plan_takes_overrides(carry_out):
     before = values(carry_out, "configs/65b.yaml")
     after = values(carry_out, "configs/65b.yaml", "--set", "protection.replicas=2")
     assert after["plan"]["protection"]["replicas"] == 2
@@ -123,7 +123,7 @@ def test_refusals(override, line, carry_out):
     assert json.loads(text) == {"ok": False, "error": errors.removeprefix("deadpool plan: ")[:-1]}
 
 
-def test_the_worked_example_of_the_document_is_what_the_command_prints(carry_out):
+def test_plan_prints_the_example_of_the_page(carry_out):
     blocks = re.findall(
         r"^```\n\$ deadpool plan (.*)\n((?:.*\n)*?)```$",
         (ROOT / "docs" / "planning.md").read_text(),

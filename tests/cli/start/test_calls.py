@@ -55,5 +55,5 @@ def live(script: Sequence[str], options: dict[str, Any], directory: Path) -> lis
     return [line if line in script else _VOLATILE.sub("X", line) for line in lines]
 
 
-def test_what_is_given_is_answered_as_before(transcript, tmp_path):
+def test_command_lines_are_answered_as_before(transcript, tmp_path):
     lives.compare(transcript, live, tmp_path)

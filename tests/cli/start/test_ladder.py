@@ -22,7 +22,7 @@ def settings(*given: str, nccl: bool) -> Settings:
     return arguments.settings_from(parser.parse_args(given), communicator=communicator)
 
 
-def test_the_ladder_holds_for_each_device_and_the_page_says_its_numbers():
+def test_ladder_holds_for_each_device_with_the_numbers_of_the_page():
     table = PAGE.read_text().split("### The ladder of time limits")[1]
     rows = {name: (cpu, nccl or cpu) for name, cpu, nccl in _ROW.findall(table)}
     assert {"close", "rebuild", "hang"} <= rows.keys()
@@ -43,7 +43,7 @@ def test_every_setting_stands_on_the_page():
 
 @pytest.mark.parametrize("nccl", [False, True])
 @pytest.mark.parametrize("times", [0.5, 20])
-def test_limits_follow_what_a_site_sets(nccl, times):
+def test_limits_scale_with_the_settings_of_a_site(nccl, times):
     """So that none outgrows another: once, with more patience for silence alone, every node ended
     its members after a takeover."""
     usual = settings(nccl=nccl)
@@ -56,7 +56,7 @@ def test_limits_follow_what_a_site_sets(nccl, times):
     assert settings("--deadpool-hang-seconds", "7200", nccl=nccl).first_step_seconds == 7200
 
 
-def test_a_new_coordinator_is_waited_for_as_long_as_the_old_one():
+def test_fence_waits_for_a_new_coordinator_as_long_as_for_the_old():
     chosen = settings("--deadpool-node-silence-seconds", "60", nccl=False)
     fence = Fence(chosen)
     fence.record_contact(0.0, 1)
@@ -68,7 +68,7 @@ def test_a_new_coordinator_is_waited_for_as_long_as_the_old_one():
 
 
 @pytest.mark.parametrize("nccl", [False, True])
-def test_another_value_counts(nccl):
+def test_settings_take_another_value(nccl):
     assert settings("--deadpool-set", "close-seconds=12", nccl=nccl).close_seconds == 12.0
     for unknown in ("closed-seconds=90", "hang-seconds=90", "dscp=high"):
         with pytest.raises(SystemExit):

@@ -53,7 +53,7 @@ def launcher_of(slots: Path, directory: Path, **more: Any) -> launch.Launcher:
 
 @pytest.mark.parametrize("ended_epoch", [1, 0])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_what_a_signal_leaves_in_memory(slots, tmp_path, monkeypatch, number, ended_epoch):
+def test_signal_decides_whether_slots_stay(slots, tmp_path, monkeypatch, number, ended_epoch):
     """A run that has not trained yet, as one that is started again with a slip in its command,
     leaves what was there before it. One that has is stopped with all that it holds where it was
     told to end, not where its user or the terminal went."""
@@ -65,7 +65,7 @@ def test_what_a_signal_leaves_in_memory(slots, tmp_path, monkeypatch, number, en
 
 
 @pytest.mark.parametrize("began", [True, False])
-def test_a_start_that_fails_does_not_cost_the_state_in_memory(slots, tmp_path, monkeypatch, began):
+def test_launcher_keeps_the_state_in_memory_when_a_start_fails(slots, tmp_path, monkeypatch, began):
     """As with a package that is missing in the environment in which a run is started again."""
     launcher = launcher_of(slots, tmp_path)
     if began:
@@ -81,9 +81,7 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(slots, tmp_path, m
 
 
 @pytest.mark.slow
-def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason(
-    tmp_path, monkeypatch, capfd
-):
+def test_launcher_ends_with_the_reason_why_no_coordinator_came(tmp_path, monkeypatch, capfd):
     settings = Settings(connect_seconds=5, spare_timeout_seconds=10)
     launcher = launcher_in(tmp_path, settings=settings)
     # After the checks, as a file system that fails when the run has begun.
@@ -92,11 +90,11 @@ def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason
     monkeypatch.setattr(service, "_TROUBLE_SECONDS", 0.5)
     with capfd.disabled():  # an agent keeps no descriptors but its own
         assert launcher.run() == 2
-    why = f"{junk} does not belong into a journal"
-    assert launcher.failure == f"agent of node 0 ends: no coordinator for 5 s: {why}"
+    reason = f"{junk} does not belong into a journal"
+    assert launcher.failure == f"agent of node 0 ends: no coordinator for 5 s: {reason}"
 
 
-def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(tmp_path, monkeypatch):
+def test_launcher_under_nohup_outlives_its_terminal_and_heeds_an_interrupt(tmp_path, monkeypatch):
     """A shell has jobs in its background ignore interrupts, and nohup the end of the session."""
     launcher = launcher_in(tmp_path)
     numbers = (signal.SIGHUP, signal.SIGINT)
@@ -117,7 +115,7 @@ def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(tmp_path
     assert minded == [False, True]
 
 
-def test_a_run_whose_directory_others_could_replace_says_so(tmp_path, monkeypatch, capsys):
+def test_run_warns_of_a_directory_that_others_could_replace(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("deadpool_megatron.cli.start.run.keep_single_threaded", lambda: None)
     monkeypatch.setattr(launch.Launcher, "run", lambda _: 0)
     script = tmp_path / "x.py"
@@ -142,7 +140,7 @@ def start(tmp_path, monkeypatch):
     """Launch agents that are real processes: that of node 1 ends at once, others with their
     launcher. ``look(run)`` says whether the run is over."""
     info = RunInfo(uuid.uuid4().hex[:8], 2, 2, 0, 1, ("x.py",), Settings())
-    run, said, limit = RunDirectory(tmp_path / "run"), list[str](), time.monotonic() + SECONDS
+    run, reports, limit = RunDirectory(tmp_path / "run"), list[str](), time.monotonic() + SECONDS
 
     def serve(options: AgentOptions, **_: Any) -> int:
         while options.node != 1 and os.read(options.launcher_fd or 0, 1):
@@ -154,8 +152,8 @@ def start(tmp_path, monkeypatch):
             if look(run) or time.monotonic() > limit:
                 run_files.write_json(run.final, {"exit_status": 0, "reason": "", "iterations": 1})
 
-        launcher = launch.Launcher(run, info, (), refill, said.append, watched, (0, 1))
-        return launcher.run(), said
+        launcher = launch.Launcher(run, info, (), refill, reports.append, watched, (0, 1))
+        return launcher.run(), reports
 
     monkeypatch.setattr(launch, "preload_modules", lambda *_: None)
     monkeypatch.setattr(launch, "serve", serve)
@@ -164,7 +162,7 @@ def start(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_directory_that_is_away_for_a_moment_ends_no_run(start, monkeypatch):
+def test_launcher_outlives_a_run_directory_that_is_briefly_away(start, monkeypatch):
     """As with a file handle that has become stale: nothing of the run itself waits for it."""
     away = OSError(errno.ESTALE, "Stale file handle")
     exists, unlink, refused = Path.exists, Path.unlink, {"final.json": 5, "1.json": 1}
@@ -176,6 +174,6 @@ def test_a_run_directory_that_is_away_for_a_moment_ends_no_run(start, monkeypatc
 
     monkeypatch.setattr(Path, "exists", lambda path: (fails(path), exists(path))[1])
     monkeypatch.setattr(Path, "unlink", lambda path, **how: (fails(path), unlink(path, **how))[1])
-    status, said = start(lambda _: not any(refused.values()))
+    status, reports = start(lambda _: not any(refused.values()))
     assert refused == {"final.json": 0, "1.json": 0}
-    assert status == 0, said
+    assert status == 0, reports

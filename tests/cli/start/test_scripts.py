@@ -8,7 +8,7 @@ THREADS = "OPENBLAS_NUM_THREADS"
 
 
 @pytest.mark.parametrize("subcommand", ["run", "agent"])
-def test_looking_for_the_users_module_starts_no_threads(
+def test_start_searches_the_users_module_without_threads(
     subcommand, tmp_path, monkeypatch, complain
 ):
     """Its package may import numpy, whose OpenBLAS asks this variable, at once and never again."""

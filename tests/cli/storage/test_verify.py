@@ -38,7 +38,7 @@ def findings(carry_out):
     return verify
 
 
-def test_a_live_node_and_one_damaged_byte(tmp_path, capsys, findings):
+def test_verify_finds_a_damaged_byte_of_a_live_node(tmp_path, capsys, findings):
     with cluster(tmp_path, 2) as running:
         begin(running, {role: make_layout(role, peers=(0, 1)) for role in range(2)}, last=2)
         good = findings(running.shm, 0)
@@ -61,7 +61,7 @@ def test_a_live_node_and_one_damaged_byte(tmp_path, capsys, findings):
         assert findings(tmp_path / "dump", 1)
 
 
-def test_a_run_that_goes_on_is_not_disturbed(tmp_path):
+def test_verify_does_not_disturb_a_live_run(tmp_path):
     with cluster(tmp_path, 2) as running:
         running.open(running.record(1))
         layout = make_layout(0, nbytes=1 << 20, peers=(0, 1))
@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_is_not_disturbed(tmp_path):
         assert Verdict.BAD not in seen
 
 
-def test_a_slot_that_is_overwritten_while_it_is_hashed_is_busy(tmp_path, monkeypatch):
+def test_verify_calls_an_overwritten_slot_busy(tmp_path, monkeypatch):
     monkeypatch.setattr(verifying, "_PIECE_BYTES", 4096)
     layout = make_layout(3)
     segment = Segment.create(tmp_path / copy_name(3), layout, None, ["shard"])

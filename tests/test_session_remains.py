@@ -28,12 +28,12 @@ def run_session(directory: Path, body: str) -> subprocess.CompletedProcess[str]:
     return run_pytest(directory, str(directory))
 
 
-def test_a_clean_session_passes(tmp_path):
+def test_session_without_remains_passes(tmp_path):
     done = run_session(tmp_path, "pass")
     assert done.returncode == 0, done.stdout
 
 
-def test_a_process_left_running_is_named_and_ended(tmp_path):
+def test_session_names_and_ends_a_remaining_process(tmp_path):
     token = f"token-{uuid.uuid4().hex}"
     body = (
         "import subprocess, sys; subprocess.Popen([sys.executable, '-c',"
@@ -52,8 +52,8 @@ def test_a_process_left_running_is_named_and_ended(tmp_path):
         pass
 
 
-def test_a_segment_left_behind_is_named(tmp_path):
-    segment = Path("/dev/shm") / f"deadpool-leftover-{uuid.uuid4().hex}"
+def test_session_names_a_remaining_segment(tmp_path):
+    segment = Path("/dev/shm") / f"deadpool-remaining-{uuid.uuid4().hex}"
     try:
         done = run_session(tmp_path, f"open({str(segment)!r}, 'w').close()")
         assert done.returncode == 1
@@ -63,7 +63,7 @@ def test_a_segment_left_behind_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("named", ["deadpool-{run_id}", "deadpool-test-{pid}-{run_id}"])
-def test_a_segment_of_somebody_else_is_not_ours(tmp_path, named):
+def test_session_ignores_segments_of_others(tmp_path, named):
     run_id = f"other-{uuid.uuid4().hex}"
     environment = {k: v for k, v in os.environ.items() if k != "DEADPOOL_TEST_SESSION"}
     other = subprocess.Popen(
@@ -80,8 +80,8 @@ def test_a_segment_of_somebody_else_is_not_ours(tmp_path, named):
         other.communicate(b"\n", timeout=10)
 
 
-def test_tests_that_could_not_run_say_so_whatever_is_left(tmp_path):
-    segment = Path("/dev/shm") / f"deadpool-leftover-{uuid.uuid4().hex}"
+def test_session_that_could_not_run_reports_it_and_what_remains(tmp_path):
+    segment = Path("/dev/shm") / f"deadpool-remaining-{uuid.uuid4().hex}"
     try:
         body = f"pass\nopen({str(segment)!r}, 'w').close()\nraise SystemError"
         done = run_session(tmp_path, body)
@@ -100,7 +100,7 @@ def test_tests_that_could_not_run_say_so_whatever_is_left(tmp_path):
         (("test_it.py",), "2 passed, 1 deselected"),
     ],
 )
-def test_what_takes_long_runs_only_when_asked_for(tmp_path, flag, expected):
+def test_session_runs_long_tests_only_on_request(tmp_path, flag, expected):
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nmarkers =\n  full: x\n  exhaustive: x\n  gpu: x\n"
