@@ -34,15 +34,9 @@ from deadpool_megatron.member.update_capture import ReplayRefused, UpdateCapture
 from deadpool_megatron.ownership import check_checkpoint
 from deadpool_megatron.platform import PinnedSlots, select_platform
 from deadpool_megatron.settings import SchemeKind, Settings
-from deadpool_megatron.state import extras as extras_codec
+from deadpool_megatron.state import extras as extras_codec, template as templates
 from deadpool_megatron.state.frozen_file import Wait
 from deadpool_megatron.state.parts import largest_value
-from deadpool_megatron.state.template import (
-    StateTemplate,
-    TemplateError,
-    share_template,
-    write_template,
-)
 from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.disk.sources import dump_differs
@@ -496,21 +490,23 @@ class EpochEntry:
         gc.collect()
 
 
-def publish_template(template: StateTemplate, settings: Settings, directory: Path) -> None:
+def publish_template(
+    template: templates.StateTemplate, settings: Settings, directory: Path
+) -> None:
     """Write ``template`` for the exporters of this node, and in the run directory for those of
     other nodes, which may export at the end of the run. A thread writes the latter.
 
     Raises OSError, and TemplateError if exports were requested and are impossible.
     """
     if template.refusal and settings.export_iterations:
-        raise TemplateError(f"--deadpool-persist-interval: {template.refusal}")
+        raise templates.TemplateError(f"--deadpool-persist-interval: {template.refusal}")
     role = template.role
-    write_template(directory, template)
+    templates.write_template(directory, template)
 
     def share() -> None:
         try:
             shared = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).templates
-            share_template(directory, role, shared)
+            templates.share_template(directory, role, shared)
         except OSError as error:
             text = f"role {role} could not be exported if its node were lost: {error}"
             print(text, file=sys.stderr, flush=True)

@@ -107,20 +107,14 @@ def _await_all(
     directory: Path, roles: Sequence[int], deadline_seconds: float
 ) -> list[Mapping[str, Any]]:
     limit = time.monotonic() + deadline_seconds
-    indexes: dict[int, Mapping[str, Any]] = {}
-    while len(indexes) < len(roles):
-        for role in set(roles) - set(indexes):
-            if (path := _index_path(directory, role)).exists():
-                indexes[role] = json.loads(path.read_text())
-        if len(indexes) < len(roles):
-            if time.monotonic() > limit:
-                missing = ", ".join(str(r) for r in roles if r not in indexes)
-                raise torch_dist.WritingError(
-                    f"roles {missing} have not written to {directory} within"
-                    f" {deadline_seconds:g} s: is it a directory that all nodes share?"
-                )
-            time.sleep(_POLL_SECONDS)
-    return [indexes[role] for role in sorted(indexes)]
+    while missing := [role for role in roles if not _index_path(directory, role).exists()]:
+        if time.monotonic() > limit:
+            raise torch_dist.WritingError(
+                f"roles {', '.join(map(str, missing))} have not written to {directory} within"
+                f" {deadline_seconds:g} s: is it a directory that all nodes share?"
+            )
+        time.sleep(_POLL_SECONDS)
+    return [json.loads(_index_path(directory, role).read_text()) for role in sorted(roles)]
 
 
 def stand_in_for_megatron() -> None:

@@ -152,13 +152,11 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         failpoints.set_context(section=name)
         if name == "evaluation":
             self._evaluate()
-        elif name == "save":
+        else:
             assert self.config.save is not None
             failpoints.hit("save.begin")
             loop_checkpoint.write_and_publish(self, self.config.save)
             failpoints.hit("save.written")
-        else:
-            raise ValueError(f"unknown segment {name!r}")
         failpoints.set_context(section="between")
 
     def reset_after_interrupt(self) -> None:
