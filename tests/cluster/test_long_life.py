@@ -97,7 +97,7 @@ def test_takeover_in_an_old_run_opens_no_old_file(tmp_path):
 
 @dataclass(frozen=True)
 class Old:
-    """Files of old events of a run; a process that opens one of ``fifos`` hangs."""
+    """Files of old events of a run; opening any of ``fifos`` hangs."""
 
     files: list[Path]
     fifos: list[Path]

@@ -45,8 +45,8 @@ class RunEnd:
         self._term = options.term.number
         settings = options.info.settings
         # Even without a wait for spares, a disk needs its time to sync.
-        self.patience_seconds = max(settings.spare_timeout_seconds, settings.close_seconds)
-        self.close_seconds = settings.close_seconds
+        self._patience_seconds = max(settings.spare_timeout_seconds, settings.close_seconds)
+        self._close_seconds = settings.close_seconds
         self._save_seconds = settings.first_step_seconds
         self._context, self._checkpoints = context, checkpoints
         self._newest_term, self._end = newest_term, end
@@ -82,7 +82,7 @@ class RunEnd:
         epoch = 0 if state.record is None else state.record.epoch
         self._context.files.write(Event(Kind.RUN_ENDED, epoch, data=data))
         result = self._context.files.result(finish, state)
-        limit = time.monotonic() + self.patience_seconds
+        limit = time.monotonic() + self._patience_seconds
         error = await self._write(finish, result, limit)
         if error is None or await self._is_superseded():
             return
@@ -98,14 +98,14 @@ class RunEnd:
         stop = {"t": "stop", "reason": str(result["reason"]), "remove": not keeps}
         self._context.peers.send_all(stop)
         self._is_writing = False
-        late = time.monotonic() + self.close_seconds
+        late = time.monotonic() + self._close_seconds
         while self._context.peers.agents and time.monotonic() < late:
             await asyncio.sleep(_LOOK_SECONDS)
         self._end(self._status)
 
     async def _settle(self, finish: Finish) -> None:
         is_complete = finish.is_early or not finish.exit_status
-        limit_seconds = self._save_seconds if is_complete else self.close_seconds
+        limit_seconds = self._save_seconds if is_complete else self._close_seconds
         began, is_reported = time.monotonic(), False
         while left := ", ".join(self._checkpoints.pending()):
             waited = time.monotonic() - began
@@ -135,7 +135,7 @@ class RunEnd:
                 self._context.superseded(f"term {newest} has begun")
                 return None
             except TimeoutError:
-                return known or f"it did not answer for {self.patience_seconds:g} s"
+                return known or f"it did not answer for {self._patience_seconds:g} s"
             except OSError as error:
                 reason = error.strerror or str(error)
             if time.monotonic() > limit:
@@ -144,7 +144,7 @@ class RunEnd:
                 known = reason
                 self._context.warn(
                     f"the result cannot be written to {self._path}: {reason};"
-                    f" tried again for {self.patience_seconds:g} s"
+                    f" tried again for {self._patience_seconds:g} s"
                 )
             await asyncio.sleep(_PAUSE_SECONDS)
 
@@ -164,7 +164,7 @@ class RunEnd:
     async def _is_superseded(self) -> bool:
         """Return whether a newer term has begun, before an act that its coordinator may repeat."""
         try:
-            async with asyncio.timeout(self.close_seconds):
+            async with asyncio.timeout(self._close_seconds):
                 newest = await asyncio.to_thread(self._newest_term)
         except (JournalError, TimeoutError) as error:
             # Then no standby can have claimed a term either.
