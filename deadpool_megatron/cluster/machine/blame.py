@@ -63,9 +63,14 @@ class Suspicion:
 
     failure: Failure
     at: float
-    until: float
     bad_parts: frozenset[BadPart] = frozenset()
     restore_failed: bool = False  # the generation as a whole did not restore
+    grace_seconds: float = GRACE_SECONDS
+
+    @property
+    def until(self) -> float:
+        """Return when the failure counts as the cause."""
+        return self.at + self.grace_seconds
 
 
 @dataclass
@@ -109,25 +114,17 @@ class Blame:
         kind = FailureKind.BUG if repeated else failure.kind
         return FinalStatus(1, reason + "; ".join(listed), kind)
 
-    def suspect(
-        self,
-        failure: Failure,
-        now: float,
-        bad_parts: frozenset[BadPart] = frozenset(),
-        *,
-        restore_failed: bool = False,
-        grace_seconds: float = GRACE_SECONDS,
-    ) -> None:
-        """Take this failure for the cause unless a better cause comes within ``grace_seconds``;
-        state that did not restore is a better cause."""
+    def suspect(self, new: Suspicion) -> None:
+        """Take its failure for the cause unless a better cause comes in time; state that did not
+        restore is a better cause."""
         known = self.suspicion
         if known is None:
-            self.suspicion = Suspicion(failure, now, now + grace_seconds, bad_parts, restore_failed)
+            self.suspicion = new
             return
-        if bad_parts or restore_failed:
-            known.failure = failure
-        known.bad_parts |= bad_parts
-        known.restore_failed |= restore_failed
+        if new.bad_parts or new.restore_failed:
+            known.failure = new.failure
+        known.bad_parts |= new.bad_parts
+        known.restore_failed |= new.restore_failed
 
     def believe(self, suspicion: Suspicion, restore: Restore) -> None:
         """Note the bad state of a ``restore`` that failed, as no better cause came.

@@ -56,8 +56,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
     if event.found is not None:
         state.memory.found[node] = event.found
     spare = node not in state.seats.nodes
-    name = joined.host_name
-    core.emit(Kind.NODE_JOINED, node=node, host=event.host, hostname=name, spare=spare)
+    core.emit(Kind.NODE_JOINED, node=node, host=event.host, hostname=joined.host_name, spare=spare)
     core.act(Welcome(node, state.record))
     if event.facts is not None and event.facts.health_text.startswith(NOT_CHECKED):
         text = f"--deadpool-health-command: {event.facts.health_text}: the node counts as good"

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.machine import chosen_plan, inputs as ev, shutdown, state as states
 from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, WriteRecord
-from deadpool_megatron.cluster.machine.blame import Failure, FinalStatus
+from deadpool_megatron.cluster.machine.blame import Failure, FinalStatus, Suspicion
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus, FailureKind
@@ -279,14 +279,14 @@ def _history(state: states.State, restore: Restore) -> History:
 def journal_written(core: Core, event: ev.JournalWritten) -> None:
     """Announce a record that is durable, or decide again if it was overtaken."""
     state, epoch = core.state, event.epoch
-    match state.phase_state:
-        case states.Deciding(pending=pending, redecide=None) if epoch == state.epoch:
-            _announce(core, pending)
-        case states.Deciding(redecide=Failure() as failure) if epoch == state.epoch:
-            state.recoveries.add_cause(failure)
-            decide(core)
-        case _:
-            core.refuse("journal", f"epoch {epoch} is not being decided")
+    deciding = state.phase_state
+    if not isinstance(deciding, states.Deciding) or epoch != state.epoch:
+        core.refuse("journal", f"epoch {epoch} is not being decided")
+    elif deciding.redecide is None:
+        _announce(core, deciding.pending)
+    else:
+        state.recoveries.add_cause(deciding.redecide)
+        decide(core)
 
 
 def journal_failed(core: Core, event: ev.JournalFailed) -> None:
@@ -384,7 +384,7 @@ def restored(core: Core, event: ev.Restored) -> None:
         text = f"role {role} restored {event.generation} instead of {record.restore.generation}"
         kind, signature = FailureKind.CORRUPT_STATE, ("restore", "generation")
         failure = Failure(text, kind, signature, node=event.node)
-        core.state.blame.suspect(failure, core.now, restore_failed=True)
+        core.state.blame.suspect(Suspicion(failure, core.now, restore_failed=True))
         return
     if isinstance(phase_state, states.Entering):
         phase_state.restored.add(role)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.machine import inputs as ev, membership
 from deadpool_megatron.cluster.machine.actions import EmitEvent
-from deadpool_megatron.cluster.machine.blame import SHOWN_FAILURES, Failure, FinalStatus
+from deadpool_megatron.cluster.machine.blame import SHOWN_FAILURES, Failure, FinalStatus, Suspicion
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.epoch import close, save_and_end, step_reported
 from deadpool_megatron.cluster.machine.shutdown import abort_start
@@ -48,7 +48,8 @@ def fault_reported(core: Core, event: ev.MemberFault) -> None:
     """Note that communication has failed in a role."""
     if (role := core.sender_role(event)) is not None:
         text, kind = f"role {role}: {event.text}", FailureKind.COMMUNICATOR_ERROR
-        core.state.blame.suspect(Failure(text, kind, ("fault",), node=event.node), core.now)
+        failure = Failure(text, kind, ("fault",), node=event.node)
+        core.state.blame.suspect(Suspicion(failure, core.now))
 
 
 def raised(core: Core, event: ev.MemberRaised) -> None:
@@ -57,7 +58,8 @@ def raised(core: Core, event: ev.MemberRaised) -> None:
     if (role := core.sender_role(event)) is not None:
         end = ev.MemberLost(*event.place, event.incarnation, 1, last_line=event.text)
         failure = membership.failure_of(end, f"{event.process} raised {event.text}", role)
-        core.state.blame.suspect(failure, core.now, grace_seconds=2 * GRACE_SECONDS)
+        grace_seconds = 2 * GRACE_SECONDS
+        core.state.blame.suspect(Suspicion(failure, core.now, grace_seconds=grace_seconds))
 
 
 def believe(core: Core) -> None:
@@ -106,7 +108,7 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
     subject = (event.part, str(role), str(generation)) if bad else (whole,)
     cause = f"role {role} cannot be restored: {event.text}"
     failure = Failure(cause, FailureKind.CORRUPT_STATE, ("restore", *subject), node=event.node)
-    core.state.blame.suspect(failure, core.now, bad, restore_failed=not bad)
+    core.state.blame.suspect(Suspicion(failure, core.now, bad, not bad))
 
 
 def _give_up_recomputing(core: Core, role: int, text: str) -> None:

@@ -188,9 +188,8 @@ def move_to_spare(core: Core, node: int, reason: str, kind: FailureKind) -> bool
         return False
     core.state.fleet.draining |= {node}
     core.state.fleet.distrust(frozenset({node}))
-    core.emit(
-        Kind.NODE_QUARANTINED, node=node, cause=f"node {node} is quarantined {reason}", kind=kind
-    )
+    cause = f"node {node} is quarantined {reason}"
+    core.emit(Kind.NODE_QUARANTINED, node=node, cause=cause, kind=kind)
     return True
 
 

@@ -131,9 +131,8 @@ def _drain(core: Core, request: Request) -> Request:
         return request.at(Stage.REFUSED, _ENDING)
     if node not in fleet.nodes:
         reason = fleet.removed.get(node, "is not connected")
-        return request.at(
-            Stage.REFUSED, reason if reason.startswith(f"node {node}") else f"node {node} {reason}"
-        )
+        named = reason if reason.startswith(f"node {node}") else f"node {node} {reason}"
+        return request.at(Stage.REFUSED, named)
     if node not in state.seats.nodes:
         # The user may end the node, and the coordinator with it: the move is over first.
         if state.phase is not states.Phase.RUNNING or state.recoveries.current is not None:
@@ -142,11 +141,8 @@ def _drain(core: Core, request: Request) -> Request:
         return request.at(Stage.DONE, f"node {node} has no role")
     if node not in fleet.drains and node not in fleet.draining:
         drain(core, node)
-    paused = (
-        state.phase_state.order.draining
-        if isinstance(state.phase_state, states.Pausing)
-        else frozenset[int]()
-    )
+    pausing = state.phase_state
+    paused = pausing.order.draining if isinstance(pausing, states.Pausing) else frozenset[int]()
     if node in fleet.draining | paused:
         return request.at(Stage.UNDER_WAY, "its roles move")
     barred = sorted((fleet.distrusted | fleet.quarantined) & fleet.nodes.keys() - {node})
@@ -167,9 +163,8 @@ def _protect(core: Core, request: Request) -> Request:
         consider_pause(core)
         return request.at(Stage.UNDER_WAY, "comes with the next protected iteration")
     if state.protection.plan != plan:
-        return request.at(
-            Stage.REFUSED, f"replaced by a later one: {format_plan(state.protection.plan)}"
-        )
+        later = format_plan(state.protection.plan)
+        return request.at(Stage.REFUSED, f"replaced by a later one: {later}")
     return request
 
 

@@ -123,11 +123,8 @@ def _unseen_failure(core: Core, record: EpochRecord) -> Failure | None:
     state = core.state
     ended = [role for role in sorted(record.seats) if not _is_alive(core, role)]
     if ended and state.restarted:
-        some = f"processes of roles {ended} were started again"
-        return Failure(
-            "all processes were started again" if len(ended) == len(record.seats) else some,
-            FailureKind.RESTART,
-        )
+        some = "all processes" if len(ended) == len(record.seats) else f"processes of roles {ended}"
+        return Failure(f"{some} were started again", FailureKind.RESTART)
     if wrong := sorted(state.fleet.draining & set(state.fleet.nodes)):
         node = wrong[0]
         cause = f"node {node} was quarantined for the rest of the run"
@@ -140,9 +137,8 @@ def _unseen_failure(core: Core, record: EpochRecord) -> Failure | None:
     if ended:
         cause = f"members of roles {ended} ended while there was no coordinator"
         signature = ("unseen", *map(str, ended))
-        return Failure(
-            cause, FailureKind.PROCESS_CRASH, signature, node=record.seats[ended[0]].node
-        )
+        node = record.seats[ended[0]].node
+        return Failure(cause, FailureKind.PROCESS_CRASH, signature, node=node)
     return None
 
 
