@@ -6,6 +6,8 @@ from the shards of the peers.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
@@ -74,9 +76,8 @@ def verify_tensor(loop: MegatronLoop) -> None:
 
 def verify_pipeline(loop: MegatronLoop) -> None:
     """Compare the two copies of tied word embeddings, in the first and the last stage."""
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return
-    if not parallel_state.is_rank_in_embedding_group():
+    is_alone = parallel_state.get_pipeline_model_parallel_world_size() == 1
+    if is_alone or not parallel_state.is_rank_in_embedding_group():
         return
     shared = [_shared_embedding(chunk) for chunk in loop.model_chunks]
     if tied := [weight for weight in shared if weight is not None]:
@@ -111,11 +112,7 @@ def plain_parameters(loop: MegatronLoop, *, expert: bool) -> list[Tensor]:
 
 def _shared_embedding(chunk: object):  # type: ignore[no-untyped-def]
     """Return the chunk's copy of the tied embedding weight, or None where it has none."""
-    if not get_attr_wrapped_model(chunk, "share_embeddings_and_output_weights"):
-        return None
-    if not (
-        get_attr_wrapped_model(chunk, "pre_process")
-        or get_attr_wrapped_model(chunk, "post_process")
-    ):
-        return None
-    return get_attr_wrapped_model(chunk, "shared_embedding_or_output_weight")()
+    get = functools.partial(get_attr_wrapped_model, chunk)
+    if get("share_embeddings_and_output_weights") and (get("pre_process") or get("post_process")):
+        return get("shared_embedding_or_output_weight")()
+    return None

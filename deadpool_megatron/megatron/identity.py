@@ -136,7 +136,9 @@ def _numbers(loop: MegatronLoop) -> Iterator[Entry]:
     for name, scaler in optimizer.loss_scalers(loop.optimizer).items():
         values = sorted(scaler.state_dict().items())
         yield name, repr([(key, float(value)) for key, value in values])
-    yield from _generator_entries()
+    yield from generator_entries()
+    for name, state in sorted(loop_extras.tracked_random_states().items()):
+        yield f"rng.{name}", state
     yield "scheduler", repr(loop.scheduler.num_steps)
     yield "counters", repr(sorted(loop.counters.items()))
     yield "log_sums", repr(sorted(loop.log_sums.items()))
@@ -156,9 +158,3 @@ def _optimizer_entries(name: str, part: Any) -> Iterator[Entry]:
                 yield f"{place}.{key}", tensor
             if numbers := optimizer.plain_values(part, parameter):
                 yield f"{place}.numbers", repr(sorted(numbers.items()))
-
-
-def _generator_entries() -> Iterator[Entry]:
-    yield from generator_entries()
-    for name, state in sorted(loop_extras.tracked_random_states().items()):
-        yield f"rng.{name}", state

@@ -432,24 +432,17 @@ def _import_all() -> None:
     Raises RuntimeError naming a package that is missing.
     """
     _use_compiled_helpers()
-    try:
-        with _unasked_imports_answered():
-            for name in _MODULES:
-                if _is_there(name):
-                    importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise RuntimeError(
-            f"Megatron-LM needs the package {error.name}:"
-            " pip install '.[megatron-lm]' in the checkout"
-        ) from error
-
-
-def _is_there(name: str) -> bool:
-    """Return whether the checkout has a module of this name."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # nor has it the package
-        return False
+    with _unasked_imports_answered():
+        for name in _MODULES:
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                if f"{name}.".startswith(f"{error.name}."):
+                    continue  # the checkout lacks this module, or its package
+                raise RuntimeError(
+                    f"Megatron-LM needs the package {error.name}:"
+                    " pip install '.[megatron-lm]' in the checkout"
+                ) from error
 
 
 def _use_compiled_helpers() -> None:

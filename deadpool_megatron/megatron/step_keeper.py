@@ -70,14 +70,10 @@ class StepKeeper(UpdateCapture):
         self._platform = platform
         self._vault = vault
         self._report = report
-        self._is_wanted = False
         self._matched: bool | None = None  # the result of the rehearsal
-        self._updates: dict[int, InnerUpdate] = {}
-        self._is_one_update = True
-        self._copies: dict[int, CopyHandle] = {}
-        self._reading: list[CopyHandle] = []
         # They keep the mapping of the segment, so no other memory can get its address.
         self._views = SlotViews()
+        self.begin(wanted=False)
 
     def layout_parts(self, role: int) -> list[records.PartInfo]:
         """Return the parts that a slot needs for steps."""
@@ -90,7 +86,9 @@ class StepKeeper(UpdateCapture):
     def begin(self, *, wanted: bool) -> None:
         """Begin an epoch, whose plan wants steps or does not."""
         self._is_wanted, self._is_one_update = wanted, True
-        self._updates, self._copies, self._reading = {}, {}, []
+        self._updates: dict[int, InnerUpdate] = {}
+        self._copies: dict[int, CopyHandle] = {}
+        self._reading: list[CopyHandle] = []
 
     def keeps(self) -> bool:
         """Return whether steps are kept at all; not after a rehearsal has failed."""

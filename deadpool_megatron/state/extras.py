@@ -116,13 +116,19 @@ def capture_random_states() -> dict[str, Any]:
     return states
 
 
+def library_states(states: Extras) -> tuple[Any, Any]:
+    """Return the random states of Python and numpy, as these libraries take them."""
+    version, state, gauss = states["random.python"]
+    kind, position, has_gauss, cached = states["random.numpy"]
+    keys = np.frombuffer(states["random.numpy.keys"], dtype="<u4").astype(np.uint32)
+    return (version, tuple(state), gauss), (kind, keys, position, has_gauss, cached)
+
+
 def restore_random_states(states: Extras) -> None:
     """Restore the states of :func:`capture_random_states`."""
-    version, state, gauss = states["random.python"]
-    random.setstate((version, tuple(state), gauss))
-    kind, position, has_gauss, cached = states["random.numpy"]
-    keys = np.frombuffer(states["random.numpy.keys"], dtype="<u4")
-    np.random.set_state((kind, keys, position, has_gauss, cached))
+    python, numpy = library_states(states)
+    random.setstate(python)
+    np.random.set_state(numpy)
     torch.set_rng_state(states["random.torch"])
     if "random.cuda" in states:
         torch.cuda.set_rng_state(states["random.cuda"])

@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from deadpool_megatron import ownership
 from deadpool_megatron.file_systems import write_text
+from deadpool_megatron.state.extras import library_states
 
 # (part, offset in bytes, dtype by name) -> the number there, a tensor without axes
 ReadNumber = Callable[[str, int, str], Tensor]
@@ -237,12 +237,10 @@ class RandomStates(Mark):
 
     def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:
         """See :class:`Mark`."""
-        version, state, gauss = extras["random.python"]
-        kind, position, has_gauss, cached = extras["random.numpy"]
-        keys = np.frombuffer(extras["random.numpy.keys"], dtype="<u4").astype(np.uint32)
+        python, numpy = library_states(extras)
         return {
-            "random_rng_state": (version, tuple(state), gauss),
-            "np_rng_state": (kind, keys, position, has_gauss, cached),
+            "random_rng_state": python,
+            "np_rng_state": numpy,
             "torch_rng_state": extras["random.torch"],
             "cuda_rng_state": extras.get("random.cuda", extras["random.torch"]),
             "rng_tracker_states": extras["random.tracker"],
