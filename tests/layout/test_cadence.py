@@ -6,7 +6,7 @@ from deadpool_megatron.layout.records import Generation, is_due, next_due, succe
 
 
 @given(st.integers(0, 10_000), st.integers(1, 50))
-def test_the_next_due_iteration_is_the_first_one(iteration, every):
+def test_next_due_iteration_is_the_first_from_there_on(iteration, every):
     found = next_due(iteration, every)
     assert found >= iteration
     assert is_due(found, every)

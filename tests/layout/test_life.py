@@ -214,5 +214,5 @@ def live(script: Sequence[str], options: dict[str, Any], _: Path) -> list[str]:
     return cluster.lines
 
 
-def test_what_is_decided_is_what_was_decided_before(tmp_path):
+def test_decisions_are_those_of_the_transcript(tmp_path):
     lives.compare(Path(__file__).parent / "lives" / "decisions.txt", live, tmp_path)

@@ -58,7 +58,7 @@ def test_a_plan_lacks_memory_where_a_node_has_less_than_it_needs(of, gigabytes, 
         assert (lack.needed_bytes, lack.has_bytes) == (needs[lack.node], limits[lack.node])
 
 
-def test_what_peers_hold_anyway_is_owed_to_nobody():
+def test_parts_that_peers_hold_need_no_memory():
     of = scene(nodes=4, per_node=1)
     everybody = tuple(range(4))
     same = {
@@ -70,7 +70,7 @@ def test_what_peers_hold_anyway_is_owed_to_nobody():
         assert max(needs.values()) < SLOTS * (10 * GIGA + 5000) + 200_000
 
 
-def test_the_node_that_lacks_most_is_named():
+def test_shortfall_names_the_node_with_the_largest_lack():
     """And of two that lack as much the first; not one that has most, or needs most."""
     of = scene(nodes=3, per_node=1)
     plan = ProtectionPlan()

@@ -110,7 +110,7 @@ def test_no_domain_twice_where_that_can_be(drawn):
             used.add(domain[holder])
 
 
-def test_what_one_exchange_mends_leaves_all_others_in_their_place():
+def test_exchange_of_two_nodes_moves_no_other():
     """Node i is in group i modulo their number. So few blocks are computed anew when a node that
     takes over is in a rack of the group."""
     domains = [f"rack{node}" for node in range(12)]

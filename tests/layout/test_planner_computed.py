@@ -145,7 +145,7 @@ def decoding(answer: records.Restore, role: int, part: str = "main") -> records.
     return answer.recipes[role].decodings[part]
 
 
-def test_of_several_groups_the_one_with_the_most_blocks_is_taken():
+def test_decoding_uses_the_group_with_the_most_blocks():
     world = World({role: role for role in range(4)}, 8, group=2, parities=2)
     other = world.place(4)
     world.protect(other, (NEW,))
@@ -194,7 +194,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 @given(worlds())
-def test_what_is_chosen_is_producible_and_nothing_newer_is(world):
+def test_chosen_generation_is_the_newest_that_can_be_produced(world):
     answer = choose_restore(world.ask())
     found = [generation for generation in (NEW, OLD) if world.producible(generation)]
     if not found:
@@ -264,7 +264,7 @@ def ask(content: Content, *, roles: int = 1, **more: object) -> RestoreQuery:
     return replace(query, **more)  # type: ignore[arg-type]
 
 
-def test_what_failed_is_not_tried_again():
+def test_failed_source_is_not_tried_again():
     content: Content = {1: [(0, g(5), WHOLE), (0, g(6), STEP), (0, g(7), STEP)]}
     recipe = chosen(ask(content)).recipes[0]
     different = set(suspects(recipe, g(7), REPLAY))

@@ -80,7 +80,7 @@ def test_bytes_of_another_layout_are_not_used():
     hashes=st.permutations(["a", "b"]),
     newer=st.booleans(),
 )
-def test_slots_of_another_model_do_not_outvote_those_of_most_nodes(own, others, hashes, newer):
+def test_slots_of_another_model_do_not_outvote_the_majority(own, others, hashes, newer):
     """Left by a run before: whatever they hold, and by whatever name their layout goes."""
     others = min(others, own - 1)
     mine, strange = ({role: layout(role, layout_hash=one) for role in range(2)} for one in hashes)
@@ -123,7 +123,7 @@ def test_after_memory_comes_the_checkpoint_then_the_start_then_nothing():
         (2, 6, {5: 1}, False),  # saved by the one before, and gone on from when that was lost
     ],
 )
-def test_a_checkpoint_is_thrown_away_by_what_it_includes(lineage, iteration, nonfinite, is_away):
+def test_checkpoint_with_an_undone_update_is_rolled_back(lineage, iteration, nonfinite, is_away):
     assert planner.is_rolled_back(g(iteration, lineage), nonfinite) is is_away
 
 
@@ -145,7 +145,7 @@ def contents(
 
 
 @given(contents())
-def test_what_is_chosen_is_producible_and_nothing_newer_is(case) -> None:  # type: ignore[no-untyped-def]
+def test_chosen_generation_is_the_newest_that_can_be_produced(case) -> None:  # type: ignore[no-untyped-def]
     roles, content = case
     answer = planner.choose_restore(ask(content, roles=roles, kept={1: 7, 2: NO_LIMIT}))
 

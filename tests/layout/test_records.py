@@ -96,6 +96,6 @@ def test_round_trip(inventory):
 
 
 @given(st.lists(st.integers(0, 40), unique=True, min_size=1))
-def test_a_name_tells_the_roles(roles):
+def test_group_name_contains_the_roles(roles):
     name = descriptions.group_name("TP (of experts)", roles)
     assert descriptions.roles_in(name, range(41)) == tuple(roles)

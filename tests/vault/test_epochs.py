@@ -182,7 +182,7 @@ def test_each_method_that_is_given_an_epoch_has_its_row():
 
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("epoch", [LATE, EARLY])
-def test_what_is_of_another_epoch_changes_nothing(tmp_path, what, epoch):
+def test_call_of_another_epoch_changes_no_state(tmp_path, what, epoch):
     node, other = opened(tmp_path)
     deliver(node, what, epoch)
     if epoch == EARLY and what in ADVANCE:
@@ -193,7 +193,7 @@ def test_what_is_of_another_epoch_changes_nothing(tmp_path, what, epoch):
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_comes_twice_counts_once(tmp_path, what):
+def test_repeated_call_counts_once(tmp_path, what):
     node, other = opened(tmp_path)
     deliver(node, what, OPEN)
     if what in ADDS:
@@ -205,7 +205,7 @@ def test_what_comes_twice_counts_once(tmp_path, what):
     assert node.seen() == once
 
 
-def test_a_record_opens_its_epoch_once_and_never_a_closed_one(tmp_path):
+def test_record_opens_its_epoch_once_and_no_closed_epoch(tmp_path):
     node = Node(tmp_path).open()
     before = node.seen()
     assert not node.state.adopt(node.record(OPEN))
@@ -238,7 +238,7 @@ def converse(node: Node, *messages: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("what", ["acknowledge", "shipped", "ended"])
-def test_nothing_that_was_said_in_an_epoch_counts_in_the_next(tmp_path, what):
+def test_no_message_of_an_epoch_counts_in_the_next(tmp_path, what):
     node, other = two(tmp_path)
     if what == "ended":
         converse(node, {"t": "ended", "epoch": LATE})
@@ -340,7 +340,7 @@ def test_a_copy_without_a_free_slot_counts_as_taken_only_if_newer_ones_are_there
     assert answer["why"] == why
 
 
-def test_who_waits_in_a_vault_learns_of_the_close_at_once(tmp_path):
+def test_close_ends_all_waits_in_a_vault_at_once(tmp_path):
     """Nothing but the close ends this wait before a minute is over."""
     state, stands = Node(tmp_path).open().state, threading.Event()
 

@@ -22,7 +22,7 @@ BIG, PIECES = 12 << 20, {"chunk_bytes": 1 << 20}
 
 
 @pytest.mark.slow
-def test_names_that_are_cleaned_away_lead_to_what_is_held_again(tmp_path):
+def test_removed_names_of_slots_and_socket_are_restored(tmp_path):
     """As by logind at the end of a login: the folder of a node that goes on with its work."""
     with cluster(tmp_path, 2) as running:
         members = begin(running)
@@ -103,7 +103,7 @@ def test_own_vault_stopped_does_not_stop_the_member(tmp_path):
 # Damaged bytes.
 
 
-def test_damage_in_the_own_slot_before_it_is_shipped_is_told(tmp_path):
+def test_damage_in_the_own_slot_before_shipping_is_reported(tmp_path):
     """It can never be committed: the member must hear of it, or the gate stays shut for ever."""
     fault = {
         "id": "flip",
@@ -168,7 +168,7 @@ def test_a_restored_part_that_rots_is_fetched_again(tmp_path):
 # Memory.
 
 
-def test_full_memory_of_a_buddy_holds_the_gate_and_says_why(tmp_path, tight_memory):
+def test_full_memory_of_a_buddy_holds_the_gate_with_a_reason(tmp_path, tight_memory):
     layouts = {0: make_layout(0, 1 << 20), 1: make_layout(1, 64 << 10)}
     roomy = Path("/dev/shm") / f"deadpool-test-{os.getpid()}-{tmp_path.name}" / "node0"
     with cluster(

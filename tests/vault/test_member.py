@@ -35,9 +35,7 @@ def client(tmp_path):
     ("generation", "boundary", "is_open"),
     [(5, "save", True), (6, "step", True), (6, "evaluation", False), (7, "step", False)],
 )
-def test_the_gate_opens_for_what_is_committed_to_its_boundary(
-    client, generation, boundary, is_open
-):
+def test_gate_opens_for_a_commit_up_to_its_boundary(client, generation, boundary, is_open):
     interrupt = os.eventfd(1, os.EFD_CLOEXEC)
     reports = {"on_wait": lambda _: None, "report_every_seconds": 9.0}
     gate = client.wait_committed(
@@ -47,7 +45,7 @@ def test_the_gate_opens_for_what_is_committed_to_its_boundary(
     assert gate is is_open
 
 
-def test_what_an_epoch_began_with_is_written_again_in_that_epoch_only(client):
+def test_restored_generation_is_rewritten_in_its_epoch_only(client):
     client._restored = Generation(0, 4)
     with pytest.raises(VaultError, match="not registered"):
         client.begin(Generation(0, 4), 1)
@@ -95,7 +93,7 @@ def test_in_epoch_1(slots, floor, chosen):
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_a_slot_that_is_anothers_is_told_of_unless_the_epoch_was_closed(tmp_path, is_closed):
+def test_writer_reports_a_reused_slot_unless_the_epoch_was_closed(tmp_path, is_closed):
     told: list[Any] = []
     segment = Segment.create(tmp_path / "own", make_layout(0), Seat(0, 0, 0), ["shard"])
     segment.mark_writing(0)
@@ -179,7 +177,7 @@ def test_nothing_is_appended_after_the_close(vault):
     assert [entry.state for entry in entries] == [PartState.ABSENT] * own.slots
 
 
-def test_a_replay_of_one_role_says_nothing_about_another(vault):
+def test_replay_of_a_role_does_not_count_for_another(vault):
     """It updates other parameters."""
     client = vault.client()
     client.rehearsed(True)
@@ -233,7 +231,7 @@ def test_a_vault_that_cannot_use_the_slots_ends_the_wait(vault):
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["bad", "committed"])
-def test_what_a_vault_says_counts_in_its_epoch(vault, kind, epoch, times):
+def test_message_of_a_vault_counts_in_its_epoch(vault, kind, epoch, times):
     client = vault.client()
     about = {"generation": FIRST.to_list(), "part": "shard", "boundary": "step"}
     for _ in range(times):

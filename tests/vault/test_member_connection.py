@@ -89,7 +89,7 @@ def leaves_the_gate_at_once(client: vault_client.VaultClient, why: str) -> None:
     os.close(interrupted)
 
 
-def test_the_last_words_of_a_vault_reach_a_member_that_had_something_to_tell_it(tmp_path):
+def test_member_reads_the_last_messages_of_a_vault_that_has_ended(tmp_path):
     """Damage in the member's own slot is said once; the next vault has nothing to seal there."""
     client = vault_client.VaultClient(
         str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=1.0
@@ -101,7 +101,7 @@ def test_the_last_words_of_a_vault_reach_a_member_that_had_something_to_tell_it(
     leaves_the_gate_at_once(client, "part shard")
 
 
-def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_path):
+def test_commit_is_not_taken_back_by_a_restarted_vault(tmp_path):
     """With a lag the gate does not ask again, and the slot to overwrite is chosen by this."""
     client = vault_client.VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
 
@@ -117,7 +117,7 @@ def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_
     assert committed(2, 5) == Generation(2, 5), "of another line"
 
 
-def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(tmp_path):
+def test_damage_found_without_its_member_is_sent_when_it_registers(tmp_path):
     """A vault that was restarted finds it before the member connects again. Nothing else would ever
     end its wait for a commit of that part."""
     state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)

@@ -82,7 +82,7 @@ def _be_killed_while_making(directory: str, limit: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_killed_process_was_making_is_taken_back(tmp_path):
+def test_unfinished_file_of_a_killed_process_is_removed(tmp_path):
     layout = make_layout(3, nbytes=1 << 20)
     limit = segment_bytes(layout) + (64 << 10)
     maker = multiprocessing.get_context("fork").Process(
@@ -111,7 +111,7 @@ def _be_killed_while_taking(directory: str, limit: int) -> None:
     Segment.create(path, layout, None, NAMES, budget=Budget(Path(directory), limit))
 
 
-def test_what_a_killed_process_was_about_to_take_is_free(tmp_path, monkeypatch):
+def test_reservation_of_a_killed_process_is_freed(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_LOCK_SECONDS", 5.0)  # for who is still about to take it
     layout = make_layout(3, nbytes=1 << 20)
     limit = segment_bytes(layout) + (64 << 10)
@@ -126,7 +126,7 @@ def test_what_a_killed_process_was_about_to_take_is_free(tmp_path, monkeypatch):
     assert not [*tmp_path.glob(".booked.*")]
 
 
-def test_what_slots_occupy_is_there_for_them(tmp_path, monkeypatch):
+def test_usable_memory_includes_that_of_existing_slots(tmp_path, monkeypatch):
     """Processes that start again find their slots, which need no room beside them."""
     whole = 64 << 20
     monkeypatch.setattr(memory, "free_bytes", lambda path: whole - allocated_bytes(path))
@@ -203,7 +203,7 @@ def test_needs_and_objection_agree(nbytes, slots, roles, replicas, scheme, limit
 @pytest.mark.parametrize(
     ("kind", "group"), [("buddy", 0), ("local", 0), ("local-twice", 0), ("parity", 2)]
 )
-def test_a_member_asks_for_what_the_plan_is_reckoned_with(kind, group):
+def test_member_needs_the_memory_that_the_plan_calculates(kind, group):
     """And both for what the files take, but for the bound on the size of their descriptions."""
     roles = range(4)
     layouts = {role: make_layout(role, nbytes=1 << 20, peers=tuple(roles)) for role in roles}

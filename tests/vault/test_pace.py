@@ -76,7 +76,7 @@ def test_a_shipment_is_even_over_its_share_or_half_of_the_window(window, nbytes,
     st.floats(0.01, 1.0),
     st.floats(0.0, 1.0),
 )
-def test_who_gets_the_link_from_when_he_may_go_is_there_in_time(
+def test_late_shipment_with_the_whole_link_arrives_in_time(
     window, nbytes, speed, part_of_link, part
 ):
     """Training sends all the time, however much of a generation has gone."""
@@ -113,7 +113,7 @@ def test_no_time_sees_more_than_the_limit(rate, burst, takes):
 
 
 @pytest.mark.parametrize("limit_gbps", [0.0, 1000.0])
-def test_pieces_are_the_bytes_and_who_waits_is_let_go(limit_gbps):
+def test_pieces_are_the_bytes_and_end_the_wait_at_a_gate(limit_gbps):
     """An hour's window, and a gate that is found shut in the middle of a shipment."""
     link, newest = link_of(rate_limit_gbps=limit_gbps), Generation(1, 6)
     run(link.pace(0), [3600.0] * 5, now=-6 * 3600.0)
@@ -188,7 +188,7 @@ def watchers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "watch-link"]
 
 
-def test_copies_wait_for_a_gap_and_take_all_of_it():
+def test_copies_wait_for_a_gap_and_use_all_of_it():
     link = MadeLink()
     with held_shipment(link) as (rest, gone):
         wait_until(lambda: link.reads_done > 30, "the counters are read")

@@ -153,19 +153,19 @@ def test_bytes_of_another_model_on_the_own_node_are_nothing(house):
     house.refuse("extras@step")
 
 
-def test_a_part_larger_than_its_place_does_not_reach_into_the_next_one(house):
+def test_restore_refuses_a_part_larger_than_its_place(house):
     larger = replace(LAYOUT.parts[0], nbytes=LAYOUT.parts[0].nbytes + 1)
     house.keep(0, [*EXTRAS, "tail"])
     house.keep(1, SHARDS, replace(LAYOUT, parts=(larger, *LAYOUT.parts[1:])))
     house.refuse("5001 bytes does not fit")
 
 
-def test_a_source_that_has_yet_to_hear_of_the_epoch_is_asked_again(house):
+def test_restore_retries_a_source_that_has_not_adopted_the_epoch(house):
     house.keep(1, [*EXTRAS, *SHARDS])
     house.obtain(late=True)
 
 
-def test_what_the_own_copy_vouches_for_is_what_peers_have_to_give(house):
+def test_restore_checks_bytes_of_peers_by_the_owners_checksums(house):
     """Both are sealed, but this node knows what the role itself had."""
     copy = house.keep(0, [*EXTRAS, "tail"])
     copy.seal_part(0, "shard", 5000, checksum(memoryview(b"other bytes")), 1, PartState.ELSEWHERE)
@@ -173,7 +173,7 @@ def test_what_the_own_copy_vouches_for_is_what_peers_have_to_give(house):
     house.refuse("not the bytes that the role had")
 
 
-def test_what_comes_after_a_refused_part_is_not_read_out_of_its_bytes(house):
+def test_restore_reads_no_answer_from_bytes_of_a_refused_part(house):
     """The source that offers other bytes sends them at once; the same node has the right ones of a
     peer. A node that cannot be understood gets no second try here."""
     house.states[0].settings = Settings(restore_seconds=1e-9, chunk_bytes=4096)
@@ -204,7 +204,7 @@ def test_a_moment_without_descriptors_is_sat_out_while_a_dump_is_read(house, tmp
     assert not lacking
 
 
-def test_a_base_is_not_held_against_what_it_became(house):
+def test_restore_checks_a_base_by_its_own_checksums(house):
     """What is vouched for counts for the generation that it was said of. The chain was planned
     because all who held the part itself are gone."""
     plain, step = make_layout(0, nbytes=1000), records.gradients_part("shard")
@@ -226,7 +226,7 @@ def test_a_base_is_not_held_against_what_it_became(house):
 
 
 @pytest.mark.parametrize("nbytes", [5000, 5001])
-def test_a_dump_of_a_peer_gives_what_is_as_large(house, tmp_path, nbytes):
+def test_dump_of_a_peer_gives_parts_of_the_same_size_only(house, tmp_path, nbytes):
     """The own one has the extras alone."""
     house.keep(0, EXTRAS)
     shard = replace(LAYOUT.parts[0], nbytes=nbytes)

@@ -44,7 +44,7 @@ def class_of(connection: socket.socket) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("dscp", [0, 8, 63])
-def test_each_end_marks_what_it_sends(pair, dscp):
+def test_each_end_of_a_channel_marks_its_packets(pair, dscp):
     near, far = pair
     assert class_of(near) == class_of(far) == (0, 0)
     Channel(near, 5.0, None, "").give_way(dscp)

@@ -25,7 +25,7 @@ _VAULT = (
     "tests/vault/test_epochs.py::test_a_message_of_another_epoch_changes_nothing",
     "tests/vault/test_epochs.py::test_a_message_that_comes_twice_counts_once",
 )
-_MEMBER = "tests/vault/test_member.py::test_what_a_vault_says_counts_in_its_epoch"
+_MEMBER = "tests/vault/test_member.py::test_message_of_a_vault_counts_in_its_epoch"
 _JOIN = "tests/cluster/machine"
 TESTS: dict[str, tuple[str, ...]] = {
     # To the coordinator.

@@ -58,7 +58,7 @@ def vault(directory: Path, slots: dict[int, tuple[str, ...]]) -> SlotStore:
     return state
 
 
-def test_the_coordinator_is_told_and_the_one_before_can_be_gone_on_from(tmp_path):
+def test_damage_is_reported_and_the_previous_dump_is_whole(tmp_path):
     base = tmp_path / "dump"
     with half_lost(tmp_path / "run") as running:
         node = running.nodes[0]
@@ -73,7 +73,7 @@ def test_the_coordinator_is_told_and_the_one_before_can_be_gone_on_from(tmp_path
     assert why_not == ["generation 1:2 lacks part shard of role 1"]
 
 
-def test_a_role_of_which_nothing_is_intact_is_told_as_well(tmp_path):
+def test_dump_reports_a_role_without_intact_parts(tmp_path):
     """There is no file of it, and the second time nothing is held of it either."""
     state = vault(tmp_path / "node", {4: ("shard", "extras@step")})
     (segment,) = state.table.segments.values()
@@ -84,7 +84,7 @@ def test_a_role_of_which_nothing_is_intact_is_told_as_well(tmp_path):
         assert {one.part for one in damaged(state)} == {"shard", "extras@step"}
 
 
-def test_damage_of_which_there_are_other_bytes_here_is_no_loss(tmp_path):
+def test_dump_reports_no_damage_with_other_bytes_on_the_node(tmp_path):
     state = vault(tmp_path / "node", {4: ("shard", "extras@step")})
     (segment,) = state.table.segments.values()
     twin = Segment.create(tmp_path / "node" / "copy-0-twin", LAYOUT, None, ("shard",), 1)
@@ -101,7 +101,7 @@ def test_damage_of_which_there_are_other_bytes_here_is_no_loss(tmp_path):
 
 
 @pytest.mark.parametrize("struck", [4, 3])
-def test_where_a_part_is_damaged_what_leads_to_it_is_written(tmp_path, struck):
+def test_dump_writes_the_chain_to_a_damaged_part(tmp_path, struck):
     """The planner still counts on it; the dump was begun when nobody needed it. So is what
     leads to a damaged base."""
     whole, steps = ("shard", *STEP, "extras@step"), (*STEP, "extras@step")

@@ -61,7 +61,7 @@ SLOTS = st.dictionaries(st.integers(1, 4), HELD, min_size=1, max_size=4)
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(st.lists(SLOTS, min_size=1, max_size=2))
-def test_what_can_be_recomputed_counts_as_there(files):
+def test_parts_that_can_be_recomputed_count_as_held(files):
     """The files of two nodes are put together, and all that is recomputed begins at one base."""
     with tempfile.TemporaryDirectory() as name:
         held: dict[int, set[str]] = {}
@@ -99,7 +99,7 @@ def test_where_the_bytes_of_a_role_lie(tmp_path):
     assert type(taken).from_dict(taken.to_dict()) == taken
 
 
-def test_what_is_there_as_gradients_only_has_no_bytes(tmp_path):
+def test_part_held_as_gradients_only_has_no_bytes(tmp_path):
     write(tmp_path, 5, {4: {"first", *STEP, "extras@step"}, 3: {"second"}})
     with pytest.raises(VaultError, match=r"part second of role 0 is not in .* as bytes"):
         snapshot_of_dump(tmp_path, 0, G(1, 4), "step")

@@ -123,7 +123,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, small_disk):
     assert {h.generation for h in state.table.holdings()} == {G(1, 3), G(1, 4)}
 
 
-def test_salvage_keeps_what_it_cannot_read(tmp_path, monkeypatch):
+def test_salvage_keeps_unreadable_slots(tmp_path, monkeypatch):
     """It may be the rest of a whole generation, for the version that wrote it."""
     for node in (5, 6):
         vault(tmp_path / f"node{node}")

@@ -75,7 +75,7 @@ def test_a_generation_is_taken_with_its_last_extras(tmp_path, is_last):
         assert left(running.nodes[0]) == []
 
 
-def test_what_is_overwritten_is_not_taken(tmp_path):
+def test_snapshot_refuses_an_overwritten_slot(tmp_path):
     with harness.cluster(tmp_path, 2) as running:
         members = two_members(running)
         steps(members, range(5))
@@ -95,7 +95,7 @@ def test_a_close_ends_it(tmp_path):
         assert left(running.nodes[0]) == []
 
 
-def test_without_room_it_is_refused_and_training_goes_on(tmp_path):
+def test_snapshot_without_memory_is_refused_and_training_continues(tmp_path):
     full = {"id": "full", "point": "persist.reserve", "action": "mark"}
     with harness.cluster(tmp_path, 2, faults=[full]) as running:
         members = two_members(running)
@@ -106,7 +106,7 @@ def test_without_room_it_is_refused_and_training_goes_on(tmp_path):
         assert left(running.nodes[0]) == []
 
 
-def test_what_is_dropped_is_given_up_at_once(tmp_path):
+def test_dropped_snapshot_ends_its_copy_at_once(tmp_path):
     with harness.cluster(tmp_path, 2) as running:
         members = two_members(running)
         steps(members, range(2))
@@ -127,7 +127,7 @@ def test_it_ends_with_its_deadline(tmp_path):
             order(running.nodes[0], 7, seconds=0.1).result(harness.DEADLINE)
 
 
-def test_what_was_written_is_what_counts(tmp_path, monkeypatch):
+def test_snapshot_is_checked_by_its_written_bytes(tmp_path, monkeypatch):
     """Not what was read before: the bytes go from the slot to the file, and are hashed there."""
     layout = harness.make_layout(0, nbytes=100_000)
     state = SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)

@@ -241,7 +241,7 @@ def begin(tmp_path):
 
 @settings(max_examples=settings().max_examples // 4)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 1 << 30))
-def test_whatever_order_and_faults_the_block_is_what_the_code_says(data, parities, seed):
+def test_block_is_right_in_any_order_and_with_faults(data, parities, seed):
     """Owners in any order, pieces damaged on the way, a role without one of the parts, and old
     bytes in the slot: sealed once, with what it is made of."""
     chance = random.Random(seed)
@@ -291,7 +291,7 @@ def test_whatever_order_and_faults_the_block_is_what_the_code_says(data, paritie
             failpoints.load(None)
 
 
-def test_what_is_refused(begin):
+def test_block_refuses_wrong_offers(begin):
     making = begin(parities=2)
     owner = Owner(making, 0)
     assert owner.put(block=77) == "no such parity block"
@@ -303,7 +303,7 @@ def test_what_is_refused(begin):
     assert making.nothing_is_in_use()
 
 
-def test_nothing_is_taken_before_all_have_said_what_they_have(begin):
+def test_block_takes_no_part_before_all_layouts_are_known(begin):
     making = begin(told=False)
     making.network.cut.add(("fake", 1))
     owner = Owner(making, 0)
@@ -329,7 +329,7 @@ def test_a_sealed_block_is_acknowledged_again(begin):
     assert making.nothing_is_in_use()
 
 
-def test_a_slot_that_is_given_away_while_its_list_is_read_offends_nobody(begin, monkeypatch):
+def test_slot_reused_while_its_members_are_read_is_no_error(begin, monkeypatch):
     """The block of the generation after next may take it, once it has been looked up."""
     making = begin()
     making.start(0, 1)
@@ -345,7 +345,7 @@ def test_a_slot_that_is_given_away_while_its_list_is_read_offends_nobody(begin, 
     assert Owner(making, 0).bring() == "sealed", "it was when it was read"
 
 
-def test_who_believes_a_lost_block_to_be_sealed_is_asked(begin):
+def test_holder_requests_parts_of_a_lost_sealed_block(begin):
     """One vault has forgotten that it was acknowledged, and the block was damaged since: the other
     owner, who had nothing more to bring, still has what it was made of."""
     making = begin()
@@ -358,7 +358,7 @@ def test_who_believes_a_lost_block_to_be_sealed_is_asked(begin):
     assert making.is_right()
 
 
-def test_who_has_forgotten_an_old_one_is_not_kept_from_the_newest(begin):
+def test_restarted_owner_is_not_kept_from_the_newest_block(begin):
     """Both slots are taken by newer ones, the second of which waits for just him."""
     making = begin()
     assert [Owner(making, role).bring() for role in (0, 1)] == ["taken", "taken"]
@@ -369,7 +369,7 @@ def test_who_has_forgotten_an_old_one_is_not_kept_from_the_newest(begin):
     assert Owner(making, 0).bring(generation=NEWER) == "sealed"
 
 
-def test_a_half_made_one_gives_way_to_what_has_to_come_before(begin):
+def test_unfinished_block_gives_way_to_an_older_generation(begin):
     """No slot is free for it: who puts the older one puts the newer one afterwards only."""
     making = begin()
     for generation in (GENERATION, NEWER):
@@ -385,7 +385,7 @@ def test_a_half_made_one_gives_way_to_what_has_to_come_before(begin):
         ("parity.slot_memory.reserve", errors.OutOfSpace("9 bytes needed")),
     ],
 )
-def test_a_holder_that_lacks_something_says_what(begin, monkeypatch, what, lack):
+def test_holder_names_the_part_that_it_lacks(begin, monkeypatch, what, lack):
     def missing(*_: object) -> None:
         raise lack
 

@@ -143,7 +143,7 @@ def of_other_bytes(told: BlockMembers) -> BlockMembers:
     return replace(told, contributions={**told.contributions, 1: other})
 
 
-def test_each_place_of_a_block_says_what_it_was_computed_from(begin):
+def test_each_place_of_a_block_lists_its_contributions(begin):
     """Two nodes hold the block of one generation. One of them made it while peers held what role 1
     has, and its bytes are damaged: what it says of itself is nothing to the other one."""
     vaults = begin(2, 1, {0})
@@ -217,7 +217,7 @@ def damages(draw: st.DrawFn) -> tuple[int, int, int, set[int], set[int]]:
 @pytest.mark.slow
 @settings(max_examples=settings().max_examples // 6)
 @given(damages())
-def test_whatever_is_damaged_what_is_sealed_is_right(case):
+def test_decoder_seals_right_bytes_with_any_damage(case):
     """Rule 4, and that nothing is given up for which enough is left."""
     data, parities, lost, damaged, unlisted = case
     with tempfile.TemporaryDirectory() as directory:

@@ -51,7 +51,7 @@ def test_any_k_blocks_give_back_every_other(data, parities, length, seed):
         assert total == made[0]
 
 
-def test_what_cannot_be_computed_is_refused():
+def test_coder_refuses_impossible_numbers():
     coder = Coder(3, 2)
     with pytest.raises(ValueError, match="3 blocks are needed"):
         coder.begin({0, 3}, 1, memoryview(bytearray(2)))
@@ -59,7 +59,7 @@ def test_what_cannot_be_computed_is_refused():
         Coder(255, 2)
 
 
-def test_what_was_given_up_stays_as_it_is():
+def test_combination_does_not_write_after_its_end():
     out = bytearray(b"abcd")
     combination = Coder(2, 1).begin({0, 1}, 2, memoryview(out))
     combination.give_up()

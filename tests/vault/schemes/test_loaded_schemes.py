@@ -55,7 +55,7 @@ def test_no_file_of_another_scheme_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [SchemeKind.PARITY, SchemeKind.BUDDY])
-def test_what_decoding_needs_is_loaded_before_anything_is_lost(tmp_path, kind):
+def test_decoding_modules_are_loaded_before_a_loss(tmp_path, kind):
     """In a spare that holds nothing. Elsewhere it is not at all."""
     plan = ProtectionPlan(SchemeNumbers(kind, group=2))
     with cluster(tmp_path, 1) as running:

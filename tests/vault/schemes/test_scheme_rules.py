@@ -379,7 +379,7 @@ def test_damaged_bytes_are_never_restored(case):
 
 @settings(max_examples=settings().max_examples // 10)
 @given(cases(damage=False), st.integers(0, 20))
-def test_what_is_damaged_everywhere_costs_one_generation_at_most(case, which):
+def test_part_damaged_everywhere_costs_at_most_a_generation(case, which):
     """Rule 4: of one role every sealed byte of the newest generation is wrong, on every node."""
     case = replace(case, torn=0, iterations=max(2, case.iterations))
     with nodes_of(case) as nodes:

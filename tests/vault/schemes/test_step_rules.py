@@ -107,7 +107,7 @@ def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole():
     assert ledger.boundary(layout, g(1), ALL) is None
 
 
-def test_what_peers_hold_anyway_needs_no_gradients():
+def test_parts_that_peers_hold_need_no_gradients():
     chains, layout, buddy = begun(), make_layout(covered=True), Target(1)
     ledger = commit_ledger.Acknowledgements(chains)
     for iteration in (0, 1):
@@ -253,7 +253,7 @@ def test_the_base_that_a_node_held_as_the_owner_stays_while_steps_lead_from_it(t
     st.integers(2, 4),
     st.lists(st.sampled_from(["step", "step", "step", "whole", "lost"]), max_size=30),
 )
-def test_no_base_of_what_may_be_asked_for_is_overwritten(every, slots, wishes):
+def test_no_base_of_a_restorable_generation_is_overwritten(every, slots, wishes):
     """Rules 3 and 4 over random chains: broken ones, irregular whole copies, damaged bases."""
     layout = make_layout(slots=slots)
     with tempfile.TemporaryDirectory() as folder:
@@ -285,9 +285,7 @@ def test_no_base_of_what_may_be_asked_for_is_overwritten(every, slots, wishes):
 @pytest.mark.parametrize(
     ("known", "wrong"), [("same", []), ("other", ["shard0"]), ("", ["shard0"])]
 )
-def test_what_was_recomputed_is_sealed_only_on_the_checksum_that_the_owner_had(
-    tmp_path, known, wrong
-):
+def test_recomputed_parts_are_sealed_only_with_the_owners_checksum(tmp_path, known, wrong):
     """Of a part that no checksum is known of nobody can say that it is right."""
     layout = RoleLayout(0, (PartInfo("shard0", 8, (0,)),), (0, 1), 2, "hash")
     segment = Segment.create(tmp_path / copy_name(0), layout, None, ["shard0"])

@@ -137,7 +137,7 @@ def test_a_lost_role_comes_back_from_a_chain_and_only_right(tmp_path):
         assert found[7] == found[8] == STEP
 
 
-def test_what_is_recomputed_takes_no_slot_of_an_older_generation(tmp_path):
+def test_recomputed_parts_take_no_slot_of_an_older_generation(tmp_path):
     """The next failure may have to go back to it, until all have committed this one again."""
     with harness.cluster(tmp_path, 2, full_every=EVERY) as running:
         opened(running)

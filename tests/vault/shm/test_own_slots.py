@@ -67,7 +67,7 @@ def test_the_restored_generation_is_the_first_of_the_own_slots(tmp_path):
         assert bytes(kept) == before, "another slot was there to be written"
 
 
-def test_parked_slots_take_what_is_restored(tmp_path):
+def test_parked_slots_receive_restored_parts(tmp_path):
     """No memory is taken in a recovery; and it is read where the process had it before, so that a
     device, which was told of it then, copies out of it by itself."""
     with cluster(tmp_path, 3, roles=2) as running:
@@ -167,7 +167,7 @@ def test_a_damaged_part_of_a_survivor_comes_back_into_its_slot(tmp_path):
             assert member.wait(FIRST) == "committed"
 
 
-def test_slots_of_another_model_say_nothing_of_what_is_restored(tmp_path):
+def test_slots_of_another_model_do_not_describe_the_restored_role(tmp_path):
     """Its processes were here before, were refused, and have sealed nothing."""
     with cluster(tmp_path, 2) as running:
         begin(running)
@@ -210,7 +210,7 @@ def test_the_own_slots_are_all_that_a_restore_needs(tmp_path, share, fits):
                 Member(spare, layouts[1], 2)
 
 
-def test_what_was_restored_is_let_go_when_there_is_something_newer(tmp_path):
+def test_restored_parts_are_released_after_a_newer_commit(tmp_path):
     """A chain of steps lies in other files; while anybody holds it, its memory is not free."""
     state = slot_store.SlotStore(scheme_of, 0, tmp_path, Settings(), lambda _: None)
     seat = Seat(0, 0, 0)
