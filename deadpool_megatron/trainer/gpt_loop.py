@@ -394,6 +394,7 @@ class DataSource:
         """
         positions = torch.arange(self._config.seq_length).expand(self._config.micro_batch_size, -1)
         mask = torch.ones(positions.shape)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         for indices in self.indices_at(consumed_samples):
             texts = torch.from_numpy(np.stack(list(map(self._sample, indices))).astype(np.int64))
             batch = {
@@ -402,10 +403,7 @@ class DataSource:
                 "position_ids": positions,
                 "loss_mask": mask,
             }
-            yield {
-                name: tensor.cuda(non_blocking=True) if torch.cuda.is_available() else tensor
-                for name, tensor in batch.items()
-            }
+            yield {name: each.to(device, non_blocking=True) for name, each in batch.items()}
 
     def _sample(self, index: int) -> _Bytes:
         number, place = divmod(index, self._windows)

@@ -169,10 +169,7 @@ class Listener:
                 self._fewer.set()
             await self._service.serve(reader, writer, peer)
         finally:
-            if writer is None:
-                connection.close()
-            else:
-                writer.close()
+            (writer or connection).close()
 
 
 def defer_accept(listener: socket.socket, seconds: float) -> None:
