@@ -64,15 +64,6 @@ def test_boundaries_commit_in_order():
     assert ledger.boundary(layout, G, sealed) == "save"
 
 
-def test_every_replica_is_owed():
-    ledger, layout = ledger_of(record(3, 3, replicas=2)), make_layout(0)
-    assert set(targets(ledger, layout)[0]) == {Target(1), Target(2)}
-    ledger.add(0, G, 1, SHARD)
-    assert ledger.boundary(layout, G, SHARD) is None
-    ledger.add(0, G, 2, SHARD)
-    assert ledger.boundary(layout, G, SHARD) == "step"
-
-
 def test_too_few_nodes_hold_the_gate_until_the_record_releases_it():
     layout = make_layout(0)
     assert is_exposed(ledger_of(record(2, 2, replicas=2)), layout), "one of two"

@@ -48,45 +48,8 @@ def record(every: int = EVERY, **more: Any) -> records.EpochRecord:
     return record_of(1, range(2), protection=plan, **more)
 
 
-def ways(chains: Recompute, layout: RoleLayout, count: int, first: int = 0) -> list[bool]:
-    """For each generation in turn: does it travel as a step?"""
-    for iteration in range(first, first + count):
-        chains.decide(layout, g(iteration), has_step=True)
-    return [chains.follows(0, g(it)) is not None for it in range(first, first + count)]
-
-
 def begun(trusted: tuple[int, ...] = (0,), **options: Any) -> Recompute:
     return Recompute(record(**options), trusted)
-
-
-def test_a_whole_one_and_then_steps():
-    layout = make_layout(slots=12)
-    whole, step = False, True
-    chains = begun()
-    assert ways(chains, layout, 7) == [whole, step, step, step, whole, step, step]
-    assert ways(chains, layout, 90, first=7)[-1] is whole
-    assert len(chains._chains[0].steps) <= layout.slots, "how long it runs costs no memory"
-    restored = records.Restore("memory", g(3))
-    assert ways(begun(restore=restored), layout, 5, first=4) == [step, step, step, whole, step]
-    anew = begun(restore=records.Restore("durable", g(2)))
-    assert ways(anew, layout, 2, first=3) == [whole, step], "no step leads from what is not held"
-    assert ways(begun(trusted=()), layout, 3) == [whole] * 3
-
-
-def test_a_gap_a_missing_step_and_a_buddy_that_lost_its_base_make_a_whole_one():
-    layout, chains = make_layout(slots=12), begun()
-    for iteration in (0, 1, 3):
-        chains.decide(layout, g(iteration), has_step=True)
-    assert chains.follows(0, g(1)) == g(0)
-    assert chains.follows(0, g(3)) is None
-    chains.decide(layout, g(4), has_step=False)
-    assert chains.follows(0, g(4)) is None
-    chains.decide(layout, g(5), has_step=True)
-    chains.decide(layout, g(6), has_step=True)
-    chains.make_whole(0, g(5))
-    assert chains.follows(0, g(5)) is None
-    assert chains.follows(0, g(6)) == g(5), "it leads from a whole one now"
-    assert ways(chains, layout, 3, first=7) == [True, True, False], "counted from the new base"
 
 
 def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole():
