@@ -63,14 +63,13 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
         core.log("warning", f"node {node}: {text}", node)
     to_start: dict[int, int] = {}
     for local_rank in range(core.config.nproc):
+        place = (node, local_rank)
         if local_rank in event.members:
-            core.set_member(
-                (node, local_rank), states.MemberStatus.RUNNING, event.members[local_rank]
-            )
+            core.set_member(place, states.MemberStatus.RUNNING, event.members[local_rank])
         else:
             # Processes of an earlier coordinator have used incarnations up to the seat's.
             was_there = state.record is not None and node in state.record.nodes
-            role = state.seats.role_by_place.get((node, local_rank))
+            role = state.seats.role_by_place.get(place)
             seated = 0 if role is None else state.seats[role].incarnation
             known = seated if was_there else -1
             to_start[local_rank] = max(known, event.incarnations.get(local_rank, -1)) + 1
@@ -157,10 +156,8 @@ def _seated_is_starting(state: states.State) -> bool:
 
 
 def _runs(core: Core, place: states.Place) -> bool:
-    return core.state.fleet.members[place].status in (
-        states.MemberStatus.RUNNING,
-        states.MemberStatus.WARM,
-    )
+    status = core.state.fleet.members[place].status
+    return status in (states.MemberStatus.RUNNING, states.MemberStatus.WARM)
 
 
 def bootstrapped_enough(core: Core, bootstrapping: states.Bootstrapping, waited: str) -> None:

@@ -112,9 +112,7 @@ def note_inventory(core: Core, event: ev.NodeInventory) -> None:
     if state.record is None or inventory.epoch != state.record.epoch:
         core.refuse("inventory", node=inventory.node, **core.not_open(inventory.epoch))
         return
-    if isinstance(
-        state.phase_state, states.TakingOver | states.Opening | states.Running | states.Pausing
-    ):
+    if isinstance(state.phase_state, states.Reporting):
         # The agent has only now carried out the order of an earlier coordinator.
         cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
         close(core, Failure(cause, FailureKind.COORDINATOR))

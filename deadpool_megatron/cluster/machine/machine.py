@@ -80,10 +80,7 @@ class Machine(Core):
     it. An input that raises leaves it half changed: it must not be used any more."""
 
     def __init__(self, config: states.Config, now: float) -> None:
-        planned = {
-            role: Seat(role // config.nproc, role % config.nproc, 0)
-            for role in range(config.world_size)
-        }
+        planned = {r: Seat(*divmod(r, config.nproc), 0) for r in range(config.world_size)}
         saved = (config.start, *config.older) if config.start.kind != "initial" else ()
         state = states.State(
             states.Bootstrapping(now + config.settings.start_seconds),
@@ -117,9 +114,8 @@ class Machine(Core):
             state.protection.reported = last.protection
         else:
             # A plan that came with the record is reported (again), as it may not have been.
-            state.protection = states.ChosenProtection(
-                last.protection, reported=history.reported_plan
-            )
+            reported = history.reported_plan
+            state.protection = states.ChosenProtection(last.protection, reported=reported)
         state.phase_state = states.TakingOver(self.now + takeover.rejoin_limit_seconds(config))
         state.seats, state.epoch, state.record = SeatTable(last.seats), last.epoch, last
         state.restarted, state.start = config.restarted, history.start
@@ -186,13 +182,10 @@ class Machine(Core):
                 # Checkpoints that cannot be looked at may be there.
                 epoch.checkpoints_inspected(self, ev.CheckpointsFound(frozenset()))
             case states.Closing(awaited=awaited):
-                late = awaited | {
-                    place[0] for place in state.fleet.places_with(states.MemberStatus.KILLED)
-                }
-                for node in sorted(late):
-                    membership.drop_node(
-                        self, node, membership.silent(node, "did not close the epoch in time")
-                    )
+                killed = state.fleet.places_with(states.MemberStatus.KILLED)
+                for node in sorted(awaited | {node for node, _ in killed}):
+                    failure = membership.silent(node, "did not close the epoch in time")
+                    membership.drop_node(self, node, failure)
             case states.WaitingSpare():
                 shutdown.dump(self)
             case states.Deciding():

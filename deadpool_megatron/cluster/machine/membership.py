@@ -168,9 +168,8 @@ def _forget_memory(state: states.State, node: int) -> None:
         return
     written = dumping.chains | {dumping.restore.generation}
     # Only the extras of this boundary were written; another try may need others.
-    others = {records.extras_part(name) for name in records.BOUNDARIES} - {
-        records.extras_part(dumping.restore.boundary)
-    }
+    boundaries = set(records.BOUNDARIES) - {dumping.restore.boundary}
+    others = set(map(records.extras_part, boundaries))
     saved = tuple(
         replace(holding, parts=holding.parts - others)
         for holding in lost.holdings

@@ -268,13 +268,12 @@ def _writers(core: Core, dumping: states.Dumping) -> dict[int, int]:
 
     The others take turns: all share the disk that the dump is on. Empty when no node is left.
     """
-    seated = {role: seat.node for role, seat in core.state.seats.items()}
-    nodes = sorted(node for node in dumping.finished if node in core.state.fleet.nodes)
+    nodes = sorted(dumping.finished & core.state.fleet.nodes.keys())
     if not nodes:
         return {}
     return {
-        role: node if node in nodes else nodes[role % len(nodes)]
-        for role, node in sorted(seated.items())
+        role: seat.node if seat.node in nodes else nodes[role % len(nodes)]
+        for role, seat in sorted(core.state.seats.items())
     }
 
 
