@@ -43,10 +43,6 @@ def test_the_shipped_plans_hold(name, carry_out):
     assert text.splitlines()[0].startswith(f"{name}: ")
     assert text.splitlines()[-1].startswith("verdict: holds")
     assert max(map(len, text.splitlines())) <= 100
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_json_has_every_number(name, carry_out):
     found = values(carry_out, name)
     assert found.keys() == {
         "ok", "file", "plan", "parameters", "roles", "slots", "largest_shard_bytes", "domains",
