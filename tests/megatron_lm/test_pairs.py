@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs
 
 COMMON = {**MOE, "disable_bias_linear": True, "bf16": True, "pipeline_model_parallel_size": 2}
 COMMON |= {"train_iters": 5, "save": "{run}/saves", "save_interval": 2}
-# Three values of each of four factors. "kinds": what that layout has of its own.
+# Three values of each of four factors. "kinds": the flags of that layout alone.
 VALUES = """
 moe_shared_expert_intermediate_size=64 moe_shared_expert_overlap
 num_layers_per_virtual_pipeline_stage=1 overlap_moe_expert_parallel_comm
@@ -31,18 +31,18 @@ inprocess_restart enable_ft_package adlr_autoresume non_persistent_ckpt_type=loc
 KINDS = ("script", "num_layers", "hybrid_layer_pattern", "spec", "deadpool_allow_unreviewed")
 
 
-# Each pair of two values of two factors is in one of nine runs.
+# Nine runs have each pair of values of two factors.
 @pytest.mark.skipif(TAGS[-1] != TAG, reason="older parsers lack some of the flags")
 @pytest.mark.parametrize("second", range(3))
 @pytest.mark.parametrize("first", range(3))
 def test_pairs(tmp_path, first, second, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", import_path(os.environ["PYTHONPATH"]))
     row = (first, second, (first + second) % 3, (first + 2 * second) % 3)
-    words = " ".join(VALUES[3 * factor + value] for factor, value in enumerate(row)).split()
-    flags = COMMON | {flag: value or True for flag, _, value in (w.partition("=") for w in words)}
+    chosen = " ".join(VALUES[3 * factor + value] for factor, value in enumerate(row)).split()
+    flags = COMMON | {flag: value or True for flag, _, value in (w.partition("=") for w in chosen)}
     if flags.pop("kinds", False):
-        theirs, _ = LAYOUTS["kinds of layers, segments that differ"]
-        flags |= {flag: theirs[flag] for flag in KINDS}
+        layout, _ = LAYOUTS["kinds of layers, segments that differ"]
+        flags |= {flag: layout[flag] for flag in KINDS}
     plan = [
         dies("forward", "forward", 0, 2, nth=2),
         dies("exchange", "comm", 1, 3, nth=3, when_op="all_to_all_single"),

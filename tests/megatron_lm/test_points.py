@@ -53,7 +53,7 @@ def test_places_of_families_are_among_the_names():
         expected = {(name.file, name.name) for name in versions.expected_in(f"{version}.0")}
         places = (row["globals_setter"], row["finalising"], *row["common_saves"], *row["openers"])
         for module, path in (place.split(":") for place in places):
-            # What is built in has no definition there.
+            # A builtin has no definition there.
             name = path.removesuffix(".open")
             assert name == "open" or (module.replace(".", "/") + ".py", name) in expected
 

@@ -22,14 +22,14 @@ def _extracted(tag: str) -> Path:
 
 
 _newest = next((tag for tag in reversed(TAGS) if _extracted(tag).is_dir()), TAGS[-1])
-#: the one that the tests run, all but those of :mod:`tests.megatron_lm.test_tags`: the newest that
-#: is there, unless the variable names another
+#: the tag of all tests but :mod:`tests.megatron_lm.test_tags`: the newest checkout, unless the
+#: variable names another
 TAG = os.environ.get(_TAG_VARIABLE, _newest)
 
 
 def checkout(tag: str = TAG) -> Path | None:
-    """The extracted tree of ``tag``, or for :data:`TAG` the one that ``MEGATRON_LM_DIR`` names;
-    None: there is none.
+    """Return the extracted tree of ``tag``, or for :data:`TAG` that of ``MEGATRON_LM_DIR``, if
+    there is any.
 
     Tests read it and write only to copies.
     """

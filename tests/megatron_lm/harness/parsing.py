@@ -26,9 +26,9 @@ class Question:
     """A command line of a training script. ``validate``: as well as parse; ``show``: names of the
     arguments that are of interest.
 
-    ``environment``: all that the script sees, beside WORLD_SIZE; None: what the tests see.
-    ``gpu_generation``: the major compute capability that stands in for the machine's; None: what
-    it has, or the stand-in of a machine without a GPU.
+    ``environment``: that of the script, but for WORLD_SIZE; None: that of the tests.
+    ``gpu_generation``: the major compute capability that stands in for the machine's; None: its
+    own, or the stand-in of a machine without a GPU.
     """
 
     arguments: Sequence[str]

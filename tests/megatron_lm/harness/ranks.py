@@ -23,7 +23,7 @@ _EXACT = "exact"
 
 @dataclass
 class Trained:
-    """What one rank saw. Losses and norms are ``float.hex()`` by iteration; most ranks see none.
+    """The results of a rank. Losses and norms, if any, are ``float.hex()`` by iteration.
 
     ``state``: hash of parameters, optimizer and random generators when training ended.
     ``replicated``: hash by name of each parameter that tensor-parallel ranks hold in common.
@@ -41,8 +41,8 @@ class Trained:
 def train(
     checkout: Path, folder: Path, arguments: Sequence[str], *, exact: bool = True
 ) -> list[Trained]:
-    """One run of four ranks; answers what each saw. ``folder``: a new one; ``exact``: checkpoints
-    are loaded as a protected run does it; else nothing of Megatron-LM's own loading is changed.
+    """Return the results of each rank of a run of four. ``folder``: made here; ``exact``: load
+    checkpoints as a protected run does, else as Megatron-LM does.
 
     Raises AssertionError with the output of a rank that failed.
     """
@@ -55,27 +55,29 @@ def train(
     for rank, log in enumerate(logs):
         with log.open("wb") as output, open(os.devnull, "rb") as nothing:
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), TREE_VARIABLE: str(checkout)}
-            words = (str(checkout), str(log.with_suffix(".result")), loading, *arguments)
+            given = (str(checkout), str(log.with_suffix(".result")), loading, *arguments)
             started = server.start(
-                *("tests.megatron_lm.harness.ranks", *words),
+                *("tests.megatron_lm.harness.ranks", *given),
                 environment={**os.environ, **place, **own},
                 handles={0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()},
             )
             ranks.append(started)
 
     def failed() -> list[str]:
-        return [log.read_text()[-4000:] for one, log in zip(ranks, logs, strict=True) if one.poll()]
+        return [
+            log.read_text()[-4000:] for rank, log in zip(ranks, logs, strict=True) if rank.poll()
+        ]
 
     def ended() -> bool:
-        return bool(failed()) or all(one.poll() is not None for one in ranks)
+        return bool(failed()) or all(process.poll() is not None for process in ranks)
 
     try:
         wait_for("the end of all ranks", ended, RUN_SECONDS)
         assert not (problems := failed()), problems[0]
     finally:
-        for one in ranks:
-            one.kill()
-            one.wait(10.0)
+        for process in ranks:
+            process.kill()
+            process.wait(10.0)
     return [Trained(**json.loads(log.with_suffix(".result").read_text())) for log in logs]
 
 

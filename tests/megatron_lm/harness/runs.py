@@ -1,7 +1,7 @@
 """Whole runs of pretrain_gpt.py with planned faults, on the harness of tests/faults.
 
-A run is held against an undisturbed one: the state of all roles after every iteration, losses,
-norms and learning rates (``assert_unnoticed``), and the lines that Megatron prints for people.
+A run is compared with an undisturbed run: the state of all roles after every iteration, losses,
+norms and learning rates (``assert_unnoticed``), and the lines that Megatron prints for its users.
 """
 
 import re
@@ -58,7 +58,7 @@ def copy_tree(copy: Path) -> None:
 
 
 def held_tree(directory: Path) -> Path:
-    """The checkout, with a script that waits where ``DEADPOOL_TEST_HOLD`` tells it to
+    """The checkout, with a script that waits where ``DEADPOOL_TEST_HOLD`` has it wait
     (tests/persist/harness/hold.py)."""
     directory.mkdir()
     for path in tree().iterdir():
@@ -104,30 +104,30 @@ def strike(
     outcome = jobs.run_program(directory, program, plan, **options)
     jobs.assert_unnoticed(outcome, wanted, plan, after)
     if not after:
-        # The first line of a run leaves Megatron's sums alone, so the second one is another.
+        # The first line of a run leaves Megatron's sums alone, so the second differs.
         assert_printed(outcome, wanted)
     return outcome
 
 
 def assert_printed(outcome: jobs.Outcome, wanted: jobs.Outcome, after: int = 0) -> None:
-    """The same lines about steps and evaluations, as far as the run is about them.
+    """Assert that the lines about steps and evaluations of the run are as wanted.
 
-    ``after``: the iteration that it went on from; lines about that one may have been printed by the
-    run before.
+    ``after``: the iteration from which it continued; its lines may be in the output of the run
+    before.
     """
-    ours, theirs = printed(outcome), printed(wanted)
-    assert theirs, "nothing was printed"
+    found, expected = printed(outcome), printed(wanted)
+    assert expected, "nothing was printed"
     first = max(after + 1, min(step["iteration"] for step in outcome.final["steps"]))
-    missing = {subject for subject in theirs if _number(subject) >= first} - ours.keys()
+    missing = {subject for subject in expected if _number(subject) >= first} - found.keys()
     assert not missing, f"not printed: {sorted(missing)}"
-    other = {k: (text, theirs.get(k)) for k, text in ours.items() if text != theirs.get(k)}
+    other = {k: (text, expected.get(k)) for k, text in found.items() if text != expected.get(k)}
     assert not other, f"printed, and wanted: {other}"
 
 
 def printed(outcome: jobs.Outcome) -> dict[str, set[str]]:
-    """The lines about steps and evaluations in the logs of all processes, by what they are about.
+    """Return the lines about steps and evaluations in the logs of all processes, by subject.
 
-    A line that was told again by another process has to be the same line.
+    A line that another process has printed again has to be the same line.
     """
     found = defaultdict(set)
     for log in sorted((outcome.directory / "logs").glob("node*-slot*.log")):
@@ -150,9 +150,9 @@ def output_of_members(outcome: jobs.Outcome) -> str:
 
 
 def scalars(outcome: jobs.Outcome) -> dict[str, list[tuple[int, float]]]:
-    """All points of a run with :data:`BASE` by tag, sorted, as TensorBoard reads them. What tells
-    of recoveries is left out: the curve of epochs has each iteration once, and where it steps up
-    stands what that recovery has cost.
+    """Return all points of a run with :data:`BASE` by tag, sorted, as TensorBoard reads them.
+    Points about recoveries are left out: the curve of epochs has each iteration once, and its steps
+    have the cost of a recovery.
     """
     from tensorboard.backend.event_processing import event_accumulator
 
