@@ -97,7 +97,7 @@ def next_draws(args: argparse.Namespace, choices: Sequence[draws.Choice]) -> Ite
         if number == 0 and not args.pairs:
             yield draws.draw(first, tag)
         else:
-            yield draws.least_covered(range(first, first + _CANDIDATES), draws.count(choices), tag)
+            yield draws.min_covered(range(first, first + _CANDIDATES), draws.count(choices), tag)
 
 
 def show(draw: draws.Draw) -> None:

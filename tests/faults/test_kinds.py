@@ -51,12 +51,16 @@ def test_a_number_that_is_nan_once_is_rolled_back_and_leaves_no_trace(
     outcome = jobs.strike(tmp_path / "run", layout, ITERATIONS, [plan], **options)
     (recovery,) = outcome.final["recoveries"]
     assert (recovery["kind"], recovery["generation"]) == ("nonfinite-loss", [1, 8])
-    (told,) = outcome.of_kind("nonfinite")
+    (report,) = outcome.of_kind("nonfinite")
     number = "loss" if plan is LOST else "gradient norm"
-    assert (told.iteration, told.data["number"], told.data["policy"]) == (9, number, "rollback")
+    assert (report.iteration, report.data["number"], report.data["policy"]) == (
+        9,
+        number,
+        "rollback",
+    )
 
 
-def test_a_chain_of_resumed_runs_computes_what_one_run_does(tmp_path):
+def test_chain_of_resumed_runs_equals_a_single_run(tmp_path):
     """Each but the last ends with a NaN, and with the newest state before it that was kept."""
     settings = "--deadpool-cadence 3 --deadpool-max-lag 1"
     resume: tuple[str, ...] = ()
@@ -85,12 +89,12 @@ def test_an_exception_costs_half_a_second_that_is_counted(tmp_path, point):
     assert recovery["kind"] == "process-crash"
     assert "RuntimeError: raised by fault bug" in recovery["cause"]
     assert GRACE_SECONDS / 2 < recovery["phases"]["detect"] < Settings().close_seconds
-    assert [one.node for one in outcome.of_kind("member-lost")] == [1]
+    assert [lost.node for lost in outcome.of_kind("member-lost")] == [1]
 
 
 @pytest.mark.parametrize("communicator", ["gloo", KIND])
 def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(tmp_path, communicator):
-    """With NCCL no host waits for the others: marks in the streams tell who keeps them waiting."""
+    """With NCCL no host waits for the others: marks in the streams show which node delays them."""
     plain = jobs.trainer(layouts.FOUR_SHARDS, 80)
     slow = jobs.Program((SLOW_TRAINER, "2", "0.2", *plain.command[2:]), layouts.FOUR_SHARDS.nodes)
     settings = f"--deadpool-communicator {communicator} --deadpool-evict-slow on"
@@ -108,7 +112,7 @@ def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(tmp_path, communi
 
 
 def test_a_device_that_is_gone_costs_its_node_and_not_the_run(tmp_path):
-    """The process in the place of one that died finds no GPU: the spare takes the role."""
+    """The successor of a dead process finds no GPU: the spare takes the role."""
     plain, plan = (
         jobs.trainer(layouts.PP2_DP2, ITERATIONS),
         [jobs.fault("kill", "optimizer.before", **WHERE)],
@@ -117,17 +121,17 @@ def test_a_device_that_is_gone_costs_its_node_and_not_the_run(tmp_path):
     settings = f"--deadpool-communicator {KIND}"
     outcome = jobs.run_program(tmp_path / "run", struck, plan, spares=1, settings=settings)
     jobs.assert_unnoticed(outcome, jobs.reference(layouts.PP2_DP2, ITERATIONS), plan)
-    (aside,) = outcome.of_kind("node-quarantined")
-    assert (aside.node, aside.data["kind"]) == (1, "device-error")
-    assert "RuntimeError: No CUDA GPUs are available" in aside.data["cause"]
+    (quarantined,) = outcome.of_kind("node-quarantined")
+    assert (quarantined.node, quarantined.data["kind"]) == (1, "device-error")
+    assert "RuntimeError: No CUDA GPUs are available" in quarantined.data["cause"]
     assert outcome.final["recoveries"][-1]["seats_changed"]["1"][1][0] == 4
-    ends = [one.data["incarnation"] for one in outcome.of_kind("member-lost") if one.node == 1]
-    assert ends == [0, 1], "no third one is tried"
+    ends = [lost.data["incarnation"] for lost in outcome.of_kind("member-lost") if lost.node == 1]
+    assert ends == [0, 1], "it is tried twice only"
 
 
 @pytest.mark.parametrize("communicator", ["gloo", KIND])
 def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(tmp_path, communicator):
-    """With NCCL no host waits in a communication: what the devices do tells who is missing."""
+    """With NCCL no host waits in a communication: marks of the devices show the missing role."""
     plain = jobs.trainer(layouts.PP2_DP2, ITERATIONS)
     hanging = jobs.Program((HANGING_TRAINER, "1", "20", *plain.command[2:]), layouts.PP2_DP2.nodes)
     settings = f"--deadpool-communicator {communicator} --deadpool-hang-seconds 5"
@@ -161,8 +165,8 @@ def test_a_lost_node_leaves_no_trace_in_whatever_way_communicators_are_made(tmp_
     assert recovery["kind"] == "node-lost"
 
 
-def accused(outcome: jobs.Outcome) -> list[tuple[int | None, list[int], bool]]:
-    """Of each audit that found something the iteration, the roles, and whether they are certain."""
+def audit_findings(outcome: jobs.Outcome) -> list[tuple[int | None, list[int], bool]]:
+    """Return iteration, roles and certainty of each audit that found a difference."""
     found = outcome.of_kind("audit-failed")
     return [(event.iteration, event.data["roles"], event.data["certain"]) for event in found]
 
@@ -182,7 +186,12 @@ def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path):
     ]
     run = tmp_path / "run"
     outcome = jobs.strike(run, layouts.FOUR_SHARDS, ITERATIONS, plan, spares=4, settings=AUDITED)
-    assert accused(outcome) == [(4, [1], True), (6, [2], True), (7, [3], True), (10, [0], True)]
+    assert audit_findings(outcome) == [
+        (4, [1], True),
+        (6, [2], True),
+        (7, [3], True),
+        (10, [0], True),
+    ]
     recoveries = outcome.final["recoveries"]
     assert [r["kind"] for r in recoveries] == ["silent-corruption"] * 4
     assert [r["generation"][1] for r in recoveries] == [3, 5, 6, 9], "nothing wrong was kept"
@@ -191,7 +200,7 @@ def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path):
     assert {e.iteration for e in outcome.of_kind("audited")} == set(range(1, ITERATIONS + 1))
 
 
-def test_of_two_peers_that_are_both_sure_nobody_knows_who_is_wrong(tmp_path):
+def test_two_peers_that_repeat_their_results_name_no_culprit(tmp_path):
     """The state before is saved, and the run ends rather than train on."""
     where = {"when_role": 1, "when_iteration": 4, "action": "mark"}
     plan = [jobs.fault(name, "audit.pass", **where) for name in ("pass", "pass-once-more")]
@@ -200,7 +209,7 @@ def test_of_two_peers_that_are_both_sure_nobody_knows_who_is_wrong(tmp_path):
     assert "node 0 and node 1" in outcome.final["reason"]
 
 
-def test_of_two_peers_the_one_that_does_not_repeat_itself_is_wrong(tmp_path):
+def test_peer_that_does_not_repeat_its_result_is_the_culprit(tmp_path):
     """A single flip in a pass, and one in an update that is computed again."""
     plan = [
         jobs.fault("pass", "audit.pass", when_role=1, when_iteration=4, action="mark"),
@@ -209,7 +218,7 @@ def test_of_two_peers_the_one_that_does_not_repeat_itself_is_wrong(tmp_path):
     outcome = jobs.strike(
         tmp_path / "run", layouts.PP2_DP2, ITERATIONS, plan, spares=2, settings=AUDITED
     )
-    assert accused(outcome) == [(4, [1], True), (7, [3], True)]
+    assert audit_findings(outcome) == [(4, [1], True), (7, [3], True)]
     assert [e.node for e in outcome.of_kind("node-quarantined")] == [1, 3]
 
 
@@ -219,12 +228,12 @@ def test_of_two_peers_the_one_that_does_not_repeat_itself_is_wrong(tmp_path):
     ids=["plain", "interleaved"],
 )
 def test_the_stage_that_computed_a_pass_wrong_is_named_not_its_replica(pipeline, role, tmp_path):
-    """Of three replicas of two stages: what one stage of the second gives on is wrong, and with it
-    what its later stage makes of it, in an interleaved pipeline even the first stage."""
+    """Of three replicas of two stages a stage of the second passes on a wrong result, from which
+    its later stage computes, and in an interleaved pipeline even the first stage."""
     layout = jobs.Layout("pp2-dp3", pipeline, nodes=6, members_per_node=1)
     plan = [jobs.fault("pass", "audit.pass", when_role=role, when_iteration=4, action="mark")]
     flags = "--global-batch-size 12"
     outcome = jobs.strike(
         tmp_path / "run", layout, ITERATIONS, plan, spares=1, flags=flags, settings=AUDITED
     )
-    assert accused(outcome) == [(4, [role], True)]
+    assert audit_findings(outcome) == [(4, [role], True)]

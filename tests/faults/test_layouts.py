@@ -1,7 +1,7 @@
 """Ways to cut and update a model survive the loss of nodes and of a process, bit for bit.
 
 Also where NCCL answers an abort with junk, not with an error (rule 11, trap A3): after an abort a
-wait of the fake ends at once, and what was read is junk. So survivors go on with junk, clip by a
+wait of the fake ends at once, and its result is junk. So survivors continue with junk, clip by a
 junk norm, find junk infinities, update, hash; none of it may be sealed, logged or written. Overlap,
 virtual pipeline and experts in a pipeline are in tests/megatron_lm/test_layouts.py as well.
 """
@@ -32,7 +32,7 @@ SETTINGS = {
     "recompute, lag 1": (layouts.PP2_DP2, f"{RECOMPUTE} --deadpool-max-lag 1"),
 }
 FAKE = f"--deadpool-communicator {KIND}"
-#: what a role computes in an iteration; whatever reports it in any epoch must report the same
+#: events of computed values, which must be equal in all epochs
 COMPUTED = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
 NORM = {"when_section": "optimizer", "when_op": "allreduce"}
 SEND = {"when_op": "send", "when_group": "PIPELINE_MODEL_PARALLEL_GROUP"}
@@ -89,7 +89,7 @@ SEVERAL = [
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_looked_at_less_or_restored_from_longer_ago_survives(tmp_path, name):
+def test_layout_survives_with_rare_checks_or_old_generations(tmp_path, name):
     layout, settings = SETTINGS[name]
     jobs.strike(tmp_path / "run", layout, 15, SEVERAL, spares=2, refill=4, settings=settings)
 
@@ -127,7 +127,7 @@ ABORTED_PLANS: dict[Layout, tuple[list[dict[str, Any]], int, str]] = {
     [layouts.PP2_DP2, layouts.FP16, layouts.OVERLAP, layouts.VIRTUAL],
     ids=lambda layout: layout.name,
 )
-def test_junk_of_a_step_goes_nowhere(tmp_path, monkeypatch, layout):
+def test_junk_of_a_step_is_never_stored(tmp_path, monkeypatch, layout):
     plan, iterations, flags = ABORTED_PLANS[layout]
     wanted = reference(layout, iterations, flags)
     monkeypatch.setenv(JUNK_LOG, str(tmp_path / "junk"))
@@ -136,12 +136,12 @@ def test_junk_of_a_step_goes_nowhere(tmp_path, monkeypatch, layout):
     outcome = run_on_fake(tmp_path, layout, iterations, plan, flags)
     assert_unnoticed(outcome, wanted, plan)
     assert_nothing_of_junk(outcome, wanted)
-    # The host did read a junk norm (or found-inf) in the optimizer, and went on.
+    # The host did read a junk norm (or found-inf) in the optimizer, and continued.
     read = [entry for entry in junk_read(tmp_path / "junk") if "gated_step" in entry["readers"]]
     assert "allreduce" in {entry["operation"] for entry in read}
 
 
-def test_junk_in_a_save_ends_nobody(tmp_path, monkeypatch):
+def test_junk_in_a_save_ends_no_process(tmp_path, monkeypatch):
     """Object collectives allocate by junk sizes and unpickle junk bytes: any error may come."""
     plan = [
         dies("before-objects", "save.begin", 1, 3),
@@ -187,11 +187,11 @@ def junk_read(path: Path) -> list[dict[str, Any]]:
 
 
 def assert_nothing_of_junk(outcome: Outcome, wanted: Outcome) -> None:
-    """No report of any epoch tells other than the undisturbed run; only the victims died."""
+    """Assert that all reports equal those of the undisturbed run, and only the victims died."""
     truth = {place(event): event.data for event in wanted.events if event.kind in COMPUTED}
-    told = [event for event in outcome.events if event.kind in COMPUTED]
-    assert told
-    for event in told:
+    computed = [event for event in outcome.events if event.kind in COMPUTED]
+    assert computed
+    for event in computed:
         assert event.data == truth[place(event)], f"{event}\n{outcome.story()}"
     assert not outcome.of_kind(Kind.STALE_DIVERGENCE), outcome.story()
     lost = [event.data for event in outcome.of_kind(Kind.MEMBER_LOST)]
@@ -199,5 +199,5 @@ def assert_nothing_of_junk(outcome: Outcome, wanted: Outcome) -> None:
 
 
 def place(event: Event) -> tuple[Kind, int | None, int | None]:
-    """What an event of a computed fact is about."""
+    """Return the subject of an event of a computed value."""
     return event.kind, event.role, event.iteration

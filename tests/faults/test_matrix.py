@@ -21,9 +21,9 @@ EVALUATION = f"--eval-interval {harness.EVALUATION_INTERVAL} --eval-iters 1"
 
 @dataclass(frozen=True)
 class Scheme:
-    """One other than buddy. ``proof``: the event that is left by a role restored in its way,
-    ``each``: of every lost node's; under recompute some are lost when a whole copy is there.
-    ``target``: what dies where an array has a node. ``shift``: whose turn it is in which phase.
+    """A scheme other than buddy. ``proof``: the event of a role restored by it, ``each``: of every
+    lost node's role; under recompute some are lost when a whole copy exists. ``target``: the victim
+    where an array has a node. ``shift``: the offset of the victims' order.
     """
 
     flags: str
@@ -52,7 +52,7 @@ def strike(
     iterations: int,
     settings: str = "",
 ) -> Outcome:
-    """Run a chain; when it fails, each of its cells alone, to say which of them it is."""
+    """Run a chain; when it fails, run each of its cells alone, to name the failing cells."""
     try:
         return strike_once(tmp_path / "chain", layout, part, plan, iterations, settings)
     except AssertionError as error:
@@ -62,7 +62,7 @@ def strike(
 
 
 def survives_alone(tmp_path: Path, layout: Layout, cell: harness.Cell, settings: str) -> bool:
-    """Whether a job with this one fault ends as the undisturbed one."""
+    """Return whether a job with this fault alone ends as the undisturbed job."""
     ((part, plan),) = harness.chains([cell], 1)
     try:
         strike_once(
@@ -99,8 +99,8 @@ CHAINED = "layout", "part", "plan", "iterations"
 
 
 def chained(layout: Layout, chosen: list[harness.Cell]) -> list[Any]:
-    """Chains of these cells, all of one length, so that one undisturbed run serves them. A person
-    waits for the last one, which has the evaluations and the saves."""
+    """Return chains of these cells, all of one length, so that an undisturbed run serves them all.
+    The last, which has the evaluations and saves, is in the quick selection."""
     found = list(harness.chains(chosen, CHAIN_LENGTH))
     names = [f"{layout.name}-{part[0].name}..{part[-1].name}" for part, _ in found]
     iterations = max(harness.last_iteration(plan) for _, plan in found)
@@ -123,7 +123,7 @@ def test_every_cell(tmp_path, layout, part, plan, iterations):
     strike(tmp_path, layout, part, plan, iterations)
 
 
-# The array of eight roles is one of buddy.
+# The array of eight roles is for buddy.
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.exhaustive if n == "buddy" else ()) for n in SCHEMES]
@@ -142,10 +142,10 @@ def test_four_roles_covering_array_of_each_scheme(tmp_path, name):
     assert "durable" not in kinds, outcome.story()
     if scheme.proof:
         lost = sum(cell.target == "node" for cell in array)
-        # A node that takes the place of the coordinator's may find its slots on this one host.
+        # A successor of the coordinator's node may find its slots on this host.
         took_over = len(outcome.of_kind("coordinator")) - 1
-        least = lost - took_over if scheme.each else 1
-        assert len(outcome.of_kind(scheme.proof)) >= least > 0, outcome.story()
+        expected = lost - took_over if scheme.each else 1
+        assert len(outcome.of_kind(scheme.proof)) >= expected > 0, outcome.story()
 
 
 @pytest.mark.parametrize(

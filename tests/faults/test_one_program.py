@@ -1,4 +1,4 @@
-"""What a run began with is what it continues with, whatever is edited while it runs."""
+"""A run continues with the program of its start, although files are edited meanwhile."""
 
 import pytest
 
@@ -8,8 +8,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 ITERATIONS = 40
 
 
-def test_an_argument_file_is_read_once(tmp_path):
-    """A process that follows another one clips by the text that the first one had."""
+def test_argument_file_is_read_once(tmp_path):
+    """The successor of a process clips by the value that the first process read."""
     file, nested = tmp_path / "model.args", tmp_path / "nested.args"
     nested.write_text("--clip-grad 0.5")
     file.write_text(f"# a model\n{jobs.MODEL} @{nested}\n")

@@ -22,7 +22,7 @@ def dump(directory: Path) -> None:
 
 
 def rates(outcome: Outcome, after: int) -> set[float]:
-    """What the iterations of the newest start were trained with."""
+    """Return the learning rates of the iterations since the newest start."""
     steps = [event for event in outcome.of_kind("step") if (event.iteration or 0) > after]
     return {float.fromhex(event.data["learning_rate"]) for event in steps}
 
@@ -49,7 +49,7 @@ def test_a_lower_rate_counts_only_where_it_is_asked_for(tmp_path, source):
 
     refused = start("refused", "--lr 1e-3")
     assert refused.status == 2, refused.story()
-    # Of memory that stays one more line says how to go on.
+    # Another line names the command that continues from memory.
     last = refused.output.splitlines()[-2 if source == "memory" else -1]
     assert REFUSED in last
     assert "--override-opt-param-scheduler" in last

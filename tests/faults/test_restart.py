@@ -1,4 +1,4 @@
-"""What a run goes on from: memory after all have died, the newest checkpoint, another plan."""
+"""Continuation of a run: from memory after all have died, the newest checkpoint, another plan."""
 
 import json
 import os
@@ -24,14 +24,14 @@ ITERATIONS = 40
 MEMBERS = jobs.fault(
     "all", "backward", when_role=1, when_iteration=3, target="members", nodes=[0, 2, 3, 1]
 )
-DOUBTED_ITERATIONS = 20
+SUSPECTED_ITERATIONS = 20
 PLANNED_ITERATIONS = 30
 EVERY = 3
 EVALUATION = "--eval-interval 4 --eval-iters 2"
 
 
 def take_all_down(directory: Path) -> None:
-    """SIGKILL the launcher; what it leaves ends by itself and keeps the slots."""
+    """SIGKILL the launcher; its processes end by themselves and keep the slots."""
     run = RunDirectory(directory)
     agent = int(next(iter(run.node_listings().values()))["agent"])
     launcher = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
@@ -42,7 +42,7 @@ def take_all_down(directory: Path) -> None:
 
 def test_members_then_everything_then_another_model(tmp_path):
     """All members; then launcher and coordinator with all; then another model is refused, with the
-    slots kept; then the same command goes on."""
+    slots kept; then the same command continues."""
     directory = tmp_path / "run"
 
     def all_of_it() -> None:
@@ -85,13 +85,13 @@ def fallen_back(
     outcome = jobs.run_job(
         directory,
         WHOLE_NODES,
-        DOUBTED_ITERATIONS,
+        SUSPECTED_ITERATIONS,
         flags=f"--save {saves} --save-interval 5",
         settings="--deadpool-protection local",
         spares=1,
         when_stepping=(iteration, strike),
     )
-    jobs.assert_unnoticed(outcome, jobs.reference(WHOLE_NODES, DOUBTED_ITERATIONS), [])
+    jobs.assert_unnoticed(outcome, jobs.reference(WHOLE_NODES, SUSPECTED_ITERATIONS), [])
     restored = [event.data["generation"][1] for event in outcome.of_kind("epoch-decided")]
     return outcome, list(zip(jobs.restart_kinds(outcome), restored, strict=True))
 
@@ -100,17 +100,17 @@ def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path):
     saves = tmp_path / "saves"
 
     def damage() -> None:
-        # Where nobody looks who only asks whether it is the one that was saved.
+        # Where a check of the checkpoint's identity does not look.
         for shard in sorted((saves / "iter_0000015").glob("*.distcp"))[4:]:
             os.truncate(shard, 1000)
         shutil.rmtree(saves / "iter_0000010")
 
     outcome, restored = fallen_back(tmp_path / "run", saves, 16, damage)
     assert restored == [("initial", 0), ("durable", 15), ("durable", 5)], outcome.story()
-    told = jobs.logged(outcome)
-    assert "iter_0000015 is not used any more" in told
-    assert "iter_0000010 does not exist any more" in told
-    # What was saved again in the place of the damaged one counts, and is whole.
+    output = jobs.logged(outcome)
+    assert "iter_0000015 is not used any more" in output
+    assert "iter_0000010 does not exist any more" in output
+    # The checkpoint that replaced the damaged checkpoint is valid.
     paths = [event.data["path"] for event in outcome.of_kind("durable")]
     assert paths.count(str(saves / "iter_0000015")) == 2
     assert (
@@ -149,14 +149,14 @@ def test_another_checkpoint_has_the_name_of_the_newest(tmp_path):
     outcome, restored = fallen_back(tmp_path / "run", saves, 11, replace)
     assert restored == [("initial", 0), ("durable", 5)], outcome.story()
     assert "iter_0000010 does not exist any more, or is not what was saved" in jobs.logged(outcome)
-    # What was saved again has the name.
+    # The checkpoint that was saved again has the name.
     assert run_files.fingerprint(saves / "iter_0000010") == run_files.fingerprint(saves / "own")
     assert len(list(saves.glob("iter_0000010.before-*"))) == 1
 
 
 def test_a_plan_changes_and_nodes_die_and_the_coordinator_with_them(tmp_path):
-    """What was copied every time comes from parity of every third. The next coordinator finds the
-    plan in the journal."""
+    """Copies of every generation are replaced by parity of every third. The next coordinator finds
+    the plan in the journal."""
     directory = tmp_path / "run"
     answers: list[subprocess.CompletedProcess[str]] = []
 
@@ -166,7 +166,7 @@ def test_a_plan_changes_and_nodes_die_and_the_coordinator_with_them(tmp_path):
         answers.append(subprocess.run(wish, capture_output=True, text=True, timeout=60))
 
     plan = [
-        # Of four micro-batches the second one of the 11th iteration of the epoch.
+        # The second of four micro-batches in the 11th iteration of the epoch.
         jobs.fault("node", "backward", when_role=0, when_epoch=2, nth=42, target="node"),
         jobs.fault("coordinator", "coordinator.journal", when_epoch=3),
         jobs.fault(
@@ -187,7 +187,7 @@ def test_a_plan_changes_and_nodes_die_and_the_coordinator_with_them(tmp_path):
     assert f"parity(3); every {EVERY} iterations" in answers[0].stdout
     jobs.assert_unnoticed(outcome, jobs.reference(LAYOUT, PLANNED_ITERATIONS, EVALUATION), plan)
 
-    # The coordinator that died had told of the plan in no record: the next one tells it again.
+    # The dead coordinator had the plan in no record: its successor announces it again.
     first, change, *again = outcome.of_kind("protection")
     assert {event.data["new"] for event in again} <= {change.data["new"]}
     assert first.data["new"] == change.data["old"] == "buddy"

@@ -51,7 +51,7 @@ def test_the_spare_dies_while_it_takes_over(tmp_path, phase):
 
 @FULL
 def test_the_coordinator_dies_while_communicators_meet(tmp_path):
-    """In a recovery, with half of the addresses told: the same epoch goes on with the next one."""
+    """In a recovery, with half of the addresses reported: its successor continues the epoch."""
     second = jobs.fault("second", "coordinator.store", when_epoch=2, nth=4)
     outcome = strike(tmp_path, [FIRST, second], spares=1)
     assert [event.epoch for event in outcome.of_kind("epoch-opened")] == [1, 2]
@@ -122,7 +122,7 @@ def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path):
     next failure leads back to it through memory, the evaluation that it has in it stays done."""
     plan = [
         jobs.fault("both", "backward", when_role=0, when_iteration=9, target="node", nodes=[1, 0]),
-        # What was restored is sealed beside the forward and backward passes: all have time for it.
+        # The restored state is sealed during the forward and backward passes: all have time for it.
         jobs.fault(
             "held",
             "comm",
@@ -138,7 +138,7 @@ def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path):
     ]
     evaluation = "--eval-interval 3 --eval-iters 2"
     saves = f"--save {tmp_path / 'saves'} --save-interval 6"
-    # On this one machine a node that is started now would find the slots of the dead ones.
+    # On this machine a new node would find the slots of the dead nodes.
     outcome = strike(tmp_path, plan, flags=evaluation, saving=saves, refill=0)
     assert jobs.restart_kinds(outcome)[-2:] == ["durable", "memory"]
     assert jobs.recomputed(outcome) == [2]
@@ -184,7 +184,7 @@ def struck_while_held(
 def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(tmp_path, monkeypatch):
     """Where the copies of the iteration before had time to leave: they go at once, and not at its
     end."""
-    monkeypatch.setenv(DETAIL_VARIABLE, "all")  # each commit of each role is told
+    monkeypatch.setenv(DETAIL_VARIABLE, "all")  # each commit of each role is reported
     directory = tmp_path / "run"
 
     def committed(role: int) -> Callable[[Event], bool]:

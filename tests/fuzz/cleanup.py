@@ -1,4 +1,4 @@
-"""What the runs of a trial have started and hold: it is looked for, and ended, from outside."""
+"""Processes and shared memory of a trial's runs, which are found, and ended, from outside."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def left_over(directory: Path, in_order: bool) -> Iterator[str]:
 
 
 def end_all(directory: Path) -> None:
-    """Leave nothing behind of the runs in this directory, however they went."""
+    """End all processes and remove all shared memory of the runs in this directory."""
     for pid in _processes(directory):
         try:
             os.kill(pid, signal.SIGKILL)
@@ -47,6 +47,6 @@ def _processes(directory: Path) -> Iterator[int]:
 
 
 def _segments(directory: Path) -> list[Path]:
-    """What the runs in the directory have in shared memory."""
+    """Return the shared memory of the runs in the directory."""
     found = [json.loads(path.read_text())["run_id"] for path in directory.glob("*/run.json")]
-    return [path for path in Path("/dev/shm").iterdir() if any(one in path.name for one in found)]
+    return [path for path in Path("/dev/shm").iterdir() if any(run in path.name for run in found)]

@@ -1,4 +1,4 @@
-"""Everything in which a disturbed chain of runs differs from the undisturbed one."""
+"""Differences between a disturbed chain of runs and the undisturbed run."""
 
 import contextlib
 import re
@@ -13,19 +13,19 @@ from deadpool_megatron.cli.run_result import read_result
 from tests.faults.harness.jobs import Outcome, assert_restored_state_was_hashed
 from tests.megatron_lm.harness.runs import printed
 
-# What depends on the clock, or tells of recoveries.
+# Figures that depend on the clock, and reports of recoveries.
 _CLOCK = re.compile(r"time|deadpool/|throughput|memory|vs steps|-per-sec")
 _SHOWN = 4
-Told = dict[str, set[str]]
+Values = dict[str, set[str]]
 
 
 def differences(
     wanted: Outcome, runs: Sequence[Outcome], loaded: int, saves_beside: bool
 ) -> Iterator[str]:
-    """One line for each kind of difference. ``runs``: a chain, the last one went to the end;
-    ``loaded``: the iteration of the checkpoint that the last one was given, which tells nothing of
-    what was before, and whose first line sums up another interval; ``saves_beside``: checkpoints
-    are written while it trains.
+    """Yield a line for each kind of difference. ``runs``: a chain whose last run went to the end;
+    ``loaded``: the iteration of the checkpoint that the last run loaded: it reports nothing from
+    before, and its first line sums up another interval; ``saves_beside``: checkpoints are written
+    while it trains.
     """
     last = runs[-1]
     if last.status != wanted.status:
@@ -34,22 +34,23 @@ def differences(
     found = read_result(last.directory)
     found = replace(found, resumed_after=max(loaded, found.resumed_after))
     comparison = compare_results(read_result(wanted.directory), found)
-    yield from _some("compare", [str(one) for one in comparison.differences])
+    yield from _some("compare", [str(difference) for difference in comparison.differences])
     with _as_line() as line:
         assert_restored_state_was_hashed(last)
     yield from line
-    yield from _some("told", _unlike([_numbers(run) for run in runs], _numbers(wanted)))
+    yield from _some("numbers", _unlike([_numbers(run) for run in runs], _numbers(wanted)))
     if not loaded:
-        for what, told in (("printed", printed), ("TensorBoard", _points)):
-            ours, theirs = [told(run) for run in runs], told(wanted)
-            yield from _some(what, [*_unlike(ours, theirs), *_missing(ours, theirs)])
+        for kind, read in (("printed", printed), ("TensorBoard", _points)):
+            found_values, wanted_values = [read(run) for run in runs], read(wanted)
+            differing = _unlike(found_values, wanted_values)
+            yield from _some(kind, [*differing, *_missing(found_values, wanted_values)])
     folders = [run.directory for run in runs]
     yield from _some("saves", _saves(wanted.directory, folders, saves_beside))
 
 
-def _some(what: str, lines: Sequence[str]) -> Iterator[str]:
+def _some(kind: str, lines: Sequence[str]) -> Iterator[str]:
     if lines:
-        yield f"{what}: {len(lines)} differ: {'; '.join(lines[:_SHOWN])}"
+        yield f"{kind}: {len(lines)} differ: {'; '.join(lines[:_SHOWN])}"
 
 
 @contextlib.contextmanager
@@ -62,25 +63,25 @@ def _as_line() -> Iterator[list[str]]:
         lines.append(str(error)[:500])
 
 
-def _unlike(ours: Sequence[Told], theirs: Told) -> list[str]:
-    """Each place has one value, the same."""
-    merged: Told = defaultdict(set)
-    for one in ours:
-        for place, values in one.items():
+def _unlike(found: Sequence[Values], wanted: Values) -> list[str]:
+    """Return a line for each place with another value, or with several."""
+    merged: Values = defaultdict(set)
+    for run in found:
+        for place, values in run.items():
             merged[place] |= values
-    other = sorted(k for k, values in merged.items() if theirs.get(k) != values)
-    return [f"{k}: {sorted(merged[k])}, wanted {sorted(theirs.get(k, ()))}" for k in other]
+    other = sorted(k for k, values in merged.items() if wanted.get(k) != values)
+    return [f"{k}: {sorted(merged[k])}, wanted {sorted(wanted.get(k, ()))}" for k in other]
 
 
-def _missing(ours: Sequence[Told], theirs: Told) -> list[str]:
-    return [f"{place}: missing" for place in sorted(theirs.keys() - set().union(*ours))]
+def _missing(found: Sequence[Values], wanted: Values) -> list[str]:
+    return [f"{place}: missing" for place in sorted(wanted.keys() - set().union(*found))]
 
 
-def _numbers(outcome: Outcome) -> Told:
-    """Every step, evaluation and hash of a run that told its end. The state before the first step
-    is hashed only where a recovery has restored it.
+def _numbers(outcome: Outcome) -> Values:
+    """Return every step, evaluation and hash of a run that reported its end. The state before the
+    first step is hashed only if a recovery has restored it.
     """
-    found: Told = {}
+    found: Values = {}
     for kind in ("steps", "evaluations"):
         for row in outcome.final.get(kind, ()):
             found[f"{kind} {row['iteration']}"] = {repr(sorted(_without_clock(row).items()))}
@@ -94,7 +95,7 @@ def _without_clock(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if "seconds" not in key}
 
 
-def _points(outcome: Outcome) -> Told:
+def _points(outcome: Outcome) -> Values:
     """TensorBoard's, by tag and step."""
     folder, found = outcome.directory / "tensorboard", defaultdict(set)
     if folder.is_dir():
@@ -109,28 +110,28 @@ def _points(outcome: Outcome) -> Told:
 
 
 def _saves(wanted: Path, runs: Sequence[Path], beside: bool) -> list[str]:
-    """Other checkpoints, or other tensors in the last two that both have. One that was still being
-    written when a fault struck is written again a step later, under the name of that one.
+    """Return differing checkpoints, or tensors in the last two checkpoints that both have. If a
+    fault interrupts a save, the checkpoint is written a step later, under the name of that step.
     """
-    theirs = {path.name: path for path in wanted.glob("saves/iter_*")}
-    ours = {path.name: path for run in runs for path in run.glob("saves/iter_*")}
-    gone, more = sorted(theirs.keys() - ours.keys()), sorted(ours.keys() - theirs.keys())
+    expected = {path.name: path for path in wanted.glob("saves/iter_*")}
+    written = {path.name: path for run in runs for path in run.glob("saves/iter_*")}
+    gone, more = sorted(expected.keys() - written.keys()), sorted(written.keys() - expected.keys())
     if beside:
         gone, more = gone[len(more) :], []
     found = [f"{name} is missing" for name in gone]
     found += [f"{name} is one more" for name in (more if len(runs) == 1 else ())]
-    for name in sorted(theirs.keys() & ours.keys())[-2:]:
-        one, other = _tensors(theirs[name]), _tensors(ours[name])
+    for name in sorted(expected.keys() & written.keys())[-2:]:
+        first, second = _tensors(expected[name]), _tensors(written[name])
         found += [
             f"{name}: {key}"
-            for key in sorted(one.keys() | other.keys())
-            if not _equal(one.get(key), other.get(key))
+            for key in sorted(first.keys() | second.keys())
+            if not _equal(first.get(key), second.get(key))
         ]
     return found
 
 
 def _tensors(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint holds, by name, less arguments and what is new for each process."""
+    """Return a checkpoint's content by name, without arguments and values of single processes."""
     import torch
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -157,16 +158,16 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     """Bit by bit; numbers of Python and texts by their value."""
     import numpy as np
     import torch
 
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        if (first.shape, first.dtype) != (second.shape, second.dtype):
             return False
-        flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
-        return one.numel() == 0 or torch.equal(*flat)
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
-    return type(one) is type(other) and bool(one == other)
+        flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (first, second)]
+        return first.numel() == 0 or torch.equal(*flat)
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return (first.dtype, first.tobytes()) == (second.dtype, second.tobytes())
+    return type(first) is type(second) and bool(first == second)

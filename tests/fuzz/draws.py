@@ -1,8 +1,8 @@
 """Draws whole configurations from a seed: a value of each feature of features.toml, of which no two
 are in never.toml, and when the faults strike. Pure.
 
-A draw follows from its seed alone. Evenness is that of the seeds: of several that come next, the
-one is taken whose pairs of values were drawn least (:func:`least_covered`).
+A draw follows from its seed alone. Seeds are chosen for even coverage: of the next candidates that
+whose pairs of values were drawn least (:func:`min_covered`).
 """
 
 import itertools
@@ -28,7 +28,7 @@ FEATURES: dict[str, dict[str, dict[str, Any]]] = {
 }
 NEVER = tomllib.loads((_HERE / "never.toml").read_text())["never"]
 _FAULTS = ("first", "second", "third")
-# A fall-back needs a checkpoint that has become durable: the second one, whatever the interval.
+# A fall-back needs a durable checkpoint: the second, for any interval.
 _LATE = 12
 Choice = Mapping[str, str]
 Pair = tuple[str, str]
@@ -37,7 +37,7 @@ Pair = tuple[str, str]
 @dataclass(frozen=True)
 class Draw:
     """A configuration and its faults. ``choice``: the value of each feature; ``moment``: the
-    iteration after which something comes from outside; ``pick``: whom it concerns."""
+    iteration after which a request or signal comes; ``pick``: the node that it concerns."""
 
     seed: int
     choice: Choice
@@ -47,7 +47,7 @@ class Draw:
 
     @property
     def script(self) -> str:
-        """The script of Megatron-LM, or the one of tests/reach that takes its place."""
+        """The script of Megatron-LM, or its replacement in tests/reach."""
         return next(
             (row["script"] for row in _rows(self.choice) if "script" in row), "pretrain_gpt.py"
         )
@@ -55,10 +55,10 @@ class Draw:
     @property
     def flags(self) -> list[str]:
         """All flags of the program, each once; ``{run}`` and ``{data}`` stay in them."""
-        words = " ".join(row.get("flags", "") for row in _rows(self.choice)).format_map(
+        text = " ".join(row.get("flags", "") for row in _rows(self.choice)).format_map(
             _facts(self.seed, self.choice)
         )
-        kept = by_flag(words.split())
+        kept = by_flag(text.split())
         complete(kept)
         common = by_flag(COMMON)
         for replaced in ("--mock-data", "--split"):
@@ -82,7 +82,7 @@ class Draw:
 
 
 def draw(seed: int, tag: str = "") -> Draw:
-    """The draw of a seed. ``tag``: this one, whichever the seed has."""
+    """Return the draw of a seed. ``tag``: replaces that of the seed."""
     dice = random.Random(seed)
     fixed = {"tag": tag} if tag else {}
     choice = None
@@ -94,13 +94,13 @@ def draw(seed: int, tag: str = "") -> Draw:
 
 
 def without(drawn: Draw, names: Iterable[str]) -> Draw:
-    """The same with the first value, which is the plainest, of these features. Raises ValueError
-    where others need what they have."""
+    """Return the draw with the first value, which is the plainest, of these features. Raises
+    ValueError if other features need the present values."""
     plain = {name: next(iter(FEATURES[name])) for name in names}
     choice = {**drawn.choice, **plain}
     if any(forbidden(*pair) for pair in pairs(choice)):
         raise ValueError(f"{', '.join(plain)}: others of this draw need them")
-    faults = [one for one in drawn.faults if one["id"] not in plain]
+    faults = [fault for fault in drawn.faults if fault["id"] not in plain]
     return replace(drawn, choice=choice, faults=faults)
 
 
@@ -111,47 +111,47 @@ def pairs(choice: Choice) -> list[Pair]:
 
 @cache
 def possible() -> list[Pair]:
-    """Every two values that may come together, the plain ones of never.toml aside."""
-    words = [[f"{name}={value}" for value in rows] for name, rows in FEATURES.items()]
-    both = itertools.combinations(words, 2)
+    """Return all pairs of values that never.toml permits."""
+    values = [[f"{name}={value}" for value in rows] for name, rows in FEATURES.items()]
+    both = itertools.combinations(values, 2)
     found = (tuple(sorted(pair)) for two in both for pair in itertools.product(*two))
-    return sorted((one, other) for one, other in found if not forbidden(one, other))
+    return sorted(pair for pair in found if not forbidden(*pair))
 
 
-def forbidden(one: str, other: str) -> str:
-    """Why two values do not go together; empty: they do."""
-    return _barred().get(frozenset((one, other)), "")
+def forbidden(*pair: str) -> str:
+    """Return the reason why two values do not go together; empty if they do."""
+    return _barred().get(frozenset(pair), "")
 
 
 @cache
 def _barred() -> dict[frozenset[str], str]:
-    words = [f"{name}={value}" for name, rows in FEATURES.items() for value in rows]
+    values = [f"{name}={value}" for name, rows in FEATURES.items() for value in rows]
     return {
         frozenset((these, those)): rule["why"]
         for rule in NEVER
-        for these in words
+        for these in values
         if _is_among(these, rule["these"])
-        for those in words
+        for those in values
         if _is_among(those, rule["with"])
     }
 
 
-def least_covered(seeds: Iterable[int], drawn: Mapping[Pair, int], tag: str = "") -> Draw:
-    """The draw of the seed whose pairs were drawn least; of two alike the one that comes first."""
+def min_covered(seeds: Iterable[int], drawn: Mapping[Pair, int], tag: str = "") -> Draw:
+    """Return the draw of the seed whose pairs were drawn least; of equal draws the first."""
 
-    def weight(one: Draw) -> float:
-        return sum(4.0 ** -drawn.get(pair, 0) for pair in pairs(one.choice))
+    def weight(candidate: Draw) -> float:
+        return sum(4.0 ** -drawn.get(pair, 0) for pair in pairs(candidate.choice))
 
     return max((draw(seed, tag) for seed in seeds), key=weight)
 
 
 def count(choices: Iterable[Choice]) -> Counter[Pair]:
-    """How often each pair was drawn."""
+    """Count how often each pair was drawn."""
     return Counter(pair for choice in choices for pair in pairs(choice))
 
 
 def read_choices(path: Path) -> list[Choice]:
-    """What was drawn so far, each as the values of its features. Raises ValueError for a file of
+    """Read earlier draws, each as the values of its features. Raises ValueError for a file of
     another form."""
     try:
         rows = json.loads(path.read_text())["draws"]
@@ -161,16 +161,16 @@ def read_choices(path: Path) -> list[Choice]:
 
 
 def write_choices(path: Path, choices: Sequence[Choice]) -> None:
-    """A line for each draw, and how many pairs they have between them."""
-    rows = ",\n".join(json.dumps(" ".join(map("=".join, one.items()))) for one in choices)
+    """Write a line for each draw, and the number of pairs that they cover."""
+    rows = ",\n".join(json.dumps(" ".join(map("=".join, row.items()))) for row in choices)
     drawn = count(choices)
     facts = {"possible": len(possible()), "drawn": len(drawn.keys() & set(possible()))}
     path.write_text(f'{{"pairs": {json.dumps(facts)}, "draws": [\n{rows}\n]}}\n')
 
 
 def _choose(dice: random.Random, fixed: Choice) -> Choice | None:
-    """A value of each feature, in a random order so that none is bound by the others more often
-    than it binds; None: one was left without."""
+    """Choose a value of each feature, in a random order so that none is restricted by the others
+    more often than it restricts them; None: a feature was left without a value."""
     taken = dict(fixed)
     for name in dice.sample(list(FEATURES), len(FEATURES)):
         if name not in taken:
@@ -183,7 +183,7 @@ def _choose(dice: random.Random, fixed: Choice) -> Choice | None:
 
 
 def _strikes(dice: random.Random, choice: Choice) -> list[dict[str, Any]]:
-    """The plan of faults (failpoints.py): of each of three at most one, in later and later
+    """Return the plan of faults (failpoints.py): at most one of each of three, in later and later
     iterations."""
     found, at = [], 1
     for name in _FAULTS:
@@ -201,7 +201,7 @@ def _strikes(dice: random.Random, choice: Choice) -> list[dict[str, Any]]:
 
 
 def _facts(seed: int, choice: Choice) -> dict[str, Any]:
-    """What stands for the words in braces."""
+    """Return the values of the names in braces."""
     row = FEATURES["layout"][choice["layout"]]
     unit = FEATURES["length"][choice["length"]]["unit"]
     batch = row["dp"] * FEATURES["batch"][choice["batch"]]["micro"]
@@ -229,10 +229,10 @@ def _rows(choice: Choice) -> list[Mapping[str, Any]]:
     return [{"flags": sizes}, *(FEATURES[name][value] for name, value in choice.items())]
 
 
-def by_flag(words: Sequence[str]) -> Flags:
-    """The values of each flag; of one that is there twice the last ones."""
+def by_flag(arguments: Sequence[str]) -> Flags:
+    """Return the values of each flag; of a repeated flag the last."""
     kept: Flags = {}
-    for word in words:
+    for word in arguments:
         if word.startswith("--"):
             kept[flag := word] = []
         else:
@@ -240,5 +240,5 @@ def by_flag(words: Sequence[str]) -> Flags:
     return kept
 
 
-def _is_among(one: str, patterns: str) -> bool:
-    return any(fnmatch(one, pattern) for pattern in patterns.split())
+def _is_among(value: str, patterns: str) -> bool:
+    return any(fnmatch(value, pattern) for pattern in patterns.split())

@@ -1,4 +1,4 @@
-"""Two draws of whole runs, others at each commit; and what the command says of bad arguments."""
+"""Two draws of whole runs, others at each commit; and the command's errors for bad arguments."""
 
 import hashlib
 import json
@@ -51,16 +51,16 @@ def test_bad_arguments_are_named(arguments, named, monkeypatch, capsys):
     assert named in capsys.readouterr().err
 
 
-def test_the_table_of_what_was_drawn_is_read():
+def test_table_of_draws_is_read():
     drawn = read_choices(PAIRS)
-    assert {one["tag"] for one in drawn} <= {*TAGS}
-    assert len({str(one) for one in drawn}) == len(drawn)
+    assert {row["tag"] for row in drawn} <= {*TAGS}
+    assert len({str(row) for row in drawn}) == len(drawn)
 
 
 @needs_megatron_lm
 def test_draws_are_shown_with_their_faults(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fuzz.py", "7", "--show", "--count", "2"])
     assert program.main() == 0
-    said = capsys.readouterr().out
-    assert said.startswith("seed 7: tag=core_v")
-    assert '{"id": "first", "point": ' in said
+    output = capsys.readouterr().out
+    assert output.startswith("seed 7: tag=core_v")
+    assert '{"id": "first", "point": ' in output

@@ -1,4 +1,4 @@
-"""Trains a draw undisturbed and struck; what both leave behind is held against each other."""
+"""Trains a draw undisturbed and with faults, and compares all results of both."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.reach.trial import Result
 
 _REACH = Path(__file__).parents[1] / "reach"
 _STOP_SECONDS, _REFILL = 120, 6
-_CHAINED = 6  # the checkpoint of this iteration is the one that is gone on from
+_CHAINED = 6  # the iteration of the checkpoint from which a chain continues
 # The exit statuses of a run that was stopped and can continue: from a disk, from memory.
 _STOPPED = (75, 130)
 
@@ -37,19 +37,19 @@ class Found:
     unfired: tuple[str, ...] = ()
 
 
-def words(drawn: Draw) -> list[str]:
-    """The script and its arguments, with what has to be allowed by name."""
+def command_of(drawn: Draw) -> list[str]:
+    """Return the script and its arguments, with flags that have to be allowed by name."""
     own = _REACH / drawn.script
     script = own if own.exists() else tree() / drawn.script
-    said = [str(script), *drawn.flags, "--deadpool"]
-    return [*said, *" ".join(allowances(judge(said))).split()]
+    command = [str(script), *drawn.flags, "--deadpool"]
+    return [*command, *" ".join(allowances(judge(command))).split()]
 
 
 def trial(directory: Path, data: Path, drawn: Draw) -> Found:
     """Try a draw in a new directory, which stays where something differs."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    command = tuple(word.replace("{data}", str(data)) for word in words(drawn))
+    command = tuple(word.replace("{data}", str(data)) for word in command_of(drawn))
     program = Program(command, drawn.nodes, ROLES // drawn.nodes)
     settings = " ".join(drawn.settings)
     try:
@@ -59,23 +59,23 @@ def trial(directory: Path, data: Path, drawn: Draw) -> Found:
         runs = _struck(directory, program, drawn)
         loaded = _CHAINED if drawn.choice["outside"] == "chain-load" else 0
         beside = "--async-save" in drawn.flags
-        why = [*differences(wanted, runs, loaded, beside)]
-        why += left_over(directory, runs[-1].status == 0)
+        reasons = [*differences(wanted, runs, loaded, beside)]
+        reasons += left_over(directory, runs[-1].status == 0)
     except AssertionError as error:
         return Found(Result.DIFFERENT, str(error)[-6000:])
     finally:
         end_all(directory)
     sources = [event.data["restore"] for run in runs for event in run.of_kind("epoch-decided")]
     fired = {name for run in runs for name in run.fired}
-    unfired = sorted({str(one["id"]) for one in drawn.faults} - fired)
-    if not why:
+    unfired = sorted({str(fault["id"]) for fault in drawn.faults} - fired)
+    if not reasons:
         shutil.rmtree(directory)
-    result = Result.DIFFERENT if why else Result.IDENTICAL
-    return Found(result, "\n".join(why), tuple(sources[1:]), tuple(unfired))
+    result = Result.DIFFERENT if reasons else Result.IDENTICAL
+    return Found(result, "\n".join(reasons), tuple(sources[1:]), tuple(unfired))
 
 
 def _struck(directory: Path, program: Program, drawn: Draw) -> list[Outcome]:
-    """The run with faults, and the ones that go on after it."""
+    """Run with faults, and the runs that continue from it."""
     run, outside = directory / "struck", drawn.choice["outside"]
     chained = outside.startswith("chain")
     early = ("--exit-interval", str(_CHAINED)) if chained else ()
@@ -86,7 +86,7 @@ def _struck(directory: Path, program: Program, drawn: Draw) -> list[Outcome]:
     runs = [run_program(run, begun, drawn.faults, when_stepping=acts, **options)]
     if runs[0].status not in _STOPPED:
         return runs
-    left = [one for one in drawn.faults if one["id"] not in runs[0].fired]
+    left = [fault for fault in drawn.faults if fault["id"] not in runs[0].fired]
     more = ("--load", str(run / "saves")) if outside == "chain-load" else ()
     with_checkpoint = Program((*program.command, *more), *_size(program))
     if outside == "again":
@@ -101,7 +101,7 @@ def _size(program: Program) -> tuple[int, int]:
 
 
 def _act(run: Path, drawn: Draw) -> None:
-    """What comes from outside."""
+    """Send the drawn request or signal."""
     match drawn.choice["outside"]:
         case "coordinator":
             os.kill(json.loads((run / "coordinator.json").read_text())["pid"], signal.SIGKILL)
@@ -117,7 +117,7 @@ def _act(run: Path, drawn: Draw) -> None:
 
 
 def _deadpool(*arguments: str) -> None:
-    """What it answers is seen in the run. A run that is over meanwhile takes no request."""
+    """Send a request, whose effect shows in the run; a run that is over by then takes none."""
     command = [sys.executable, "-m", "deadpool_megatron", *arguments]
     environment = {k: v for k, v in os.environ.items() if k != failpoints.ENVIRONMENT_NAME}
     subprocess.run(

@@ -16,7 +16,7 @@ from tests.fuzz.draws import FEATURES, Draw, draw, without
 from tests.fuzz.minimal import smallest
 
 _ROOT = Path(__file__).parents[2]
-# Megatron saves the gaps between parameters of a bucket as memory that nobody has written: with
+# Megatron saves the gaps between parameters of a bucket as uninitialized memory: with
 # these of glibc such memory is the same in each process, and what is read from it is never zero.
 _SAME_MEMORY = {"MALLOC_PERTURB_": "85", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 _FOLDERS = (_ROOT, _ROOT / "tests" / "megatron_lm" / "harness" / "emerging")
@@ -34,7 +34,7 @@ class Order:
 
     @property
     def drawn(self) -> Draw:
-        """What is tried. Raises ValueError for features that do not go without others."""
+        """The draw to try. Raises ValueError for features that need others."""
         whole = draw(self.seed, self.tag)
         return whole if self.only is None else without(whole, _others(self.only))
 
@@ -44,7 +44,7 @@ def _others(kept: Sequence[str]) -> list[str]:
 
 
 def work(order: Order) -> Iterator[dict[str, Any]]:
-    """Run the worker; yields what it says: ``status`` lines, and a ``row`` at the end."""
+    """Run the worker; yield its messages: ``status`` lines, and a ``row`` at the end."""
     from tests.megatron_lm.harness.checkout import checkout
 
     paths = (*map(str, (*_FOLDERS, checkout(order.tag))), os.environ.get("PYTHONPATH", ""))
@@ -66,7 +66,7 @@ def work(order: Order) -> Iterator[dict[str, Any]]:
             for line in worker.stdout:
                 if line.startswith("{"):
                     yield json.loads(line)
-        except BaseException:  # also where this process is told to end
+        except BaseException:  # also after a signal to end
             worker.kill()
             raise
         finally:
@@ -76,7 +76,7 @@ def work(order: Order) -> Iterator[dict[str, Any]]:
         raise RuntimeError(f"the trial itself failed: see {log}\n{log.read_text()[-2000:]}")
 
 
-def _say(**facts: object) -> None:
+def _send(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
@@ -94,7 +94,7 @@ def _main(order: Order) -> None:
         real_text(data / name)
         for path in (data / name).glob("text.*"):
             path.rename(data / f"{name}{path.suffix}")
-    _say(status="trains, undisturbed and struck")
+    _send(status="trains, undisturbed and struck")
     found = trial(directory, data, drawn)
     kept = list(FEATURES) if order.only is None else list(order.only)
     if order.shrinks and found.result is Result.DIFFERENT:
@@ -103,7 +103,7 @@ def _main(order: Order) -> None:
         def fails(features: Sequence[str]) -> bool:
             nonlocal tries
             tries += 1
-            _say(status=f"try {tries}: with {len(features)} features")
+            _send(status=f"try {tries}: with {len(features)} features")
             try:
                 less = without(drawn, _others(features))
             except ValueError:
@@ -112,7 +112,7 @@ def _main(order: Order) -> None:
             return again.result is Result.DIFFERENT
 
         kept = smallest([name for name in kept if name != "tag"], fails)
-    _say(row={**asdict(found), "kept": kept})
+    _send(row={**asdict(found), "kept": kept})
 
 
 if __name__ == "__main__":

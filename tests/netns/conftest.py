@@ -1,4 +1,4 @@
-"""Which machines can run these tests, who asked for them, and what they measured."""
+"""The requirements and the selection of these tests, and their measurements."""
 
 import os
 

@@ -28,7 +28,7 @@ def cluster(tmp_path):
         yield running
 
 
-def test_one_host_of_a_coordinator_after_the_other(cluster, measured):
+def test_run_survives_the_loss_of_successive_coordinators(cluster, measured):
     members = cluster.members_of_all()
     for term in (2, 3):
         node = cluster.term().node
@@ -52,7 +52,7 @@ def test_one_host_of_a_coordinator_after_the_other(cluster, measured):
 
 @pytest.mark.parametrize("fault", ["mute", "deafen"])
 def test_coordinator_is_cut_off_while_all_reach_the_journal(cluster, measured, fault):
-    """Storage has a network of its own, so its sign of life could go on: it must not."""
+    """Storage has a network of its own, so its heartbeat could continue: it must not."""
     members = cluster.members_of_all()
     host = cluster.coordinator_host()
     getattr(cluster.hosts.switch, fault)(host.name)
@@ -75,9 +75,9 @@ def test_coordinator_is_cut_off_while_all_reach_the_journal(cluster, measured, f
 
 
 @needs_fuse
-def test_nobody_reaches_the_journal(cluster, measured):
+def test_journal_fails_for_all_nodes(cluster, measured):
     """Training needs no journal until something has to be decided; then it waits for it."""
-    how = "fail"  # that it hangs for everybody, with all else, is in test_faults
+    how = "fail"  # test_faults has it hang for all nodes, with all else
     for host in cluster.hosts:
         host.hide(cluster.run.journal, how)
     time.sleep(_GONE_SECONDS)

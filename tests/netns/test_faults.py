@@ -19,7 +19,7 @@ from tests.netns.lab.hosts import Hosts
 pytestmark = pytest.mark.netns
 _NODES, _SPARES = 4, 2
 _ITERATIONS = 50
-# Of the 3.2 s after which a node that is cut off ends its members, trying anew takes the rest.
+# Of the 3.2 s after which a node that is cut off ends its members, retries take the rest.
 _CUT_SECONDS = 1.5
 _SETTINGS = ("--deadpool-set", "hash-interval=1", "--deadpool-set", "rejoin-seconds=10")
 
@@ -47,7 +47,7 @@ def training(tmp_path: Path, pause_seconds: float = 0.1) -> Iterator[Cluster]:
         assert comparison.compared["hashes"] >= _NODES
 
 
-def test_no_fault_then_faults_that_nobody_may_notice(tmp_path, measured):
+def test_run_does_not_react_to_harmless_faults(tmp_path, measured):
     with training(tmp_path) as cluster:
         hosts = cluster.hosts
         cluster.wait_progress(5)
@@ -81,10 +81,10 @@ def test_no_fault_then_faults_that_nobody_may_notice(tmp_path, measured):
     # Longer than any limit of fence or takeover, and than a new coordinator waits for nodes.
     [(20.0, 0.6), pytest.param(60.0, 1.6, marks=pytest.mark.exhaustive)],
 )
-def test_the_whole_run_directory_hangs_for_everybody(
+def test_training_continues_while_the_run_directory_hangs(
     gone_seconds, step_seconds, tmp_path, measured
 ):
-    """Files that are open, too. Nobody is fenced, nobody takes over, training goes on."""
+    """Open files hang, too. No node is fenced, and no coordinator takes over."""
     with disk.mounted(tmp_path) as shared, training(shared.path, step_seconds) as cluster:
         members = cluster.members_of_all()
         began = time.time()

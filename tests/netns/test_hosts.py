@@ -1,4 +1,4 @@
-"""The hosts do what their names say: else every test that stands on them proves nothing."""
+"""The faults of the hosts have their effects: without them no test on these hosts is a proof."""
 
 import ctypes
 import os
@@ -53,7 +53,7 @@ class Conversation:
         return time.monotonic() - began
 
     def is_silent(self) -> bool:
-        """A byte does not come back, and nobody says why."""
+        """Check that no byte and no error comes back."""
         self.socket.settimeout(0.5)
         try:
             self.socket.sendall(b"x")
@@ -104,7 +104,7 @@ def test_cut_cable_delays_and_loses_nothing(three, tmp_path):
     assert talk.socket.recv(1) == b"x"
 
 
-def test_mute_host_hears_and_deaf_host_speaks(three):
+def test_mute_host_receives_and_deaf_host_sends(three):
     ends = [socket_on(three[index], socket.SOCK_DGRAM) for index in (0, 1)]
     for end in ends:
         end.bind(("", _PORT))
@@ -155,5 +155,5 @@ def test_killed_session_leaves_nothing(tmp_path):
     session.kill()
     session.wait()
     assert posix.wait_gone(pids, 20) == []
-    hosts.remove_leftovers()
+    hosts.remove_stale()
     assert not list(Path("/run/netns").glob(f"deadpool-test-{session.pid}-*"))

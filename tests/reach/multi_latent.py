@@ -26,7 +26,7 @@ class _Attention(DotProductAttention):
         **kwargs: Any,
     ) -> Any:
         packed = packed_seq_params is not None
-        given = [one.unsqueeze(1) if packed else one.contiguous() for one in (query, key, value)]
+        given = [t.unsqueeze(1) if packed else t.contiguous() for t in (query, key, value)]
         found = super().forward(*given, *args, packed_seq_params=None, **kwargs)
         return found.squeeze(1) if packed else found
 

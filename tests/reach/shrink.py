@@ -14,7 +14,7 @@ _HERE = Path(__file__).parent
 _RULES: dict[str, Any] = tomllib.loads((_HERE / "rules.toml").read_text())
 _PATTERN, _STAGES = "--hybrid-layer-pattern", "--pipeline-model-parallel-size"
 _PATTERNS = (_PATTERN, "--hybrid-override-pattern")
-#: what every configuration is given
+#: the flags of every configuration
 COMMON = (_HERE / "common.args").read_text().split()
 Flags = dict[str, list[str]]
 
@@ -29,8 +29,8 @@ class Known:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A configuration that a CPU trains. ``without``: what it had and a CPU does not run, or this
-    Megatron-LM does not have."""
+    """A configuration that a CPU trains. ``without``: flags that need a GPU or another version of
+    Megatron-LM."""
 
     id: str
     script: str
@@ -57,21 +57,23 @@ def shrink(name: str, script: str, given: Mapping[str, Any], known: Mapping[str,
         without["state spaces"] = None
     pattern = "|".join([_kinds(pattern, "--num-experts" in kept)] * (layers // 2))
     facts = {"layers": layers, "others": layers - 1, "pattern": pattern}
-    words = [word for flag, values in kept.items() for word in (flag, *_cut(flag, values, facts))]
+    arguments = [
+        word for flag, values in kept.items() for word in (flag, *_cut(flag, values, facts))
+    ]
     script = "multi_latent.py" if "--multi-latent-attention" in kept else script
-    return Shrunk(name, script, " ".join(words), [*without])
+    return Shrunk(name, script, " ".join(arguments), [*without])
 
 
 def _left(
     flag: str, values: list[str], known: Mapping[str, Known], kept: Flags
 ) -> tuple[list[str], list[str] | None]:
-    """What of a flag a CPU does not run, and its values; None: it is left out."""
+    """Return the values of a flag with which a CPU can train; None: it is left out."""
     gone = [*_RULES["without"].values(), _RULES["hybrid"]["flags"] if _PATTERN in kept else ""]
     if flag in (*COMMON, *_PATTERNS) or _is_in(gone, flag, values):
         return [], None
-    for what, row in _RULES["cannot"].items():
+    for reason, row in _RULES["cannot"].items():
         if _is_in([row], flag, values):
-            return [what], None
+            return [reason], None
     if flag not in known:
         return [flag], None
     if rule := _RULES["only"].get(flag):
@@ -114,7 +116,7 @@ def _cut(flag: str, values: list[str], facts: Mapping[str, object]) -> list[str]
 
 
 def _kinds(pattern: str, has_experts: bool) -> str:
-    """A short pattern with each kind of layer of a hybrid one that is no state space; it does not
+    """Return a short hybrid pattern with each kind of layer except state-space layers; it does not
     begin with a dash."""
     kinds = "".join(sorted({*pattern} & {*"*-E"})) or "*-"
     if has_experts and "E" not in kinds:

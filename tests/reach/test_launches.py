@@ -1,6 +1,6 @@
-"""Six public launch configurations, by turns from commit to commit, cut down to 4 or 8 roles of a
-CPU, survive the loss of a node. What needs a GPU is left out; a stand-in of a package or a kernel
-takes its place where there is one."""
+"""Six public launch configurations, others at each commit, cut down to 4 or 8 roles of a CPU,
+survive the loss of a node. Flags that need a GPU are left out, or a stand-in replaces their package
+or kernel."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ LAUNCHES = [
     Shrunk(**json.loads(line))
     for line in Path(__file__).with_name("shrunk.jsonl").read_text().splitlines()
 ]
-SIX = in_turn(LAUNCHES, lambda one: True, lambda one: one.id, commit())[:6]
+SIX = in_turn(LAUNCHES, lambda _: True, lambda launch: launch.id, commit())[:6]
 # Its lengths are summed up in each step; no public configuration has it.
 _MASKING = (
     "--dataloader-inter-document-masking --num-layers 2 --bf16 --train-iters 8 --eval-iters 1"
@@ -32,12 +32,12 @@ _MASKING = (
 PACKED = Shrunk("packed", "multi_latent.py", _MASKING)
 
 
-@pytest.mark.parametrize("shrunk", [*SIX, PACKED], ids=lambda one: one.id)
-def test_what_people_run_survives(tmp_path, shrunk):
+@pytest.mark.parametrize("shrunk", [*SIX, PACKED], ids=lambda launch: launch.id)
+def test_public_configuration_survives_a_lost_node(tmp_path, shrunk):
     assert trial(tmp_path, shrunk) == (Result.IDENTICAL, "")
 
 
-def test_the_program_names_what_is_left_out_and_what_is_refused(tmp_path):
+def test_reach_names_flags_that_are_left_out_or_refused(tmp_path):
     given = {"plain": {"--num-layers": "80", "--fp8-format": "hybrid"}, "other": {}}
     given["sharded"] = {"--use-megatron-fsdp": True}
     rows = [{"id": name, "script": "x.py", "flags": flags} for name, flags in given.items()]

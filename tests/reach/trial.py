@@ -43,10 +43,10 @@ def refusal(shrunk: Shrunk) -> str:
 def trial(directory: Path, shrunk: Shrunk) -> tuple[Result, str]:
     """Lose a node in the update of role 1, which has changed a part of the weights. Returns also
     the first difference, or what a run that failed has printed."""
-    words = command(shrunk)
-    owed = " ".join(allowances(judge(words))).split()
+    arguments = command(shrunk)
+    owed = " ".join(allowances(judge(arguments))).split()
     cut = [f"--{kind}-model-parallel-size 2" in shrunk.flags for kind in ("tensor", "pipeline")]
-    program = Program((*words, *owed), 4, 2 if all(cut) else 1)
+    program = Program((*arguments, *owed), 4, 2 if all(cut) else 1)
     paths = (*map(str, (*_FOLDERS, tree())), os.environ.get("PYTHONPATH", ""))
     directory.mkdir(parents=True, exist_ok=True)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):

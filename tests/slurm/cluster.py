@@ -67,7 +67,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
 """
 
 
-def why_not() -> str:
+def missing_requirement() -> str:
     """Why there can be no cluster here; empty when there can."""
     if os.environ.get(SWITCH) != "1":
         return f"'scripts/test.sh --slurm' runs these (or {SWITCH}=1)"
@@ -83,7 +83,7 @@ def _path() -> str:
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
-def _remove_leftovers() -> None:
+def _remove_stale() -> None:
     """Directories of sessions that were killed; their processes died with them."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}-*-*"):
         if not Path("/proc", left.name.split("-")[1]).exists():
@@ -95,7 +95,7 @@ class Cluster:
 
     def __init__(self, nodes: int, *, silence_seconds: int = 6) -> None:
         self.nodes = tuple(f"host{number}" for number in range(1, nodes + 1))
-        _remove_leftovers()
+        _remove_stale()
         # Short, because of the munge socket's name in it.
         self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-"))
         self._hosts = Hosts(1 + nodes, self.directory)

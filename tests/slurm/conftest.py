@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.slurm.cluster import Cluster, why_not
+from tests.slurm.cluster import Cluster, missing_requirement
 from tests.slurm.jobs import Jobs
 
 NODES = 6
@@ -11,7 +11,7 @@ NODES = 6
 @pytest.fixture(scope="module", autouse=True)
 def slurm():
     """Every test of this folder is skipped, with the reason, where there can be no cluster."""
-    reason = why_not()
+    reason = missing_requirement()
     if reason:
         pytest.skip(reason)
 

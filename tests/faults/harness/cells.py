@@ -1,6 +1,6 @@
 """The cells of the fault matrix: where a fault strikes (phase) and whom (victim).
 
-A chain runs several cells one after another in one job: each strikes in an iteration of its own,
+A chain runs several cells in sequence in one job: each strikes in an iteration of its own,
 spares are refilled, and the state of all roles is compared after every iteration.
 """
 
@@ -61,7 +61,7 @@ TENSOR_PHASE = Phase(
 
 @dataclass(frozen=True)
 class Cell:
-    """One fault: in ``phase``, in the process of ``role``; ``target`` says what dies with it."""
+    """A fault: in ``phase``, in the process of ``role``; ``target``: the processes that die."""
 
     phase: Phase
     role: int

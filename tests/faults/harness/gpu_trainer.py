@@ -1,7 +1,7 @@
 """The embedded trainer where each process takes a GPU as with NCCL, which is played.
 
-Argument: NODE, then those of the trainer. The GPUs of that node are gone for whoever follows its
-first processes.
+Argument: NODE, then those of the trainer. The successors of that node's first processes find no
+GPU.
 """
 
 import sys

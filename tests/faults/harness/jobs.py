@@ -59,7 +59,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Program:
-    """What stands behind the ``--`` of ``deadpool run``, and on how many nodes of how many members.
+    """The command after the ``--`` of ``deadpool run``, and the numbers of nodes and members.
 
     ``{run}`` in the command stands for the directory of the run.
     """
@@ -70,13 +70,13 @@ class Program:
 
     @property
     def status(self) -> int:
-        """The exit status that says that nothing went wrong."""
+        """The exit status of success."""
         return 75 if "--exit-interval" in self.command else 0
 
 
 @dataclass
 class Outcome:
-    """What a job left behind."""
+    """The results of a job."""
 
     directory: Path
     status: int
@@ -90,7 +90,7 @@ class Outcome:
         return [event for event in self.events if event.kind == kind]
 
     def story(self) -> str:
-        """For a failed assertion: what the run printed, and its last events."""
+        """Return the run's output and its last events, for a failed assertion."""
         lines = [json.dumps(event.to_dict()) for event in self.events[-60:]]
         return "\n".join([f"exit status {self.status}", self.output[-4000:], *lines])
 
@@ -105,7 +105,7 @@ def fault(name: str, point: str, **options: Any) -> dict[str, Any]:
 def dies(
     name: str, point: str, role: int, iteration: int | None = None, **options: Any
 ) -> dict[str, Any]:
-    """The node of ``role`` dies at ``point``, or what ``target`` says."""
+    """Return a fault that kills the node of ``role``, or the ``target``, at ``point``."""
     when = {} if iteration is None else {"when_iteration": iteration}
     return fault(name, point, when_role=role, **{"target": "node", **when, **options})
 
@@ -241,8 +241,8 @@ def _launch(
 
 
 def _importer(command: Sequence[str]) -> forks.ForkServer | None:
-    """A process that has imported what members with this command need; None where there is none
-    to share: of a tree that a test has changed, or with a GPU, where nothing is forked."""
+    """Return a process with the imports of members of this command; None if it cannot be shared:
+    with a tree that a test has changed, or with a GPU, where nothing is forked."""
     if not scripts.waits_for_forks("auto"):
         return None
     tree, members = checkout(), scripts.member_command(command)
@@ -276,7 +276,7 @@ def undisturbed(program: Program) -> Outcome:
 def assert_unnoticed(
     outcome: Outcome, wanted: Outcome, faults: Sequence[Mapping[str, Any]], after: int = 0
 ) -> None:
-    """All faults fired, and the job ended with the very bits of the undisturbed one.
+    """Assert that all faults fired, and the job ended bit-identical to the undisturbed job.
 
     ``after``: the iteration of the checkpoint that the job began with.
     """
@@ -292,8 +292,8 @@ def assert_unnoticed(
 
 
 def assert_restored_state_was_hashed(outcome: Outcome) -> None:
-    """All roles have told the hash of what each recovery restored from memory, at the end of a
-    step; had it been another one than before, the run would have ended with it. An epoch that was
+    """Assert that all roles reported the hash of the state that each recovery restored from memory
+    at the end of a step; another hash than before would have ended the run. An epoch that was
     never opened (a run of another model, which was refused) restored nothing.
     """
     opened = {event.epoch for event in outcome.of_kind("epoch-opened")}
@@ -311,7 +311,7 @@ def assert_restored_state_was_hashed(outcome: Outcome) -> None:
 
 
 def logged(outcome: Outcome) -> str:
-    """All that the run has told people."""
+    """Return all output and log lines of the run."""
     return "\n".join(str(event.data["text"]) for event in outcome.of_kind("log"))
 
 

@@ -38,8 +38,8 @@ def test_a_lost_node_without_a_checkpoint_ends_the_run_with_the_reason(tmp_path)
 
 
 def test_a_damaged_slot_costs_nothing_where_it_is_there_twice(tmp_path):
-    """Of a process that dies when the generation is committed. With ``local`` all would go back to
-    the one before, with no more damage than this."""
+    """The process dies when the generation is committed. With ``local`` this damage alone would
+    send all roles back to the previous generation."""
     plan = [
         fault("damage", "vault.doubled", when_role=2, when_iteration=5, action="mark"),
         fault("death", "optimizer.inside", when_role=2, when_iteration=6),

@@ -23,8 +23,8 @@ def lost(role: int, iteration: int) -> dict[str, object]:
 
 
 def test_nodes_lost_along_a_chain(tmp_path):
-    """At 4: three steps behind the first state. At 5: one step behind that. At 9: a whole copy.
-    At 11: two nodes, one after the other in the recovery from the first."""
+    """At 4: three steps after the first state. At 5: a step after that. At 9: a whole copy.
+    At 11: two nodes, the second in the recovery from the first."""
     faults = [
         lost(0, 4),
         lost(3, 5),
@@ -50,7 +50,7 @@ def test_several_optimizers(tmp_path):
 
 
 def test_a_wrong_gradient_is_refused(tmp_path):
-    """Damaged before its checksum was made: only the owner's checksum of the result can tell."""
+    """Damaged before its checksum was made: only the owner's checksum of the result shows it."""
     faults = [
         fault("damage", "step.captured", action="mark", when_role=1, when_iteration=2),
         lost(1, 4),
@@ -77,7 +77,7 @@ def test_a_rehearsal_that_fails_means_whole_copies(tmp_path):
 
 
 def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path):
-    """What leads to the state of the lost role is written, and recomputed by who resumes."""
+    """The steps to the lost role's state are written, and recomputed when the run is resumed."""
     faults = [lost(1, 4)]
     waiting = f"{SETTINGS} --deadpool-spare-timeout 0.5"
     dumped = run_job(tmp_path / "run", PP2_DP2, ITERATIONS, faults, settings=waiting)
@@ -91,7 +91,7 @@ def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path):
     assert [event.data["steps"] for event in resumed.of_kind("replayed")] == [3]
 
 
-def test_what_is_left_in_memory_is_put_together_and_recomputed(tmp_path, monkeypatch):
+def test_restart_recomputes_from_the_slots_in_memory(tmp_path, monkeypatch):
     """Everything dies with the launcher, and the memory of role 1 itself is gone: another run has
     the chain that its buddy's vault kept, and what the others held as bytes."""
     monkeypatch.setenv(DETAIL_VARIABLE, "all")
@@ -120,8 +120,8 @@ def test_what_is_left_in_memory_is_put_together_and_recomputed(tmp_path, monkeyp
 
 def test_two_nodes_of_a_group_at_once_and_a_third_one_without_a_spare(tmp_path):
     """Four roles in one group with two parity blocks on the spares, which take over both roles;
-    then groups are smaller, for want of nodes. The last loss finds no spare: what is left of the
-    group lies in the files of the dump, and the next job computes the lost role from them.
+    then groups are smaller, as there are fewer nodes. The last loss finds no spare: the rest of the
+    group is in the files of the dump, and the next job computes the lost role from them.
     """
     plan = [
         fault("two", "backward", when_role=0, when_iteration=5, target="node", nodes=[0, 2]),

@@ -34,7 +34,7 @@ Measured = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What a cluster runs. ``command`` stands behind the ``--``, ``settings`` are its flags."""
+    """The run of a cluster. ``command``: after the ``--``, ``settings``: flags before it."""
 
     command: tuple[str, ...]
     nodes: int
@@ -44,7 +44,7 @@ class Job:
 
 
 class Obituary:
-    """When a process ended: learned from the kernel, at once, whoever its parent is."""
+    """The end of a process, which the kernel reports at once, with its time."""
 
     def __init__(self, pid: int) -> None:
         self.wall_seconds: float | None = None
@@ -108,14 +108,14 @@ class Cluster(ObservedRun):
         return self.run.path.with_name(f"{self.run.path.name}-agent{node}.out")
 
     def output(self, node: int) -> str:
-        """What the agent of a node has printed."""
+        """Return the output of a node's agent."""
         return self._output(node).read_text(errors="replace")
 
     def show(self) -> None:
         """Print what a failed test needs to be understood."""
         self.print_facts(self.run.path.parent.glob(f"{self.run.path.name}-agent*.out"))
 
-    # What has happened so far.
+    # The state so far.
 
     def events(self, *kinds: Kind) -> list[Event]:
         """Events of all coordinators, by time."""
@@ -136,7 +136,7 @@ class Cluster(ObservedRun):
         return max((e.epoch for e in self.events(Kind.EPOCH_OPENED)), default=0)
 
     def term(self) -> Term:
-        """Who coordinates now, as the journal says."""
+        """Return the current coordinator, by the journal."""
         found = newest_term(Journal(self.run.journal))
         assert found is not None, "nobody has coordinated yet"
         return found
@@ -168,7 +168,7 @@ class Cluster(ObservedRun):
         (member,) = [Obituary(pid) for pid in self.members(node)]
         fault()
         began = time.time()
-        # Another one, which was off before, may be given up now, too.
+        # Another node, which was off before, may be given up now, too.
         lost = self.wait_for(
             f"the loss of node {node}",
             lambda: next((e for e in self.happened(Kind.NODE_LOST, began) if e.node == node), None),
@@ -192,7 +192,7 @@ class Cluster(ObservedRun):
 
     # Waiting.
 
-    def wait_for(self, what: str, ready: Callable[[], Any]) -> Any:
+    def wait_for(self, condition: str, ready: Callable[[], Any]) -> Any:
         """Poll until ``ready()`` is true; fail when the patience is over or the run is."""
 
         def over() -> str:
@@ -200,10 +200,10 @@ class Cluster(ObservedRun):
                 return "the run ended"
             return "" if any(a.poll() is None for a in self.agents.values()) else "no agent is left"
 
-        return wait_for(what, ready, MAX_WAIT_SECONDS, over)
+        return wait_for(condition, ready, MAX_WAIT_SECONDS, over)
 
     def wait_progress(self, steps: int = 1) -> int:
-        """Until so many more iterations were reported; answers the newest."""
+        """Wait until this number of further iterations was reported; return the newest."""
         wanted = self.newest_iteration() + steps
         self.wait_iteration(wanted)
         return self.newest_iteration()
@@ -217,7 +217,7 @@ class Cluster(ObservedRun):
         return found[count - 1]
 
     def wait_term(self, number: int) -> Event:
-        """Until the coordinator of this term, or a later one, says that it coordinates."""
+        """Wait until the coordinator of this term or a later term reports that it coordinates."""
         found: list[Event] = self.wait_for(
             f"a coordinator of term {number}",
             lambda: [e for e in self.events(Kind.COORDINATOR) if e.data["term"] >= number],
@@ -231,7 +231,7 @@ class Cluster(ObservedRun):
         return read_final(self.run.path)
 
     def _left(self) -> list[str]:
-        """What is there on the hosts besides the two processes that make a host."""
+        """Return the processes on the hosts other than the two that make a host."""
         return [
             f"{host.name}: {' '.join(names)}"
             for host in self.hosts
@@ -253,6 +253,6 @@ def counting(
         Cluster(hosts, directory / "run", job) as cluster,
     ):
         cluster.wait_progress(5)
-        # A spare that joined late is in no record yet; then nobody's loss would be missed.
+        # A spare that joined late is in no record yet, so its loss would not be noticed.
         cluster.wait_event(Kind.NODE_JOINED, count=nodes + spares)
         yield cluster

@@ -2,10 +2,10 @@
 
 ``hidden.py DIRECTORY hang``: every use of it blocks until the process that tries is killed, as on a
 hard NFS mount whose server does not answer. ``hidden.py DIRECTORY fail``: every use of it fails
-with an I/O error, as on a soft mount. ``umount -l DIRECTORY`` brings it back. Prints ``up``.
+with an I/O error, as on a soft mount. ``umount -l DIRECTORY`` restores it. Prints ``up``.
 
-It is a FUSE mount that nobody serves: with its descriptor open, requests wait for an answer; with
-it closed, the kernel fails them. Files that are open already stay as they are.
+It is a FUSE mount without a server: with its descriptor open, requests wait for an answer; with it
+closed, the kernel fails them. Files that are open already stay as they are.
 """
 
 import ctypes

@@ -4,8 +4,8 @@ A host has an own network stack with one cable to the switch, an own process tre
 every process along, an own host name and /etc/hosts, and an own /dev/shm. The rest of the file
 system is shared by all, like the file system of a cluster. All hosts share one clock.
 
-A killed test session leaves no process: every host dies with the process that made it. What names
-it has left under /run/netns are removed by the next session; their names say whose they are.
+A killed test session leaves no process: every host dies with the process that made it. The next
+session removes its names under /run/netns, which contain the number of their process.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Host:
         self.kill()
 
     def kill(self) -> None:
-        """All processes end at once; the kernel still says goodbye to their peers."""
+        """End all processes at once; the kernel still closes their connections."""
         assert self._outer is not None
         self._outer.kill()
         self._outer.wait()
@@ -185,7 +185,7 @@ class Host:
         self._covers.append(cover)
 
     def reveal(self, directory: Path) -> None:
-        """Undo :meth:`hide`; who still waits for the directory gets an error."""
+        """Undo :meth:`hide`; processes that wait for the directory get an error."""
         done = self.run("umount", "-l", str(directory))
         assert done.returncode == 0, done.stderr
         for cover in self._covers:
@@ -205,7 +205,7 @@ class Hosts:
     """Hosts ``host0``, ``host1``, ... on one switch. A context manager; its end leaves nothing."""
 
     def __init__(self, count: int, directory: Path) -> None:
-        remove_leftovers()
+        remove_stale()
         own = f"{_PREFIX}-{os.getpid()}-{posix.start_time(os.getpid())}-{time.monotonic_ns()}"
         self._names = directory / "hosts"
         self._switch_namespace = f"{own}-switch"
@@ -266,7 +266,7 @@ class Hosts:
         _remove(self._switch_namespace)
 
 
-def remove_leftovers() -> None:
+def remove_stale() -> None:
     """Remove what sessions left that were killed."""
     for path in _NAMES.glob(f"{_PREFIX}-*"):
         pid, started = path.name.removeprefix(f"{_PREFIX}-").split("-")[:2]
@@ -275,7 +275,7 @@ def remove_leftovers() -> None:
 
 
 def _remove(namespace: str) -> None:
-    """End what runs in a network namespace and remove its name; one that is gone is fine."""
+    """End all processes of a network namespace and remove its name, if it exists."""
     if not (_NAMES / namespace).exists():
         return
     listed = subprocess.run(

@@ -1,8 +1,8 @@
 """The network between the hosts: one bridge in a namespace of its own, with faults on its ports.
 
 A fault acts on the cable of a host (the port of the bridge) or between two hosts, never inside a
-host, so that both ends of a connection see what a real network would show them. A cut cable takes
-the carrier away; what is dropped by a rule just does not arrive, ARP included. The kernels of small
+host, so that both ends of a connection see the effects of a real network. A cut cable takes the
+carrier away; a frame that a rule drops just does not arrive, ARP included. The kernels of small
 machines lack ``netem``: loss is an nftables rule, delay a process between two TAP devices.
 """
 
@@ -52,7 +52,7 @@ class Switch:
         self._ip(*(f"link set {port} up" for port in ports))
 
     def mute(self, port: str) -> None:
-        """Nothing that the host says arrives anywhere."""
+        """Drop all frames from the host."""
         self._set(f"mute {port}", f'iifname "{port}" drop')
 
     def deafen(self, port: str) -> None:
@@ -60,7 +60,7 @@ class Switch:
         self._set(f"deaf {port}", f'oifname "{port}" drop')
 
     def lose(self, port: str, percent: int) -> None:
-        """Of all frames of a host so many get lost, in each direction."""
+        """Drop this share of a host's frames, in each direction."""
         chance = f"numgen random mod 100 < {percent} drop"
         self._set(f"lose {port}", f'iifname "{port}" {chance}', f'oifname "{port}" {chance}')
 
@@ -84,7 +84,7 @@ class Switch:
             assert wire.stdout.readline() == b"up\n", "the wire does not come up"
 
     def hasten(self, port: str) -> None:
-        """Undo :meth:`slow`; what is under way is lost."""
+        """Undo :meth:`slow`; frames in transit are lost."""
         wire = self._wires.pop(port)
         wire.kill()
         wire.wait()

@@ -19,19 +19,19 @@ _FRAME_BYTES = 65536
 
 
 def attach(name: str) -> int:
-    """File descriptor of a TAP device; a read gives one frame, a write sends one."""
+    """Return the file descriptor of a TAP device, which reads and writes single frames."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TAP | _IFF_NO_PI))
     return device
 
 
-def carry(one: int, other: int, seconds: float) -> None:
+def carry(first: int, second: int, seconds: float) -> None:
     """Move frames for ever."""
-    towards = {one: other, other: one}
+    towards = {first: second, second: first}
     travelling: deque[tuple[float, int, bytes]] = deque()
     while True:
         wait = max(0.0, travelling[0][0] - time.monotonic()) if travelling else None
-        ready, _, _ = select.select([one, other], [], [], wait)
+        ready, _, _ = select.select([first, second], [], [], wait)
         now = time.monotonic()
         for device in ready:
             frame = os.read(device, _FRAME_BYTES)
@@ -45,9 +45,9 @@ def carry(one: int, other: int, seconds: float) -> None:
 
 
 def main() -> None:
-    one, other = attach(sys.argv[1]), attach(sys.argv[2])
+    first, second = attach(sys.argv[1]), attach(sys.argv[2])
     print("up", flush=True)
-    carry(one, other, float(sys.argv[3]))
+    carry(first, second, float(sys.argv[3]))
 
 
 if __name__ == "__main__":
