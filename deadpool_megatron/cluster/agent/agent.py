@@ -55,7 +55,7 @@ _TROUBLE_SECONDS = 10.0
 
 
 class AgentParts:
-    """The parts of an agent, which call it back. ``starter`` and ``files`` replace the real ones.
+    """The parts of an agent, which call it back. ``starter`` and ``files`` replace its own.
     For the agent's loop.
     """
 
