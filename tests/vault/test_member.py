@@ -107,7 +107,7 @@ def test_writer_reports_a_reused_slot_unless_the_epoch_was_closed(tmp_path, is_c
 
 
 class Vault:
-    """A vault's side of the dialogue, in this process; ``heard``: what members have said."""
+    """A vault's side of the dialogue, in this process; ``received``: what members have said."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.path = directory, directory / "vault.sock"
@@ -215,7 +215,7 @@ def test_a_vault_learns_that_training_waits_for_a_generation(vault):
     with pytest.raises(StillWaiting):
         wait(client)
     wanted = {"t": "waiting", "epoch": 1, "generation": FIRST.to_list()}
-    wait_for("the message", lambda: wanted in vault.heard, 20.0)
+    wait_for("the message", lambda: wanted in vault.received, 20.0)
 
 
 def test_a_vault_that_cannot_use_the_slots_ends_the_wait(vault):
