@@ -21,7 +21,6 @@ from deadpool_megatron.vault.memory import (
     MemoryLimit,
     allocated_bytes,
     problem,
-    usable_bytes,
 )
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, own_name
 from tests.vault.harness import make_layout, segment_bytes
@@ -124,17 +123,6 @@ def test_reservation_of_a_killed_process_is_freed(tmp_path, monkeypatch):
     assert [*tmp_path.glob(".booked.*")]
     Segment.create(tmp_path / copy_name(3), layout, None, NAMES, budget=Budget(tmp_path, limit))
     assert not [*tmp_path.glob(".booked.*")]
-
-
-def test_usable_memory_includes_that_of_existing_slots(tmp_path, monkeypatch):
-    """Processes that start again find their slots, which need no room beside them."""
-    whole = 64 << 20
-    monkeypatch.setattr(memory, "free_bytes", lambda path: whole - allocated_bytes(path))
-    monkeypatch.setattr(memory, "cgroup_memory", lambda: None)
-    assert usable_bytes(tmp_path, 0) == whole
-    Segment.create(tmp_path / copy_name(3), make_layout(3), None, NAMES)
-    assert allocated_bytes(tmp_path)
-    assert usable_bytes(tmp_path, 0) == whole
 
 
 def test_memory_is_filled_beside_others_and_counts_from_the_beginning(tmp_path, monkeypatch):
