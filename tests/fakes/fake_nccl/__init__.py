@@ -1,10 +1,10 @@
-"""A player of NCCL where there is no GPU; a run takes it for its communicators under a fault plan.
+"""A fake of NCCL for machines without a GPU; a run uses it for its communicators.
 
 fake          NCCL's semantics on CPU tensors, on top of gloo
-collected     a thread's open blocks, played
-stream_order  a device's order of memory accesses, played on the CPU
+collected     the open blocks of a thread, simulated
+stream_order  a device's order of memory accesses, simulated on the CPU
 
-Found by its own name: the scripts of Megatron-LM have a package ``tests`` beside them.
+It is imported by its own name, as the scripts of Megatron-LM have a package ``tests`` next to them.
 """
 
 from fake_nccl.fake import FakeNcclFabric

@@ -1,7 +1,7 @@
-"""NCCL's blocks of coalesced operations, played: a thread in one collects, its end launches.
+"""NCCL's blocks of coalesced operations, simulated: a thread collects, the block's end launches.
 
-How many blocks are open belongs to the thread, not to the epoch, a group or a communicator. On a
-thread that has left one half way nothing is launched any more, and nothing says so.
+The number of open blocks belongs to the thread, not to the epoch, a group or a communicator. A
+thread that has left a block without its end launches nothing any more, and gets no error.
 """
 
 import threading
@@ -16,7 +16,7 @@ class Freeable(Protocol):
 
 
 class FreedCommunicatorError(AssertionError):
-    """A thread went on in a communicator that an abort has freed: a crash in NCCL."""
+    """A thread continued in a communicator that an abort has freed: a crash in NCCL."""
 
 
 class Collected(threading.local):
@@ -31,7 +31,7 @@ class Collected(threading.local):
         self._calls.append((communicator, launch))
 
     def end(self) -> list[Any]:
-        """End the innermost block. Returns what the launches answered; of the outermost only."""
+        """End the innermost block. Returns the results of the launches for the outermost only."""
         self.depth -= 1
         if self.depth:
             return []

@@ -1,20 +1,20 @@
-"""NCCL's semantics on CPU tensors, on top of gloo, so that tests meet NCCL's traps without a GPU.
+"""NCCL's semantics on CPU tensors, on top of gloo, so that tests find NCCL's traps without a GPU.
 
 Modelled:
 
-* An operation works on the side; its outputs hold junk from launch until it is complete. ``wait()``
-  returns at once and only orders the *calling thread* after the operation. Who touches the memory
-  afterwards is held until the result is there, and must have waited: see stream_order.py.
+* An operation is asynchronous; its outputs hold junk from launch to completion. ``wait()``
+  returns at once and only orders the *calling thread* after the operation. A later access to the
+  memory blocks until the result is there, and needs that wait: see stream_order.py.
 * After an abort everything completes, outputs keep their junk, and nothing raises. So does an
   operation whose peer died, but only when aborted: until then it hangs, as kernels do. An operation
   that was complete before the abort has its result.
 * The watchdog of torch may notice a dead peer before our abort. It works on copies of operations:
-  a wait for one that has failed raises nothing (but that of a barrier), reading an output still
-  hangs, and only ``get_error()`` and the next operation that is enqueued tell. The watchdog lets go
-  of what has failed and calls it completed. And it sleeps over what it has noticed with a lock that
-  enqueueing takes (:data:`DUMP_MILLISECONDS`).
-* What an operation does not write stays good: the part of an in-place all-gather that is the own
-  input, the source of a broadcast, the operand of a rank that is not the root of a reduce.
+  a wait for a failed operation raises nothing (except for a barrier), reading an output hangs, and
+  only ``get_error()`` and the next operation that is enqueued report it. The watchdog releases
+  failed operations and calls them completed. It also sleeps with a lock that enqueueing takes
+  (:data:`DUMP_MILLISECONDS`).
+* Memory that an operation does not write stays good: the own input in an in-place all-gather, the
+  source of a broadcast, the operand of a rank that is not the root of a reduce.
 * A block of coalesced operations belongs to the calling thread: see collected.py.
 * An operation that the caller does not make asynchronous runs on the current stream and answers no
   Work; a barrier of that kind holds the host.
@@ -23,8 +23,8 @@ Modelled:
   what other threads are in (:data:`enqueue_lasts`), and may fail (:data:`abort_fails`).
 * The first message of a pair holds the host until the peer is there, and so does the first
   collective of a communicator, unless it has connected them as it was made (:data:`CONNECT`).
-* torch keeps the operands of an asynchronous operation on a shelf until somebody waits for it, or
-  the communicator is freed.
+* torch keeps the operands of an asynchronous operation alive until a thread waits for it, or the
+  communicator is freed.
 * With :data:`NAN_CHECK` a kernel asserts on an operand that is not a number, which leaves the
   device of the process in error for good: every call that asks it raises, ours in any thread too.
 * Send and receive outside a coalescing block are an error (:data:`allow_unbatched`), because two
@@ -32,8 +32,7 @@ Modelled:
 * A communicator that was not connected eagerly is made at its first use through the store, and so
   fails if the store is gone.
 
-Nothing here is fast. The junk is finite and small, so that no check for NaN saves
-the day.
+Nothing here is fast. The junk is finite and small, so that a check for NaN does not find it.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ class FakeNcclFabric(NcclFabric):
         return communicator, communicator
 
     def _recorded(self) -> bytes:
-        status = {str(one.uid): one.recorded() for one in list(self._communicators)}
+        status = {str(each.uid): each.recorded() for each in list(self._communicators)}
         return json.dumps({"pg_status": status}).encode()
 
     def abort(self) -> None:
@@ -181,7 +180,7 @@ class FakeClock(CudaClock):
     """A stream comes to a mark when the operations are over that were ordered before it."""
 
     def mark(self) -> Any:
-        works = [one for one in order.after_current_thread() if isinstance(one, FakeWork)]
+        works = [work for work in order.after_current_thread() if isinstance(work, FakeWork)]
         return FakeMark(monotonic(), works)
 
     def is_recorded(self) -> bool:
@@ -216,11 +215,11 @@ class FakeCommunicator:
         self._group: GlooGroup | None = None
         self._stream: SimpleQueue[FakeWork | None] | None = None
         self._launched = self._ended = 0
-        # Collectives and messages are counted apart; the recorder has the number of the last one.
+        # Collectives and messages are counted apart; the recorder has the last number.
         self._counts = {True: 0, False: 0}
         self._enqueued = self._completed = -1
         self._connected: set[int | None] = set()
-        self.shelf: dict[int, tuple[Any, ...]] = {}
+        self.retained: dict[int, tuple[Any, ...]] = {}
         self._in_set_up = False
         self._noticed_at_seconds: float | None = None
         self.aborted = False
@@ -247,13 +246,13 @@ class FakeCommunicator:
         self.split(-1)
 
     def split(self, colour: int) -> tuple[int, ...]:
-        """Return who has this colour. All ranks take part, each time, or wait for ever."""
+        """Return the ranks with this colour. All ranks take part, each time, or wait for ever."""
         self.splits += 1
         with unwatched():
             colours = [torch.zeros(1) for _ in self._spec.ranks]
-            mine = torch.tensor([float(colour)])
-            self._connect()._starts["allgather"]([colours], [mine]).wait()
-            return tuple(rank for rank, one in enumerate(colours) if one.item() == colour)
+            own = torch.tensor([float(colour)])
+            self._connect()._starts["allgather"]([colours], [own]).wait()
+            return tuple(rank for rank, other in enumerate(colours) if other.item() == colour)
 
     def abort(self) -> None:
         if self._in_set_up:
@@ -358,7 +357,7 @@ class FakeCommunicator:
                     raise
                 work.inner = NeverEnding(error)
             order.add(work)
-        if os.environ.get(NAN_CHECK) == "1" and any(one.isnan().any() for one in copies.values()):
+        if os.environ.get(NAN_CHECK) == "1" and any(copy.isnan().any() for copy in copies.values()):
             order.error = "CUDA error: device-side assert triggered"
         is_message = name in POINT_TO_POINT
         work.peer = int(args[1]) if is_message else None
@@ -366,7 +365,7 @@ class FakeCommunicator:
         work.number = self._enqueued = self._counts[is_message]
         self._enqueue(work)
         if waited_for:
-            self.shelf[id(work)] = args
+            self.retained[id(work)] = args
             return work
         self._await_peer(work)
         work.wait()
@@ -404,7 +403,7 @@ class FakeCommunicator:
         self._completed = number
 
     def recorded(self) -> dict[str, str]:
-        """What torch's flight recorder has of it, without events at the start of operations."""
+        """Return its entry of the flight recorder, without events at the start of operations."""
         return {
             "last_enqueued_collective": str(self._enqueued),
             "last_started_collective": "-1",
@@ -419,8 +418,8 @@ class FakeCommunicator:
 class FakeFuture(torch.futures.Future[list[torch.Tensor]]):
     """NCCL's future of an operation: complete at once for callbacks, which a device would order.
 
-    A wait that C++ makes for it, as DistributedDataParallel does, is seen by nobody; so it holds
-    the host until the operation is over.
+    A wait in C++, as of DistributedDataParallel, cannot be observed; so it blocks the host until
+    the operation is over.
     """
 
     def __init__(self, outputs: list[torch.Tensor]) -> None:
@@ -483,7 +482,7 @@ class FakeWork:
         return self._future
 
     def _let_go(self) -> None:
-        """Who waits for the future is ordered after the operation."""
+        """Order a thread that waits for the future after the operation."""
         with self._lock:
             future = self._future
         if future is not None and not torch.futures.Future.done(future):
@@ -494,7 +493,7 @@ class FakeWork:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Order the calling thread after the operation; a barrier blocks, as NCCL's does."""
         self.ordered.add(get_ident())
-        self._communicator.shelf.pop(id(self), None)
+        self._communicator.retained.pop(id(self), None)
         for child in self._children:
             child.wait()
         if self.name == "barrier":
@@ -550,7 +549,7 @@ class FakeWork:
             return self._outcome
 
     def run(self) -> None:
-        """What the stream does: perform it, once those before it are over."""
+        """Perform the operation after its predecessors in the stream."""
         try:
             self.inner.wait()
         except RuntimeError as error:
@@ -602,7 +601,7 @@ def _written(
     inputs = list(tensors_in(args[1:])) if "gather" in name else []
     for output in tensors_in(args[0]):
         result = copies[id(output)]
-        own = next((one for one in inputs if _contains(output, one)), None)
+        own = next((tensor for tensor in inputs if _contains(output, tensor)), None)
         if own is None:
             yield output, result
             continue

@@ -1,24 +1,24 @@
-"""A device's order of memory accesses, played on the CPU: the half of the NCCL fake that reads.
+"""A device's order of memory accesses, simulated on the CPU: the reading half of the NCCL fake.
 
-Memory that an unfinished operation writes holds junk. Whoever touches it must have been ordered
-after the operation (a wait made by the same thread), and is then held until the result is there:
+Memory that an unfinished operation writes holds junk. Each access must have been ordered after the
+operation (by a wait of the same thread), and then blocks until the result is there. Accesses are:
 
 * a torch operation of a thread that watches (:func:`enter_stream_order`), which stands for a kernel
   and for what synchronises the host by copying a value out (``item()``, ``bool()``);
 * the host synchronisation points that a CPU tensor passes without any operation, so that no
   dispatch sees them: ``cpu()``, ``numpy()`` (with ``__array__``), ``tolist()``. A device tensor is
   copied to the host there, and the host waits for the current stream;
-* the thread that copies beside training. On a device that is a side stream, which waits for the
+* the thread that copies during training. On a device that is a side stream, which waits for the
   stream of the thread that submitted the copy: so the copier is ordered after exactly what the
   submitting thread was ordered after, and waits by itself, not the submitter;
-* ``synchronize`` of the platform: everything that was launched is then over; ``catch_up``: what
-  the calling thread is ordered after.
+* ``synchronize`` of the platform: all launched operations are over then; ``catch_up``: those after
+  which the calling thread is ordered.
 
 A device in error (:attr:`Order.error`) raises at each of these, and does not recover.
 
 An operation of an aborted communicator is over as well, and leaves its junk. Reading that raises
 nothing, as on a device; it is noted in the file named by ``DEADPOOL_FAKE_NCCL_JUNK``, if any, so
-that a test can tell that junk was really read, and where.
+that a test knows that junk was really read, and where.
 """
 
 import functools
@@ -42,7 +42,7 @@ from fake_nccl.collected import collected
 #: each line of the file is a JSON object: operation, pid, and the functions that were reading
 JUNK_LOG = "DEADPOOL_FAKE_NCCL_JUNK"
 _HOST_SYNCHRONISATION = ("cpu", "numpy", "tolist")
-#: outputs that nobody touches are let go of when so many others came after
+#: number of newer outputs after which an untouched output is released
 _PENDING_LIMIT = 4096
 _FRAMES = 24
 _SYNCHRONISED_SECONDS = 5.0
@@ -60,7 +60,7 @@ def unwatched() -> Iterator[None]:
 
 
 class Operation(Protocol):
-    """What the order knows of an operation."""
+    """The state of an operation in the order."""
 
     name: str
     outputs: list[torch.Tensor]
@@ -121,7 +121,7 @@ class Order:
 
     def after_current_thread(self) -> list[Operation]:
         """The operations that the calling thread is ordered after."""
-        return [one for one in self._operations() if get_ident() in one.ordered]
+        return [operation for operation in self._operations() if get_ident() in operation.ordered]
 
     def catch_up(self, timeout_seconds: float) -> bool:
         """Wait for the operations that the calling thread is ordered after; False: not in time."""
@@ -137,7 +137,7 @@ class Order:
         return True
 
     def forget(self, operation: Operation) -> None:
-        """Whoever touches its outputs from now on is ordered after it."""
+        """Order further accesses of its outputs after it."""
         self._drop(operation)
 
     def _raise_error(self) -> None:
@@ -150,7 +150,7 @@ class Order:
         start, end = _extent(tensor)
         with self._lock:
             pending = list(self._pending)
-        touched = [one for low, high, one in pending if low < end and start < high]
+        touched = [operation for low, high, operation in pending if low < end and start < high]
         for operation in touched:
             if strict and get_ident() not in operation.ordered:
                 raise StreamOrderError(f"{operation.name}: its output was used without a wait")
@@ -192,9 +192,8 @@ _modes: dict[int, Any] = {}
 def enter_stream_order() -> None:
     """Watch the calling thread from now on, and host synchronisation and copies of all threads.
 
-    Called by the main thread when an epoch is attached. What is left of an older epoch is over by
-    then: whoever drains a device also synchronises it, and a fake that waited for ever would hide
-    it.
+    Called by the main thread when an epoch is attached. Operations of an older epoch are over by
+    then: a drain also synchronises the device, and a fake that waited for ever would hide it.
     """
     collected.assert_none_open()
     order.settle_all(_SYNCHRONISED_SECONDS)
