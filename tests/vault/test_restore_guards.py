@@ -3,10 +3,8 @@ it. A part that fails is never sealed."""
 
 import errno
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +12,12 @@ import pytest
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.gradient_chain import key, step_parts
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import errors, restore as restoring, slot_memory, slot_store
+from deadpool_megatron.vault import errors, slot_memory, slot_store
 from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.peer_server import Server
 from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.schemes.registry import scheme_of
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
-from deadpool_megatron.vault.transport import Channel
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import content, make_layout, record_of
 
@@ -237,24 +234,3 @@ def test_dump_of_a_peer_gives_parts_of_the_same_size_only(house, tmp_path, nbyte
         house.obtain(restore)
     else:
         house.refuse("other parameters", restore)
-
-
-def test_a_node_that_does_not_answer_is_waited_for_once(house, monkeypatch):
-    """Not once for each part: a restore has many of them. Time passes only where it waits."""
-    waits = list[float]()
-    house.keep(2, [*EXTRAS, *SHARDS])
-    transport = house.states[0].gate.transport
-    connect: Callable[[int, str, int], Channel] = transport.connect
-
-    def connect_or_wait(node: int, host: str, port: int) -> Channel:
-        if node == 1:
-            waits.append(5.0)
-            raise TimeoutError("no answer")
-        return connect(node, host, port)
-
-    monkeypatch.setattr(transport, "connect", connect_or_wait)
-    monkeypatch.setattr(restoring, "time", SimpleNamespace(monotonic=lambda: 100.0 + sum(waits)))
-    listed = dict.fromkeys((*EXTRAS, *SHARDS), (records.Source(1, 0), records.Source(2, 0)))
-    obtainer = house.obtainer(records.Restore("memory", RESTORED, sources={0: listed}))
-    assert set(obtainer.obtain(LAYOUT)) == {*EXTRAS, *SHARDS}
-    assert waits == [5.0]
