@@ -136,12 +136,12 @@ class Life:
                 self.committed(generation, boundary)
 
     def committed(self, generation: records.Generation, boundary: str) -> None:
-        """Wait until members and agents have heard so, who hear of it later."""
+        """Wait until members know of the commit, and then their agents."""
         for role, member in self.members.items():
             assert member.wait(generation, boundary) == "committed", (role, generation, boundary)
-            self.received(member.seat.node, generation.iteration, boundary)
+            self.await_commit(member.seat.node, generation.iteration, boundary)
 
-    def heard(self, number: int, iteration: int, boundary: str) -> None:
+    def await_commit(self, number: int, iteration: int, boundary: str) -> None:
         """Wait until an agent hears of a commit, after its member has."""
 
         def there() -> bool:
@@ -151,7 +151,7 @@ class Life:
         wait_for(f"{iteration} at {boundary} on node {number}", there, MAX_WAIT_SECONDS)
 
     def close(self, epoch: int) -> dict[int, records.Inventory]:
-        """The end of an epoch: what agents have heard in it, and what nodes hold."""
+        """The end of an epoch: the reports to agents, and the holdings of nodes."""
         found = {}
         for number, control in self.controls.items():
             slot_memory.remove_unneeded(self.nodes[number].vault.store)
