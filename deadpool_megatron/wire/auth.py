@@ -29,14 +29,14 @@ from deadpool_megatron.wire.framing import ConnectionClosed, OtherVersion, WireE
 
 ENVIRONMENT_NAME = "DEADPOOL_SECRET"
 # The largest frame of a handshake.
-_HANDSHAKE_BYTES = 4096
-# The answer to a frame of another form: the peer learns the reason from our form.
+_MAX_FRAME_BYTES = 4096
+# The answer to a frame of another version: the peer learns the reason because it cannot read it.
 _OTHER_VERSION = {"t": "other-version"}
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _MIN_SECRET_BYTES = 16
 _MAX_ADDRESS_CHARACTERS = 80
 # Set to 1 on nodes whose addresses look different to others (NAT, services of a cluster).
-TRANSLATED = "DEADPOOL_TRANSLATED_ADDRESSES"
+NAT_VARIABLE = "DEADPOOL_TRANSLATED_ADDRESSES"
 
 
 class AuthenticationError(UserError, WireError):
@@ -46,8 +46,8 @@ class AuthenticationError(UserError, WireError):
 def load_secret(run_directory: Path) -> bytes:
     """Return the run secret from the environment or the run directory.
 
-    Raises AuthenticationError when it is missing, its file is not of this user alone, or it is so
-    short that it could be guessed. White space around it does not count.
+    Raises AuthenticationError when it is missing or so short that it could be guessed, or when
+    other users can read or replace its file. White space around it does not count.
     """
     text = os.environ.get(ENVIRONMENT_NAME)
     if text:
@@ -103,8 +103,8 @@ def address_of(name: Any) -> str:
 class Handshake:
     """The three messages as pure data, shared by the blocking and the asyncio form.
 
-    ``address`` is that of the accepting end, as dialled by the connecting side and as known by the
-    accepting side. So a proof is useless to a man in the middle.
+    ``address`` is that of the accepting side: the connecting side gives the address that it
+    dialled, the accepting side its own. So a proof is useless to a man in the middle.
     """
 
     def __init__(self, secret: bytes, realm: str, address: str) -> None:
@@ -126,10 +126,10 @@ class Handshake:
         self._peer_nonce = _nonce_of(hello)
         dialled = str(hello.get("to", ""))[:_MAX_ADDRESS_CHARACTERS]
         if dialled != self._address:
-            if os.environ.get(TRANSLATED) != "1":
+            if os.environ.get(NAT_VARIABLE) != "1":
                 raise AuthenticationError(
                     f"peer wanted {dialled!r}, this is {self._address}: it is relayed, or"
-                    f" addresses are translated between the nodes (then set {TRANSLATED}=1)"
+                    f" addresses are translated between the nodes (then set {NAT_VARIABLE}=1)"
                 )
             self._address = dialled
         self._nonces = f"{self._peer_nonce}|{self._nonce}"
@@ -147,7 +147,7 @@ class Handshake:
         self._check(answer, "answer", "connect")
 
     def direction(self, label: str) -> records.Direction:
-        """Return the records that the side with this label ("connect" or "accept") will send."""
+        """Return the direction in which the side with this label ("connect" or "accept") sends."""
         return records.Direction(self._digest(f"records of {label}"))
 
     def _digest(self, label: str) -> bytes:
@@ -177,7 +177,7 @@ def connect(
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         handshake = Handshake(secret, realm, address_of(connection.getpeername()))
         framing.send(connection, handshake.hello())
-        framing.send(connection, handshake.answer(framing.receive(connection, _HANDSHAKE_BYTES)))
+        framing.send(connection, handshake.answer(framing.receive(connection, _MAX_FRAME_BYTES)))
         connection.begin(handshake.direction("connect"), handshake.direction("accept"))
     except BaseException:
         connection.close()
@@ -186,26 +186,26 @@ def connect(
 
 
 def accept(connection: records.RecordSocket, secret: bytes, realm: str) -> None:
-    """Authenticate an accepted connection, which then uses records; its timeout is set."""
+    """Authenticate an accepted connection, which then uses records; the caller sets a timeout."""
     handshake = Handshake(secret, realm, address_of(connection.getsockname()))
     try:
-        hello = framing.receive(connection, _HANDSHAKE_BYTES)
+        hello = framing.receive(connection, _MAX_FRAME_BYTES)
     except OtherVersion:
         framing.send(connection, _OTHER_VERSION)
-        connection.recv(_HANDSHAKE_BYTES)  # unread bytes would reset our answer
+        connection.recv(_MAX_FRAME_BYTES)  # closing with unread bytes would discard our answer
         raise
     framing.send(connection, handshake.challenge(hello))
-    handshake.verify(framing.receive(connection, _HANDSHAKE_BYTES))
+    handshake.verify(framing.receive(connection, _MAX_FRAME_BYTES))
     connection.begin(handshake.direction("accept"), handshake.direction("connect"))
 
 
 async def connect_stream(
     reader: records.RecordReader, writer: records.RecordWriter, secret: bytes, realm: str
 ) -> None:
-    """Asyncio form of the connecting side; the caller bounds the time."""
+    """Authenticate as the connecting side, with asyncio; the caller limits the time."""
     handshake = Handshake(secret, realm, address_of(writer.get_extra_info("peername")))
     writer.write(framing.encode(handshake.hello()))
-    challenge = await framing.read_frame(reader, _HANDSHAKE_BYTES)
+    challenge = await framing.read_frame(reader, _MAX_FRAME_BYTES)
     writer.write(framing.encode(handshake.answer(challenge)))
     reader.begin(handshake.direction("accept"))
     writer.begin(handshake.direction("connect"))
@@ -217,24 +217,24 @@ async def accept_stream(
     writer: records.RecordWriter,
     secret: bytes,
     realm: str,
-    greeted: Callable[[], None] = lambda: None,
+    on_hello: Callable[[], None] = lambda: None,
 ) -> None:
-    """Asyncio form of the accepting side; the caller bounds the time. ``greeted()`` is called after
-    the first message of the handshake.
+    """Authenticate as the accepting side, with asyncio; the caller limits the time. ``on_hello()``
+    is called after the first message of the handshake.
 
     Raises ConnectionClosed itself, no subclass, for a peer that left without a message.
     """
     handshake = Handshake(secret, realm, address_of(writer.get_extra_info("sockname")))
     try:
-        hello = await framing.read_frame(reader, _HANDSHAKE_BYTES)
+        hello = await framing.read_frame(reader, _MAX_FRAME_BYTES)
     except OtherVersion:
         writer.write(framing.encode(_OTHER_VERSION))
         raise
     writer.write(framing.encode(handshake.challenge(hello)))
-    greeted()
+    on_hello()
     await writer.drain()
     try:
-        answer = await framing.read_frame(reader, _HANDSHAKE_BYTES)
+        answer = await framing.read_frame(reader, _MAX_FRAME_BYTES)
     except ConnectionClosed as error:
         raise AuthenticationError("peer left without an answer") from error
     handshake.verify(answer)

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from deadpool_megatron.wire.auth import accept_stream
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
-from deadpool_megatron.wire.sealed_records import RecordReader, accepted_stream
+from deadpool_megatron.wire.sealed_records import RecordReader, wrap_accepted
 
 # At the limit a peer has at least this time for its first message, and for the whole handshake,
 # which takes milliseconds where both sides are not busy.
@@ -151,7 +151,7 @@ class Listener:
                     connection.setblocking(False)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    reader, writer = await accepted_stream(connection)
+                    reader, writer = await wrap_accepted(connection)
                     await accept_stream(reader, writer, self._secret, self._run_id, pending.greeted)
             except TimeoutError:
                 limit = f"{self._seconds:g} s"

@@ -30,14 +30,14 @@ from deadpool_megatron.wire import framing
 
 Buffer = bytes | bytearray | memoryview
 _HEADER = struct.Struct(">I")
-_COUNTED = struct.Struct(">QI")
+_NUMBER_AND_HEADER = struct.Struct(">QI")
 _TAG_BYTES = 16
 _BULK = 1 << 31
-_BULK_BYTES = 1 << 20
+_MAX_BULK_BYTES = 1 << 20
 _MAX_BYTES = framing.MAXIMUM_FRAME_BYTES + framing.HEADER_BYTES
-# The digest of larger frames is kept: the coordinator sends the same frame to every agent.
-_SHARED_BYTES = 1 << 14
-_PIECE_BYTES = 1 << 18
+# The MAC of a larger frame covers its digest, which is cached: the coordinator sends the same frame
+# to every agent.
+_MIN_DIGEST_BYTES = 1 << 14
 
 
 class AlteredError(ConnectionError):
@@ -48,7 +48,7 @@ class AlteredError(ConnectionError):
 
 
 class Direction:
-    """The records of a direction of a connection, in order."""
+    """The key and the next number of the records in one direction of a connection."""
 
     def __init__(self, key: bytes) -> None:
         own = hmac.digest(key, b"tag", "sha256")
@@ -59,15 +59,15 @@ class Direction:
     def tag(self, header: int, data: Buffer) -> bytes:
         """Return the tag of the next record."""
         if header & _BULK:
-            proved: Buffer = xxhash.xxh3_128_digest(data, self._seed)
-        elif len(data) > _SHARED_BYTES:
-            proved = _kept_digest(data) if isinstance(data, bytes) else _digest(data)
+            content: Buffer = xxhash.xxh3_128_digest(data, self._seed)
+        elif len(data) > _MIN_DIGEST_BYTES:
+            content = _cached_digest(data) if isinstance(data, bytes) else _digest(data)
         else:
-            proved = data
+            content = data
         self._number += 1
         mac = self._mac.copy()
-        mac.update(_COUNTED.pack(self._number, header))
-        mac.update(proved)
+        mac.update(_NUMBER_AND_HEADER.pack(self._number, header))
+        mac.update(content)
         return mac.digest()
 
     def seal(self, data: bytes) -> bytes:
@@ -84,19 +84,19 @@ def _digest(data: Buffer) -> bytes:
     return hashlib.blake2b(data, digest_size=32).digest()
 
 
-_kept_digest = functools.lru_cache(maxsize=1)(_digest)
+_cached_digest = functools.lru_cache(maxsize=1)(_digest)
 
 
 def _length(header: int) -> int:
     """Return the length of a record. Raises AlteredError above the size of a frame."""
     length = header & ~_BULK
-    if length > (_BULK_BYTES if header & _BULK else _MAX_BYTES):
+    if length > (_MAX_BULK_BYTES if header & _BULK else _MAX_BYTES):
         raise AlteredError
     return length
 
 
-class Opener:
-    """A buffer that cuts records out of bytes that arrive in pieces."""
+class Unsealer:
+    """Bytes that arrive in pieces, from which whole records are taken and checked."""
 
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
@@ -120,8 +120,8 @@ class Opener:
         return b"".join(found)
 
     @property
-    def is_between(self) -> bool:
-        """Return whether no part of a record has arrived."""
+    def is_at_boundary(self) -> bool:
+        """Return whether the buffer holds no part of a record."""
         return not self._bytes
 
 
@@ -130,7 +130,7 @@ class RecordSocket(socket.socket):
 
     _out: Direction | None = None
     _in: Direction | None = None
-    _left = memoryview(b"")
+    _unread = memoryview(b"")
 
     @staticmethod
     def of(connection: socket.socket) -> RecordSocket:
@@ -160,10 +160,10 @@ class RecordSocket(socket.socket):
             super().sendall(view)
             return
         view = view.cast("B")
-        for start in range(0, len(view), _BULK_BYTES):
-            piece = view[start : start + _BULK_BYTES]
+        for start in range(0, len(view), _MAX_BULK_BYTES):
+            piece = view[start : start + _MAX_BULK_BYTES]
             header = len(piece) | _BULK
-            # First, because the kernel then finds the bytes in the cache.
+            # The tag is computed first, so that the kernel finds the bytes in the CPU's cache.
             tag = self._out.tag(header, piece)
             super().sendall(_HEADER.pack(header), socket.MSG_MORE)
             super().sendall(piece, socket.MSG_MORE)
@@ -175,7 +175,7 @@ class RecordSocket(socket.socket):
             return super().recv_into(buffer, nbytes, flags)
         target = memoryview(buffer).cast("B")
         target = target[: nbytes or len(target)]
-        if not self._left:
+        if not self._unread:
             whole = bytearray(_HEADER.size)
             if not self._fill(memoryview(whole), at_boundary=True):
                 return 0
@@ -188,16 +188,16 @@ class RecordSocket(socket.socket):
             self._in.check(header, data, tag)
             if fits:
                 return length
-            self._left = data
-        count = min(len(target), len(self._left))
-        target[:count] = self._left[:count]
-        self._left = self._left[count:]
+            self._unread = data
+        count = min(len(target), len(self._unread))
+        target[:count] = self._unread[:count]
+        self._unread = self._unread[count:]
         return count
 
     def pending(self) -> int:
-        """Return the number of verified bytes in this process, which the descriptor does not
-        show."""
-        return len(self._left)
+        """Return the number of verified bytes in this process, which a poll of the descriptor does
+        not show."""
+        return len(self._unread)
 
     def _fill(self, target: memoryview, *, at_boundary: bool = False) -> bool:
         filled = 0
@@ -217,32 +217,32 @@ class RecordReader(asyncio.StreamReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._opener: Opener | None = None
+        self._unsealer: Unsealer | None = None
         self._take: Callable[[bytes], object] | None = None
         self._end: asyncio.Future[None] | None = None
 
     def begin(self, receiving: Direction) -> None:
-        """Start the records after the handshake, perhaps with some already there."""
-        self._opener = Opener(receiving)
-        if arrived := self._taken_out():
+        """Start the records after the handshake; bytes of some may have arrived already."""
+        self._unsealer = Unsealer(receiving)
+        if arrived := self._pop_bytes():
             self.feed_data(arrived)
 
-    async def listen(self, take: Callable[[bytes], object]) -> None:
-        """Call ``take`` with all bytes until the connection ends, in the loop's callback.
+    async def pass_to(self, take: Callable[[bytes], object]) -> None:
+        """Call ``take`` with all bytes until the connection ends.
 
-        With thousands of connections a task's turn for each message would be too expensive. Raises
-        OSError, and as ``take`` does.
+        The callback of the event loop calls it: with thousands of connections, it would cost too
+        much to wake a task for each message. Raises OSError, and the errors of ``take``.
         """
         if (error := self.exception()) is not None:
             raise error
-        take(self._taken_out())
+        take(self._pop_bytes())
         if self.at_eof():
             return
         self._take, self._end = take, asyncio.get_running_loop().create_future()
         await self._end
 
-    def _taken_out(self) -> bytes:
-        # The base class cannot return the present bytes without waiting when there are none.
+    def _pop_bytes(self) -> bytes:
+        # The base class has no read that returns at once where there are no bytes.
         waiting: bytearray = self._buffer  # type: ignore[attr-defined]
         taken = bytes(waiting)
         waiting.clear()
@@ -254,7 +254,7 @@ class RecordReader(asyncio.StreamReader):
         if self.exception() is not None:
             return
         try:
-            opened = data if self._opener is None else self._opener.feed(data)
+            opened = data if self._unsealer is None else self._unsealer.feed(data)
             if self._take is None:
                 super().feed_data(opened)
             else:
@@ -264,7 +264,7 @@ class RecordReader(asyncio.StreamReader):
 
     def feed_eof(self) -> None:
         """See asyncio.StreamReader."""
-        if self._opener is not None and not self._opener.is_between:
+        if self._unsealer is not None and not self._unsealer.is_at_boundary:
             self.set_exception(framing.ConnectionCut("connection closed in the middle of a record"))
         super().feed_eof()
         if self._end is not None and not self._end.done():
@@ -287,24 +287,24 @@ class RecordWriter(asyncio.StreamWriter):
         self._sending = sending
 
     def write(self, data: Buffer) -> None:
-        """Queue bytes, at most those of a frame."""
+        """Queue the bytes of at most one frame."""
         super().write(data if self._sending is None else self._sending.seal(bytes(data)))
 
 
 async def open_stream(address: tuple[str, int]) -> tuple[RecordReader, RecordWriter]:
     """Connect; the caller bounds the time."""
-    loop, (reader, protocol) = asyncio.get_running_loop(), _ends()
+    loop, (reader, protocol) = asyncio.get_running_loop(), _create_reader()
     transport, _ = await loop.create_connection(lambda: protocol, *address)
     return reader, RecordWriter(transport, protocol, reader, loop)
 
 
-async def accepted_stream(connection: socket.socket) -> tuple[RecordReader, RecordWriter]:
+async def wrap_accepted(connection: socket.socket) -> tuple[RecordReader, RecordWriter]:
     """Return the streams of an accepted connection; the caller bounds the time."""
-    loop, (reader, protocol) = asyncio.get_running_loop(), _ends()
+    loop, (reader, protocol) = asyncio.get_running_loop(), _create_reader()
     transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
     return reader, RecordWriter(transport, protocol, reader, loop)
 
 
-def _ends() -> tuple[RecordReader, asyncio.StreamReaderProtocol]:
+def _create_reader() -> tuple[RecordReader, asyncio.StreamReaderProtocol]:
     reader = RecordReader()
     return reader, asyncio.StreamReaderProtocol(reader)

@@ -168,7 +168,7 @@ def test_strangers_at_a_vault(tmp_path):
 def test_a_vault_is_no_other_service(tmp_path, realm, monkeypatch):
     """A peer that dials the coordinator or another vault is refused, also
     where addresses are translated."""
-    monkeypatch.setenv(auth.TRANSLATED, "1")
+    monkeypatch.setenv(auth.NAT_VARIABLE, "1")
     with cluster(tmp_path, 1) as running:
         secret = auth.load_secret(running.directory)
         with pytest.raises(framing.WireError):

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.auth import AuthenticationError
-from deadpool_megatron.wire.sealed_records import AlteredError, Direction, Opener, RecordSocket
+from deadpool_megatron.wire.sealed_records import AlteredError, Direction, RecordSocket, Unsealer
 from tests.wire.visitors import SECONDS, SECRET, enter, open_door
 
 KEY = b"k" * 32
@@ -27,11 +27,11 @@ def sealed(*contents: bytes) -> list[bytes]:
 
 @given(st.lists(st.binary(max_size=300), max_size=8), st.integers(1, 50))
 def test_pieces_of_any_size_give_the_same_bytes(contents, size):
-    data, opener, found = b"".join(sealed(*contents)), Opener(Direction(KEY)), b""
+    data, unsealer, found = b"".join(sealed(*contents)), Unsealer(Direction(KEY)), b""
     for start in range(0, len(data), size):
-        found += opener.feed(data[start : start + size])
+        found += unsealer.feed(data[start : start + size])
     assert found == b"".join(contents)
-    assert opener.is_between
+    assert unsealer.is_at_boundary
 
 
 @given(st.data())
@@ -40,9 +40,9 @@ def test_any_changed_bit_is_noticed(data):
     whole = bytearray(b"".join(sealed(*contents)))
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))
     whole[bit // 8] ^= 1 << (bit % 8)
-    opener = Opener(Direction(KEY))
+    unsealer = Unsealer(Direction(KEY))
     try:
-        found = opener.feed(bytes(whole))
+        found = unsealer.feed(bytes(whole))
     except AlteredError:
         return
     # A longer length waits for bytes that do not come; the records before it are unchanged.
@@ -62,15 +62,15 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_altered_records_are_refused(change):
-    opener = Opener(Direction(KEY))
+    unsealer = Unsealer(Direction(KEY))
     with pytest.raises(AlteredError):
-        opener.feed(b"".join(CHANGES[change](sealed(b"one", b"two", b"three"))))
+        unsealer.feed(b"".join(CHANGES[change](sealed(b"one", b"two", b"three"))))
 
 
 def test_no_length_is_believed_beyond_that_of_a_frame():
     for header in (b"\x7f\xff\xff\xff", b"\x80\x20\x00\x01"):
         with pytest.raises(AlteredError):
-            Opener(Direction(KEY)).feed(header)
+            Unsealer(Direction(KEY)).feed(header)
 
 
 def pair() -> tuple[RecordSocket, RecordSocket]:
@@ -155,7 +155,7 @@ class Between:
 
 async def test_relay_without_the_secret_is_refused(monkeypatch):
     """It has the port of a former coordinator, and passes the handshake on."""
-    monkeypatch.delenv(auth.TRANSLATED, raising=False)
+    monkeypatch.delenv(auth.NAT_VARIABLE, raising=False)
     async with open_door() as (inside, address):
         with (
             Between(address, lambda data: data) as relay,
@@ -169,7 +169,7 @@ async def test_relay_without_the_secret_is_refused(monkeypatch):
 
 async def test_relay_that_rewrites_the_address_is_refused(monkeypatch):
     """The proof is of the address that was dialled, not of that in the message."""
-    monkeypatch.delenv(auth.TRANSLATED, raising=False)
+    monkeypatch.delenv(auth.NAT_VARIABLE, raising=False)
     place: list[Between] = []
     async with open_door() as (inside, address):
 

@@ -354,7 +354,7 @@ class Peers:
                 self._hand_over(peer, message, self._take)
 
         try:
-            await reader.listen(take)
+            await reader.pass_to(take)
         except OSError as error:
             # The stream was cut or altered on its way. A live agent sees the reset and reconnects.
             reset(peer.writer)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import Handshake, address_of
 from deadpool_megatron.wire.framing import FrameBuffer, encode
-from deadpool_megatron.wire.sealed_records import Direction, Opener
+from deadpool_megatron.wire.sealed_records import Direction, Unsealer
 
 _LONG_BYTES = 16 << 10
 _decode = framing.decode_body
@@ -47,7 +47,7 @@ class Wire(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._handshake: Handshake | None = None
         self._sending: Direction | None = None
-        self._opener: Opener | None = None
+        self._opener: Unsealer | None = None
         self._frames = FrameBuffer()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -77,7 +77,7 @@ class Wire(asyncio.Protocol):
         self.write(encode(self._handshake.answer(challenge)))
         # The coordinator sends nothing more before this node's message.
         self._sending = self._handshake.direction("connect")
-        self._opener = Opener(self._handshake.direction("accept"))
+        self._opener = Unsealer(self._handshake.direction("accept"))
         self.write(encode(self._agent.join()))
 
     def write(self, data: bytes) -> None:

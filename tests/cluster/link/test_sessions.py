@@ -13,7 +13,7 @@ from deadpool_megatron.cluster.link.agent_link import Contact, CoordinatorLink, 
 from deadpool_megatron.cluster.link.message_limits import answer_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.auth import TRANSLATED
+from deadpool_megatron.wire.auth import NAT_VARIABLE
 from deadpool_megatron.wire.framing import reset
 from deadpool_megatron.wire.listener import Listener
 from tests.cluster.link.line import Agent, How, Line, Office, play
@@ -143,7 +143,7 @@ class Proxy:
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_altered_record_costs_a_connection_and_no_node(monkeypatch, direction):
-    monkeypatch.setenv(TRANSLATED, "1")
+    monkeypatch.setenv(NAT_VARIABLE, "1")
 
     async def scenario(office: Office, address: tuple[str, int]) -> None:
         proxy = Proxy(address)
