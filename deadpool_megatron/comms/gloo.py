@@ -39,11 +39,12 @@ from deadpool_megatron.comms.in_flight.waiters import Abandoned
 from deadpool_megatron.comms.in_flight.works import HostWork, communication_failed, is_asynchronous
 from deadpool_megatron.comms.inner import COMMUNICATION, POINT_TO_POINT, GroupSpec
 
-#: operations whose inner Work is run by wait() itself, which then takes no notice of a timeout
+#: operations whose inner Work is run by wait() itself, which then ignores a timeout
 _RUN_BY_WAIT = frozenset(name for name in COMMUNICATION if "reduce_scatter" in name)
+#: operations whose waits another thread makes: see ``handed`` of HostWork
 _HANDED = POINT_TO_POINT | _RUN_BY_WAIT
-#: as c10d: with a single thread, small collectives in a row take up to ten times as long on busy
-#: cores. With several threads an operation of gloo must not be used: comms/gathers.py
+#: as in c10d: with a single thread, small collectives in a row take up to ten times as long on busy
+#: cores. With several threads, ALLGATHER_COALESCED corrupts memory: comms/gathers.py replaces it
 _THREADS_PER_GROUP = 2
 _DEVICE_ATTEMPTS = 5
 _device_lock = threading.Lock()
@@ -58,7 +59,7 @@ class GlooFabric(inner.Fabric):
         self._epoch = epoch
         self._lock = threading.Lock()
         self._device: Any
-        self._device, self._epoll = _create_known_device(address)
+        self._device, self._epoll = _create_device(address)
 
     def create(self, spec: GroupSpec, store: Store) -> GlooGroup:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -74,12 +75,13 @@ class GlooFabric(inner.Fabric):
         plain._set_default_backend(ProcessGroup.BackendType.GLOO)
         for device in {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}:
             plain._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, backend)
-        if hasattr(ProcessGroup, "_set_sequence_number_for_group"):  # torch 2.15 counts from zero
+        # torch 2.15 has no such method and counts from zero.
+        if hasattr(ProcessGroup, "_set_sequence_number_for_group"):
             backend._set_sequence_number_for_group()
         return GlooGroup(spec, self._epoch, plain, backend)
 
     def abort(self) -> None:
-        # For lack of descriptors connections stay uncut, and a drain aborts again.
+        # Without free descriptors, connections stay uncut until the flush aborts again.
         with self._lock, contextlib.suppress(OSError):
             if self._device is not None:
                 cut_connections(self._epoll)
@@ -106,9 +108,9 @@ class GlooGroup(inner.InnerGroup):
         self.place = spec.place
         self.size = spec.size
         limits = epoch.limits
-        self._usual = spec.timeout or timedelta(seconds=limits.operation_timeout_seconds)
+        self._timeout = spec.timeout or timedelta(seconds=limits.operation_timeout_seconds)
         longest = timedelta(seconds=limits.long_operation_seconds)
-        self._longest = max(longest, spec.requested_timeout or longest)
+        self._long_timeout = max(longest, spec.requested_timeout or longest)
         self._plain = plain
         self._backend = backend
         self._starts: dict[str, Callable[..., Any]] = {
@@ -165,7 +167,7 @@ class GlooGroup(inner.InnerGroup):
         except Abandoned:
             pass
         except RuntimeError:
-            # It names the missing ranks for the caller, unless the close ended it.
+            # Unless the epoch was closed, the error names the missing ranks for the caller.
             if not epoch.closed:
                 raise
         finally:
@@ -173,11 +175,11 @@ class GlooGroup(inner.InnerGroup):
         epoch.check("monitored_barrier")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._usual = timeout
+        self._timeout = timeout
         self.allow_long_waits(self.epoch.allows_long_waits)
 
     def allow_long_waits(self, allows_long_waits: bool) -> None:
-        limit = max(self._usual, self._longest) if allows_long_waits else self._usual
+        limit = max(self._timeout, self._long_timeout) if allows_long_waits else self._timeout
         self._backend._set_default_timeout(limit)
 
     def close(self) -> None:
@@ -185,8 +187,8 @@ class GlooGroup(inner.InnerGroup):
         self._plain = self._backend = None
 
 
-def _create_known_device(address: str) -> tuple[Any, int]:
-    """Return a new device and its epoll descriptor. Eager: lazy devices hang when a peer dies."""
+def _create_device(address: str) -> tuple[Any, int]:
+    """Return a new device and its epoll descriptor. A lazy device hangs when a peer dies."""
     for _ in range(_DEVICE_ATTEMPTS):
         with _device_lock:
             before = set().union(*listening_epolls().values())
@@ -229,9 +231,10 @@ def cut_connections(epoll: int) -> None:
 
 
 def _sockets(epoll: int) -> Iterator[tuple[socket.socket, bool]]:
-    """Yield duplicates of the TCP sockets registered with ``epoll``, each closed after its turn.
+    """Yield each TCP socket registered with ``epoll``, and whether it is a listener.
 
-    Raises OSError for lack of descriptors: a socket that cannot be inspected may be connected.
+    The socket is a duplicate, closed before the next is yielded. Raises OSError for lack
+    of descriptors: a socket that cannot be inspected may be connected.
     """
     try:
         listing = Path(f"/proc/self/fdinfo/{epoll}").read_text()
@@ -272,7 +275,7 @@ def _allgather(
 ) -> Any:
     """ProcessGroup.allgather; ``output_lists`` = [[output of each rank]], ``inputs`` = [input]."""
     outputs = output_lists[0] if output_lists else ()
-    if isinstance(outputs, torch.Tensor) or _even(outputs):
+    if isinstance(outputs, torch.Tensor) or _is_even(outputs):
         return plain.allgather(output_lists, inputs, *args, **kwargs)
     source = (inputs if isinstance(inputs, torch.Tensor) else inputs[0]).detach()
     buffers = [torch.empty_like(o, memory_format=torch.contiguous_format) for o in outputs]
@@ -297,7 +300,7 @@ def _reduce_scatter(
     """ProcessGroup.reduce_scatter; ``outputs`` = [output], ``input_lists`` = [[input of each
     rank]]."""
     inputs = input_lists[0] if input_lists else ()
-    if isinstance(outputs, torch.Tensor) or isinstance(inputs, torch.Tensor) or _even(inputs):
+    if isinstance(outputs, torch.Tensor) or isinstance(inputs, torch.Tensor) or _is_even(inputs):
         return plain.reduce_scatter(outputs, input_lists, *args, **kwargs)
     given = kwargs.get("opts", args[0] if args else None)
     buffers = [i.clone(memory_format=torch.contiguous_format) for i in inputs]
@@ -313,5 +316,6 @@ def _reduce_scatter(
     return SeveralWorks(works, [(outputs[0], result)], buffers)
 
 
-def _even(tensors: Sequence[torch.Tensor]) -> bool:
+def _is_even(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether all tensors have the same size."""
     return len({tensor.numel() for tensor in tensors}) < 2

@@ -133,7 +133,8 @@ class HostWork(SeamWork):
     receive closes all connections), so another thread makes it; otherwise it is waited for in
     slices. ``operands`` are kept until completion: by value of storage (aliases) if the caller may
     exchange the storage of its tensors meanwhile, as Megatron's deallocate_output_tensor does.
-    ``writes``: whether it writes into memory of the caller while it runs.
+    ``writes``: whether it writes into memory of the caller while it runs. ``after`` is called when
+    it has finished.
     """
 
     __slots__ = (
