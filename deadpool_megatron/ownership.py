@@ -1,9 +1,10 @@
 """Permitted owners of a file or directory, checked before its content is trusted.
 
-The owner is this process's user, or root, and no other user may write to it. The content of a run
-directory is carried out: its command is run, its settings name hosts that get passwords, its
-listings name processes to kill. So every command checks it here first. Names in shared memory can
-be guessed, and other users of the host can create them first: such a directory must be private.
+The owner is this process's user, or root, and no other user may write to it. Commands act on
+the content of a run directory: they run its command, send passwords to hosts that its settings
+name, and kill processes that its listings name. So every command checks it here first. Names in
+shared memory can be guessed, and other users of the host can create them first: a directory there
+must be private.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from pathlib import Path
 
 from deadpool_megatron import UserError
 
-# Colon-separated absolute directories, trusted with any owner: storage that shows files under other
-# numbers, or a directory that a group shares on purpose.
-TRUSTED = "DEADPOOL_TRUSTED_DIRECTORIES"
+# Colon-separated absolute directories, trusted with any owner: storage that shows other
+# owners than the real ones, or a directory that a group shares on purpose.
+TRUSTED_VARIABLE = "DEADPOOL_TRUSTED_DIRECTORIES"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
-# A container shows it as the owner of files with an unknown owner, root's included.
+# A container shows this owner for the files of users, root included, that it does not know.
 _UNKNOWN_OWNER = 65534
 
 
 class OwnershipError(UserError):
-    """Another user could have written it; the message is one clear line."""
+    """Another user could have written a file or directory; the message is one clear line."""
 
 
 def check_directory(path: Path) -> None:
@@ -47,7 +48,7 @@ def check_directory(path: Path) -> None:
     if stat.S_ISDIR(facts.st_mode) and facts.st_mode & _OTHERS_WRITE and not _is_trusted(path):
         raise OwnershipError(
             f"{path} can be written by others, and what it says is carried out: chmod go-w it, or"
-            f" name it in {TRUSTED}"
+            f" name it in {TRUSTED_VARIABLE}"
         )
 
 
@@ -56,8 +57,8 @@ def danger_above(path: Path) -> str:
     where only this user and root can, or where the user trusts it.
 
     A user with write access to a directory above it may rename the entries that lead to it, unless
-    the sticky bit is set there, as in /tmp. That is no reason to refuse, as in directories of a
-    team. Below a directory that no other user can enter everything is out of reach.
+    the sticky bit is set there, as in /tmp. It is a reason to warn, not to refuse: directories of
+    teams are like that. Everything below a directory that no other user can enter is out of reach.
     """
     if _is_trusted(path):
         return ""
@@ -83,7 +84,7 @@ def danger_above(path: Path) -> str:
 
 
 def is_private(path: Path) -> bool:
-    """Return whether it is a directory, no link, of this user that no other user can enter."""
+    """Return whether it is a directory of this user, not a link, that no other user can enter."""
     try:
         facts = os.lstat(path)
     except OSError:
@@ -108,14 +109,14 @@ def make_private(path: Path) -> None:
         raise OwnershipError(
             f"{path} is there already and is not a directory of this user alone (mode 0700): what"
             " is written there could be read or replaced; remove it, or have its owner remove it,"
-            f" or name the directory above it in {TRUSTED}"
+            f" or name the directory above it in {TRUSTED_VARIABLE}"
         )
 
 
 def check_checkpoint(path: Path) -> None:
     """Raise OwnershipError unless this user or root owns the directory and everything in it.
 
-    A load unpickles its index. A group may write to it, as with a umask of 002.
+    Loading a checkpoint unpickles its index. A group may have write access, as with umask 002.
     """
     for entry in (path, *path.rglob("*")):
         facts = os.lstat(entry)
@@ -143,10 +144,10 @@ def open_regular(path: Path) -> int:
 
 
 def open_own(path: Path, *, secret: bool = False) -> int:
-    """Return a descriptor for reading, of a file checked after its opening.
+    """Open a file for reading, check it, and return its descriptor.
 
-    It must be no link, of this user or root, and not writable by others; ``secret``: nor readable
-    by them. Raises OwnershipError, or OSError when it cannot be opened.
+    It must belong to this user or root, and be neither a link nor writable by others; with
+    ``secret`` also not readable by them. Raises OwnershipError, or OSError if it cannot be opened.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -172,12 +173,12 @@ def _check_owner(path: Path, facts: os.stat_result) -> None:
     if facts.st_uid not in (os.geteuid(), 0) and not _is_trusted(path):
         raise OwnershipError(
             f"{path} belongs to user {facts.st_uid}, and what it says would be carried out as user"
-            f" {os.geteuid()}: have it in a directory of your own, or name it in {TRUSTED}"
+            f" {os.geteuid()}: have it in a directory of your own, or name it in {TRUSTED_VARIABLE}"
         )
 
 
 def _is_trusted(path: Path) -> bool:
-    named = filter(None, os.environ.get(TRUSTED, "").split(":"))
+    named = filter(None, os.environ.get(TRUSTED_VARIABLE, "").split(":"))
     # The real path, as ``..`` and links lead out of a directory.
     place = Path(os.path.realpath(path))
     return any(place.is_relative_to(os.path.realpath(name)) for name in named)
