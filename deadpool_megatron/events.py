@@ -269,16 +269,16 @@ class EventTail:
         self._path, self._complain = path, complain
         self._offsets: dict[Path, int] = {}
 
-    def leave_out(self, all_but_bytes: int) -> None:
-        """Skip all present events but those of the newest bytes. Raises OSError."""
+    def skip_all_but(self, newest_bytes: int) -> None:
+        """Skip all present events but those in the newest bytes of the files. Raises OSError."""
         for path in reversed(event_files(self._path)):
             with os.fdopen(ownership.open_regular(path), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size > all_but_bytes:
-                    file.seek(size - all_but_bytes)
+                if size > newest_bytes:
+                    file.seek(size - newest_bytes)
                     file.readline()  # the rest of a line
                     self._offsets[path] = file.tell()
-            all_but_bytes = max(0, all_but_bytes - size)
+            newest_bytes = max(0, newest_bytes - size)
 
     def poll(self) -> list[Event]:
         """Return new events in order, without waiting, and without an unfinished line.

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import deadpool_megatron
-from deadpool_megatron.preflight.host import VISIBLE
+from deadpool_megatron.preflight.host import GPU_VARIABLE
 from tests.common import gpus
 
 ROOT = Path(__file__).parents[1]
@@ -53,14 +53,14 @@ def requirements_of(project: dict[str, Any]) -> list[Requirement]:
 
 
 def test_tests_see_no_gpu_unless_they_ask_for_it(monkeypatch):
-    assert os.environ[VISIBLE] == ""
-    monkeypatch.setenv(VISIBLE, "2,3")
+    assert os.environ[GPU_VARIABLE] == ""
+    monkeypatch.setenv(GPU_VARIABLE, "2,3")
     monkeypatch.delenv("DEADPOOL_TEST_GPUS")
     gpus.hide()
-    assert os.environ[VISIBLE] == ""
+    assert os.environ[GPU_VARIABLE] == ""
     gpus.hide()
     gpus.show()
-    assert os.environ[VISIBLE] == "2,3"
+    assert os.environ[GPU_VARIABLE] == "2,3"
 
 
 def test_the_version_is_the_same_everywhere(project):

@@ -1,7 +1,7 @@
 """Trains a small GPT with tensor, pipeline and data parallelism (2 x 2 x 2) twice, on 4 nodes of 2
 processes and 1 spare. In the second run the process of role 0 kills its whole node with SIGKILL
-in the middle of a backward pass, so that the moment is exact. Both runs use CPUs and gloo, even on
-a machine with GPUs.
+in the middle of a backward pass: no other process could do so at an exact moment. Both runs use
+CPUs and gloo, even on a machine with GPUs.
 
 Exit status: 0 bit-identical, 1 not, 2 something needed is missing.
 """
@@ -35,12 +35,12 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.observe.story import PHASES, Interruption
-from deadpool_megatron.preflight.host import VISIBLE, visible_gpus
+from deadpool_megatron.preflight.host import GPU_VARIABLE, visible_gpus
 from deadpool_megatron.process_names import interpreter
 
 CONFIG = "configs/tiny.args"
 _POLL_SECONDS = 0.05
-# The learning rate of the configuration warms up for five.
+# The configuration warms the learning rate up for five iterations; a few more follow.
 _MIN_ITERATIONS = 8
 
 
@@ -76,28 +76,29 @@ class DemoSize:
     pipeline: int = 2
 
 
-#: Without visible GPUs, so that the numbers of both runs can be compared.
-ON_CPUS = DemoSize(2, 2, "gloo", {VISIBLE: ""})
+#: Without visible GPUs, whose numbers may differ between the runs.
+ON_CPUS = DemoSize(2, 2, "gloo", {GPU_VARIABLE: ""})
 #: Each process needs a GPU of its own, also on the spare node.
 ON_GPUS = DemoSize(1, 1, "nccl", {})
 
 
-def launch_command(run_directory: Path, iterations: int, shape: DemoSize = ON_CPUS) -> list[str]:
+def launch_command(run_directory: Path, iterations: int, size: DemoSize = ON_CPUS) -> list[str]:
     """Return the command that a user would type, with this interpreter."""
     return [
         *interpreter("-m", "deadpool_megatron", "run"),
-        *("--nodes", str(shape.nodes), "--spares", str(shape.spares)),
-        *("--nproc-per-node", str(shape.nproc_per_node), "--run-dir", str(run_directory)),
-        *("--quiet", "--deadpool-communicator", shape.communicator, "--"),
+        *("--nodes", str(size.nodes), "--spares", str(size.spares)),
+        *("--nproc-per-node", str(size.nproc_per_node), "--run-dir", str(run_directory)),
+        *("--quiet", "--deadpool-communicator", size.communicator, "--"),
         *("-m", "deadpool_megatron.trainer", f"@{find_shipped(CONFIG)}"),
-        *("--tensor-model-parallel-size", str(shape.tensor)),
-        *("--pipeline-model-parallel-size", str(shape.pipeline)),
+        *("--tensor-model-parallel-size", str(size.tensor)),
+        *("--pipeline-model-parallel-size", str(size.pipeline)),
         *("--use-distributed-optimizer", "--train-iters", str(iterations)),
     ]
 
 
-def kill_in_backward(iteration: int, target: str = "node") -> dict[str, Any]:
-    """Return the fault that kills the process of role 0 (``self``) or its whole node (``node``)."""
+def kill_fault(iteration: int, target: str = "node") -> dict[str, Any]:
+    """Return the fault that kills the process of role 0 (target ``self``) or its whole node
+    (``node``) in the backward pass of an iteration."""
     return {
         "id": f"kill-{target}-of-role-0",
         "point": "backward",
@@ -111,8 +112,8 @@ def kill_in_backward(iteration: int, target: str = "node") -> dict[str, Any]:
 def train(
     command: list[str], environment: Mapping[str, str], directory: Path, display: Display
 ) -> int:
-    """Run ``deadpool run`` and show its events; return its exit status. An interrupt ends the run
-    first. ``directory``: its run directory.
+    """Run ``deadpool run`` and show its events; return its exit status. ``directory``: its run
+    directory. When the demo is interrupted, the run is ended before the exception goes on.
     """
     follower = Follower(RunDirectory(directory), display)
     # In its own session: Ctrl-C in the terminal reaches only the demo.
@@ -137,11 +138,11 @@ def run_once(
     name: str,
     iterations: int,
     fault: dict[str, Any] | None = None,
-    shape: DemoSize = ON_CPUS,
+    size: DemoSize = ON_CPUS,
 ) -> DemoRun:
     """Run to the end in ``base/name``, with ``fault`` if given. Raises DemoError."""
     directory = base / name
-    environment = {**os.environ, **shape.environment}
+    environment = {**os.environ, **size.environment}
     environment.pop(FAULTS_VARIABLE, None)
     fired = None
     if fault is not None:
@@ -149,7 +150,7 @@ def run_once(
         plan.write_text(json.dumps([fault], indent=1))
         environment[FAULTS_VARIABLE] = str(plan)
         fired = base / f"{plan.name}.fired" / fault["id"]
-    command = launch_command(directory, iterations, shape)
+    command = launch_command(directory, iterations, size)
     began = time.monotonic()
     if status := train(command, environment, directory, display):
         bad = ExitStatus.BAD_INPUT
@@ -166,13 +167,13 @@ def run_once(
 @dataclass(frozen=True)
 class Outcome:
     """The findings of the demo. ``kill_to_next_step``: seconds from the kill to the end of the
-    interrupted step, by the demo's own clock."""
+    interrupted step, by the clock of this host."""
 
     undisturbed: DemoRun
     failed: DemoRun
     comparison: Comparison
     recovery: Interruption
-    killed_in: int
+    kill_iteration: int
     kill_to_next_step: float | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,7 +181,7 @@ class Outcome:
         return {
             **self.comparison.to_dict(),
             "iterations": self.undisturbed.result.iterations,
-            "killed_in_iteration": self.killed_in,
+            "killed_in_iteration": self.kill_iteration,
             "cause": self.recovery.cause,
             "phases": dict(self.recovery.phases),
             "recovery_seconds": self.recovery.seconds,
@@ -198,7 +199,7 @@ class Outcome:
         }
 
 
-def judge(undisturbed: DemoRun, failed: DemoRun, killed_in: int) -> Outcome:
+def compare_runs(undisturbed: DemoRun, failed: DemoRun, kill_iteration: int) -> Outcome:
     """Compare the runs. Raises DemoError if the kill or the recovery did not happen."""
     if failed.killed_at is None:
         raise DemoError("the node was not killed: the planned fault was never injected", 1)
@@ -208,14 +209,14 @@ def judge(undisturbed: DemoRun, failed: DemoRun, killed_in: int) -> Outcome:
         comparison = compare_results(undisturbed.result, failed.result)
     except ResultError as error:
         raise DemoError(str(error), 1) from error
-    ends = [step.wall_seconds for step in failed.result.story.steps.after(killed_in - 1)]
+    ends = [step.wall_seconds for step in failed.result.story.steps.after(kill_iteration - 1)]
     seconds = min(ends) - failed.killed_at if ends else None
     recovery = failed.result.recoveries[0]
-    return Outcome(undisturbed, failed, comparison, recovery, killed_in, seconds)
+    return Outcome(undisturbed, failed, comparison, recovery, kill_iteration, seconds)
 
 
 def summary_lines(outcome: Outcome) -> list[str]:
-    """Return the lines of the table and the verdict, with a sentence as the last line."""
+    """Return the lines of the table and of the comparison; the last line is a sentence."""
     recovery = outcome.recovery
     times = {
         **{f"{name}: {PHASES.get(name)}": value for name, value in recovery.phases.items()},
@@ -274,18 +275,18 @@ def run(args: argparse.Namespace) -> int:
     return 0 if identical else 1
 
 
-def _both_runs(display: Display, base: Path, iterations: int, shape: DemoSize) -> Outcome:
-    killed_in = iterations // 2 + 1
-    processes = shape.nodes * shape.nproc_per_node
+def _both_runs(display: Display, base: Path, iterations: int, size: DemoSize) -> Outcome:
+    kill_iteration = iterations // 2 + 1
+    processes = size.nodes * size.nproc_per_node
     display.line(
-        f"A small GPT in {processes} processes on {shape.nodes} nodes, and {shape.spares} spare"
+        f"A small GPT in {processes} processes on {size.nodes} nodes, and {size.spares} spare"
         f" node.\n\n1. Undisturbed, {iterations} steps"
     )
-    undisturbed = run_once(display, base, "undisturbed", iterations, shape=shape)
+    undisturbed = run_once(display, base, "undisturbed", iterations, size=size)
     text = "The same run, but the node of role 0 is killed in the backward pass of step"
-    display.line(f"\n2. {text} {killed_in}")
-    failed = run_once(display, base, "struck", iterations, kill_in_backward(killed_in), shape)
-    return judge(undisturbed, failed, killed_in)
+    display.line(f"\n2. {text} {kill_iteration}")
+    failed = run_once(display, base, "struck", iterations, kill_fault(kill_iteration), size)
+    return compare_runs(undisturbed, failed, kill_iteration)
 
 
 def _check(args: argparse.Namespace) -> None:

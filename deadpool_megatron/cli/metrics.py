@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 _INTERVAL_SECONDS = 5.0
-# After the end of a run its last numbers remain available for this time.
+# The last numbers of a run remain available for this time after its end.
 _LINGER_SECONDS = 60.0
-_AT = "_timestamp_seconds"
+# End of the name of a gauge that is a point in time.
+_TIME = "_timestamp_seconds"
 #: upper bounds of the histogram of recoveries, in seconds
 RECOVERY_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 
@@ -65,7 +66,7 @@ class RunCollector:
         """Raises RunDirectoryError if there is no run."""
         self._run, self._poller, self._tail = run, StatusPoller(run), EventTail(run.events)
         info = run.read_run(only_to_show=True)
-        self._about = {"run": info.run_id, "version": deadpool_megatron.__version__}
+        self._run_labels = {"run": info.run_id, "version": deadpool_megatron.__version__}
         self._story = Story(RECENT_STEPS + 1)
         self._lock = threading.Lock()
 
@@ -73,7 +74,7 @@ class RunCollector:
         """Yield all metrics as of now."""
         with self._lock:
             self._tail.feed(self._story.take)
-            yield from metrics(self._poller.view(self._story), self._about)
+            yield from metrics(self._poller.view(self._story), self._run_labels)
 
     def is_over(self) -> bool:
         """Return whether the run has its result."""
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _repeat(collector: RunCollector, write: Callable[[], None]) -> None:
     """Write every few seconds, until some time after the end of the run. Raises OSError if the
-    first attempt fails; later errors are printed once for each reason, and retried.
+    first attempt fails; after later errors it tries again, and prints equal errors in a row once.
     """
     write()
     last_error = ""
@@ -127,67 +128,66 @@ def _repeat(collector: RunCollector, write: Callable[[], None]) -> None:
         time.sleep(_INTERVAL_SECONDS)
 
 
-def metrics(seen: View, about: Mapping[str, str]) -> Iterator[Metric]:
-    """Yield all metrics of a run. ``about``: labels.
+def metrics(view: View, run_labels: Mapping[str, str]) -> Iterator[Metric]:
+    """Yield all metrics of a run. ``run_labels``: those of ``deadpool_run_info``.
 
     Names follow Prometheus' conventions: base units, ``_total`` for counters. Labels are few:
     kinds, phases, uses, states, and for memory the node. Counters exist from the start: a server
     sees no increase in a series that begins at 1.
     """
-    run = _core().GaugeMetricFamily("deadpool_run_info", "The run.", labels=list(about))
-    run.add_metric(list(about.values()), 1)
+    run = _core().GaugeMetricFamily("deadpool_run_info", "The run.", labels=list(run_labels))
+    run.add_metric(list(run_labels.values()), 1)
     yield run
-    yield _gauge("up", "Whether the coordinator answers.", int(seen.status is not None))
-    states = {str(state): int(state is seen.state) for state in State}
-    yield _by(
-        "Gauge", "state", "1 for the state of the run, as all views show it.", "state", states
-    )
-    yield from _gauges(seen)
-    yield from _counters(seen)
-    if seen.status is not None:
-        with contextlib.suppress(*DAMAGE):  # its coordinator has another version
-            yield from list(_of_status(seen, seen.status))
+    yield _gauge("up", "Whether the coordinator answers.", int(view.status is not None))
+    states = {str(state): int(state is view.state) for state in State}
+    text = "1 for the state of the run, as all views show it."
+    yield _family("Gauge", "state", text, "state", states)
+    yield from _gauges(view)
+    yield from _counters(view)
+    if view.status is not None:
+        with contextlib.suppress(*DAMAGE):  # the coordinator may have another version
+            yield from list(_status_metrics(view, view.status))
 
 
-def _gauges(seen: View) -> Iterator[Metric]:
-    story, ago = seen.story, seen.step_seconds_ago
+def _gauges(view: View) -> Iterator[Metric]:
+    story, ago = view.story, view.step_seconds_ago
     newest, saved = story.steps.newest(1), story.kept[Kind.DURABLE]
-    since, goodput = story.started_at, story.goodput(seen.until)
-    at = None if ago is None else seen.now + seen.skew - ago  # by the clock of this host
+    since, goodput = story.started_at, story.goodput(view.until)
+    at = None if ago is None else view.now + view.skew - ago  # by the clock of this host
     failures, ended = [each for each in story.failures if not each.planned], story.ended
     text = "Share of the time of nodes with roles that was spent on training."
     rpo = "Most iterations that a failure would cost; +Inf: perhaps all since the last checkpoint."
-    exposed = None if seen.exposed is None else len(seen.exposed)
-    known: list[tuple[str, str, float | None]] = [
+    exposed = None if view.exposed is None else len(view.exposed)
+    gauges: list[tuple[str, str, float | None]] = [
         ("coordinator_term", "Term of the coordinator.", story.term),
-        ("exit_status", "Exit status of the run that has ended.", seen.final.get("exit_status")),
-        ("iteration", "The newest finished iteration.", seen.iteration),
+        ("exit_status", "Exit status of the run that has ended.", view.final.get("exit_status")),
+        ("iteration", "The newest finished iteration.", view.iteration),
         ("exposed_roles", "Roles with fewer copies than wanted.", exposed),
-        ("rpo_iterations", rpo, seen.max_lost),
+        ("rpo_iterations", rpo, view.max_lost),
         ("epoch", "The newest epoch.", story.epoch),
-        (f"start{_AT}", "When the run was started, the last time.", since),
-        (f"last_step{_AT}", "When the newest iteration was finished.", at),
+        (f"start{_TIME}", "When the run was started, the last time.", since),
+        (f"last_step{_TIME}", "When the newest iteration was finished.", at),
         ("goodput_ratio", text, goodput),
         *(("loss", "Loss of the newest finished iteration.", decimal(s.loss)) for s in newest),
         *(("checkpoint_iteration", "The newest durable one.", e.iteration) for e in saved[-1:]),
-        *((f"checkpoint{_AT}", "When it was written.", e.wall_seconds) for e in saved[-1:]),
-        *((f"last_failure{_AT}", "Start of the newest failure.", f.began) for f in failures[-1:]),
+        *((f"checkpoint{_TIME}", "When it was written.", e.wall_seconds) for e in saved[-1:]),
+        *((f"last_failure{_TIME}", "Start of the newest failure.", f.began) for f in failures[-1:]),
         ("step_seconds", f"Median time of the last {RECENT_STEPS} iterations.", story.pace()),
-        (f"end{_AT}", "When the run ended.", ended.wall_seconds if ended else None),
+        (f"end{_TIME}", "When the run ended.", ended.wall_seconds if ended else None),
     ]
-    for name, text, value in known:
+    for name, text, value in gauges:
         if value is not None:
             yield _gauge(name, text, value)
 
 
-def _counters(seen: View) -> Iterator[Metric]:
-    story = seen.story
+def _counters(view: View) -> Iterator[Metric]:
+    story = view.story
     text = "From a failure to the next finished iteration."
     seconds = _core().HistogramMetricFamily("deadpool_recovery_seconds", text, labels=["kind"])
-    over = [failure for failure in story.failures if failure.is_over]
+    resolved = [failure for failure in story.failures if failure.is_over]
     recovered: dict[str, list[float]] = {kind: [] for kind in FailureKind}
     phases = dict.fromkeys(PHASES, 0.0)
-    for failure in over:
+    for failure in resolved:
         recovered.setdefault(failure.kind or "unknown", []).append(failure.seconds or 0.0)
         for phase, spent in failure.phases.items():
             phases[phase] = phases.get(phase, 0.0) + spent
@@ -197,36 +197,36 @@ def _counters(seen: View) -> Iterator[Metric]:
     kinds = [failure.kind for failure in story.shown if not failure.planned]
     failed = {kind: float(kinds.count(kind)) for kind in sorted({*recovered, *kinds})}
     text = "Failures by kind, with those that ended the run."
-    yield _by("Counter", "failures", text, "kind", failed)
+    yield _family("Counter", "failures", text, "kind", failed)
     counted = {kind: len(found) for kind, found in sorted(recovered.items())}
-    yield _by("Counter", "recoveries", "Recoveries by kind of failure.", "kind", counted)
+    yield _family("Counter", "recoveries", "Recoveries by kind of failure.", "kind", counted)
     yield seconds
     text = "Seconds of recoveries by phase."
-    yield _by("Counter", "recovery_phase_seconds", text, "phase", dict(sorted(phases.items())))
+    yield _family("Counter", "recovery_phase_seconds", text, "phase", dict(sorted(phases.items())))
     text = "Iterations computed again."
-    yield _counter("steps_recomputed", text, sum(failure.steps_recomputed or 0 for failure in over))
+    yield _counter("steps_recomputed", text, sum(f.steps_recomputed or 0 for f in resolved))
     text = "Seconds of all roles at the commit gate."
     yield _counter("gate_wait_seconds", text, story.gate_seconds)
     shipped = story.bytes_by_kind.get(Kind.COMMITTED, 0)
     yield _counter("shipped_bytes", "Bytes shipped to protect state.", shipped)
-    uses = {use.value: spent for use, spent in story.account.settled(seen.until).items()}
+    uses = {use.value: spent for use, spent in story.account.settled(view.until).items()}
     text = "Seconds of all nodes by what they went into."
-    yield _by("Counter", "node_time_seconds", text, "use", uses)
+    yield _family("Counter", "node_time_seconds", text, "use", uses)
 
 
-def _of_status(seen: View, status: Mapping[str, Any]) -> Iterator[Metric]:
+def _status_metrics(view: View, status: Mapping[str, Any]) -> Iterator[Metric]:
     nodes = status["nodes"]
     states = dict.fromkeys(map(str, NodeUse), 0)
-    for known in nodes.values():
-        states[known["use"]] += 1
-    memory = {node: known["vault"].get("bytes") for node, known in nodes.items()}
-    yield _by("Gauge", "nodes", "Nodes by state.", "state", states)
+    for facts in nodes.values():
+        states[facts["use"]] += 1
+    memory = {node: facts["vault"].get("bytes") for node, facts in nodes.items()}
+    yield _family("Gauge", "nodes", "Nodes by state.", "state", states)
     yield _gauge("roles", "Roles, each of one process.", len(status["roles"]))
-    yield _by("Gauge", "memory_bytes", "Bytes of generations in shared memory.", "node", memory)
-    yield _by("Gauge", "phase", "The state of the run.", "phase", {status["phase"]: 1})
+    yield _family("Gauge", "memory_bytes", "Bytes of generations in shared memory.", "node", memory)
+    yield _family("Gauge", "phase", "The state of the run.", "phase", {status["phase"]: 1})
     text = "Events that cannot be written to the run directory, and wait in memory."
-    yield _gauge("events_waiting", text, seen.events_waiting)
-    yield _counter("refusals", "Connections and messages refused.", seen.refusals)
+    yield _gauge("events_waiting", text, view.events_waiting)
+    yield _counter("refusals", "Connections and messages refused.", view.refusals)
     yield _gauge("slow_nodes", "Nodes much slower than their peers.", len(status["slow"]))
 
 
@@ -238,8 +238,8 @@ def _counter(name: str, text: str, value: float) -> Any:
     return _core().CounterMetricFamily(f"deadpool_{name}", text, value=value)
 
 
-def _by(family: str, name: str, text: str, label: str, values: Mapping[str, float | None]) -> Any:
-    found = getattr(_core(), f"{family}MetricFamily")(f"deadpool_{name}", text, labels=[label])
+def _family(kind: str, name: str, text: str, label: str, values: Mapping[str, float | None]) -> Any:
+    found = getattr(_core(), f"{kind}MetricFamily")(f"deadpool_{name}", text, labels=[label])
     for key, value in values.items():
         if value is not None:
             found.add_metric([key], value)

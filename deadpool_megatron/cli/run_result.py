@@ -1,4 +1,4 @@
-"""The results of a run: ``final.json`` as typed values, and the story of its events."""
+"""The results of a run: ``final.json`` as typed values, and the facts that its events give."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ResultError(CommandError):
 
 @dataclass(frozen=True)
 class RoleResult:
-    """The final state of a role: the hash of all state, the consumed samples, and short digests of
-    the entries other than weights and optimizer state."""
+    """The final state of a role: the hash of all state, the number of consumed samples, and short
+    digests of each part of the state but weights and optimizer state."""
 
     sha256: str
     samples: int | None
@@ -37,7 +37,7 @@ class RoleResult:
 class RunResult:
     """The contents of ``final.json``, with the story.
 
-    ``resumed_after``: the iteration from which the run was resumed; 0 for a whole run.
+    ``resumed_after``: the iteration from which the run was resumed; 0 for a run from the start.
     """
 
     directory: Path
@@ -70,20 +70,20 @@ def read_story(directory: Path, *, hashes: bool = False) -> Story:
 
 
 def read_recent(directory: Path) -> Story:
-    """Return the story of the newest events, whatever the length of the run; an empty one if they
-    cannot be read."""
+    """Return the story of the newest events, whatever the length of the run; an empty story if
+    they cannot be read."""
     run, story = RunDirectory(directory), Story(RECENT_STEPS + 1)
     with contextlib.suppress(OSError, OwnershipError, RunDirectoryError):
         info, tail = run.read_run(only_to_show=True), EventTail(run.events)
-        story.wanted = info.nodes, info.spares  # the first event may be skipped
-        tail.leave_out(_RECENT_BYTES)
+        story.wanted = info.nodes, info.spares  # the event with these numbers may be skipped
+        tail.skip_all_but(_RECENT_BYTES)
         tail.feed(story.take)
     return story
 
 
-def failure_to_dict(failure: Interruption, seen: View) -> dict[str, Any]:
-    """Return all facts about a failure as JSON values; ``kind`` is its code."""
-    node, story = failure.best.node, seen.story
+def failure_to_dict(failure: Interruption, view: View) -> dict[str, Any]:
+    """Return all facts about a failure as JSON values; ``kind`` is the code of its cause."""
+    node, story = failure.best.node, view.story
     plain = (
         *("number", "cause", "kind", "planned", "last_iteration", "closes", "generation"),
         *("seconds", "steps_recomputed", "exposed_seconds"),
@@ -93,7 +93,7 @@ def failure_to_dict(failure: Interruption, seen: View) -> dict[str, Any]:
         **{name: getattr(failure, name) for name in plain},
         "at": date(failure.began),
         "noticed_at": date(failure.noticed),
-        "to_do": seen.advice(failure),
+        "to_do": view.advice(failure),
         "closed_epoch": failure.closed.epoch,
         "node": node,
         "host": None if node is None else story.hosts.get(node),

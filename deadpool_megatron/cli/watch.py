@@ -63,7 +63,7 @@ class Follower:
     def skip(self, all_but_lines: int = 0) -> None:
         """Skip the present events, except the newest lines: an earlier start of the run has shown
         them, or they are old. Raises OSError."""
-        self._tail.leave_out(_RECENT_BYTES)
+        self._tail.skip_all_but(_RECENT_BYTES)
         kept = deque[tuple[Event, Line]](maxlen=all_but_lines)
         while events := self._tail.poll():
             for event in events:

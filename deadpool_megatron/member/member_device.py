@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from deadpool_megatron import arguments
 from deadpool_megatron.failures import ExitStatus
-from deadpool_megatron.preflight.host import VISIBLE
+from deadpool_megatron.preflight.host import GPU_VARIABLE
 from deadpool_megatron.support import environment as nccl_environment
 
 
@@ -39,7 +39,7 @@ def select_device(communicator: str, local_rank: int) -> str:
     for line in nccl_environment.warnings(os.environ):
         print(f"deadpool: {line}", file=sys.stderr, flush=True)
     print(
-        f"deadpool: GPU {os.environ.get(VISIBLE, '0')}, NCCL {'.'.join(map(str, version))},"
+        f"deadpool: GPU {os.environ.get(GPU_VARIABLE, '0')}, NCCL {'.'.join(map(str, version))},"
         f" {nccl_environment.in_effect(os.environ)}",
         file=sys.stderr,
         flush=True,
@@ -54,7 +54,7 @@ def _select_gpu() -> str:
         torch.cuda.set_device(0)
     except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"no GPU for this process ({VISIBLE}={os.environ.get(VISIBLE)}): {reason}"
+        return f"no GPU for this process ({GPU_VARIABLE}={os.environ.get(GPU_VARIABLE)}): {reason}"
     return ""
 
 

@@ -1,7 +1,7 @@
 """This host: facts from files, limits and package metadata; its GPUs and how they are shared out;
 features of the system that every run needs.
 
-Loads neither torch nor the driver: processes may still be forked.
+Loads neither torch nor the driver, so that this process can still fork.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _VARIABLES = re.compile(
     r"|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|CUDA_DEVICE_MAX_CONNECTIONS|CUBLAS_WORKSPACE_CONFIG"
 )
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-_NCCL_FILES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
+_NCCL_DIRECTORIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 _IFF_UP = 1
 _FIRST_USER = 1000
-_REMOVES = re.compile(r"^\s*RemoveIPC\s*=\s*(\w+)", re.MULTILINE)
+_REMOVE_IPC = re.compile(r"^\s*RemoveIPC\s*=\s*(\w+)", re.MULTILINE)
 #: names the GPUs that a process sees, by number or UUID, in the order in which it counts them
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI_SECONDS = 20.0
-_LISTED = re.compile(r"^\s*(GPU|MIG) .*\(UUID: ([^)\s]+)\)", re.MULTILINE)
+_GPU_LINE = re.compile(r"^\s*(GPU|MIG) .*\(UUID: ([^)\s]+)\)", re.MULTILINE)
 
 
 def read_facts(address: str, command: str = "", limit_seconds: float = 0.0) -> HostFacts:
@@ -102,8 +102,8 @@ def missing_feature() -> str:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         return (
-            f"pidfd_open is not available here ({error.strerror}), by which a node hears of the end"
-            " of its processes: it takes a kernel from 5.3 on and, in a container, a seccomp"
+            f"pidfd_open is not available here ({error.strerror}), by which a node learns of the"
+            " end of its processes: it takes a kernel from 5.3 on and, in a container, a seccomp"
             " profile that lets it pass"
         )
     return ""
@@ -125,7 +125,7 @@ def removal_warning(user: int, root: Path = Path("/")) -> str:
     etc = root / "etc/systemd"
     settings = [etc / "logind.conf", *sorted(etc.glob("logind.conf.d/*.conf"))]
     for path in filter(Path.is_file, settings):
-        removes = (_REMOVES.findall(path.read_text(errors="replace")) or [removes])[-1]
+        removes = (_REMOVE_IPC.findall(path.read_text(errors="replace")) or [removes])[-1]
     if removes.lower() not in ("yes", "true", "on", "1"):
         return ""
     return (
@@ -152,7 +152,7 @@ def listed_gpus() -> tuple[str, ...]:
         except (OSError, subprocess.TimeoutExpired):
             return ()  # a driver that does not answer is of no use to training either
         gpus: list[list[str]] = []
-        for kind, uuid in _LISTED.findall(listed.stdout):
+        for kind, uuid in _GPU_LINE.findall(listed.stdout):
             if kind == "GPU" or not gpus:
                 gpus.append([uuid])
             else:
@@ -166,9 +166,9 @@ def listed_gpus() -> tuple[str, ...]:
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the GPUs that a process with this environment sees, by their UUIDs if they are known:
-    a number means another GPU once a GPU before it is lost.
+    when a GPU is lost, the numbers after it change.
     """
-    named = environment.get(VISIBLE)
+    named = environment.get(GPU_VARIABLE)
     if named is not None and not named.strip():
         return ()
     listed = listed_gpus()
@@ -177,15 +177,15 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     found: list[str] = []
     for name in (part.strip() for part in named.split(",")):
         if name.isdigit():
-            same = listed[int(name) : int(name) + 1]
+            gpus = listed[int(name) : int(name) + 1]
         else:
             # Names may be abbreviated; where only numbers are known, names are taken literally.
             is_known = not listed[0].isdigit()
-            same = tuple(g for g in listed if name and g.startswith(name)) if is_known else (name,)
-        # A name that cannot be a GPU hides all names after it.
-        if not same or not name or name.startswith("-"):
+            gpus = tuple(g for g in listed if name and g.startswith(name)) if is_known else (name,)
+        # As in CUDA, a name that cannot be a GPU hides all names after it.
+        if not gpus or not name or name.startswith("-"):
             break
-        found.append(same[0])
+        found.append(gpus[0])
     return tuple(found)
 
 
@@ -197,11 +197,11 @@ def member_variables(gpus: Sequence[str], local_rank: int, *, may_share: bool) -
     if may_share and not gpus:
         return {"LOCAL_RANK": str(local_rank)}
     own = local_rank % len(gpus) if may_share else local_rank
-    return {"LOCAL_RANK": "0", VISIBLE: "".join(gpus[own : own + 1])}
+    return {"LOCAL_RANK": "0", GPU_VARIABLE: "".join(gpus[own : own + 1])}
 
 
 def share_of(gpus: Sequence[str], number: int, size: int) -> str:
-    """Return the value of :data:`VISIBLE` for share ``number`` of ``size`` GPUs each."""
+    """Return the value of :data:`GPU_VARIABLE` for share ``number`` of ``size`` GPUs each."""
     return ",".join(gpus[number * size : (number + 1) * size])
 
 
@@ -217,7 +217,7 @@ def _nccl_version() -> str:
     for name in _NCCL_PACKAGES:
         if version := _package_version(name):
             return version
-    for directory in _NCCL_FILES:
+    for directory in _NCCL_DIRECTORIES:
         library = Path(directory, "libnccl.so.2")
         if library.exists():
             return library.resolve().name.removeprefix("libnccl.so.")

@@ -19,7 +19,7 @@ from typing import Any
 from common.command import at_least, in_turns, parser_of, run_bench
 from common.trainings import BenchError
 
-from deadpool_megatron.cli.demo import DemoError, Outcome, judge, kill_in_backward, run_once
+from deadpool_megatron.cli.demo import DemoError, Outcome, compare_runs, kill_fault, run_once
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.observe.steps import summary
 
@@ -39,9 +39,9 @@ def measure(repeats: int, iterations: int, base: Path) -> dict[str, Any]:
     def struck(fields: dict[str, str], repeat: int) -> Outcome:
         # Another iteration each time, so that no phase of a cycle is favoured.
         strike = 4 + repeat % (iterations - 5)
-        fault = kill_in_backward(strike, fields["target"]) | fields
+        fault = kill_fault(strike, fields["target"]) | fields
         run = run_once(display, base, f"{'-'.join(fields.values())}-{repeat}", iterations, fault)
-        return judge(undisturbed, run, strike)
+        return compare_runs(undisturbed, run, strike)
 
     sides = {kind: partial(struck, fields) for kind, fields in KINDS.items()}
     outcomes = in_turns("recovery", repeats, sides)

@@ -80,9 +80,9 @@ def test_demo_keeps_a_run_that_fails(tmp_path, carry_out, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "shape", "visible"), [((), demo.ON_CPUS, ""), (("--gpu",), demo.ON_GPUS, "3,4,5,6,7")]
+    ("flags", "size", "visible"), [((), demo.ON_CPUS, ""), (("--gpu",), demo.ON_GPUS, "3,4,5,6,7")]
 )
-def test_demo_uses_gpus_on_request_only(flags, shape, visible, tmp_path, monkeypatch):
+def test_demo_uses_gpus_on_request_only(flags, size, visible, tmp_path, monkeypatch):
     """Then with one for each process."""
     runs = Runs()
     monkeypatch.setattr(demo, "train", runs)
@@ -90,7 +90,7 @@ def test_demo_uses_gpus_on_request_only(flags, shape, visible, tmp_path, monkeyp
     monkeypatch.setattr(demo, "visible_gpus", lambda _: "34567")
     assert cli.main(["demo", "--iterations", "12", *flags]) == 0
     assert runs.seen == [visible, visible]
-    told = dict(itertools.pairwise(demo.launch_command(tmp_path, 12, shape)))
+    told = dict(itertools.pairwise(demo.launch_command(tmp_path, 12, size)))
     assert told["--deadpool-communicator"] == ("nccl" if flags else "gloo")
     nodes = int(told["--nodes"]) + int(told["--spares"])
     assert not flags or nodes * int(told["--nproc-per-node"]) == 5

@@ -7,8 +7,8 @@ examples:
   deadpool bad-nodes --forget node17 runs
   sbatch --exclude="$(deadpool bad-nodes --names runs)" scripts/slurm/small_test.sbatch
 
-exit status: 0 shown or forgotten, none included; 2 the file is damaged, or others could have
-written it
+exit status: 0 shown or removed, even if there are no entries; 2 the file is damaged, or other
+users could have written it
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.process.logs import last_line, tail
 from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files
 from deadpool_megatron.failures import ExitStatus
-from deadpool_megatron.preflight.host import VISIBLE, share_of
+from deadpool_megatron.preflight.host import GPU_VARIABLE, share_of
 from deadpool_megatron.wire import auth
 
 _POLL_SECONDS = 0.1
@@ -144,7 +144,7 @@ class Launcher:
         """Serve as the agent of ``node``, in the forked child; return its exit status."""
         if gpus := self.gpus:
             size = self.info.nproc_per_node
-            os.environ[VISIBLE] = share_of(gpus, self._shares[node], size)
+            os.environ[GPU_VARIABLE] = share_of(gpus, self._shares[node], size)
         options = AgentOptions(
             node,
             self.directory,

@@ -27,7 +27,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.layout.memory_needs import refusal
 from deadpool_megatron.layout.placement import parse_domains
 from deadpool_megatron.layout.schemes import first_plan, losses_survived
-from deadpool_megatron.preflight.host import VISIBLE, visible_gpus
+from deadpool_megatron.preflight.host import GPU_VARIABLE, visible_gpus
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.settings import Settings
 
@@ -38,7 +38,7 @@ COPY_BYTES = 1 * _MIB
 _PROBE = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
 _PROBE_SECONDS = 120.0
 _ON_CPUS = {
-    "auto": f"'{VISIBLE}=' in front of the command trains on CPUs",
+    "auto": f"'{GPU_VARIABLE}=' in front of the command trains on CPUs",
     "nccl": "'--deadpool-communicator gloo' trains on CPUs",
 }
 
@@ -245,7 +245,7 @@ def torch_problem(gpus: tuple[str, ...], environment: tuple[tuple[str, str], ...
     try:
         probe = subprocess.run(
             interpreter("-c", _PROBE),
-            env={**dict(environment), VISIBLE: ",".join(gpus)},
+            env={**dict(environment), GPU_VARIABLE: ",".join(gpus)},
             capture_output=True,
             text=True,
             timeout=_PROBE_SECONDS,

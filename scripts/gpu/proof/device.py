@@ -24,13 +24,13 @@ class Device(StrEnum):
         Several ranks share a GPU: with a host identity each, NCCL takes them for processes of
         different hosts, and without a path through memory it uses sockets on loopback.
         """
-        from deadpool_megatron.preflight.host import VISIBLE, visible_gpus
+        from deadpool_megatron.preflight.host import GPU_VARIABLE, visible_gpus
 
         if self is Device.CPU:
-            return {VISIBLE: "", "OMP_NUM_THREADS": "1"}
+            return {GPU_VARIABLE: "", "OMP_NUM_THREADS": "1"}
         seen = visible_gpus(os.environ)  # assigned round-robin
         return {
-            VISIBLE: seen[number % len(seen)] if seen else "",
+            GPU_VARIABLE: seen[number % len(seen)] if seen else "",
             "NCCL_HOSTID": f"deadpool-proof-{number}",
             "NCCL_P2P_DISABLE": "1",
             "NCCL_SHM_DISABLE": "1",
@@ -47,12 +47,12 @@ class Device(StrEnum):
 
 def set_up(device: Device) -> None:
     """Set the environment of a part's process, which sees all GPUs and assigns them."""
-    from deadpool_megatron.preflight.host import VISIBLE
+    from deadpool_megatron.preflight.host import GPU_VARIABLE
     from deadpool_megatron.support import environment as nccl_environment
 
     given = device.environment(0)
     if device is Device.CUDA:
-        del given[VISIBLE], given["NCCL_HOSTID"]
+        del given[GPU_VARIABLE], given["NCCL_HOSTID"]
     os.environ.update(given)
     nccl_environment.complete(os.environ)
 

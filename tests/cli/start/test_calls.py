@@ -29,7 +29,7 @@ class User:
         (directory / "pretrain_gpt.py").write_text("pretrain(model)\n")
         patch.chdir(directory)
         patch.setattr(host, "listed_gpus", lambda: tuple(f"GPU-{n}" for n in range(gpus)))
-        patch.delenv(host.VISIBLE, raising=False)
+        patch.delenv(host.GPU_VARIABLE, raising=False)
         preconditions.torch_problem.cache_clear()
         count = "import os; print(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
         patch.setattr(preconditions, "_PROBE", count)
