@@ -24,7 +24,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
-from deadpool_megatron.cluster.agent.evidence import LastStacks
+from deadpool_megatron.cluster.agent.evidence import StackReporter
 from deadpool_megatron.cluster.agent.exporter import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.agent.members import Member, NodeMembers, wait_drained, wait_ended
@@ -96,7 +96,7 @@ class AgentParts:
         self.members = NodeMembers(node, spec, starter, info.settings, agent, send)
         self.members.incarnations |= incarnations(node, segments)
         self.store = StoreRelay(send)
-        self.stacks = LastStacks(node, lambda: agent.record, send)
+        self.stacks = StackReporter(node, lambda: agent.record, send)
         self.vault = VaultSupervisor(options, send, agent.write_listing, self.logs)
         self.checker = NodeChecker(options, send, lambda: agent.sent_record)
         self.exports = NodeExports(options, self.vault.take, self.logs, send)

@@ -21,7 +21,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Seat
 
 _ANSWER_SECONDS = 0.5
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 _MAX_STACK_BYTES = 1 << 18
 _MAX_FRAMES = 24
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
@@ -29,9 +29,11 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 Report = Callable[[Mapping[str, Any]], None]
 
 
-class LastStacks:
-    """Stacks of members that are about to be killed, for the agent's loop. ``record()`` returns the
-    newest record, ``report`` sends a message to the coordinator.
+class StackReporter:
+    """A reporter of stacks, which asks a member for them and then kills it.
+
+    It runs in the agent's loop. ``record()`` returns the record of the newest epoch, ``report``
+    sends a message to the coordinator.
     """
 
     def __init__(self, node: int, record: Callable[[], EpochRecord | None], report: Report) -> None:
@@ -46,7 +48,7 @@ class LastStacks:
             self._asked[member] = asyncio.create_task(self._take(member, cause))
 
     def kill_by_order(self, message: Mapping[str, Any], member: Member | None) -> None:
-        """Carry out the coordinator's order to kill ``member``; None if that has ended."""
+        """Carry out the coordinator's order to kill ``member``; None if the member has ended."""
         if member is None:
             return
         cause = str(message.get("cause", "killed by order of the coordinator"))
@@ -57,7 +59,7 @@ class LastStacks:
 
     async def _take(self, member: Member, cause: str) -> None:
         try:
-            self._report_stacks(member, await ask(member.pid, member.log, _ANSWER_SECONDS))
+            self._report_stacks(member, await get_stacks(member.pid, member.log, _ANSWER_SECONDS))
         finally:
             member.kill(cause)
             del self._asked[member]
@@ -66,7 +68,7 @@ class LastStacks:
         record, role = self._record(), None
         if record is not None:
             seat = Seat(self._node, member.local_rank, member.incarnation)
-            role = next((r for r, taken in record.seats.items() if taken == seat), None)
+            role = next((r for r, other in record.seats.items() if other == seat), None)
         data = {
             "slot": member.local_rank,
             "incarnation": member.incarnation,
@@ -83,7 +85,8 @@ class LastStacks:
 @dataclass(frozen=True)
 class Stacks:
     """Stacks of a process. ``frames`` of the main thread, innermost first, as ``function
-    (file:line)``; ``threads`` is their count. ``missing``: why there are none, else empty.
+    (file:line)``; ``threads`` counts all threads. ``missing``: the reason why there are
+    no stacks, else empty.
     """
 
     frames: tuple[str, ...] = ()
@@ -105,13 +108,13 @@ def read_stacks(text: str) -> Stacks:
     return Stacks(tuple(threads[-1][:_MAX_FRAMES]), len(threads))
 
 
-async def ask(pid: int, log: Path, limit_seconds: float) -> Stacks:
+async def get_stacks(pid: int, log: Path, limit_seconds: float) -> Stacks:
     """Ask a process for its stacks; return them, or the reason why they are missing at the limit.
 
     ``log`` is the file that the process writes to, in the memory of this host. The signal is sent
-    at once, so that the next message to the process does not change the answer.
+    without a wait: the next message to the process could change its stacks.
     """
-    before = ""
+    previous = ""
     try:
         async with asyncio.timeout(limit_seconds):
             start = log.stat().st_size if log.exists() else 0
@@ -119,19 +122,22 @@ async def ask(pid: int, log: Path, limit_seconds: float) -> Stacks:
                 return Stacks(missing=missing)
             posix.kill(pid, posix.ASK_SIGNAL)
             while True:
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS)
                 text = read(log, start, _MAX_STACK_BYTES)
-                if text == before and "Current thread" in text:
+                if text == previous and "Current thread" in text:
                     break
-                before = text
+                previous = text
     except TimeoutError:
-        if not before:
+        if not previous:
             return Stacks(missing=f"it wrote no stacks within {limit_seconds:g} s")
-    return read_stacks(before)
+    return read_stacks(previous)
 
 
 def _obstacle(pid: int) -> str:
-    """Return why a process cannot answer, or "": without a handler the signal would end it."""
+    """Return why a process cannot answer; empty if it can.
+
+    The signal would end a process that has no handler for it.
+    """
     found = posix.state_and_cpu_ticks(pid)
     if found is None or found[0] in "ZX":
         return "the process has ended"

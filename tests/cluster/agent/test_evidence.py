@@ -46,7 +46,7 @@ def process(tmp_path: Path, program: str) -> Iterator[tuple[int, Path]]:
 
 
 def ask(pid: int, log: Path) -> Stacks:
-    return asyncio.run(evidence.ask(pid, log, 30.0))
+    return asyncio.run(evidence.get_stacks(pid, log, 30.0))
 
 
 def test_stacks_have_the_main_thread_innermost_frame_first(tmp_path):
