@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from deadpool_megatron.cluster.coordinator.durable import saves_refusal
+from deadpool_megatron.cluster.coordinator.durable import saves_problem
 from deadpool_megatron.cluster.process import member_place
 from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.cluster.process.program import LOADED
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     world_size = MemberPlace.from_environment().world_size if is_member else None
     config = parse_args(argv, world_size)
     try:
-        if refusal := saves_refusal(config.save, os.environ):
+        if refusal := saves_problem(config.save, os.environ):
             raise BadArgumentsError(refusal)
         if not is_member:
             raise BadArgumentsError(

@@ -125,7 +125,7 @@ def test_an_export_that_has_its_name_but_no_pointer_is_pruned_in_its_turn(tmp_pa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(durable, "_newest_by", full)
+        patched.setattr(durable, "_tracked_iteration", full)
         with pytest.raises(DurableError, match="No space left"):
             exported(run, folder, 4, keep=1)
     assert (folder / "iter_0000004").is_dir()
@@ -166,7 +166,7 @@ def test_unloadable_checkpoint_is_replaced_by_a_later_save(make, tmp_path):
         temporary = folder / f".{to.name}.epoch2"
         temporary.mkdir(parents=True)
         (temporary / ".metadata").write_text(content)
-        new = NewCheckpoint(temporary, to, saved_at(iteration, to), run, "run", struck=struck)
+        new = NewCheckpoint(temporary, to, saved_at(iteration, to), run, "run", invalidated=struck)
         (new.make_valid if make == "save" else new.publish)()
 
     written("older", 2)

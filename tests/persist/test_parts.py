@@ -58,10 +58,10 @@ def test_only_a_whole_cover_passes(shape, chance):
 
 
 def test_pruning_keeps_newest_and_needed_exports():
-    assert durable.to_prune(["a", "b", "c"], 2, ()) == ["a"]
-    assert durable.to_prune(["a", "b", "c"], 0, ()) == []
-    assert durable.to_prune(["a", "b", "c"], 1, {"a"}) == ["b"]
-    assert durable.to_prune(["a"], 1, ()) == []
+    assert durable.exports_to_prune(["a", "b", "c"], 2, ()) == ["a"]
+    assert durable.exports_to_prune(["a", "b", "c"], 0, ()) == []
+    assert durable.exports_to_prune(["a", "b", "c"], 1, {"a"}) == ["b"]
+    assert durable.exports_to_prune(["a"], 1, ()) == []
 
 
 def published(run: RunDirectory, iteration: int) -> Path:

@@ -106,7 +106,7 @@ def test_run_files_are_closed_to_writers_under_any_umask(tmp_path, mask):
         run.journal.rmdir()
         journal = Journal(run.journal)  # which may be outside the run directory
         journal.write("epoch", 1, {})
-        journal.beat("1 1")
+        journal.write_heartbeat("1 1")
         write_json(run.coordinator, {})
         write_json(run.node(0), {})
     finally:

@@ -33,7 +33,7 @@ from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
     NewCheckpoint,
     export_directory,
-    remember_and_prune,
+    list_and_prune,
     remove_unfinished,
 )
 from deadpool_megatron.cluster.coordinator.export_interval import (
@@ -267,15 +267,15 @@ class Checkpoints:
     async def _enter_dump(self, order: ExportDump) -> None:
         """Make the next start continue from this dump, if it can be written; its export begins at
         the next tick."""
-        dump, latest = order.restore, self._run.latest
+        dump, path = order.restore, self._run.latest
         try:
             async with asyncio.timeout(_POINT_SECONDS):
                 await asyncio.to_thread(
-                    lambda: run_files.point_at(latest, [dump, *run_files.still_valid(latest, dump)])
+                    lambda: run_files.write_latest(path, [dump, *run_files.still_valid(path, dump)])
                 )
         except OSError as error:  # TimeoutError is an OSError
             reason = str(error) or "it does not answer"
-            self._context.warn(f"{latest} cannot be written yet: {reason}")
+            self._context.warn(f"{path} cannot be written yet: {reason}")
         self._dumped = order
 
     # The course of an export.
@@ -417,7 +417,7 @@ class Checkpoints:
             needed = {restore.path for restore in state.lineage.valid[:1]}
             place_of_list = (self._run, self._run_id, final, keep, needed)
             try:
-                await asyncio.to_thread(remember_and_prune, *place_of_list)
+                await asyncio.to_thread(list_and_prune, *place_of_list)
             except DurableError as error:
                 self._context.warn(f"old checkpoints are not removed: {error}")
         self._export = None
@@ -509,7 +509,7 @@ class Checkpoints:
             return context.state.standing_epoch == epoch
 
         new = self._new_checkpoint(Path(str(m["temporary"])), restore, is_current)
-        make = new.remember if is_loaded else new.make_valid
+        make = new.enter_loaded if is_loaded else new.make_valid
         if error := await self._valid(make, restore):
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
             context.files.write(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
@@ -521,8 +521,10 @@ class Checkpoints:
     def _new_checkpoint(
         self, temporary: Path, restore: Restore, is_current: Callable[[], bool]
     ) -> NewCheckpoint:
-        place, struck = (self._run, self._run_id), self._context.state.lineage.invalidated
-        return NewCheckpoint(temporary, Path(restore.path), restore, *place, is_current, struck)
+        place, invalidated = (self._run, self._run_id), self._context.state.lineage.invalidated
+        return NewCheckpoint(
+            temporary, Path(restore.path), restore, *place, is_current, invalidated
+        )
 
     async def _valid(self, make: Callable[[], Restore], restore: Restore, **data: Any) -> str:
         """Make it valid in a thread and report it; return why that failed, empty if it is valid."""

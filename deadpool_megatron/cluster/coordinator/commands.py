@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.coordinator.durable import export_directory
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.coordinator.watchdog import role_beats
 from deadpool_megatron.cluster.journal import user_requests
-from deadpool_megatron.cluster.journal.journal import JournalError, LostRace, write_patiently
+from deadpool_megatron.cluster.journal.journal import JournalError, LostRace, write_with_retries
 from deadpool_megatron.cluster.journal.user_requests import Request, Verb
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine import inputs
@@ -337,7 +337,7 @@ class UserRequests:
         name = (user_requests.KIND, number)
         try:
             # The writer of epochs to this journal reports its problems.
-            await write_patiently(self._journal, name, entry, self._patience, lambda _: None)
+            await write_with_retries(self._journal, name, entry, self._patience, lambda _: None)
         except LostRace:
             there = await asyncio.to_thread(self._journal.read, *name)
             if there.get("term") != self._term:

@@ -1,12 +1,14 @@
-"""Validation of a durable checkpoint: one rename, after all its files have reached the disk.
+"""The steps by which a durable checkpoint becomes valid: all its files reach the disk, and one
+rename gives it its name.
 
 Checkpoints are of two kinds: saves of the training processes, and exports in the background. Their
 writers know nothing of each other. Megatron finds the newest checkpoint of a directory through
 ``latest_checkpointed_iteration.txt``.
 
-The directory of a checkpoint may be older than the run. So the run notes each name before it gives
-it. A checkpoint that already has the name is this run's own, from an earlier request; or it belongs
-to another run or is torn, and then the run neither falls back to it nor prunes it.
+The directory of checkpoints may be older than the run. So the run writes each name to a file before
+it gives a checkpoint that name. Thus it recognizes an existing checkpoint as its own, from an
+earlier request. Any other belongs to another run or is torn, and the run neither falls back to it
+nor prunes it.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.settings import Settings
 
-# The owner of a checkpoint: the program, by its own save, or the exports, which are pruned.
+# The owner of a checkpoint: the program, which saved it, or the exports, which are pruned.
 _SAVED = "saved"
 _EXPORTED = "exported"
 # Directories that either owner may remove as a whole: complete and unfinished checkpoints.
 _CHECKPOINT = re.compile(r"\.?iter_\d+|\.export-")
 # A save and an export may become valid at the same time, each in a thread.
-_pointing = threading.Lock()
+_latest_lock = threading.Lock()
 _SYNCS_AT_ONCE = 16
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -63,22 +65,23 @@ def export_directory(settings: Settings, run: RunDirectory) -> Path:
     return Path(settings.persist_directory) if settings.persist_directory else run.exports
 
 
-def saves_refusal(saves: str | Path | None, environ: Mapping[str, str]) -> str:
+def saves_problem(saves: str | Path | None, environ: Mapping[str, str]) -> str:
     """Return why the run of a process with this environment cannot save to ``saves``, one line;
-    empty if it can, or if this is no process of a run."""
+    empty if it can, or if the process belongs to no run."""
     run_directory = environ.get(run_files.ENVIRONMENT_DIRECTORY)
     if not saves or run_directory is None:
         return ""
     run = RunDirectory(Path(run_directory))
-    return overlap(Path(saves), export_directory(Settings.from_environment(environ), run))
+    return overlap_problem(Path(saves), export_directory(Settings.from_environment(environ), run))
 
 
-def overlap(saves: Path, exports: Path) -> str:
+def overlap_problem(saves: Path, exports: Path) -> str:
     """Return why saves and exports cannot have these directories, one line; empty if they can.
 
-    Both give the same names and replace the same ``latest_checkpointed_iteration.txt``. Either may
-    lie in the other, but not in a checkpoint, which is removed as a whole. Inspects the file
-    system: through links and mounts two names may be the same directory.
+    Both give checkpoints the same names and replace the same
+    ``latest_checkpointed_iteration.txt``. Either may lie in the other, but not in a checkpoint,
+    which is removed as a whole. Inspects the file system: through links and mounts two names may be
+    the same directory.
     """
     saves, exports = saves.absolute(), exports.absolute()
     advice = "give exports a directory of their own (--deadpool-persist-directory)"
@@ -117,7 +120,8 @@ class NewCheckpoint:
     """Files in ``temporary`` that are to become the checkpoint ``final`` of a run.
 
     ``is_current()``: whether it still belongs to the run, called when all files are on the disk.
-    ``struck``: paths of checkpoints that could not be loaded, which this checkpoint may replace.
+    ``invalidated``: paths of checkpoints that could not be loaded; this checkpoint may replace
+    them.
     """
 
     temporary: Path
@@ -126,15 +130,15 @@ class NewCheckpoint:
     run: RunDirectory
     run_id: str
     is_current: Callable[[], bool] = lambda: True
-    struck: Collection[str] = ()
+    invalidated: Collection[str] = ()
 
     def make_valid(self) -> Restore:
-        """Sync the files, rename the directory, then enter it into ``latest.json``, after newer
-        entries: an export may have overtaken an asynchronous save.
+        """Sync the files, rename the directory, then enter it into ``latest.json``. Entries of
+        newer iterations stay before it: an export may have overtaken an asynchronous save.
 
         ``temporary`` may be ``final`` itself, where a loop writes in place. Otherwise a checkpoint
-        of the same name stays if this run gave it the name: an earlier request made it valid, and
-        this request repeats it after a recovery. Any other checkpoint is renamed to
+        to which this run gave the same name stays: an earlier request made it valid, and this
+        request repeats that request after a recovery. Any other checkpoint is renamed to
         ``NAME.before-RUN_ID``. Raises DurableError. Runs in a worker thread.
 
         After a takeover the request is repeated, and the earlier coordinator may still be writing.
@@ -145,10 +149,10 @@ class NewCheckpoint:
             if temporary == final:
                 check_checkpoint(final)
                 _sync_all(final)  # Megatron does not sync common.pt and metadata.json
-                self._require()
-            elif not self._has_named() or (str(final) in self.struck and temporary.is_dir()):
+                self._require_current()
+            elif not self._own_exists() or (str(final) in self.invalidated and temporary.is_dir()):
                 self._give_name()
-            self._note(_SAVED)
+            self._note_name(_SAVED)
             sync(final.parent)
             if temporary != final:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -157,39 +161,40 @@ class NewCheckpoint:
                 # be in progress: this epoch may have been closed meanwhile.
                 if _epoch_of(unfinished) < self.restore.generation.lineage:
                     shutil.rmtree(unfinished, ignore_errors=True)
-            return self._point_at(replaces_equal=True)
+            return self._enter_latest(replaces_same=True)
 
-    def remember(self) -> Restore:
-        """Enter a checkpoint that the program has loaded into ``latest.json``. Its owner stays the
+    def enter_loaded(self) -> Restore:
+        """Enter into ``latest.json`` a checkpoint that the program has loaded. Its owner stays the
         same. Raises DurableError."""
         with _as_durable_error(self.final):
-            return self._point_at(replaces_equal=False)
+            return self._enter_latest(replaces_same=False)
 
     def _give_name(self) -> None:
         temporary, final = self.temporary, self.final
-        if not temporary.is_dir() and not self._has_named():
+        if not temporary.is_dir() and not self._own_exists():
             raise DurableError(f"{temporary} is not a directory")
         try:
             _prepare(temporary)
-            self._require()
+            self._require_current()
             # Checked after the sync: a checkpoint that another coordinator has made valid meanwhile
             # stays. That coordinator notes the name before it gives it.
-            if final.exists() and (str(final) in self.struck or not self._is_named()):
+            if final.exists() and (str(final) in self.invalidated or not self._is_own()):
                 self._rename_existing()
-            self._note(_SAVED)
+            self._note_name(_SAVED)
             temporary.rename(final)
         except OSError:
-            if not self._has_named():
+            if not self._own_exists():
                 raise
 
     def publish(self, *, may_be_pruned: bool = True) -> Restore:
         """Give an exported checkpoint its name, and enter it into ``latest.json``.
 
-        ``may_be_pruned``: it is entered into the run's list before it gets its name, so that an
-        export that a full disk kept out of ``latest.json`` is pruned as well.
-        A checkpoint to which this run gave the name before stays: it has the same iteration and
-        content. Raises DurableError, also where another checkpoint has the name: that may belong to
-        another run, or be torn or unfinished. Runs in a worker thread.
+        ``may_be_pruned``: the export enters the run's list of exports before it gets its name. So
+        it is pruned even if a full disk keeps it out of ``latest.json``.
+
+        A checkpoint to which this run has already given the name stays: it has the same iteration
+        and content. Raises DurableError, also if any other checkpoint has the name, which may
+        belong to another run, or be torn or unfinished. Runs in a worker thread.
         """
         temporary, final = self.temporary, self.final
         iteration = self.restore.generation.iteration
@@ -197,16 +202,16 @@ class NewCheckpoint:
             _prepare(temporary)
             if not self.is_current():
                 raise DurableError("training has continued from an earlier state")
-            if str(final) in self.struck and final.exists():
+            if str(final) in self.invalidated and final.exists():
                 self._rename_existing()
             if not final.exists():
-                self._note(_EXPORTED)
+                self._note_name(_EXPORTED)
                 if may_be_pruned:
                     with contextlib.suppress(DurableError):  # a damaged list prunes nothing
-                        _list(self.run, [*_listed(self.run, final), str(final)])
+                        _write_exports(self.run, [*_read_exports(self.run, final), str(final)])
                 temporary.rename(final)
                 sync(final.parent)
-            elif self._is_named():
+            elif self._is_own():
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
                 raise DurableError(
@@ -215,60 +220,61 @@ class NewCheckpoint:
                     " --deadpool-persist-directory)"
                 )
             tracker = final.parent / _TRACKER
-            if _newest_by(tracker) < iteration:
+            if _tracked_iteration(tracker) < iteration:
                 write_text(tracker, str(iteration), lasting=True)
             remove_unfinished(final.parent, self.run_id)
-            return self._point_at(replaces_equal=False)
+            return self._enter_latest(replaces_same=False)
 
-    def _note(self, owner: str) -> None:
-        """Append a line with the name, and sync it before anything gets the name."""
+    def _note_name(self, owner: str) -> None:
+        """Append a line with the name, and sync it: only then may a checkpoint get the name."""
         self.run.check_own()
         written = self.temporary if self.temporary.is_dir() else self.final
         name = run_files.noted(self.final, self.run.path)
         line = f"{owner} {name} {run_files.fingerprint(written)}"
-        if line in _named(self.run):
+        if line in _noted_lines(self.run):
             return
-        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        handle = os.open(self.run.named, how, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        handle = os.open(self.run.named, flags, 0o644)
         try:
-            # A line of its own even after a line that a crash has cut short.
+            # Starts with a line feed, as a crash may have cut the last line short.
             os.write(handle, os.fsencode(f"\n{line}\n"))
             os.fsync(handle)
         finally:
             os.close(handle)
 
-    def _is_named(self) -> bool:
+    def _is_own(self) -> bool:
         """Return whether the existing checkpoint got its name from this run, for either owner."""
         name = f"{run_files.noted(self.final, self.run.path)} {run_files.fingerprint(self.final)}"
         own_lines = {f"{_SAVED} {name}", f"{_EXPORTED} {name}"}
-        return not _named(self.run).isdisjoint(own_lines)
+        return not _noted_lines(self.run).isdisjoint(own_lines)
 
-    def _has_named(self) -> bool:
+    def _own_exists(self) -> bool:
         """Return whether the checkpoint exists, and got its name from this run."""
-        return self.final.exists() and self._is_named()
+        return self.final.exists() and self._is_own()
 
     def _rename_existing(self) -> None:
-        """Rename the existing checkpoint, even if another was renamed for this run before."""
+        """Rename the existing checkpoint, to a new name each time."""
         renamed = self.final.with_name(f"{self.final.name}.before-{self.run_id}")
         if renamed.exists():
             renamed = renamed.with_name(f"{renamed.name}-{secrets.token_hex(4)}")
         self.final.rename(renamed)
 
-    def _point_at(self, *, replaces_equal: bool) -> Restore:
-        """Make the next start continue from it, or from a newer checkpoint; return it as noted."""
+    def _enter_latest(self, *, replaces_same: bool) -> Restore:
+        """Enter the checkpoint into ``latest.json``, from whose first usable entry the next start
+        continues; return the entry. ``replaces_same``: it precedes those of the same iteration."""
         self.run.check_own()
         restore, latest = run_files.identified(self.restore), self.run.latest
         iteration = restore.generation.iteration
-        min_iteration = iteration + 1 if replaces_equal else iteration
-        with _pointing:
+        min_iteration = iteration + 1 if replaces_same else iteration
+        with _latest_lock:
             valid = run_files.still_valid(latest, restore)
-            left = [entry for entry in valid if entry.path not in self.struck]
-            newer = [entry for entry in left if entry.generation.iteration >= min_iteration]
-            older = [entry for entry in left if entry not in newer]
-            run_files.point_at(latest, [*newer, restore, *older])
+            loadable = [entry for entry in valid if entry.path not in self.invalidated]
+            newer = [entry for entry in loadable if entry.generation.iteration >= min_iteration]
+            older = [entry for entry in loadable if entry not in newer]
+            run_files.write_latest(latest, [*newer, restore, *older])
         return restore
 
-    def _require(self) -> None:
+    def _require_current(self) -> None:
         if not self.is_current():
             raise DurableError("its epoch was closed before all of it was on the disk")
 
@@ -278,43 +284,44 @@ def remove_unfinished(directory: Path, run_id: str, term: str = "0") -> None:
 
     Renames them first: a coordinator that was wrongly declared dead must not publish them.
     """
-    for left in directory.glob(f"{run_files.EXPORT_PREFIX}{run_id}-*"):
-        if not left.name.startswith(f"{run_files.EXPORT_PREFIX}{run_id}-{term}."):
+    for unfinished in directory.glob(f"{run_files.EXPORT_PREFIX}{run_id}-*"):
+        if not unfinished.name.startswith(f"{run_files.EXPORT_PREFIX}{run_id}-{term}."):
             renamed = run_files.unfinished_export(directory, run_id, secrets.token_hex(8))
             with contextlib.suppress(OSError):
-                left.rename(renamed)
+                unfinished.rename(renamed)
                 shutil.rmtree(renamed)
 
 
-def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
+def exports_to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
     """Return the exports (given oldest first) to remove so that ``keep`` are left; 0 keeps all. The
     newest always stays, and so do ``needed`` exports, from which a run may resume."""
-    spare = len(exported) - max(1, keep) if keep else 0
-    return [path for path in exported[: max(0, spare)] if path not in needed]
+    excess = len(exported) - max(1, keep) if keep else 0
+    return [path for path in exported[: max(0, excess)] if path not in needed]
 
 
-def remember_and_prune(
+def list_and_prune(
     run: RunDirectory, run_id: str, final: Path, keep: int, needed: Collection[str]
 ) -> None:
-    """Enter a valid export into the run's list and remove old exports. Raises DurableError."""
+    """Enter a valid export into the run's list of exports and remove old exports. Raises
+    DurableError."""
     with _as_durable_error(run.exported):
-        named = _named(run)
-        listed = [*_listed(run, final), str(final)]
-        # Checkpoints that the program itself saved under such a name belong to it.
+        named = _noted_lines(run)
+        listed = [*_read_exports(run, final), str(final)]
+        # A checkpoint that the program has saved under the name of an export is not pruned.
         saved = "\n".join(line for line in named if line.startswith(_SAVED))
         noted = run_files.noted
         listed = [path for path in listed if f"{_SAVED} {noted(path, run.path)}" not in saved]
-        gone = to_prune(listed, keep, {*needed, *_tracked(listed)})
-        for path in map(Path, gone):
+        pruned = exports_to_prune(listed, keep, {*needed, *_tracked_checkpoints(listed)})
+        for path in map(Path, pruned):
             # Renamed first, so that no reader begins to load half of it.
             renamed = run_files.unfinished_export(path.parent, run_id, path.name)
             if run_files.is_checkpoint(path) and path.is_dir():
                 path.rename(renamed)
                 shutil.rmtree(renamed)
-        _list(run, [path for path in listed if path not in gone])
+        _write_exports(run, [path for path in listed if path not in pruned])
 
 
-def _listed(run: RunDirectory, final: Path) -> list[str]:
+def _read_exports(run: RunDirectory, final: Path) -> list[str]:
     """Return the existing exports that may be pruned, without ``final``."""
     try:
         listed = [str(run.path / path) for path in run_files.read_json(run.exported)["paths"]]
@@ -325,12 +332,12 @@ def _listed(run: RunDirectory, final: Path) -> list[str]:
         raise DurableError(f"{run.exported} is damaged, nothing is pruned: {error}") from error
 
 
-def _list(run: RunDirectory, paths: Sequence[str]) -> None:
+def _write_exports(run: RunDirectory, paths: Sequence[str]) -> None:
     noted = [run_files.noted(path, run.path) for path in paths]
     run_files.write_json(run.exported, {"paths": noted}, lasting=True)
 
 
-def _named(run: RunDirectory) -> frozenset[str]:
+def _noted_lines(run: RunDirectory) -> frozenset[str]:
     try:
         # As bytes: a crash may have cut a character, and a directory may have any name.
         return frozenset(os.fsdecode(run.named.read_bytes()).split("\n"))
@@ -338,7 +345,7 @@ def _named(run: RunDirectory) -> frozenset[str]:
         return frozenset()
 
 
-def _newest_by(tracker: Path) -> int:
+def _tracked_iteration(tracker: Path) -> int:
     """Return the iteration in a tracker; -1 if there is none or its checkpoint was removed."""
     try:
         number = int(tracker.read_text())
@@ -347,15 +354,15 @@ def _newest_by(tracker: Path) -> int:
     return number if (tracker.parent / f"iter_{number:07d}").is_dir() else -1
 
 
-def _tracked(checkpoints: Sequence[str]) -> set[str]:
+def _tracked_checkpoints(checkpoints: Sequence[str]) -> set[str]:
     """Return the checkpoints named by the trackers in these checkpoints' directories: ``--load``
     uses them."""
     folders = {Path(path).parent for path in checkpoints}
-    return {str(folder / f"iter_{_newest_by(folder / _TRACKER):07d}") for folder in folders}
+    return {str(folder / f"iter_{_tracked_iteration(folder / _TRACKER):07d}") for folder in folders}
 
 
 def _epoch_of(unfinished: Path) -> int:
-    """Return the epoch of a save; for a foreign name the largest number, so that it stays."""
+    """Return the epoch of a save; for another name the largest number, so that it stays."""
     number = unfinished.suffix.removeprefix(".epoch")
     return int(number) if number.isdecimal() else sys.maxsize
 

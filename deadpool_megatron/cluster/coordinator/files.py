@@ -135,7 +135,7 @@ class RunFiles:
         self._run.check_own()
         if end.resume is not None:
             left = state.blame.trusted(run_files.still_valid(self._run.latest, end.resume))
-            run_files.point_at(self._run.latest, [end.resume, *left])
+            run_files.write_latest(self._run.latest, [end.resume, *left])
         else:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 known = run_files.read_valid(self._run.latest)
@@ -143,7 +143,7 @@ class RunFiles:
                 if not trusted:
                     self._run.latest.unlink()
                 elif trusted != known:
-                    run_files.point_at(self._run.latest, trusted)
+                    run_files.write_latest(self._run.latest, trusted)
         run_files.write_json(self._run.final, result, lasting=True)
 
     async def show_address(self, values: Mapping[str, Any]) -> None:

@@ -182,7 +182,7 @@ class Coordinator:
         if (record := state.record) is not None:
             self._journal.write("epoch", record.epoch, record.to_dict())
         if state.lineage.valid and not run.latest.exists():
-            run_files.point_at(run.latest, state.lineage.valid)
+            run_files.write_latest(run.latest, state.lineage.valid)
         run_files.write_json(run.coordinator, address)
 
     # The machine.
@@ -237,7 +237,7 @@ class Coordinator:
         failpoints.hit("coordinator.journal", epoch=record.epoch)
         patience = self._settings.spare_timeout_seconds
         try:
-            await journal.write_patiently(
+            await journal.write_with_retries(
                 self._journal,
                 ("epoch", record.epoch),
                 await asyncio.to_thread(record.to_dict),

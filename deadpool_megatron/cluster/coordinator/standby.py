@@ -148,7 +148,7 @@ class Standby:
                 return None  # another standby was first: the next look shows it
             raise
         with contextlib.suppress(JournalError):  # the coordinator's own beats follow, with retries
-            self._journal.beat(terms.sign(number, 0))
+            self._journal.write_heartbeat(terms.sign(number, 0))
         address = list(term.address)
         self._report({"claimed": term.number, "at": now, "node": node, "address": address})
         return term, listener

@@ -11,7 +11,7 @@ from deadpool_megatron.cluster.journal.journal import (
     WRONG,
     Journal,
     JournalError,
-    notes_since,
+    read_notes,
 )
 from deadpool_megatron.cluster.journal.terms import Term
 from deadpool_megatron.cluster.machine.machine import Machine
@@ -93,9 +93,9 @@ def begin(
         return
     gone, wrong = record.history.gone, record.history.wrong
     unknown = "was given up (its note in the journal is not understood)"
-    lost = notes_since(journal, (GONE, "cause"), gone, unknown, on_trouble)
+    lost = read_notes(journal, (GONE, "cause"), gone, unknown, on_trouble)
     # Each with a host of which no node gets a role again; empty if other nodes of it may.
-    found = notes_since(journal, (WRONG, "host"), wrong, "", on_trouble)
+    found = read_notes(journal, (WRONG, "host"), wrong, "", on_trouble)
     machine.take_over(record, recovered.valid, removed=lost, quarantined=found)
 
 

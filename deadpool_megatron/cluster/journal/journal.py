@@ -26,16 +26,16 @@ from deadpool_megatron.file_systems import linking, sync
 from deadpool_megatron.wire import framing
 
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
-# An entry has a name of eight digits. A name of another form would make the whole journal
-# unreadable, because a journal with foreign files is not trusted.
+# The number in the name of an entry has eight digits. A name of another form would make the whole
+# journal unreadable, because a journal with foreign files is not trusted.
 MAX_NUMBER = 99_999_999
 # Kind of the notes on nodes that were given up.
 GONE = "gone"
 # Kind of the notes on nodes that computed or held wrong numbers, or have a broken device.
 WRONG = "wrong"
-_BEAT = ".beat"
-_BEAT_BYTES = 64
-_PAUSE_SECONDS = 0.1
+_HEARTBEAT = ".beat"
+_HEARTBEAT_BYTES = 64
+_RETRY_SECONDS = 0.1
 
 
 class JournalError(UserError):
@@ -60,7 +60,7 @@ def _as_journal_error(verb: str, path: Path) -> Iterator[None]:
 
 
 class Journal:
-    """Write-once entries named (kind, number), and a sign of life, in a directory of any POSIX file
+    """Write-once entries named (kind, number), and a heartbeat, in a directory of any POSIX file
     system, NFS included.
 
     Several threads may write and read different entries at the same time.
@@ -71,8 +71,8 @@ class Journal:
     """
 
     def __init__(self, directory: Path, check_own: Callable[[], None] = lambda: None) -> None:
-        """``check_own()`` raises OSError if the journal is another run's by now. Raises
-        JournalError if the directory cannot be created; the run's directory must exist.
+        """``check_own()`` raises OSError if the run directory has become another run's. Raises
+        JournalError if the journal's directory cannot be created; its parent must exist.
         """
         self._place, self._check_own = directory, check_own
         with _as_journal_error("make", directory):
@@ -80,6 +80,7 @@ class Journal:
 
     @property
     def _directory(self) -> Path:
+        """The directory, after a check that it is still this run's. Raises JournalError."""
         try:
             self._check_own()
         except OSError as error:
@@ -122,8 +123,8 @@ class Journal:
             raise
 
     def has(self, kind: str, number: int) -> bool:
-        """Return whether an entry exists; the cost does not depend on the number of others. On a
-        network file system, False may be outdated for some time after another host has written it.
+        """Return whether an entry exists; the cost does not depend on the number of entries. On
+        a network file system, an entry of another host may be missing for some time.
         """
         path = self._path(kind, number)
         with _as_journal_error("read", path), contextlib.suppress(FileNotFoundError):
@@ -145,7 +146,7 @@ class Journal:
             names = [path.name for path in self._directory.iterdir()]
         for name in names:
             if name.startswith("."):
-                continue  # the sign of life, or a temporary file of a writer that was killed
+                continue  # the heartbeat, or a temporary file of a writer that was killed
             match = _NAME.fullmatch(name)
             if match is None:
                 raise JournalError(f"{self._directory / name} does not belong into a journal")
@@ -158,21 +159,22 @@ class Journal:
         numbers = self.numbers(kind)
         return (numbers[-1], self.read(kind, numbers[-1])) if numbers else None
 
-    def beat(self, text: str) -> None:
-        """Replace the coordinator's sign of life (one short line). Need not be durable. Written in
-        place: an NFS client that opens the file asks the server for its attributes, while the entry
-        of a replaced file may be cached for a minute.
+    def write_heartbeat(self, text: str) -> None:
+        """Replace the coordinator's heartbeat (one short line), which need not be durable.
+
+        The file is written in place: an NFS client asks the server for a file's attributes when it
+        opens it, but may use the directory entry of a replaced file for a minute.
         """
-        with _as_journal_error("write", self._place / _BEAT):
-            handle = os.open(self._directory / _BEAT, os.O_WRONLY | os.O_CREAT, 0o644)
+        with _as_journal_error("write", self._place / _HEARTBEAT):
+            handle = os.open(self._directory / _HEARTBEAT, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
-                os.pwrite(handle, text.encode().ljust(_BEAT_BYTES)[:_BEAT_BYTES], 0)
+                os.pwrite(handle, text.encode().ljust(_HEARTBEAT_BYTES)[:_HEARTBEAT_BYTES], 0)
             finally:
                 os.close(handle)  # an NFS client sends delayed writes here
 
-    def last_beat(self) -> str:
-        """Return the newest sign of life; empty before the first. Readers only look for changes."""
-        path = self._directory / _BEAT
+    def read_heartbeat(self) -> str:
+        """Return the newest heartbeat; empty before the first. Readers only look for changes."""
+        path = self._directory / _HEARTBEAT
         with _as_journal_error("read", path), contextlib.suppress(FileNotFoundError):
             return path.read_text(errors="replace").strip()
         return ""
@@ -186,24 +188,24 @@ def digits(number: int) -> str:
 
 
 def note_node(journal: Journal, kind: str, node: int, cause: str, **more: str) -> None:
-    """Note the fate of a node for a successor, as the record of it may come much later. ``more``:
-    further keys of the entry.
+    """Note the fate of a node for the next coordinator, as its record may come much later.
+    ``more``: further keys of the entry.
 
-    Without the note a successor waits in vain for a node that was given up, and then continues; and
-    the next audit finds a wrong node again. So a failed write is not retried.
+    A failed write is not retried, as it only costs time: the next coordinator waits in vain for a
+    node that was given up before it continues, and the next audit finds a wrong node again.
     """
     with contextlib.suppress(JournalError):
         journal.write(kind, node, {"cause": cause, **more})
 
 
-def notes_since(
+def read_notes(
     journal: Journal,
     note: tuple[str, str],
     known: Collection[int],
-    unknown: str,
+    default: str,
     on_trouble: Callable[[str], None],
 ) -> Mapping[int, str]:
-    """Return the values of a ``note`` (kind and key) on nodes other than ``known``; ``unknown`` for
+    """Return the values of a ``note`` (kind and key) on nodes other than ``known``; ``default`` for
     a note that is not understood, after ``on_trouble(text)``. Raises JournalError."""
     (kind, key), found = note, {}
     for node in journal.numbers(kind):
@@ -211,9 +213,9 @@ def notes_since(
             try:
                 found[node] = str(journal.read(kind, node)[key])
             except (DamagedEntry, *DAMAGE) as error:
-                # Of another version, or of a host that died during the write. The reader has
-                # claimed a term: each successor would fail at the note, too, and use up another.
-                found[node] = unknown
+                # The note is of another version, or of a host that died during the write. An error
+                # would end this coordinator and each later one, after each has claimed a term.
+                found[node] = default
                 cause = f"{type(error).__name__}: {error}"
                 on_trouble(
                     f"{kind} node {node}: its note in the journal is not understood: {cause}"
@@ -221,20 +223,21 @@ def notes_since(
     return found
 
 
-async def write_patiently(
+async def write_with_retries(
     journal: Journal,
     name: tuple[str, int],
     entry: Mapping[str, Any],
-    patience_seconds: float,
+    retry_seconds: float,
     on_trouble: Callable[[str], None],
 ) -> None:
     """Write an entry in another thread, with retries while the journal cannot be reached.
 
-    ``on_trouble(text)``: once for each text. Raises LostRace, and JournalError at the time limit.
+    ``on_trouble(text)`` is called once for equal errors in a row. Raises LostRace, and JournalError
+    after ``retry_seconds``.
     """
     loop = asyncio.get_running_loop()
-    limit = time.monotonic() + patience_seconds
-    known = ""
+    limit = time.monotonic() + retry_seconds
+    last_text = ""
     while True:
         try:
             await loop.run_in_executor(None, journal.write, *name, entry)
@@ -243,12 +246,12 @@ async def write_patiently(
         except JournalError as error:
             if time.monotonic() > limit:
                 raise
-            if str(error) != known:
-                known = str(error)
-                on_trouble(known)
+            if str(error) != last_text:
+                last_text = str(error)
+                on_trouble(last_text)
         else:
             return
-        await asyncio.sleep(_PAUSE_SECONDS)
+        await asyncio.sleep(_RETRY_SECONDS)
 
 
 def _read(path: Path) -> dict[str, Any]:

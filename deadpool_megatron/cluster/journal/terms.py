@@ -3,7 +3,7 @@
 A process claims a term by writing its entry, which only one process can. Safety needs nothing more:
 a coordinator decides by writing an epoch record, which is write-once as well, and every coordinator
 that takes over reads the newest record first. So an old coordinator that wakes up can at most write
-a record that the new coordinator then finds. Liveness is judged by the sign of life in the journal.
+a record that the new coordinator then finds. Liveness is judged by the heartbeat in the journal.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def has_begun_after(journal: Journal, term: int) -> bool:
     read from the server each time. A claimant writes the sign at once, and again in each beat, in
     case the old coordinator has overwritten it.
     """
-    return term_of(journal.last_beat()) > term or journal.has(_KIND, term + 1)
+    return term_of(journal.read_heartbeat()) > term or journal.has(_KIND, term + 1)
 
 
 def look(journal: Journal, known: Term | None) -> tuple[Term | None, str]:
@@ -91,7 +91,7 @@ def look(journal: Journal, known: Term | None) -> tuple[Term | None, str]:
     Every node looks during the whole run, so only the sign is read, and no entries are listed. A
     claimant writes the sign at once. Raises JournalError.
     """
-    beat = journal.last_beat()
+    beat = journal.read_heartbeat()
     named = term_of(beat)
     if known is None:
         known = newest_term(journal)
@@ -205,7 +205,7 @@ class SignOfLife:
         self._count += 1
         is_followed = has_begun_after(self.journal, self.term)
         if show and not is_followed:
-            self.journal.beat(sign(self.term, self._count))
+            self.journal.write_heartbeat(sign(self.term, self._count))
         return is_followed
 
 

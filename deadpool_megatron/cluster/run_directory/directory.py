@@ -369,8 +369,9 @@ def as_dict(valid: Sequence[Restore]) -> dict[str, Any]:
     return {**first.to_dict(), **others}
 
 
-def point_at(latest: Path, valid: Sequence[Restore]) -> None:
-    """Let the next start continue from the first of these that it can use. Raises OSError."""
+def write_latest(latest: Path, valid: Sequence[Restore]) -> None:
+    """Write the checkpoints; the next start continues from the first that it can use. Raises
+    OSError."""
     parent = latest.parent
     kept = [replace(r, path=r.path and noted(r.path, parent)) for r in valid[:_MAX_VALID]]
     write_json(latest, as_dict(kept), lasting=True)

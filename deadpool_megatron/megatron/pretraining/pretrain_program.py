@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from deadpool_megatron import arguments
-from deadpool_megatron.cluster.coordinator.durable import saves_refusal
+from deadpool_megatron.cluster.coordinator.durable import saves_problem
 from deadpool_megatron.cluster.process import member_place
 from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.cluster.process.program import LOADED
@@ -71,7 +71,7 @@ def refusal(args: argparse.Namespace, argv: Sequence[str]) -> str:
     if not getattr(args, "deadpool", False):
         return ""
     line = findings.refusal(findings.judge(argv, args))
-    return line or saves_refusal(getattr(args, "save", None), os.environ)
+    return line or saves_problem(getattr(args, "save", None), os.environ)
 
 
 def launch_problem(environ: Mapping[str, str], argv: Sequence[str]) -> str | None:

@@ -45,7 +45,7 @@ class World:
         self._standby = Standby(StandbyOptions(*place), self.journal)
         if options.get("term"):
             terms.claim_term(self.journal, 1, "h1", 9, 1)
-            self.journal.beat(terms.sign(1, 0))
+            self.journal.write_heartbeat(terms.sign(1, 0))
 
     def _listen(self) -> Any:
         self._note("it listens")
@@ -81,7 +81,7 @@ class World:
                 return False
             case "sign":
                 self._now = round(self._now + 0.2, 2)
-                self.journal.beat(value)
+                self.journal.write_heartbeat(value)
                 return False
             case "claim":
                 number = int(value)
@@ -90,10 +90,10 @@ class World:
             case "journal":
                 error = {"race": LostRace("another"), "broken": JournalError("disk is away")}
                 if value == "mended":
-                    self._patch.setattr(Journal, "last_beat", self._last_beat)
+                    self._patch.setattr(Journal, "read_heartbeat", self._last_beat)
                     return False
-                self._last_beat = Journal.last_beat
-                name = "last_beat" if value == "broken" else "write"
+                self._last_beat = Journal.read_heartbeat
+                name = "read_heartbeat" if value == "broken" else "write"
                 self._patch.setattr(Journal, name, self._raise(error[value]))
                 return False
             case "entry":
@@ -122,7 +122,8 @@ class World:
         claimed = self._standby.watch()
         self._note(f"was in touch: {self._standby.was_in_touch}")
         if claimed is not None:
-            self._note(f"sign: {self.journal.last_beat()}, terms {self.journal.numbers('term')}")
+            beat = self.journal.read_heartbeat()
+            self._note(f"sign: {beat}, terms {self.journal.numbers('term')}")
         return self.lines
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_moved_run_has_its_own_checkpoints(tmp_path):
     elsewhere = checkpoint(tmp_path / "saves" / "iter_0000003", b"own")
     run_files.take_saves(run, run.path / "saves")
     os.utime(run.saves, (1, 1))
-    run_files.point_at(run.latest, [saved, elsewhere])
+    run_files.write_latest(run.latest, [saved, elsewhere])
     moved = run_files.RunDirectory(run.path.rename(tmp_path / "moved"))
     other = made(tmp_path / "run", "00000002")
     checkpoint(other.path / "saves" / "iter_0000004", b"another's")
@@ -79,7 +80,8 @@ def test_files_of_another_run_at_the_same_path_do_not_count(tmp_path):
     run_files.write_json(other.final, {"exit_status": 0})
     assert other.has_final()
     assert not run.has_final()
-    for ask in (journal.last_beat, lambda: journal.beat("1 1"), lambda: journal.numbers("epoch")):
+    write = partial(journal.write_heartbeat, "1 1")
+    for ask in (journal.read_heartbeat, write, lambda: journal.numbers("epoch")):
         with pytest.raises(JournalError, match="it is the directory of run 00000002 now"):
             ask()
     assert not list(other.journal.iterdir())

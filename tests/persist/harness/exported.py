@@ -20,5 +20,5 @@ def exported(run: RunDirectory, folder: Path, iteration: int, keep: int | None =
     (unfinished / ".metadata").touch()
     NewCheckpoint(unfinished, final, saved_at(iteration, final), run, "run").publish()
     if keep is not None:
-        durable.remember_and_prune(run, "run", final, keep, ())
+        durable.list_and_prune(run, "run", final, keep, ())
     return final
