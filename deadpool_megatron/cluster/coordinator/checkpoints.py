@@ -521,10 +521,8 @@ class Checkpoints:
     def _new_checkpoint(
         self, temporary: Path, restore: Restore, is_current: Callable[[], bool]
     ) -> NewCheckpoint:
-        place, invalidated = (self._run, self._run_id), self._context.state.lineage.invalidated
-        return NewCheckpoint(
-            temporary, Path(restore.path), restore, *place, is_current, invalidated
-        )
+        place, invalid = (self._run, self._run_id), self._context.state.lineage.invalidated
+        return NewCheckpoint(temporary, Path(restore.path), restore, *place, is_current, invalid)
 
     async def _valid(self, make: Callable[[], Restore], restore: Restore, **data: Any) -> str:
         """Make it valid in a thread and report it; return why that failed, empty if it is valid."""

@@ -264,8 +264,7 @@ class NewCheckpoint:
         continues; return the entry. ``replaces_same``: it precedes those of the same iteration."""
         self.run.check_own()
         restore, latest = run_files.identified(self.restore), self.run.latest
-        iteration = restore.generation.iteration
-        min_iteration = iteration + 1 if replaces_same else iteration
+        min_iteration = restore.generation.iteration + int(replaces_same)
         with _latest_lock:
             valid = run_files.still_valid(latest, restore)
             loadable = [entry for entry in valid if entry.path not in self.invalidated]
