@@ -216,7 +216,7 @@ def describe(comparison: Comparison) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("first", type=Path, metavar="DIR", help="run directory")
     parser.add_argument("second", type=Path, metavar="DIR", help="run directory")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -238,7 +238,7 @@ def summary_lines(outcome: Outcome) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     text = f"on {ON_GPUS.nodes + ON_GPUS.spares} GPUs with NCCL, whose sums may come out in another"
     text += " order on the spare's GPU: different bits are then no fault"
     parser.add_argument("--gpu", action="store_true", help=text)

@@ -24,7 +24,7 @@ The output of `deadpool explain`. [failures.md](failures.md) describes how a run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("code", nargs="?", metavar="CODE", help="such as node-lost (default: all)")
 
 

@@ -49,7 +49,7 @@ RECOVERY_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     common.add_run_directory(parser)
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--listen", metavar="ADDR:PORT", help="answer GET /metrics there")

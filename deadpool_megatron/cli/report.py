@@ -252,7 +252,7 @@ def to_dict(directory: Path, seen: View) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="run directory")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -64,7 +64,7 @@ _HEADERS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     common.add_run_directory(parser)
     text = "address of the page (default: a free port, on this host only)"
     parser.add_argument("--listen", default="127.0.0.1:0", metavar="ADDR:PORT", help=text)

@@ -102,7 +102,7 @@ def _domain(environment: Mapping[str, str]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     common.add_run_directory(parser)
     kind, text = common.number(float, 1, _MAX_SECONDS), "between looks (default: 15)"
     parser.add_argument("--every", type=kind, default=15.0, metavar="SECONDS", help=text)

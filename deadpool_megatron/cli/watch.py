@@ -28,7 +28,7 @@ _RECENT_BYTES = 4 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     add_run_directory(parser)
     text = "begin with the N newest lines (default: %(default)s)"
     parser.add_argument("--lines", type=number(int, 0), default=20, metavar="N", help=text)

@@ -28,7 +28,7 @@ _SHOWN_GROUPS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     common.add_run_directory(parser)
     parser.add_argument("--all", action="store_true", help="also show every role and node")
     form = parser.add_mutually_exclusive_group()

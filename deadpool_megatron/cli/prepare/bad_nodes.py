@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.run_directory.bad_nodes import MAX_EXCLUDED, RECE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("runs", type=Path, metavar="RUNS", help="directory that holds the runs")
     text = f"ignore older entries (default: {RECENT_HOURS:g}, as runs do)"
     parser.add_argument("--hours", type=number(float, 0), default=RECENT_HOURS, help=text)

@@ -39,7 +39,7 @@ _HEADER = ("node", "host", "rack", "GPUs", "/dev/shm free", "memory", "verdict")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     common.add_address(parser)
     add, seconds = parser.add_argument, common.number(float, 0.1, LONGEST_SECONDS)
     text = "plan that has the shared memory a node needs"

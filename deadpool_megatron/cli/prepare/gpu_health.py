@@ -20,7 +20,7 @@ from deadpool_megatron.preflight.health import Health
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     text = "ignore older Xids (default: 24)"
     parser.add_argument("--hours", type=number(float, 0), default=24.0, help=text)
 

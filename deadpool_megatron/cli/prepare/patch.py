@@ -79,7 +79,7 @@ class Tree:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "action",
         choices=("apply", "check", "revert", "status"),

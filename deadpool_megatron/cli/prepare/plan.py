@@ -50,7 +50,7 @@ _NODE_ROWS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.epilog = _EPILOGUE.format(keys="\n".join(_keys()))
     add = parser.add_argument
     add("file", type=Path, nargs="?", metavar="FILE", help="the plan, YAML")

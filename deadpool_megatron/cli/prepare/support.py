@@ -55,7 +55,7 @@ class _Case:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     text = "take the defaults from the parser of this checkout (default: from the table)"
     parser.add_argument("--megatron", type=Path, metavar="DIR", help=text)
     parser.add_argument("--batch", type=Path, metavar="FILE", help="judge many command lines")

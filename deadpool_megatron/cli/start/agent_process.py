@@ -90,7 +90,7 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--node-id", type=int, required=True)
     parser.add_argument("--host", required=True)

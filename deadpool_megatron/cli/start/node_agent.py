@@ -49,7 +49,7 @@ _PORT_FLAG = "--coordinator-port"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.usage = (
         "deadpool agent --run-dir DIR (--node-id I | --attach | --from-slurm) [options]"
         " [-- COMMAND]"

@@ -18,7 +18,7 @@ from deadpool_megatron.cli.common import CommandError, StatusPoller
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.start.scripts import EMBEDDED_TRAINER
 from deadpool_megatron.cluster.agent.process import dump_orphans, last_history
-from deadpool_megatron.cluster.coordinator.durable import export_directory, remove_unfinished
+from deadpool_megatron.cluster.coordinator.new_checkpoint import export_directory, remove_unfinished
 from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.process import program
 from deadpool_megatron.cluster.run_directory import cleanup, directory as run_files

@@ -40,7 +40,7 @@ from deadpool_megatron.settings import NEVER
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.usage = "deadpool run [options] -- -m MODULE ARGS | SCRIPT.py ARGS"
     common.add_size(
         parser, "as many as the visible GPUs allow; without GPUs 2, or as the script needs"

@@ -18,7 +18,7 @@ from deadpool_megatron.ownership import OwnershipError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("run_dir", type=Path, nargs="?", metavar="DIR", help="run directory")
     parser.add_argument("--force", action="store_true", help="even if the run is alive")
     parser.add_argument("--yes", action="store_true", help="with DIR: do not ask")

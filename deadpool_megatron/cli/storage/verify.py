@@ -63,7 +63,7 @@ class Subject:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="see above")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 

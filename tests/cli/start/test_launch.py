@@ -90,7 +90,7 @@ def test_launcher_ends_with_the_reason_why_no_coordinator_came(tmp_path, monkeyp
     monkeypatch.setattr(service, "_TROUBLE_SECONDS", 0.5)
     with capfd.disabled():  # an agent keeps no descriptors but its own
         assert launcher.run() == 2
-    reason = f"{junk} does not belong into a journal"
+    reason = f"{junk} does not belong in a journal"
     assert launcher.failure == f"agent of node 0 ends: no coordinator for 5 s: {reason}"
 
 
