@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from deadpool_megatron.cluster.process.program import LOADED
+from deadpool_megatron.cluster.process.program import LOADED_PROGRAM
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.hookpoints import ALLOW_UNTESTED
 from deadpool_megatron.megatron_lm.checkout import import_megatron
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     except versions.UntestedMegatron as error:
         return _refuse(str(error))
     sys.argv = list(argv)
-    LOADED.note_source(f"script {script.name}", argv[0])
+    LOADED_PROGRAM.note_source(f"script {script.name}", argv[0])
     runpy.run_path(str(script), run_name="__main__")
     return 0
 

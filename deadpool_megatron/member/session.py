@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
-from deadpool_megatron.cluster.process.program import LOADED
+from deadpool_megatron.cluster.process.program import LOADED_PROGRAM
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, Limits
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind, kind_of_end
@@ -274,7 +274,7 @@ class Session:
     def _compare_program(self, record: EpochRecord) -> None:
         """Raise OtherProgram, which ends this process, unless all members run the same program."""
         try:
-            text = LOADED.agree(self._run_directory, record.history.start)
+            text = LOADED_PROGRAM.agree(self._run_directory, record.history.start)
         except (OSError, ValueError) as error:
             text = f"its program was not compared with that of the run: {error}"
         if text:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from deadpool_megatron.cluster.coordinator.durable import saves_problem
+from deadpool_megatron.cluster.coordinator.new_checkpoint import saves_problem
 from deadpool_megatron.cluster.process import member_place
 from deadpool_megatron.cluster.process.member_place import MemberPlace
-from deadpool_megatron.cluster.process.program import LOADED
+from deadpool_megatron.cluster.process.program import LOADED_PROGRAM
 from deadpool_megatron.member import Emit, Program, ProtectedLoop, Session
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig, parse_args
 
@@ -43,8 +43,8 @@ class GptProgram(Program):
         """Create model, optimizer, scheduler and data."""
         from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
-        LOADED.note_arguments(vars(self._config))
-        LOADED.note_data(self._config.data)
+        LOADED_PROGRAM.note_arguments(vars(self._config))
+        LOADED_PROGRAM.note_data(self._config.data)
         return TrainingLoop(self._config, emit)
 
     def framework(self, loop: ProtectedLoop) -> MegatronFramework:

@@ -39,7 +39,7 @@ from deadpool_megatron.cluster.process.children import (
     start_child,
 )
 from deadpool_megatron.cluster.process.member_main import MemberSpec, become_member
-from deadpool_megatron.cluster.process.program import LOADED
+from deadpool_megatron.cluster.process.program import LOADED_PROGRAM
 from deadpool_megatron.process_names import set_process_name
 
 MODULE = "deadpool_megatron.cluster.process.fork_server"
@@ -167,7 +167,7 @@ def run_server(connection: socket.socket, modules: Sequence[str], parent: int) -
 
 def _import(modules: Sequence[str]) -> None:
     """Import the modules. Raises BrokenImport."""
-    LOADED.watch_imports()
+    LOADED_PROGRAM.watch_imports()
     for name in modules:
         try:
             with warnings.catch_warnings():

@@ -18,7 +18,7 @@ from typing import NoReturn
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.member_place import MemberPlace
-from deadpool_megatron.cluster.process.program import LOADED, OtherProgram
+from deadpool_megatron.cluster.process.program import LOADED_PROGRAM, OtherProgram
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.wire.auth import ENVIRONMENT_NAME as SECRET_VARIABLE
@@ -71,12 +71,12 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
             slot=place.local_rank,
             incarnation=place.incarnation,
         )
-        LOADED.note_data(Path(word[1:]) for word in spec.command if word.startswith("@"))
-        LOADED.ended_epoch = spec.ended_epoch
+        LOADED_PROGRAM.note_data(Path(word[1:]) for word in spec.command if word.startswith("@"))
+        LOADED_PROGRAM.ended_epoch = spec.ended_epoch
         code = _run(spec.command)
         if code:
             with contextlib.suppress(OSError, ValueError):
-                LOADED.check_after_failure(Path(os.environ["DEADPOOL_RUN_DIR"]))
+                LOADED_PROGRAM.check_after_failure(Path(os.environ["DEADPOOL_RUN_DIR"]))
     except OtherProgram:
         traceback.print_exc()
         code = ExitStatus.OTHER_PROGRAM
@@ -96,7 +96,7 @@ def _run(command: Sequence[str]) -> int:
         else:
             sys.argv = list(command)
             sys.path.insert(0, str(Path(command[0]).resolve().parent))
-            LOADED.note_source(f"script {Path(command[0]).name}", command[0])
+            LOADED_PROGRAM.note_source(f"script {Path(command[0]).name}", command[0])
             runpy.run_path(command[0], run_name="__main__")
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):

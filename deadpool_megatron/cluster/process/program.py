@@ -185,4 +185,4 @@ def _is_plain(value: Any) -> bool:
 
 
 #: the program of this process; forked processes begin with a copy
-LOADED = LoadedProgram()
+LOADED_PROGRAM = LoadedProgram()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process.member_place import MemberPlace
-from deadpool_megatron.cluster.process.program import LOADED
+from deadpool_megatron.cluster.process.program import LOADED_PROGRAM
 from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.megatron.exact_load import load_exactly
@@ -251,7 +251,7 @@ class Build:
     def _make_datasets(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        LOADED.note_data(index_files.data_files(vars(get_args())))
+        LOADED_PROGRAM.note_data(index_files.data_files(vars(get_args())))
         make = functools.partial(original, *args, **kwargs)
         with index_files.written_whole():
             datasets = index_files.made_where_missing(make) if self.detached else make()

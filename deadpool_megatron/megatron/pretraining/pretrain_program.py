@@ -29,10 +29,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from deadpool_megatron import arguments
-from deadpool_megatron.cluster.coordinator.durable import saves_problem
+from deadpool_megatron.cluster.coordinator.new_checkpoint import saves_problem
 from deadpool_megatron.cluster.process import member_place
 from deadpool_megatron.cluster.process.member_place import MemberPlace
-from deadpool_megatron.cluster.process.program import LOADED
+from deadpool_megatron.cluster.process.program import LOADED_PROGRAM
 from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.file_systems import write_text
@@ -106,7 +106,7 @@ def _add_arguments(
     def parse_and_set(*args: Any, **kwargs: Any) -> Any:
         found, others = parse(*args, **kwargs)
         own = [name for name in vars(found) if name.startswith("deadpool_")]
-        LOADED.note_arguments(vars(found), [*own, "rank", "local_rank"])
+        LOADED_PROGRAM.note_arguments(vars(found), [*own, "rank", "local_rank"])
         set_implied(found)
         return found, others
 

@@ -13,11 +13,11 @@ from deadpool_megatron.cluster.process.program import LoadedProgram, OtherProgra
 LATE = """
 import sys
 from pathlib import Path
-from deadpool_megatron.cluster.process.program import LOADED
-LOADED.watch_imports()
+from deadpool_megatron.cluster.process.program import LOADED_PROGRAM
+LOADED_PROGRAM.watch_imports()
 import edited
 Path(sys.argv[1], "edited.py").write_text("VALUE = 2")
-LOADED.agree(Path(sys.argv[2]), 0)
+LOADED_PROGRAM.agree(Path(sys.argv[2]), 0)
 try:
     import edited_later
 except Exception:
