@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import checkpoints, durable
+from deadpool_megatron.cluster.coordinator import checkpoints, new_checkpoint
 from deadpool_megatron.cluster.run_directory import directory
 from deadpool_megatron.layout.records import Generation, Restore
 from tests.persist.harness.world import World
@@ -46,10 +46,10 @@ def test_removed_export_cannot_be_published_meanwhile(tmp_path, monkeypatch):
     rmtree = shutil.rmtree
 
     def publish_first(path: Path) -> None:
-        with pytest.raises(durable.DurableError):
-            durable.NewCheckpoint(left, final, restore, run, "id").publish()
+        with pytest.raises(new_checkpoint.DurableError):
+            new_checkpoint.NewCheckpoint(left, final, restore, run, "id").publish()
         rmtree(path)
 
-    monkeypatch.setattr(durable.shutil, "rmtree", publish_first)
-    durable.remove_unfinished(final.parent, "id", 2)
+    monkeypatch.setattr(new_checkpoint.shutil, "rmtree", publish_first)
+    new_checkpoint.remove_unfinished(final.parent, "id", 2)
     assert list(final.parent.iterdir()) == []

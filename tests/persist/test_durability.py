@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from deadpool_megatron.cluster.coordinator import durable
-from deadpool_megatron.cluster.coordinator.durable import DurableError, NewCheckpoint
+from deadpool_megatron.cluster.coordinator import new_checkpoint
+from deadpool_megatron.cluster.coordinator.new_checkpoint import DurableError, NewCheckpoint
 from deadpool_megatron.cluster.run_directory import directory, directory as run_files
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
@@ -105,13 +105,13 @@ def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(tmp_
     exporting = threading.Thread(target=exported, args=(run, tmp_path / "exports", 8, 1))
 
     def known(*of: Any) -> list[Restore]:
-        monkeypatch.setattr(durable.run_files, "still_valid", known_in)
+        monkeypatch.setattr(new_checkpoint.run_files, "still_valid", known_in)
         found = known_in(*of)
         exporting.start()
         exporting.join(1.0)  # where it does not wait for us it is done
         return found
 
-    monkeypatch.setattr(durable.run_files, "still_valid", known)
+    monkeypatch.setattr(new_checkpoint.run_files, "still_valid", known)
     NewCheckpoint(saved, saved, saved_at(4, saved), run, "run").make_valid()
     exporting.join()
     assert run_files.read_json(run.latest)["generation"] == [1, 8]
@@ -125,7 +125,7 @@ def test_an_export_that_has_its_name_but_no_pointer_is_pruned_in_its_turn(tmp_pa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(durable, "_tracked_iteration", full)
+        patched.setattr(new_checkpoint, "_tracked_iteration", full)
         with pytest.raises(DurableError, match="No space left"):
             exported(run, folder, 4, keep=1)
     assert (folder / "iter_0000004").is_dir()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from deadpool_megatron.cluster.coordinator import durable
-from deadpool_megatron.cluster.coordinator.durable import NewCheckpoint
+from deadpool_megatron.cluster.coordinator import new_checkpoint
+from deadpool_megatron.cluster.coordinator.new_checkpoint import NewCheckpoint
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_valid
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist.torch_dist import WritingError, check_cover
@@ -58,10 +58,10 @@ def test_only_a_whole_cover_passes(shape, chance):
 
 
 def test_pruning_keeps_newest_and_needed_exports():
-    assert durable.exports_to_prune(["a", "b", "c"], 2, ()) == ["a"]
-    assert durable.exports_to_prune(["a", "b", "c"], 0, ()) == []
-    assert durable.exports_to_prune(["a", "b", "c"], 1, {"a"}) == ["b"]
-    assert durable.exports_to_prune(["a"], 1, ()) == []
+    assert new_checkpoint.exports_to_prune(["a", "b", "c"], 2, ()) == ["a"]
+    assert new_checkpoint.exports_to_prune(["a", "b", "c"], 0, ()) == []
+    assert new_checkpoint.exports_to_prune(["a", "b", "c"], 1, {"a"}) == ["b"]
+    assert new_checkpoint.exports_to_prune(["a"], 1, ()) == []
 
 
 def published(run: RunDirectory, iteration: int) -> Path:
@@ -71,8 +71,8 @@ def published(run: RunDirectory, iteration: int) -> Path:
 
 def test_exports_appear_whole_and_go_in_turn(tmp_path):
     run = RunDirectory(tmp_path)
-    durable.run_files.unfinished_export(run.exports, "run", "torn").mkdir(parents=True)
-    other = durable.run_files.unfinished_export(run.exports, "another", "1.1")
+    new_checkpoint.run_files.unfinished_export(run.exports, "run", "torn").mkdir(parents=True)
+    other = new_checkpoint.run_files.unfinished_export(run.exports, "another", "1.1")
     other.mkdir()
     first, second = published(run, 4), published(run, 8)
     assert first.is_dir()
@@ -91,7 +91,7 @@ def test_export_refuses_a_foreign_checkpoint_at_its_place(tmp_path):
     run = RunDirectory(tmp_path)
     foreign = run.exports / "iter_0000004"
     foreign.mkdir(parents=True)
-    with pytest.raises(durable.DurableError, match="this run did not export it"):
+    with pytest.raises(new_checkpoint.DurableError, match="this run did not export it"):
         published(run, 4)
     assert list(foreign.iterdir()) == []
     assert not run.latest.exists()
@@ -154,7 +154,7 @@ def test_a_save_does_not_count_whose_epoch_was_closed_while_it_was_synced(tmp_pa
     run = RunDirectory(tmp_path)
     temporary, final, restore = unfinished_save(tmp_path / "checkpoints", 4, epoch=1)
     place = temporary if in_place else final
-    with pytest.raises(durable.DurableError, match="its epoch was closed"):
+    with pytest.raises(new_checkpoint.DurableError, match="its epoch was closed"):
         NewCheckpoint(temporary, place, restore, run, "run", is_current=lambda: False).make_valid()
     assert not final.exists()
     assert not run.latest.exists()
@@ -172,10 +172,10 @@ def test_a_save_that_two_coordinators_make_valid_is_there_once(
     if is_foreign:
         final.mkdir()
         (final / "of another run").touch()
-    sync_all = durable._sync_all
+    sync_all = new_checkpoint._sync_all
 
     def other() -> None:
-        monkeypatch.setattr(durable, "_sync_all", sync_all)
+        monkeypatch.setattr(new_checkpoint, "_sync_all", sync_all)
         NewCheckpoint(temporary, final, restore, run, "run").make_valid()
 
     def sync(directory: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_save_that_two_coordinators_make_valid_is_there_once(
             other()
         return True
 
-    monkeypatch.setattr(durable, "_sync_all", sync)
+    monkeypatch.setattr(new_checkpoint, "_sync_all", sync)
     NewCheckpoint(temporary, final, restore, run, "run", counts).make_valid()
     assert [path.name for path in final.iterdir()] == ["rank0"]
     assert read_valid(run.latest)[0].path == str(final)

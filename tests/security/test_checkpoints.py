@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cli.storage.verify import verify_checkpoint
-from deadpool_megatron.cluster.coordinator.durable import DurableError, NewCheckpoint
+from deadpool_megatron.cluster.coordinator.new_checkpoint import DurableError, NewCheckpoint
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.megatron.pretraining.megatron_checkpoints import StorageFaults

@@ -24,12 +24,12 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
-from deadpool_megatron.cluster.agent.evidence import StackReporter
 from deadpool_megatron.cluster.agent.exporter import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.agent.members import Member, NodeMembers, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.node_checker import NodeChecker
 from deadpool_megatron.cluster.agent.options import AgentOptions, device_environment, member_spec
+from deadpool_megatron.cluster.agent.stacks import StackReporter
 from deadpool_megatron.cluster.agent.standby_supervisor import StandbySupervisor
 from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultSupervisor
 from deadpool_megatron.cluster.journal.terms import claim_order

@@ -29,17 +29,17 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.context import Context
-from deadpool_megatron.cluster.coordinator.durable import (
+from deadpool_megatron.cluster.coordinator.export_interval import (
+    MAX_MARGIN,
+    MIN_MARGIN,
+    ExportInterval,
+)
+from deadpool_megatron.cluster.coordinator.new_checkpoint import (
     DurableError,
     NewCheckpoint,
     export_directory,
     list_and_prune,
     remove_unfinished,
-)
-from deadpool_megatron.cluster.coordinator.export_interval import (
-    MAX_MARGIN,
-    MIN_MARGIN,
-    ExportInterval,
 )
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump

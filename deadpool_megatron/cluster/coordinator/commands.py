@@ -20,7 +20,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.context import Context
-from deadpool_megatron.cluster.coordinator.durable import export_directory
+from deadpool_megatron.cluster.coordinator.new_checkpoint import export_directory
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.coordinator.watchdog import role_beats
 from deadpool_megatron.cluster.journal import user_requests

@@ -149,7 +149,7 @@ class Journal:
                 continue  # the heartbeat, or a temporary file of a writer that was killed
             match = _NAME.fullmatch(name)
             if match is None:
-                raise JournalError(f"{self._directory / name} does not belong into a journal")
+                raise JournalError(f"{self._directory / name} does not belong in a journal")
             if match["kind"] == kind:
                 found.append(int(match["number"]))
         return sorted(found)

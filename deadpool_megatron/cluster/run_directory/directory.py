@@ -340,8 +340,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def noted(path: str | Path, run: Path) -> str:
-    """Return a path as the files of a run note it: relative if it lies in the run directory, so
+def stored_path(path: str | Path, run: Path) -> str:
+    """Return a path as the files of a run store it: relative if it lies in the run directory, so
     that it moves with the run, and never points into another run."""
     real = Path(os.path.realpath(path))
     return str(real.relative_to(run) if real.is_relative_to(run) else path)
@@ -373,7 +373,7 @@ def write_latest(latest: Path, valid: Sequence[Restore]) -> None:
     """Write the checkpoints; the next start continues from the first that it can use. Raises
     OSError."""
     parent = latest.parent
-    kept = [replace(r, path=r.path and noted(r.path, parent)) for r in valid[:_MAX_VALID]]
+    kept = [replace(r, path=r.path and stored_path(r.path, parent)) for r in valid[:_MAX_VALID]]
     write_json(latest, as_dict(kept), lasting=True)
 
 
@@ -443,7 +443,7 @@ def take_saves(run: RunDirectory, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / _WRITER, run.read_run().run_id)
     if not run.saves.exists():
-        write_json(run.saves, {"directory": noted(directory, run.path)})
+        write_json(run.saves, {"directory": stored_path(directory, run.path)})
 
 
 def found_in(saves: Path) -> list[Restore]:

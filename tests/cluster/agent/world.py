@@ -25,10 +25,10 @@ import pytest
 
 from deadpool_megatron.cluster.agent import (
     agent as agents,
-    evidence,
     exporter,
     members,
     node_checker,
+    stacks,
     standby_supervisor,
     vault_process,
 )
@@ -220,7 +220,7 @@ class World:
         patch.setattr(VaultControl, "connect", self._connect)
         patch.setattr(posix, "kill", self._signal)
         patch.setattr(posix, "state_and_cpu_ticks", lambda pid: self.cpu.get(pid, ("R", 0)))
-        patch.setattr(evidence, "_obstacle", lambda pid: "")
+        patch.setattr(stacks, "_obstacle", lambda pid: "")
         patch.setattr(members.random, "uniform", lambda begin, end: end)
         patch.setattr(exporter.threading, "Thread", _AtOnce)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import checkpoints, durable
+from deadpool_megatron.cluster.coordinator import checkpoints, new_checkpoint
 from deadpool_megatron.cluster.machine import actions
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.layout.records import Restore
@@ -27,7 +27,7 @@ class Life:
         self._directory, self._now = directory, 1000.0
         self._place, self._shown = Path(), Any
         patch.setattr(checkpoints.time, "monotonic", lambda: self._now)
-        for module in (checkpoints, durable):
+        for module in (checkpoints, new_checkpoint):
             patch.setattr(module.secrets, "token_hex", lambda _: "t")
         self._world = World(directory / "run", **settings)
         self._world.run.path.mkdir()

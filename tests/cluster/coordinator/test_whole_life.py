@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import durable, service, stepper
+from deadpool_megatron.cluster.coordinator import new_checkpoint, service, stepper
 from deadpool_megatron.cluster.coordinator.files import EventWriter, RunFiles
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import claim_term
@@ -76,7 +76,7 @@ class Whole:
         self._streams: dict[int, Stream] = {}
         self._numbers: dict[int, int] = {}
         write, write_result, put = Journal.write, RunFiles.write_result, Outlet.put
-        sync_all = durable._sync_all
+        sync_all = new_checkpoint._sync_all
 
         def written(journal: Journal, kind: str, number: int, entry: Any) -> None:
             if self._broken:
@@ -109,7 +109,7 @@ class Whole:
                 self._note(f"prints: {text.strip()}")
 
         patch.setattr(Journal, "write", written)
-        patch.setattr(durable, "_sync_all", synced)
+        patch.setattr(new_checkpoint, "_sync_all", synced)
         patch.setattr(RunFiles, "write_result", result)
         patch.setattr(EventWriter, "write", event)
         patch.setattr(Outlet, "put", sent)

@@ -160,7 +160,7 @@ def test_checkpoints_are_as_recorded(show, tmp_path):
     show(run_files.read_valid, run.latest)
     show(run_files.still_valid, run.latest, found[0])
     for path in (tmp_path / "saves", run.path / "saves"):
-        show(run_files.noted, path, run.path)
+        show(run_files.stored_path, path, run.path)
         show(run_files.take_saves, run, path)
         show.note(f"{run.saves.read_text()} {(path / 'deadpool-writer').read_text()}")
     for name in ("1.1", "12.0123abcd.2", "x", "1", "../1.1"):

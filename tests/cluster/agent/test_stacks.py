@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from deadpool_megatron.cluster.agent import evidence
-from deadpool_megatron.cluster.agent.evidence import Stacks
+from deadpool_megatron.cluster.agent import stacks
+from deadpool_megatron.cluster.agent.stacks import Stacks
 from tests.common.wait import wait_for
 
 _STANDS = """
@@ -46,7 +46,7 @@ def process(tmp_path: Path, program: str) -> Iterator[tuple[int, Path]]:
 
 
 def ask(pid: int, log: Path) -> Stacks:
-    return asyncio.run(evidence.get_stacks(pid, log, 30.0))
+    return asyncio.run(stacks.get_stacks(pid, log, 30.0))
 
 
 def test_stacks_have_the_main_thread_innermost_frame_first(tmp_path):

@@ -229,7 +229,7 @@ class NewCheckpoint:
         """Append a line with the name, and sync it: only then may a checkpoint get the name."""
         self.run.check_own()
         written = self.temporary if self.temporary.is_dir() else self.final
-        name = run_files.noted(self.final, self.run.path)
+        name = run_files.stored_path(self.final, self.run.path)
         line = f"{owner} {name} {run_files.fingerprint(written)}"
         if line in _noted_lines(self.run):
             return
@@ -244,9 +244,9 @@ class NewCheckpoint:
 
     def _is_own(self) -> bool:
         """Return whether the existing checkpoint got its name from this run, for either owner."""
-        name = f"{run_files.noted(self.final, self.run.path)} {run_files.fingerprint(self.final)}"
-        own_lines = {f"{_SAVED} {name}", f"{_EXPORTED} {name}"}
-        return not _noted_lines(self.run).isdisjoint(own_lines)
+        name = run_files.stored_path(self.final, self.run.path)
+        entry = f"{name} {run_files.fingerprint(self.final)}"
+        return not _noted_lines(self.run).isdisjoint({f"{_SAVED} {entry}", f"{_EXPORTED} {entry}"})
 
     def _own_exists(self) -> bool:
         """Return whether the checkpoint exists, and got its name from this run."""
@@ -308,8 +308,8 @@ def list_and_prune(
         listed = [*_read_exports(run, final), str(final)]
         # A checkpoint that the program has saved under the name of an export is not pruned.
         saved = "\n".join(line for line in named if line.startswith(_SAVED))
-        noted = run_files.noted
-        listed = [path for path in listed if f"{_SAVED} {noted(path, run.path)}" not in saved]
+        stored_path = run_files.stored_path
+        listed = [path for path in listed if f"{_SAVED} {stored_path(path, run.path)}" not in saved]
         pruned = exports_to_prune(listed, keep, {*needed, *_tracked_checkpoints(listed)})
         for path in map(Path, pruned):
             # Renamed first, so that no reader begins to load half of it.
@@ -332,8 +332,8 @@ def _read_exports(run: RunDirectory, final: Path) -> list[str]:
 
 
 def _write_exports(run: RunDirectory, paths: Sequence[str]) -> None:
-    noted = [run_files.noted(path, run.path) for path in paths]
-    run_files.write_json(run.exported, {"paths": noted}, lasting=True)
+    stored = [run_files.stored_path(path, run.path) for path in paths]
+    run_files.write_json(run.exported, {"paths": stored}, lasting=True)
 
 
 def _noted_lines(run: RunDirectory) -> frozenset[str]:
