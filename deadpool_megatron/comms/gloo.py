@@ -81,7 +81,7 @@ class GlooFabric(inner.Fabric):
         return GlooGroup(spec, self._epoch, plain, backend)
 
     def abort(self) -> None:
-        # Without free descriptors, connections stay uncut until the flush aborts again.
+        # Without free descriptors, connections stay uncut until Communicators.drain aborts again.
         with self._lock, contextlib.suppress(OSError):
             if self._device is not None:
                 cut_connections(self._epoll)
