@@ -64,7 +64,7 @@ class Vault:
 @dataclass
 class Member:
     """A live process. ``at``: the generation its state is, None before it restored; ``kept``: the
-    newest one that is protected; ``entered``: the iteration whose collective it has passed.
+    newest protected generation; ``entered``: the iteration whose collective it has passed.
 
     ``reported``: its newest report of each kind, which its agent repeats to a new coordinator.
     """
@@ -83,7 +83,7 @@ class Member:
 class Node:
     """An agent with its vault, its members and both directions of its connection.
 
-    ``epoch``: of the record that it follows; ``closed``: the newest epoch it has closed;
+    ``epoch``: that of its record; ``closed``: the newest epoch it has closed;
     ``is_moved``: it has not had the welcome of the present coordinator yet.
     """
 
@@ -176,7 +176,7 @@ class Agents:
                     member = Member(records.Seat(node, local_rank, incarnation))
                     here.members[local_rank] = member
                     here.report(ev.MemberHello(*member.seat.to_list()))
-                    if here.epoch and not here.vault.frozen:
+                    if not here.vault.frozen:
                         here.report(ev.MemberWarm(*member.seat.to_list()))
             case act.KillMember(_, local_rank, incarnation):
                 member = here.members.get(local_rank)
@@ -246,7 +246,7 @@ class Agents:
     # Work of the open epoch.
 
     def stir(self) -> None:
-        """Have all roles go on with what they can do, until nothing is left to do."""
+        """Have all roles do their next work, until nothing is left to do."""
         if not self._is_working:
             self._is_working = True
             self.clock.after_delay(self._work, "work")
@@ -278,7 +278,7 @@ class Agents:
         return member if member.epoch == self.epoch else None
 
     def restore(self, role: int) -> bool:
-        """A member fetches what the record says; only then it takes part."""
+        """A member fetches the state of the record; only then it takes part."""
         member = self.member_of(role)
         if member is None or member.at is not None:
             return False
@@ -312,7 +312,7 @@ class Agents:
         self, restore: records.Restore, sources: Iterable[records.Source], part: str
     ) -> list[records.Source]:
         live = [source for source in sources if source.node in self.nodes]
-        for source in live:  # rule 3: what was promised is there
+        for source in live:  # rule 3: a promised generation is there
             vault = self.nodes[source.node].vault
             assert vault.gives(source.role, restore.generation, part)
         return live
@@ -352,7 +352,7 @@ class Agents:
         return True
 
     def train_for(self, seconds: float, step_seconds: float) -> None:
-        """Let whole iterations pass at once if nothing disturbs them; then a few one by one."""
+        """Let whole iterations pass at once if nothing disturbs them; then a few step by step."""
         members = self._ready()
         iterations = {(m.at, m.entered) for m in members}
         is_calm = len(iterations) == 1 and not self.iterations_left

@@ -1,4 +1,4 @@
-"""Simulated time: what is due, in order, and draws that depend on nothing but their cause."""
+"""Simulated time: calls that are due, in order, and draws that depend only on their cause."""
 
 import heapq
 import itertools

@@ -1,4 +1,4 @@
-"""What can happen to a run, drawn in advance, and the rates at which it does."""
+"""Hazards of a run, drawn in advance."""
 
 import random
 from collections.abc import Callable, Mapping

@@ -11,10 +11,10 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, Seat
 from tests.simulated.world import World
 
-Player = tuple[int, int, int, int]  # node, slot, incarnation, epoch
-# Each kind of input that carries an epoch, said by a player of a role in that epoch, which began
-# with this generation.
-OF_EPOCH: Mapping[type[ev.Input], Callable[[Player, Generation], ev.Input]] = {
+Place = tuple[int, int, int, int]  # node, slot, incarnation, epoch
+# Each kind of input with an epoch, of a member with a role in that epoch, which began with this
+# generation.
+OF_EPOCH: Mapping[type[ev.Input], Callable[[Place, Generation], ev.Input]] = {
     ev.AuditFailed: lambda p, _: ev.AuditFailed(*p, 1, (0,), True, "late"),
     ev.MemberDone: lambda p, _: ev.MemberDone(*p),
     ev.MemberFault: lambda p, _: ev.MemberFault(*p, "late"),
@@ -29,7 +29,7 @@ OF_EPOCH: Mapping[type[ev.Input], Callable[[Player, Generation], ev.Input]] = {
     ev.StepReported: lambda p, _: ev.StepReported(p[3], 10_000),
 }
 # A number that is not finite counts as long as its generation may be restored: see NotFinite. The
-# journal answers for the newest number only, below; an agent that joins says what it has.
+# journal answers for the newest number only, below; an agent that joins reports its own.
 NOT_OF_EPOCH = {ev.NotFinite, ev.JournalWritten, ev.JournalFailed, ev.NodeJoined}
 
 
@@ -39,11 +39,11 @@ def of_epochs(
     """All kinds of messages of these epochs, from these processes."""
     for epoch, record in zip(epochs, records, strict=False):
         for seat in seats:
-            for kind, said in OF_EPOCH.items():
+            for kind, make in OF_EPOCH.items():
                 # An inventory counts until the next record is announced, as its epoch does.
                 newest = world.state.record
                 if kind is not ev.NodeInventory or newest is None or epoch != newest.epoch:
-                    yield said((*seat.to_list(), epoch), record.restore.generation)
+                    yield make((*seat.to_list(), epoch), record.restore.generation)
 
 
 def early_inputs(world: World) -> Iterable[ev.Input]:
@@ -78,7 +78,7 @@ def stale_inputs(world: World) -> Iterable[ev.Input]:
 def feed_stale(world: World) -> None:
     """Rule 5: none of them changes anything; at most they are refused."""
     known = (world.state.record, world.state.seats)  # records never change
-    before = deepcopy(world.state, {id(one): one for one in known})
+    before = deepcopy(world.state, {id(each): each for each in known})
     for event in [*stale_inputs(world), *early_inputs(world)]:
         actions = world.machine.handle(event, world.clock.now)
         assert world.state == before, event

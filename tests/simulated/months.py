@@ -21,17 +21,21 @@ CHECK_EVERY = 400
 
 
 class Months:
-    """Jobs of one size, one after the other. ``recoveries``: those that all jobs have completed."""
+    """Jobs of one size, one after the other."""
 
     def __init__(self, seed: str, shape: Shape, per_node_day: float = RSC_1) -> None:
         self.shape, self.per_node_day = shape, per_node_day
         self.clock, self.draw = Clock(seed, DELAY_SECONDS), random.Random(seed)
         self.returns: list[float] = []
-        self.recoveries, self.ends = 0, Counter[str]()
+        self._recoveries, self.ends = 0, Counter[str]()
         self.world = self._start()
 
     def _start(self) -> World:
         return World(self.shape.config(), self.clock, CHECK_EVERY)
+
+    @property
+    def recoveries(self) -> int:
+        return self._recoveries + self.world.state.recoveries.count
 
     def run(self, days: float) -> None:
         """Let failures come at random moments, a coordinator among them as often as a node."""
@@ -39,7 +43,7 @@ class Months:
         nodes = self.shape.nodes + self.shape.spares
         while self.clock.now < until:
             at = self.clock.now + self.draw.expovariate(nodes * self.per_node_day / DAY)
-            self._bring_back(at)
+            self._join_repaired(at)
             self.world.run_until(at)
             a, b = self.draw.randrange(1, 1 << 20), self.draw.randrange(1, 1 << 20)
             kind = self.draw.choices([*CAUSES], [*CAUSES.values()])[0]
@@ -52,10 +56,10 @@ class Months:
             self.world.settle()
             if self.world.finished is not None:
                 self.ends[self.world.finished.reason[:40]] += 1
-                self.recoveries += self.world.state.recoveries.count
+                self._recoveries += self.world.state.recoveries.count
                 self.world = self._start()
 
-    def _bring_back(self, until: float) -> None:
+    def _join_repaired(self, until: float) -> None:
         """Join the nodes that are repaired by then, each at its time."""
         for at in sorted(self.returns):
             if at < until:

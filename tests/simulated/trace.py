@@ -13,7 +13,7 @@ SHORTEN_SECONDS = 20.0  # at most
 
 
 def replay(seed: str, shape: Shape, hazards: Sequence[tuple[float, str, int, int]]) -> World:
-    """Run a world under these hazards; then nobody answers, and time alone ends every wait."""
+    """Run a world under these hazards; then no answer comes, and time alone ends every wait."""
     world = World(shape.config(), Clock(seed, DELAY_SECONDS))
     for at, kind, a, b in hazards:
         world.run_until(at)
@@ -47,7 +47,7 @@ def shortened(seed: str, shape: Shape, hazards: Sequence[Hazard]) -> list[Hazard
 
 
 def hold(seed: str, shape: Shape, hazards: Sequence[Hazard]) -> World:
-    """Run; what fails is raised again with a call that shows it."""
+    """Run; a failure is raised again with a call that shows it."""
     try:
         return replay(seed, shape, hazards)
     except Exception as error:

@@ -21,6 +21,7 @@ from tests.simulated.agents import Agents, Node
 from tests.simulated.clock import Channel, Clock
 
 STEP_SECONDS = 0.5
+TICK_SECONDS = 0.1
 MAX_CALLS = 100_000  # until a world has to be at rest
 
 
@@ -55,8 +56,12 @@ def next_deadline(state: states.State, config: states.Config) -> float:
     limits = dict.fromkeys(states.MemberStatus, settings.start_seconds)
     limits |= {states.MemberStatus.KILLED: settings.close_seconds}
     limits |= {states.MemberStatus.WARM: math.inf}
-    times += [m.since + limits[m.status] + 1e-6 for m in fleet.members.values()]
-    return min(times, default=math.inf)
+    times += [
+        member.since + limits[member.status] + 1e-6
+        for place, member in fleet.members.items()
+        if member.status is states.MemberStatus.KILLED or place not in state.seats.role_by_place
+    ]
+    return min(times, default=math.inf) if state.phase is not Phase.ENDED else math.inf
 
 
 def knowledge(state: states.State) -> dict[str, object]:
@@ -89,7 +94,7 @@ class World(Agents):
         self.exporting: Generation | None = None
         self.poisoned_from: int | None = None  # by a loss that the machine has received
         self.lost: list[Node] = []  # whose last reports are still on their way
-        self.rested_at = clock.now
+        self.rested_at = self.ticked_at = clock.now
         for _ in range(config.nodes + config.spares):
             self.join()
 
@@ -116,7 +121,7 @@ class World(Agents):
         return actions
 
     def _repeat(self, event: ev.Input) -> None:
-        """What carries an epoch may be repeated, as to the next coordinator: it counts once. No
+        """A message with an epoch may be repeated, as to the next coordinator: it counts once. No
         tick before the next deadline changes anything."""
         known = (self.state.record, self.state.seats)  # records never change
         before = deepcopy(self.state, {id(each): each for each in known})
@@ -226,7 +231,7 @@ class World(Agents):
         self.poisoned_from = self.not_finite = None
 
     def _check_restore(self, record: EpochRecord) -> None:
-        # Rule 2: what was committed by all is what training continues from, or something newer.
+        # Rule 2: training continues from a generation that all have committed, or newer state.
         if self.protected:
             assert record.restore.kind == "memory"
             assert record.restore.generation >= self.common
@@ -252,7 +257,7 @@ class World(Agents):
         """Whether rule 2 promises anything: fewer losses than copies since all were in place."""
         return self.common is not None and self.losses_since_protected <= self.tolerance
 
-    # What happens to nodes and members.
+    # Events of nodes and members.
 
     def join(self) -> None:
         number, self.next_node = self.next_node, self.next_node + 1
@@ -265,7 +270,7 @@ class World(Agents):
         here.reports.send(here.join())
 
     def lose(self, node: int, *, report: bool = True) -> None:
-        """A machine burns down: what it has sent is still on its way, in order."""
+        """A machine burns down: the messages that it has sent are still on their way, in order."""
         lost = self.nodes.pop(node, None)
         if lost is None:
             return
@@ -284,7 +289,7 @@ class World(Agents):
         if member is None or member.at is None or member.at.lineage != member.epoch:
             return
         if member.at.iteration == 0:
-            return  # what was built or loaded has no loss
+            return  # a state that was built or loaded has no loss
         if member.entered != member.at.iteration:
             return  # it has looked at its loss before it had a part in the next iteration
         member.pause_at, self.common, self.not_finite = 0, None, member.at
@@ -293,7 +298,7 @@ class World(Agents):
         self.nodes[node].reports.send(loss)
 
     def end_export(self, path: str) -> None:
-        """What was dumped has become a checkpoint, or not (empty)."""
+        """The dump has become the checkpoint at ``path``, or none (empty)."""
         if self.exporting is not None:
             self.feed(ev.DumpExported(self.exporting, path))
             self.exporting = None
@@ -301,11 +306,11 @@ class World(Agents):
     def restart_coordinator(
         self, *, landed: bool, received: int = 0, notes_landed: bool = False
     ) -> None:
-        """It is killed, and a new one reads the journal. Agents join again, report what they run,
-        and repeat what their members reported. ``landed``: the record being written had become
-        durable. ``received``: so many orders had reached each agent, which still obeys them; the
-        others are lost. ``notes_landed``: so had the notes of nodes that were given up since the
-        record, which a thread of its own writes."""
+        """The coordinator is killed, and a successor reads the journal. Agents join again, report
+        their processes, and repeat the reports of their members. ``landed``: the record being
+        written had become durable. ``received``: the number of orders that had reached each agent,
+        which still obeys them; the others are lost. ``notes_landed``: so had the notes of nodes
+        given up since the record, which a thread of its own writes."""
         if self.state.phase in states.LAST_PHASES or self.finished is not None:
             return
         if landed:
@@ -346,7 +351,7 @@ class World(Agents):
         self.feed(ev.Tick())
 
     def end_waits(self) -> None:
-        """Nobody answers any more: time alone must end every wait."""
+        """No answer comes any more: time alone must end every wait."""
         for _ in range(100):
             if self.state.phase in (Phase.RUNNING, Phase.ENDED):
                 return
@@ -369,12 +374,13 @@ class World(Agents):
             if self.state.phase is phase:
                 return
             due, deadline = self.clock.next_at, next_deadline(self.state, self.config)
+            if deadline <= self.ticked_at:  # nothing came of it yet
+                deadline = self.ticked_at + TICK_SECONDS
             if min(due, deadline) > end or due == end == math.inf:
                 break
             if deadline < due:
                 self.tick(max(deadline - self.clock.now, 0.0))
-                if next_deadline(self.state, self.config) <= deadline:
-                    self.tick(0.1)
+                self.ticked_at = self.clock.now
             else:
                 self.clock.call_next()
         else:
@@ -410,7 +416,7 @@ class World(Agents):
         assert epoch not in self.closed
 
     def forget_fault(self, role: int) -> None:
-        """A coordinator learns of broken communication and dies: the next one acts on it."""
+        """A coordinator learns of broken communication and dies: its successor acts on it."""
         self.settle()
         member = self.member_of(role)
         if self.state.phase is not Phase.RUNNING or member is None:
