@@ -26,7 +26,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
 from deadpool_megatron.cluster.agent.exporter import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
-from deadpool_megatron.cluster.agent.members import Member, NodeMembers, wait_drained, wait_ended
+from deadpool_megatron.cluster.agent.members import Member, NodeMembers, wait_ended, wait_left
 from deadpool_megatron.cluster.agent.node_checker import NodeChecker
 from deadpool_megatron.cluster.agent.options import AgentOptions, device_environment, member_spec
 from deadpool_megatron.cluster.agent.stacks import StackReporter
@@ -289,7 +289,7 @@ class Agent:
             for member in self._members.by_local_rank.values()
             if Seat(self._node, member.local_rank, member.incarnation) in seats
         ]
-        await wait_drained(seated, epoch, self._drained, self._settings)
+        await wait_left(seated, epoch, self._drained, self._settings)
         self._inventory = (await self._vault.inventory(epoch)).to_dict()
         failpoints.hit("agent.inventory", epoch=epoch)
         self._send_inventory(epoch)
@@ -327,7 +327,7 @@ class Agent:
             answer["error"] = str(error) or type(error).__name__
         self._link.send(answer)
 
-    # Reports of members (see MemberReports).
+    # Reports of members (see MemberObserver).
 
     def member_reported(self, member: Member, message: dict[str, Any]) -> None:
         """Forward a member's message with its seat."""

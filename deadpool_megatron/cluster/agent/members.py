@@ -1,4 +1,4 @@
-"""The member processes of one node as the agent sees them: sockets, last output, ends."""
+"""The member processes of a node, supervised by its agent: messages, freezes, ends of processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ STICKY = (
 class FramePipe:
     """Frames over a stream socket, with callbacks in the running loop; no threads, no blocking.
 
-    ``on_message`` gets each frame; ``on_end`` is called once, at end of stream or after garbage.
+    ``on_message`` gets each frame; ``on_end`` is called once, at end of stream or
+    after bytes that are not a frame.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class FramePipe:
         self._loop.add_reader(connection.fileno(), self._readable)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send or queue a message; after the end of the stream it is dropped."""
+        """Send or queue a message; drop it after the end of the stream."""
         if not self._open:
             return
         if not self._unsent:
@@ -144,8 +145,8 @@ class FreezeDetector:
         return now - self._alive_at >= self._freeze_seconds
 
 
-class MemberReports(Protocol):
-    """The receiver of members' messages and ends: the agent."""
+class MemberObserver(Protocol):
+    """The agent, to which a member's messages, freeze and end are passed."""
 
     def member_reported(self, member: Member, message: dict[str, Any]) -> None:
         """Take a message other than a beat."""
@@ -154,20 +155,20 @@ class MemberReports(Protocol):
         """Kill a member that shows no sign of life. Called once for a member."""
 
     def member_ended(self, member: Member, ending: ProcessEnd, cause: str, ordered: bool) -> None:
-        """Take the end of a reaped process, after all its messages. ``cause`` is the reason why it
-        was killed (``ordered``), or the last error in its log.
+        """Take the end of a reaped process, after all its messages. ``ordered``: this agent killed
+        it, and ``cause`` is the reason; otherwise ``cause`` is the last error in its log.
         """
 
 
 class Member:
-    """One member process. ``newest`` holds its newest message of each sticky kind."""
+    """One member process. ``newest``: its newest message of each kind in STICKY."""
 
     def __init__(
         self,
         spec: MemberSpec,
         started: StartedMember,
         settings: Settings,
-        reports: MemberReports,
+        observer: MemberObserver,
     ) -> None:
         self.local_rank = spec.place.local_rank
         self.incarnation = spec.place.incarnation
@@ -179,31 +180,31 @@ class Member:
         self._kill_cause = ""
         self._frozen = False
         self._settings = settings
-        self._reports = reports
+        self._observer = observer
         self._watch = started.watch
         self.pid = self._watch.pid
-        self._pipe = FramePipe(started.connection, self._message, self._stream_ended)
+        self._pipe = FramePipe(started.connection, self._receive, self._stream_ended)
         self.freeze = FreezeDetector(self.pid, settings.freeze_seconds, self.started_at)
-        self._watch.then(self._ended)
+        self._watch.then(self._report_end)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send an order; a request that it answers is not repeated to a new coordinator."""
-        asked = self.newest.get("durable-request", {})
-        if message.get("t") == "durable-done" and message["iteration"] == asked.get("iteration"):
+        """Send an order; forget a request that it answers, so that no coordinator gets it again."""
+        request = self.newest.get("durable-request", {})
+        if message.get("t") == "durable-done" and message["iteration"] == request.get("iteration"):
             del self.newest["durable-request"]
         self._pipe.send(message)
 
-    def drained(self, epoch: int) -> bool | None:
+    def left_cleanly(self, epoch: int) -> bool | None:
         """Return whether the member left the closed epoch cleanly; None while it has not left."""
         report = self.newest.get("drained")
         if report is None or int(report.get("epoch", 0)) < epoch:
             return None
         return bool(report.get("clean"))
 
-    def reports_since(self, closed: int) -> list[dict[str, Any]]:
-        """Return the sticky messages that a new coordinator needs: all but those of closed
-        epochs."""
-        return [m for m in self.newest.values() if int(m.get("epoch", closed + 1)) > closed]
+    def reports_since(self, epoch: int) -> list[dict[str, Any]]:
+        """Return the messages that a new coordinator needs: those without an epoch, and those of
+        ``epoch`` or later epochs."""
+        return [m for m in self.newest.values() if int(m.get("epoch", epoch)) >= epoch]
 
     def kill(self, cause: str) -> None:
         """Send SIGKILL to its process group, and keep the cause for the report."""
@@ -211,16 +212,16 @@ class Member:
         self._watch.kill()
 
     def check(self, now: float) -> None:
-        """Kill the process when it is frozen, or has not sent its hello in time."""
+        """Report the process when it is frozen; kill it when its hello is late."""
         if "hello" not in self.newest:
             if now - self.started_at > self._settings.start_seconds:
                 self.kill(f"no hello within start_seconds ({self._settings.start_seconds:g} s)")
             return
         if not self._kill_cause and not self._frozen and self.freeze.is_frozen(now):
             self._frozen = True
-            self._reports.member_frozen(self, self.freeze.silent_seconds(now))
+            self._observer.member_frozen(self, self.freeze.silent_seconds(now))
 
-    def _message(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         kind = str(message.get("t"))
         self.freeze.beat(time.monotonic())
         if kind == "beat":
@@ -228,20 +229,20 @@ class Member:
             return
         if kind in STICKY:
             self.newest[kind] = message
-        self._reports.member_reported(self, message)
+        self._observer.member_reported(self, message)
 
     def _stream_ended(self, reason: str) -> None:
         if reason != "end of stream":
             self.kill(f"sent garbage: {reason}")
 
-    def _ended(self, ending: ProcessEnd) -> None:
+    def _report_end(self, ending: ProcessEnd) -> None:
         self._pipe.read_rest()
         self._pipe.close()
         ordered, cause = bool(self._kill_cause), self._kill_cause
         if not ordered:
             text = tail(self.log)
             cause = fatal_error(text) if ending.exit_code is None else last_output(text)
-        self._reports.member_ended(self, ending, cause, ordered)
+        self._observer.member_ended(self, ending, cause, ordered)
         self.ended.set()
 
 
@@ -256,7 +257,7 @@ class NodeMembers:
         make_spec: Callable[[int, int, int], MemberSpec],
         starter: Starter,
         settings: Settings,
-        reports: MemberReports,
+        observer: MemberObserver,
         send: Callable[..., None],
     ) -> None:
         self._node = node
@@ -264,7 +265,7 @@ class NodeMembers:
         self._make_spec = make_spec
         self._starter = starter
         self._settings = settings
-        self._reports = reports
+        self._observer = observer
         self._checked_at = time.monotonic()
         self.by_local_rank: dict[int, Member] = {}
         self.incarnations: dict[int, int] = {}
@@ -279,10 +280,10 @@ class NodeMembers:
         old = self.by_local_rank.get(local_rank)
         if old is not None:
             # A stopped predecessor would write into its successor's slots when it continues.
-            raise RuntimeError(f"slot {local_rank} still has process {old.pid}")
+            raise RuntimeError(f"local rank {local_rank} still has process {old.pid}")
         spec = self._make_spec(local_rank, incarnation, provisional_role)
         started = await self._starter.start(spec)
-        self.by_local_rank[local_rank] = Member(spec, started, self._settings, self._reports)
+        self.by_local_rank[local_rank] = Member(spec, started, self._settings, self._observer)
         self.incarnations[local_rank] = incarnation
 
     def prepare(self, local_rank: int) -> None:
@@ -290,7 +291,7 @@ class NodeMembers:
         try:
             self._starter.prepare(local_rank)
         except OSError as error:
-            print(f"nothing is prepared for slot {local_rank}: {error}", file=sys.stderr)
+            print(f"nothing is prepared for local rank {local_rank}: {error}", file=sys.stderr)
 
     def remove(self, member: Member) -> None:
         """Forget an ended member."""
@@ -300,8 +301,8 @@ class NodeMembers:
     def addressed(self, message: Mapping[str, Any]) -> Member | None:
         """Return the live member that an order names by its local rank and incarnation."""
         member = self.by_local_rank.get(int(message["slot"]))
-        is_it = member is not None and member.incarnation == int(message["incarnation"])
-        return member if is_it else None
+        is_current = member is not None and member.incarnation == int(message["incarnation"])
+        return member if is_current else None
 
     def send_all(self, message: Mapping[str, Any]) -> None:
         """Send one order to every live member."""
@@ -335,13 +336,14 @@ class NodeMembers:
             member.check(now)
 
     def close(self) -> None:
-        """End parked processes."""
+        """End the processes that were prepared for replacements."""
         self._starter.close()
 
     # Reports to the coordinator.
 
     def pass_on(self, member: Member, message: Mapping[str, Any]) -> None:
-        """Report a member's message, with its seat; an event with its node."""
+        """Pass a member's message on to the coordinator, with the local rank and incarnation of the
+        member; an event is passed on with the node only."""
         if "event" in message:
             event = {"node": self._node, **message["event"]}
             self._send({**message, "event": event}, retain=event["kind"] in NUMBERS)
@@ -353,31 +355,31 @@ class NodeMembers:
         """Report that a member has shown no sign of life for ``silent_seconds``."""
         seat = {"slot": member.local_rank, "incarnation": member.incarnation}
         cause = f"{process_name(self._node, member.local_rank, member.incarnation)} is frozen"
-        how = {"cause": cause, "silent_seconds": silent_seconds}
-        self._send({"t": "member-suspected", **seat, **how})
+        details = {"cause": cause, "silent_seconds": silent_seconds}
+        self._send({"t": "member-suspected", **seat, **details})
 
     def report_lost(
-        self, local_rank: int, incarnation: int, how: Mapping[str, Any], cause: str
+        self, local_rank: int, incarnation: int, details: Mapping[str, Any], cause: str
     ) -> None:
-        """Report that a member has ended, or could not be started."""
+        """Report that a member has ended, or could not be started; ``details``: how it ended."""
         seat = {"slot": local_rank, "incarnation": incarnation}
-        self._send({"t": "member-lost", **seat, **how, "last_line": cause})
+        self._send({"t": "member-lost", **seat, **details, "last_line": cause})
 
-    def repeat(self, closed: Callable[[], int], within_seconds: float) -> None:
-        """Repeat the members' messages since the newest closed epoch to a new coordinator, at a
-        random moment within the time: all agents at once may be too many.
+    def repeat(self, closed_epoch: Callable[[], int], within_seconds: float) -> None:
+        """Repeat the members' reports after the newest closed epoch to a new coordinator, at a
+        random moment within the time, as messages of all agents at once may be too many.
         """
         if within_seconds:
             moment = random.uniform(0, within_seconds)
-            asyncio.get_running_loop().call_later(moment, self.repeat, closed, 0.0)
+            asyncio.get_running_loop().call_later(moment, self.repeat, closed_epoch, 0.0)
             return
         for member in self.by_local_rank.values():
-            for message in member.reports_since(closed()):
+            for message in member.reports_since(closed_epoch() + 1):
                 self.pass_on(member, message)
 
     def signal_part(self, message: Mapping[str, Any], vault: int | None) -> None:
-        """Carry out ``deadpool kill``: signal a part of this node, so that a user can watch a run
-        recover. ``vault`` is the vault's process id, None between two vaults."""
+        """Carry out ``deadpool kill``, with which a user tries a recovery: signal a part of this
+        node. ``vault`` is the vault's process id, None between two vaults."""
         number = signal.Signals[f"SIG{message['signal']}"]
         part = message["part"]
         if part == "role":
@@ -387,7 +389,7 @@ class NodeMembers:
         pids = [] if part == "agent" or vault is None else [vault]
         if part == "node":
             pids += [member.pid for member in self.by_local_rank.values()]
-        if part in ("agent", "node"):  # last and at once, so that no other end is reported
+        if part in ("agent", "node"):  # last: it must not report the ends of the others
             pids.append(os.getpid())
         for pid in pids:
             posix.kill(pid, number)
@@ -406,21 +408,21 @@ async def wait_ended(members: list[Member], deadline_seconds: float) -> bool:
     return True
 
 
-async def wait_drained(
+async def wait_left(
     members: list[Member], epoch: int, changed: asyncio.Event, settings: Settings
 ) -> None:
     """Wait until every member has left the epoch; kill and reap those that are late or fail.
 
-    ``changed`` is set whenever a member has left or ended.
+    The caller sets ``changed`` whenever a member has left or ended.
     """
     with contextlib.suppress(TimeoutError):  # late members are killed below, with that cause
         async with asyncio.timeout(settings.close_seconds):
-            while any(m.drained(epoch) is None and not m.ended.is_set() for m in members):
+            while any(m.left_cleanly(epoch) is None and not m.ended.is_set() for m in members):
                 changed.clear()
                 await changed.wait()
-    killed = [member for member in members if not member.drained(epoch)]
+    killed = [member for member in members if not member.left_cleanly(epoch)]
     for member in killed:
-        late = member.drained(epoch) is None
+        late = member.left_cleanly(epoch) is None
         limit = f"did not leave within {settings.close_seconds:g} s"
         member.kill(f"epoch {epoch} {limit if late else 'could not be left cleanly'}")
     await wait_ended(killed, settings.stage_seconds)
