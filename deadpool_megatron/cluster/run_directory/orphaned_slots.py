@@ -1,11 +1,11 @@
-"""The owner of a node's directory in shared memory, and slots that outlive their agent.
+"""Slots that outlive their agent, and the lock that gives a node's directory its owner.
 
 Slots stay where they are when an agent ends before the run does: killed, cut off, or orphaned by
-its launcher. They belong to the process that holds the lock in the directory. The next agent of the
-same node takes them over; an agent that returns under another number moves them to its directory.
-Their agent removes them when the run is over or continues without the node for good. Slots without
-an agent are removed by any agent of the host at the good end of the run, by a run that resumes a
-failed run and has written them to disk, and by ``deadpool clean``.
+its launcher. Their owner is the process that holds the lock in their directory. The next agent of
+the same node takes them over; an agent that returns under another number moves them to its own
+directory. Their agent removes them when the run is over or has given up the node. Slots without an
+agent are removed by any agent of the host when the run ends well, by a run that resumes a failed
+run and has written them to disk, and by ``deadpool clean``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LOCK = "agent.lock"
 
 
 class NodeTaken(Exception):
-    """The error when another agent serves the node of this number on this host."""
+    """Another agent on this host already serves the node with this number."""
 
 
 def claim(segments: Path, node: int) -> int:
-    """Lock the node's segments for this process; a second agent would overwrite its memory.
+    """Lock the node's segments for this process: a second agent would overwrite them.
 
     Returns the lock, which holds until it is closed. Raises NodeTaken, or OwnershipError when the
     directory is open to other users.
@@ -41,7 +41,7 @@ def claim(segments: Path, node: int) -> int:
 
 
 def _lock(segments: Path, node: int) -> int:
-    """Lock an existing directory; the directory of another node must not be created again.
+    """Lock an existing directory, and do not create it: its agent may be removing it.
 
     Raises NodeTaken, or FileNotFoundError for a directory that is being removed.
     """
@@ -56,8 +56,8 @@ def _lock(segments: Path, node: int) -> int:
 
 
 def held_names(run: RunDirectory, run_id: str, node: int, segments: Path) -> list[HeldName]:
-    """Return the names in shared memory that an agent keeps, in addition to those of its vault.
-    Re-created files are held open until this process ends."""
+    """Return the names in shared memory that an agent creates again if others remove them; those of
+    the segments are its vault's. The locks taken again are held until this process ends."""
     held: list[int] = []
     logs = segments / run_files.LOGS
     return [
@@ -88,9 +88,9 @@ def end_orphaned_processes(run: RunDirectory, run_id: str, node: int, segments: 
 def adopt_slots(
     run: RunDirectory, run_id: str, own: Path, siblings: Collection[int] = ()
 ) -> int | None:
-    """Move the slots of a node of this host without an agent into ``own``, the directory of another
-    node; return the former node, None where there is none. ``siblings`` are excluded, because their
-    agents may be about to start.
+    """Move the slots of a node that has no agent any more into ``own``, the directory of another
+    node of this host. Return the former node, or None if there is none. The nodes ``siblings`` are
+    excluded, because their agents may be about to start.
 
     The node with the newest generation is preferred. If ``own`` holds slots, nothing is moved.
     """
@@ -107,7 +107,7 @@ def adopt_slots(
         try:
             lock = _lock(directory, number)
         except (NodeTaken, FileNotFoundError):
-            continue  # its agent is alive, or another agent was first
+            continue  # its agent is alive, or another agent was faster
         try:
             end_orphaned_processes(run, run_id, number, directory)
             cleanup.copy_logs(run, directory)
