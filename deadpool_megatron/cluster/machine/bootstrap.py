@@ -14,7 +14,7 @@ from deadpool_megatron.cluster.machine import inputs as ev, state as states, tak
 from deadpool_megatron.cluster.machine.actions import DropNode, Welcome
 from deadpool_megatron.cluster.machine.blame import Failure, FinalStatus
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.epoch import can_spare, decide, not_moved_to, seating
+from deadpool_megatron.cluster.machine.epoch import barred_nodes, can_drain, decide, seating
 from deadpool_megatron.cluster.machine.membership import drop_node, silent
 from deadpool_megatron.cluster.machine.pauses import consider_pause
 from deadpool_megatron.cluster.machine.shutdown import finish
@@ -217,7 +217,7 @@ def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -
         if before is not facts.health:
             judged = Judgement(Eligibility.WEAK, (f"its health command says: {text}",))
             _emit(core, node, judged, facts, core.state.fleet.nodes[node].domain)
-        if facts.health is Health.UNKNOWN or not can_spare(core, not_moved_to(core.state) | {node}):
+        if facts.health is Health.UNKNOWN or not can_drain(core, barred_nodes(core.state) | {node}):
             return
     core.state.fleet.drains |= {node}
     consider_pause(core)
@@ -302,7 +302,7 @@ def _drain_weak(core: Core, judged: Mapping[int, Judgement]) -> None:
     fleet.deprioritized |= weak
     spares = sum(node not in seated and node not in weak for node in fleet.nodes)
     draining = sorted(weak & seated)[:spares]
-    while draining and not can_spare(core, frozenset(draining)):
+    while draining and not can_drain(core, frozenset(draining)):
         draining.pop()
     fleet.draining = frozenset(draining)
 

@@ -1,6 +1,6 @@
 """The life of an epoch: close, decide, open, in the order of a recovery.
 
-A failure in any phase leads back to a decision; an announced epoch is closed once.
+A failure in any phase leads back to a decision; an announced epoch is closed exactly once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def close(core: Core, failure: Failure, *, silent_seconds: float = 0.0) -> None:
 
 def save_and_end(core: Core, final: FinalStatus, kind: FailureKind | None = None) -> None:
     """Close the epoch, in any phase, save the newest generation, and end with ``final``. ``kind``:
-    why the epoch is closed, if not for the failure that ends the run."""
+    the kind of failure for which the epoch is closed, if it is not that of ``final``."""
     state = core.state
     if state.phase in states.LAST_PHASES or state.final is not None:
         return
@@ -66,12 +66,12 @@ def _close_open(core: Core, record: EpochRecord, failure: Failure, silent_second
     if failure.signature:
         note_failure(core, failure)
     state, suspicion = core.state, core.state.blame.suspicion
-    signs = min(core.now - silent_seconds, suspicion.at if suspicion else core.now)
+    last_sign_at = min(core.now - silent_seconds, suspicion.at if suspicion else core.now)
     core.act(CloseEpoch(record.epoch, failure.cause))
     core.emit(Kind.EPOCH_CLOSED, node=failure.node, cause=failure.cause, kind=failure.kind)
     live = {node for node in record.nodes if node in state.fleet.nodes}
     state.phase_state = states.Closing(core.now + core.settings.gather_seconds, live)
-    state.recoveries.close(failure, signs, core.now, state.lineage.newest, record)
+    state.recoveries.close(failure, last_sign_at, core.now, state.lineage.newest, record)
     state.memory.promised = {}
     state.blame.suspicion = None
     state.lineage.is_inspected = False
@@ -79,15 +79,15 @@ def _close_open(core: Core, record: EpochRecord, failure: Failure, silent_second
 
 
 def note_failure(core: Core, failure: Failure) -> None:
-    """Count a failure; have the run saved and ended if the same failure repeats without a new
-    iteration in between."""
+    """Count a failure; if it repeats without a new iteration in between, mark the run to be saved
+    and ended."""
     state, allowed = core.state, core.settings.restarts_in_place
     state.blame.note_failure(state.reached, failure)
     state.final = state.final or state.blame.crash_loop(allowed)
 
 
 def check_closed(core: Core) -> None:
-    """Decide when every live node has promised its inventory and no killed process is left."""
+    """Decide once every live node has sent its inventory and no killed process is left."""
     closing, fleet = core.state.phase_state, core.state.fleet
     if not isinstance(closing, states.Closing) or closing.awaited:
         return
@@ -107,7 +107,7 @@ def checkpoints_inspected(core: Core, event: ev.CheckpointsFound) -> None:
 
 
 def note_inventory(core: Core, event: ev.NodeInventory) -> None:
-    """Note the inventory that a node's vault promises after it has closed the epoch."""
+    """Note the inventory of a node that has closed the epoch: what its vault promises to keep."""
     state, inventory = core.state, event.inventory
     if state.record is None or inventory.epoch != state.record.epoch:
         core.refuse("inventory", node=inventory.node, **core.not_open(inventory.epoch))
@@ -127,7 +127,7 @@ def note_inventory(core: Core, event: ev.NodeInventory) -> None:
 
 
 def seating(core: Core, excluded: frozenset[int]) -> Seating:
-    """Return the seats that would follow if these nodes had none; quarantined nodes get none."""
+    """Return the next seats, with none on ``excluded`` and on quarantined nodes."""
     fleet = core.state.fleet
     return planner.assign_seats(
         core.state.seats,
@@ -138,21 +138,21 @@ def seating(core: Core, excluded: frozenset[int]) -> Seating:
     )
 
 
-def can_spare(core: Core, draining: frozenset[int]) -> bool:
-    """Return whether nodes that are not quarantined themselves take the roles of all these."""
+def can_drain(core: Core, draining: frozenset[int]) -> bool:
+    """Return whether good spares can take all roles of ``draining``: no deprioritized nodes."""
     found = seating(core, draining)
-    new = {seat.node for seat in found.seats.values()} - core.state.seats.nodes
-    return not found.unseated and not new & core.state.fleet.deprioritized
+    spares = {seat.node for seat in found.seats.values()} - core.state.seats.nodes
+    return not found.unseated and not spares & core.state.fleet.deprioritized
 
 
-def not_moved_to(state: states.State) -> frozenset[int]:
-    """Return the nodes to which no planned change moves a role: quarantined nodes, and nodes whose
-    roles have moved while other drains are open."""
+def barred_nodes(state: states.State) -> frozenset[int]:
+    """Return the nodes without a role to which no drain may move a role: distrusted nodes, and
+    nodes that were drained while other drains are open."""
     return (state.fleet.drains | state.fleet.distrusted) - state.seats.nodes
 
 
 def decide(core: Core) -> None:
-    """Choose seats and restore from what is known now: at once, unless a kill is under way."""
+    """Choose the seats and the state to restore, unless killed processes have yet to end."""
     state, settings = core.state, core.settings
     fleet = state.fleet
     if fleet.places_with(states.MemberStatus.KILLED):
@@ -163,8 +163,8 @@ def decide(core: Core) -> None:
     if state.final is not None:
         shutdown.dump(core)
         return
-    not_to = not_moved_to(state) if fleet.draining - fleet.quarantined else frozenset[int]()
-    seats = seating(core, fleet.draining | not_to)
+    barred = barred_nodes(state) if fleet.draining - fleet.quarantined else frozenset[int]()
+    seats = seating(core, fleet.draining | barred)
     if seats.unseated and fleet.draining - fleet.quarantined:
         # The spare for the drain has left in the meantime.
         fleet.draining &= fleet.quarantined
@@ -173,7 +173,7 @@ def decide(core: Core) -> None:
     if (isinstance(restore, NoRestore) or restore.kind != "memory") and shutdown.must_inspect(core):
         return
     if isinstance(restore, NoRestore):
-        _without_restore(core, restore.reason)
+        _handle_no_restore(core, restore.reason)
         return
     if seats.unseated:
         _wait_for_spare(core, f"roles {list(seats.unseated)} wait for a spare node to join")
@@ -215,8 +215,8 @@ def missing_copies_with(core: Core, seats: Mapping[int, Seat]) -> frozenset[int]
     return missing_copies(*nodes_of(seats, _record_nodes(core.state, seats)), replicas)
 
 
-def _without_restore(core: Core, reason: str) -> None:
-    """Wait or end, as nothing can be restored."""
+def _handle_no_restore(core: Core, reason: str) -> None:
+    """Wait for nodes to return, or end the run, as nothing can be restored."""
     state = core.state
     if state.fleet.returning:
         # The missing state may be in memory of a host whose agent ended and can start again.
@@ -225,17 +225,17 @@ def _without_restore(core: Core, reason: str) -> None:
         back = f"{nodes} have {limit:g} s to return with their state in memory"
         _wait_for_spare(core, f"{reason}: {back}")
     elif (k := core.config.finished) and state.restarted and not state.survived:
-        # A run never starts from scratch unasked; its state in memory is not removed for that.
-        anew = f"iteration {k} was finished; --from-scratch begins again at 0"
-        reason = shutdown.with_unloadable(core, f"{reason}; {anew}")
+        # A run never starts from scratch unasked. Its state in memory stays for another attempt.
+        hint = f"iteration {k} was finished; --from-scratch begins again at 0"
+        reason = shutdown.with_unloadable(core, f"{reason}; {hint}")
         shutdown.finish(core, FinalStatus(ExitStatus.BAD_INPUT, reason), keeps_slots=True)
     else:
-        reason = shutdown.with_unloadable(core, _with_scheme(core, reason))
+        reason = shutdown.with_unloadable(core, _with_protection(core, reason))
         shutdown.dump_held(core, FinalStatus(1, reason))
 
 
-def _with_scheme(core: Core, reason: str) -> str:
-    """Return why nothing can be restored, and which choice led to it."""
+def _with_protection(core: Core, reason: str) -> str:
+    """Return the reason, with the option of the protection if that option led to it."""
     kind = core.state.protection.plan.kind
     if core.state.fleet.removed and kind.is_local:
         return (
@@ -254,10 +254,10 @@ def _wait_for_spare(core: Core, text: str) -> None:
 
 
 def _history(state: states.State, restore: Restore) -> History:
-    """Return the history of the run that the record of the next epoch, restored from ``restore``,
-    carries."""
+    """Return the history of the run for the record of the next epoch, which restores
+    ``restore``."""
     recovery = state.recoveries.current
-    again = 0 if recovery is None else recovery.recomputed(restore)
+    recomputed = 0 if recovery is None else recovery.recomputed(restore)
     return History(
         kept=planner.keep_lineages(state.lineage.kept, restore, state.epoch + 1),
         gone=dict(sorted(state.fleet.removed.items())),
@@ -268,14 +268,14 @@ def _history(state: states.State, restore: Restore) -> History:
         struck=state.lineage.invalidated,
         failures=tuple({**known.to_dict(), "iteration": k} for k, known in state.blame.failures),
         recoveries=state.recoveries.count + (recovery is not None),
-        steps_recomputed=state.recoveries.steps_recomputed + again,
+        steps_recomputed=state.recoveries.steps_recomputed + recomputed,
         reported_plan=state.protection.reported,
         start=state.start,
     )
 
 
 def journal_written(core: Core, event: ev.JournalWritten) -> None:
-    """Announce a record that is durable, or decide again if it was overtaken."""
+    """Announce a record that is durable, or decide again if there was a failure meanwhile."""
     state, epoch = core.state, event.epoch
     deciding = state.phase_state
     if not isinstance(deciding, states.Deciding) or epoch != state.epoch:
@@ -319,7 +319,8 @@ def _announce(core: Core, record: EpochRecord) -> None:
     fleet.deprioritized |= drained
     fleet.draining = fleet.returning = frozenset()
     lineage.kept = record.history.kept
-    # Drop checkpoints of a discarded iteration: nothing marks them once it is computed again.
+    # Drop the checkpoints of discarded iterations now: once these are computed again, nothing
+    # distinguishes their old checkpoints.
     lineage.valid = state.blame.trusted(lineage.valid)
     state.blame.poisoned_from = None
     core.act(Announce(record, poisoned))
@@ -339,7 +340,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
         if place[0] in drained:  # it serves as a fresh spare from now on
             core.kill(place)
         elif member.status in states.BUILDING:
-            core.set_member(place, member.status)  # its time for building counts from here
+            core.set_member(place, member.status)  # restarts its time limit
 
 
 def _report_restart(core: Core, restore: Restore) -> None:
@@ -359,7 +360,7 @@ def _report_restart(core: Core, restore: Restore) -> None:
 
 
 def opening_seconds(core: Core, record: EpochRecord) -> float:
-    """Return the time limit until every role has restored the state of the record."""
+    """Return the time in which every role has to restore the state of the record."""
     settings, members = core.settings, core.state.fleet.members
     limit = settings.adopt_seconds + settings.rebuild_seconds + settings.restore_seconds
     seated = {(seat.node, seat.local_rank) for seat in record.seats.values()}
@@ -392,8 +393,8 @@ def restored(core: Core, event: ev.Restored) -> None:
 def _adopt_start(
     core: Core, phase_state: states.Entering, found: Generation, record: EpochRecord
 ) -> bool:
-    """Adopt the state that the roles of an initial start begin with: their program may have loaded
-    a checkpoint of its own. If they have not all loaded the same, end the run."""
+    """Adopt the state with which a role begins: on an initial start the program may have loaded a
+    checkpoint of its own. If the roles have not loaded the same checkpoint, end the run."""
     begins = phase_state.begins or found
     if found != begins:
         loaded = f"iterations {begins.iteration} and {found.iteration}"
@@ -426,8 +427,8 @@ def check_opened(core: Core) -> None:
 
 
 def check_done(core: Core) -> None:
-    """End the run when every role has completed its last iteration; save the state if the program
-    could not."""
+    """End the run when every role has completed its last iteration; have the vaults save the state
+    if the program could not."""
     roles = len(core.state.seats)
     match core.state.phase_state:
         case states.Running(done=done) | states.Pausing(done=done) if len(done) >= roles:
@@ -446,19 +447,20 @@ def check_done(core: Core) -> None:
 
 
 def step_reported(core: Core, event: ev.StepReported | ev.NotFinite) -> None:
-    """Note that some role has completed an iteration."""
+    """Note that a role has completed an iteration; the first new iteration ends a recovery."""
     state, iteration = core.state, event.iteration
     if state.record is None or event.epoch != state.reporting_epoch:
         core.refuse(f"step {iteration}", **core.not_open(event.epoch))
         return
     state.lineage.report(Generation(event.epoch, iteration))
-    is_first = state.recoveries.current is not None
+    is_recovering = state.recoveries.current is not None
     is_new = iteration > state.record.restore.generation.iteration
-    if is_first and is_new and isinstance(state.phase_state, states.Running | states.Pausing):
+    if is_recovering and is_new and isinstance(state.phase_state, states.Running | states.Pausing):
         shutdown.end_recovery(core)
 
 
 def phase_reported(core: Core, event: ev.PhaseReported) -> None:
-    """Note a member's or vault's part of a recovery; after a close it counts for no later epoch."""
+    """Note the time that a member or vault spent in a phase of a recovery. A report that arrives
+    after its epoch was closed is not counted for a later epoch."""
     reporting = core.state.reporting_epoch or -1
     core.state.recoveries.report(event.epoch, event.phase, event.seconds, event.exposed, reporting)

@@ -3,7 +3,7 @@
 No I/O, no clock, no randomness: tests can try any order of events without processes. The caller
 feeds one input at a time, with a clock that never runs back (in seconds), and carries out the
 actions in order. An announced epoch is closed once and reopened under a higher number; a record
-that was overtaken before it was durable is never announced.
+that a failure overtakes before it is durable is never announced.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from deadpool_megatron.layout.records import EpochRecord, Restore, Seat, SeatTab
 from deadpool_megatron.layout.schemes import first_plan
 
 NO_NODES: Mapping[int, str] = {}
-# The function of a topic for each input. An input of a member, or about it, counts only for the
-# current process of its place.
-_TOPICS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
+# The function that handles each input. An input from or about a member is handled only if it is of
+# the current process of that place.
+_HANDLERS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.NodeJoined: bootstrap.node_joined,
     ev.FactsReported: bootstrap.facts_reported,
     ev.NodeLost: membership.node_lost,
@@ -71,13 +71,13 @@ _TOPICS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.Paused: pauses.note_paused,
     ev.PauseRefused: pauses.pause_later,
 }
-# After these inputs all awaited nodes may have joined.
+# Inputs after which all awaited nodes may have joined.
 _GATHERS = (ev.NodeJoined, ev.NodeLost, ev.MemberHello, ev.MemberRegistered)
 
 
 class Machine(Core):
-    """The state machine. ``state``: that of a new run at ``now``, later as :meth:`handle` has left
-    it. An input that raises leaves it half changed: it must not be used any more."""
+    """The state machine. ``state`` begins as that of a new run; :meth:`handle` changes it. After an
+    exception in :meth:`handle` the machine is half changed and must not be used any more."""
 
     def __init__(self, config: states.Config, now: float) -> None:
         planned = {r: Seat(*divmod(r, config.nproc), 0) for r in range(config.world_size)}
@@ -99,8 +99,8 @@ class Machine(Core):
         quarantined: Mapping[int, str] = NO_NODES,
     ) -> None:
         """Begin as a coordinator that takes over a run: ``last`` is the newest record, ``valid``
-        the valid checkpoints, newest first, ``removed`` the nodes given up since the record,
-        ``quarantined`` the nodes quarantined since, with their hosts (see
+        the valid checkpoints, newest first, ``removed`` the nodes given up since that record, with
+        the cause, ``quarantined`` the nodes quarantined since, with their hosts (see
         :class:`.actions.RecordQuarantined`).
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
@@ -109,11 +109,11 @@ class Machine(Core):
         """
         state, config, history = self.state, self.config, last.history
         if config.has_new_command:
-            # With the settings of its command; requests and choices of the run before are over
-            # (cli/start/restart).
+            # The settings of the new command apply; requests to the run before, and its choice of a
+            # plan, do not (cli/start/restart).
             state.protection.reported = last.protection
         else:
-            # A plan that came with the record is reported (again), as it may not have been.
+            # The plan of the record is reported, perhaps again: the last coordinator may not have.
             reported = history.reported_plan
             state.protection = states.ChosenProtection(last.protection, reported=reported)
         state.phase_state = states.TakingOver(self.now + takeover.rejoin_limit_seconds(config))
@@ -133,7 +133,7 @@ class Machine(Core):
                 lineage.add_valid(restore)
         lineage.remove(history.struck)
         lineage.invalidated = history.struck
-        # So that a repeated failure ends the run under any coordinator.
+        # Failures are counted across coordinators, so that a repeated failure ends the run.
         state.blame.failures = tuple(
             (int(entry["iteration"]), Failure.from_dict(entry)) for entry in history.failures
         )
@@ -142,12 +142,12 @@ class Machine(Core):
         state.recoveries.steps_recomputed = history.steps_recomputed
 
     def handle(self, event: ev.Input, now: float) -> list[Action]:
-        """Handle one input. Inputs that are stale or make no sense change nothing."""
+        """Handle one input. An input that is stale or does not fit the phase changes nothing."""
         self.now, self.actions = now, []
         if isinstance(event, ev.Tick):
             self._tick()
         elif not isinstance(event, ev.OfMember) or self.is_present(event):
-            _TOPICS[type(event)](self, event)
+            _HANDLERS[type(event)](self, event)
         if isinstance(event, _GATHERS):
             bootstrap.check_gathered(self)
         running = self.state.phase_state
@@ -158,7 +158,7 @@ class Machine(Core):
         return self.actions
 
     def _tick(self) -> None:
-        """Check every deadline; log the wait that ends, if there was any."""
+        """Check every deadline; where one has passed, log what was awaited."""
         state = self.state
         if state.blame.suspicion is not None:
             faults.believe(self)
@@ -179,7 +179,7 @@ class Machine(Core):
             case states.TakingOver() as taking_over if state.record is not None:
                 takeover.end_wait(self, taking_over, state.record)
             case states.Closing(inspects=True):
-                # Checkpoints that cannot be looked at may be there.
+                # Checkpoints that could not be inspected in time are taken as present.
                 epoch.checkpoints_inspected(self, ev.CheckpointsFound(frozenset()))
             case states.Closing(awaited=awaited):
                 killed = state.fleet.places_with(states.MemberStatus.KILLED)

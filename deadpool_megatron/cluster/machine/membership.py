@@ -195,7 +195,7 @@ def move_to_spare(core: Core, node: int, reason: str, kind: FailureKind) -> bool
 def _has_better(core: Core, node: int) -> bool:
     """Return whether all roles of the node can go to a spare that is not quarantined itself."""
     draining = core.state.fleet.draining
-    return node not in draining and epoch.can_spare(core, draining | {node})
+    return node not in draining and epoch.can_drain(core, draining | {node})
 
 
 def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = None) -> None:

@@ -40,7 +40,7 @@ def consider_pause(core: Core) -> None:
     if not _is_running(state) or record is None:
         return
     for node in sorted(state.fleet.drains & state.seats.nodes):
-        if not epoch.seating(core, epoch.not_moved_to(state) | {node}).unseated:
+        if not epoch.seating(core, epoch.barred_nodes(state) | {node}).unseated:
             _pause_next(core, f"drain of node {node}", frozenset({node}))
             return
     if state.protection.plan != record.protection:

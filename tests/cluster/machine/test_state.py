@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
-from deadpool_megatron.cluster.machine.machine import _TOPICS
+from deadpool_megatron.cluster.machine.machine import _HANDLERS
 from deadpool_megatron.cluster.machine.state import LineageProgress
 from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.records import Generation, Restore
@@ -27,7 +27,7 @@ def kinds_of_input() -> set[type[ev.Input]]:
 
 
 def test_each_input_has_a_topic():
-    assert kinds_of_input() - {ev.Tick} == _TOPICS.keys()
+    assert kinds_of_input() - {ev.Tick} == _HANDLERS.keys()
 
 
 def test_input_with_an_epoch_is_delivered_late_and_early():
