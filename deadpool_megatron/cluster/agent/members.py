@@ -201,10 +201,10 @@ class Member:
             return None
         return bool(report.get("clean"))
 
-    def reports_since(self, epoch: int) -> list[dict[str, Any]]:
+    def reports_since(self, closed: int) -> list[dict[str, Any]]:
         """Return the messages that a new coordinator needs: those without an epoch, and those of
-        ``epoch`` or later epochs."""
-        return [m for m in self.newest.values() if int(m.get("epoch", epoch)) >= epoch]
+        epochs after ``closed``."""
+        return [m for m in self.newest.values() if int(m.get("epoch", closed + 1)) > closed]
 
     def kill(self, cause: str) -> None:
         """Send SIGKILL to its process group, and keep the cause for the report."""
@@ -374,7 +374,7 @@ class NodeMembers:
             asyncio.get_running_loop().call_later(moment, self.repeat, closed_epoch, 0.0)
             return
         for member in self.by_local_rank.values():
-            for message in member.reports_since(closed_epoch() + 1):
+            for message in member.reports_since(closed_epoch()):
                 self.pass_on(member, message)
 
     def signal_part(self, message: Mapping[str, Any], vault: int | None) -> None:
