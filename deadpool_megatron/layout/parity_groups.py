@@ -1,7 +1,7 @@
 """Groups of roles that share parity blocks, their holders, and recovery from blocks. Pure.
 
-Every vault and the coordinator compute the same answer from the same epoch record, so neither a
-group nor a place is ever sent. Groups over nodes, any of which may be lost, are REFT's AEC
+Every vault and the coordinator compute the same answer from the same epoch record, so groups and
+holders are never sent. Groups over nodes, any of which may be lost, are REFT's AEC
 (arXiv 2310.12670), the rotation of the parity over all nodes is RAID 5's, and the bound on the load
 of a node is that of consistent hashing with bounded loads (Mirrokni et al., arXiv 1608.01350).
 
@@ -25,22 +25,24 @@ from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.wire.forms import Coded
 
 _PARITY_END = 1 << 52  # numbers below it survive any JSON reader
-# The part of a parity role that lists the contributions to its blocks.
-MEMBERS = "members"
-_STAGE = "parity"
+# The part of a parity role that lists the inputs of its blocks. Its name is older than the word.
+INPUTS = "members"
+# The first word of the meaning of a parity role's layout.
+_MEANING = "parity"
 # A node may get this multiple of its fair share of blocks before the next node on the ring is used.
 _SLACK = 1.25
-# It may get this multiple before a node in a domain of the group is used: where nearly all nodes
-# share one domain, the few others could not hold all blocks.
+# A node in an unused domain may get this multiple before a domain is used twice: where nearly all
+# nodes share one domain, the few others could not hold all blocks.
 _MAX_SLACK = 4
-# Fewer candidate nodes than this are listed, instead of searched for around the ring.
+# Fewer candidates than this are listed; more are looked for along the ring of all nodes.
 _FEW = 128
 
 
 def parity_role(roles: Sequence[int], parities: int, number: int) -> int:
     """Return the role number of block ``number`` (from 0) of ``parities`` over ordered ``roles``.
 
-    Another composition is another role, so their blocks never meet in one segment.
+    Groups of other roles or block counts have other role numbers, so their blocks never share a
+    segment.
     """
     text = f"{','.join(map(str, roles))}/{parities}/{number}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -83,6 +85,7 @@ class ParityPlacement:
         places = sorted(roles_of, key=lambda node: roles_of[node][0])
         idle = sorted(node for node in set(spares) - set(seats.values()) if node in domains)
         max_size = max(1, min(plan.scheme.group, len(places) + len(idle) - parities))
+        # Row i of some nodes: the i-th role of each.
         composed = [
             (nodes, [roles_of[node][row] for node in nodes if row < len(roles_of[node])])
             for nodes in (_split(places, max_size, domains) if places else ())
@@ -103,7 +106,7 @@ class ParityPlacement:
 
     @staticmethod
     def of_record(record: records.EpochRecord) -> ParityPlacement:
-        """Return the placement that a record means."""
+        """Return the placement that follows from a record."""
         placed = records.nodes_of(record.seats, record.nodes)
         return ParityPlacement(*placed, record.protection, record.replicas)
 
@@ -121,7 +124,7 @@ def parity_layout(
 ) -> RoleLayout:
     """Return the layout of the parity role of block ``number``.
 
-    Its shard parts are as long as the longest of the group; the bytes of MEMBERS are a capacity.
+    Its shard parts are as long as the longest of the group; the size of INPUTS is a capacity.
     ``peers``: the roles of the group in the order of their data blocks. Raises KeyError when a
     layout of the group is missing.
     """
@@ -141,12 +144,12 @@ def parity_layout(
         role=role_number,
         parts=(
             *(records.PartInfo(name, nbytes, own) for name, nbytes in sizes.items()),
-            records.PartInfo(MEMBERS, entries_bytes, own),
+            records.PartInfo(INPUTS, entries_bytes, own),
         ),
         peers=group.roles,
         slots=max(layouts[role].slots for role in group.roles),
         layout_hash=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
-        meaning=f"{_STAGE} {number} {parities}",
+        meaning=f"{_MEANING} {number} {parities}",
     )
 
 
@@ -156,14 +159,14 @@ def parity_numbers(layout: RoleLayout) -> tuple[int, int]:
     Raises ValueError for any other layout.
     """
     fields = layout.meaning.split()
-    if len(fields) != 3 or fields[0] != _STAGE:
+    if len(fields) != 3 or fields[0] != _MEANING:
         raise ValueError(f"role {layout.role} is no parity block")
     return int(fields[1]), int(fields[2])
 
 
 def combines(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
-    """Return whether a parity role's blocks combine the state that ``layouts`` describe; False if a
-    layout of its group is unknown."""
+    """Return whether the parity role with layout ``block`` is computed over state of ``layouts``;
+    False if a layout of its group is unknown."""
     number, parities = parity_numbers(block)
     group = ParityGroup(block.peers, (block.role,) * (number + 1), ())
     if not layouts.keys() >= set(block.peers):
@@ -172,8 +175,8 @@ def combines(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
 
 
 @dataclass(frozen=True)
-class BlockMembers(Coded):
-    """The content of the part MEMBERS: the contributions to a parity block.
+class BlockInputs(Coded):
+    """The content of the part INPUTS: what went into a parity block.
 
     ``group``: roles in the order of their data blocks; ``contributions``: role -> shard part ->
     (nbytes, checksum) of the whole part. A part that a role did not contribute counts as zeros.
@@ -189,13 +192,13 @@ class BlockMembers(Coded):
         return json.dumps(self.to_dict(), separators=(",", ":")).encode()
 
     @staticmethod
-    def decode(text: bytes | memoryview) -> BlockMembers:
+    def decode(text: bytes | memoryview) -> BlockInputs:
         """Invert :meth:`encode`. Raises ValueError, KeyError or TypeError for other bytes."""
-        return BlockMembers.from_dict(json.loads(bytes(text)))
+        return BlockInputs.from_dict(json.loads(bytes(text)))
 
 
 class ParityIndex:
-    """The parity blocks in the inventories, and the shard parts that they can give.
+    """The parity blocks in the inventories, and the shard parts that they can rebuild.
 
     It is used only for parts without a whole copy, so the cost of a loss follows the size of the
     loss, not of the run. The layouts of parity roles in the inventories contain everything needed:
@@ -213,7 +216,7 @@ class ParityIndex:
         self._layouts = layouts
         self._bad_parts = bad_parts
         self._copies = copies
-        self._of_role: dict[int, list[_HeldGroup]] | None = None
+        self._groups_of: dict[int, list[_HeldGroup]] | None = None
         self._held: dict[tuple[int, Generation], list[tuple[int, frozenset[str]]]] = {}
 
     def extend(
@@ -223,14 +226,14 @@ class ParityIndex:
         names: Collection[str],
         generation: Generation,
     ) -> records.Recipe:
-        """Return the recipe with the parts ``names`` that blocks of the role's groups give."""
-        ways = {name: self.decodings(layout.role, name, generation) for name in names}
-        found = {name: decodings[0] for name, decodings in ways.items() if decodings}
+        """Add to the recipe those of the parts ``names`` that can be decoded from parity blocks."""
+        options = {name: self.decodings(layout.role, name, generation) for name in names}
+        found = {name: decodings[0] for name, decodings in options.items() if decodings}
         return replace(recipe, decodings={**recipe.decodings, **found})
 
     def alternatives(self, role: int, part: str, generation: Generation) -> list[records.Recipe]:
         """Return a recipe for each group of ``role`` that has enough blocks of a part left."""
-        return [records.Recipe({part: way}) for way in self.decodings(role, part, generation)]
+        return [records.Recipe({part: found}) for found in self.decodings(role, part, generation)]
 
     def decodings(self, role: int, part: str, generation: Generation) -> list[records.Decoding]:
         """Return the remaining blocks of each group of ``role`` that has enough of them.
@@ -238,14 +241,14 @@ class ParityIndex:
         Groups of several epochs may be held. The group with the most blocks is first, since each
         surplus block can replace a block that turns out to be damaged.
         """
-        if self._of_role is None:
-            self._of_role = self._index()
+        if self._groups_of is None:
+            self._groups_of = self._index()
         found = [
             records.Decoding(group.roles, group.parities, blocks)
-            for group in self._of_role.get(role, ())
+            for group in self._groups_of.get(role, ())
             if len(blocks := self._blocks(group, role, part, generation)) >= len(group.roles)
         ]
-        return sorted(found, key=lambda way: (len(way.blocks), way.group), reverse=True)
+        return sorted(found, key=lambda each: (len(each.blocks), each.group), reverse=True)
 
     def _index(self) -> dict[int, list[_HeldGroup]]:
         groups: dict[tuple[tuple[int, ...], int, tuple[str, ...]], _HeldGroup] = {}
@@ -263,7 +266,7 @@ class ParityIndex:
                 group.blocks.setdefault(len(layout.peers) + number, []).append(layout.role)
             same = {x.role for x in inventory.layouts if hashes.get(x.role) == x.layout_hash}
             for holding in inventory.holdings:
-                if holding.role in same and MEMBERS in holding.parts:
+                if holding.role in same and INPUTS in holding.parts:
                     place = (inventory.node, holding.parts)
                     self._held.setdefault((holding.role, holding.generation), []).append(place)
         of_role: dict[int, list[_HeldGroup]] = {}
@@ -278,33 +281,33 @@ class ParityIndex:
         blocks = {}
         for number, role in enumerate(group.roles):
             found = () if role == wanted else self._copies(role, part, generation)
-            if found or not self._has(role, part):
+            if found or not self._has_part(role, part):
                 blocks[number] = found
         for number, roles in sorted(group.blocks.items()):
-            if found := tuple(s for role in roles for s in self._parity(role, part, generation)):
+            if found := tuple(s for role in roles for s in self._sources(role, part, generation)):
                 blocks[number] = found
         return blocks
 
-    def _has(self, role: int, part: str) -> bool:
-        """Return whether a role has such a part; a role without a known layout may have it."""
+    def _has_part(self, role: int, part: str) -> bool:
+        """Return whether a role has the part; a role without a known layout counts as having it."""
         layout = self._layouts.get(role)
         return layout is None or part in layout.shard_parts
 
-    def _parity(self, role: int, part: str, generation: Generation) -> tuple[Source, ...]:
-        """Return the nodes that hold an intact block with its intact part MEMBERS."""
+    def _sources(self, role: int, part: str, generation: Generation) -> tuple[Source, ...]:
+        """Return the nodes that hold an intact block with its intact part INPUTS."""
         bad = self._bad_parts
         return tuple(
             Source(node, role)
             for node, held in self._held.get((role, generation), ())
             if part in held
-            and not any(BadPart(node, role, generation, name) in bad for name in (part, MEMBERS))
+            and not any(BadPart(node, role, generation, name) in bad for name in (part, INPUTS))
         )
 
 
 @dataclass
 class _HeldGroup:
-    """A group of which parity blocks are held; ``blocks``: number from k on -> parity roles, one
-    for each plan that led to the same group.
+    """A group of k roles of which parity blocks are held. ``blocks``: number (from k on, after the
+    data blocks) -> parity roles, several where several layouts led to the same group.
     """
 
     roles: tuple[int, ...]
@@ -323,9 +326,9 @@ def _split(nodes: Sequence[int], size: int, domains: Mapping[int, str]) -> list[
     each group where possible.
 
     Node number i is in group i modulo the number of groups: this separates neighbours, which often
-    share a rack, and a node that takes over roles takes over their place. A node that still shares
-    a domain is exchanged with a node of another group; where exchanges separate fewer nodes than
-    possible, the nodes are dealt out domain by domain instead.
+    share a rack. A node that takes over roles comes where their old node was. Next, a node that
+    still shares a domain is exchanged with a node of another group; where exchanges separate fewer
+    nodes than possible, the nodes are dealt out domain by domain instead.
     """
     count = -(-len(nodes) // size)
     groups = [list(nodes[number::count]) for number in range(count)]
@@ -342,12 +345,12 @@ def _split(nodes: Sequence[int], size: int, domains: Mapping[int, str]) -> list[
 
 
 def _exchange(groups: list[list[int]], domains: Mapping[int, str]) -> int:
-    """Exchange nodes that share a domain within their group; return how many still do."""
+    """Exchange nodes that share a domain within their group; return how many still share it."""
     counts = [Counter(domains[node] for node in group) for group in groups]
-    having = Counter(domain for count in counts for domain in count)
+    groups_with = Counter(domain for count in counts for domain in count)
 
     def partner(number: int, domain: str) -> tuple[int, int] | None:
-        for step in range(1, len(groups) if having[domain] < len(groups) else 0):
+        for step in range(1, len(groups) if groups_with[domain] < len(groups) else 0):
             other = (number + step) % len(groups)
             if counts[other][domain]:
                 continue
@@ -361,27 +364,28 @@ def _exchange(groups: list[list[int]], domains: Mapping[int, str]) -> int:
             if counts[number][domains[node]] > 1 and (found := partner(number, domains[node])):
                 other, place_there = found
                 group[place], groups[other][place_there] = groups[other][place_there], node
-                for of, came, went in ((number, group[place], node), (other, node, group[place])):
-                    counts[of][domains[came]] += 1
-                    counts[of][domains[went]] -= 1
-                having[domains[node]] += 1
-                having[domains[group[place]]] += counts[other][domains[group[place]]] > 0
-    return sum(number - 1 for count in counts for number in count.values() if number > 1)
+                for at, added, lost in ((number, group[place], node), (other, node, group[place])):
+                    counts[at][domains[added]] += 1
+                    counts[at][domains[lost]] -= 1
+                groups_with[domains[node]] += 1
+                groups_with[domains[group[place]]] += counts[other][domains[group[place]]] > 0
+    return sum(nodes - 1 for count in counts for nodes in count.values() if nodes > 1)
 
 
 class _Holders:
-    """The assignment of parity blocks to nodes: outside the group, in new domains, evenly."""
+    """The assignment of parity blocks to nodes: outside the group, in unused domains, evenly."""
 
     def __init__(
         self, places: Sequence[int], idle: Sequence[int], domains: Mapping[int, str], blocks: int
     ) -> None:
-        self._places = places
+        self._training = places
         self._idle = idle
         self._domains = domains
         self._blocks = max(1, blocks)
         self._load = dict.fromkeys((*places, *idle), 0)
         share = blocks / max(1, len(self._load))
-        # For each domain: its nodes, the maximum blocks of a node, and the nodes below that.
+        # For each domain: the count of its nodes, the nodes, the maximum blocks of a node, and the
+        # count of the nodes below that (open).
         self._all = Counter(domains[node] for node in self._load)
         self._nodes: dict[str, list[int]] = {}
         for node in self._load:
@@ -398,39 +402,40 @@ class _Holders:
 
     def choose(self, number: int, group: Collection[int], parities: int) -> tuple[int, ...]:
         """Return nodes for all blocks of group ``number``; fewer if too few nodes are alive."""
-        outside = {*group}
+        excluded = {*group}
         used = {self._domains[node] for node in group}
         chosen: list[int] = []
         for block in range(parities):
-            node = self._choose_node(number * parities + block, outside, used)
+            node = self._choose_node(number * parities + block, excluded, used)
             if node is None:
                 break
             chosen.append(node)
-            outside.add(node)
+            excluded.add(node)
             used.add(self._domains[node])
             self._count(node)
         return tuple(chosen)
 
-    def _choose_node(self, block: int, outside: set[int], used: set[str]) -> int | None:
-        """Return a node in a new domain, even above its share; else any, first within its share."""
-        fresh = len(self._load) - sum(self._all[domain] for domain in used)
-        if fresh and self._has_capacity(used):
+    def _choose_node(self, block: int, excluded: set[int], used: set[str]) -> int | None:
+        """Return a node in an unused domain, even above its share; otherwise any other node,
+        preferably below its share."""
+        unused = len(self._load) - sum(self._all[domain] for domain in used)
+        if unused and self._has_capacity(used):
             return next(
                 node
-                for node in (self._few(block, used) if fresh < _FEW else self._ring(block))
+                for node in (self._listed(block, used) if unused < _FEW else self._ring(block))
                 if self._domains[node] not in used and self._is_open(node)
             )
         fallback = None
         for node in self._ring(block):
-            if node not in outside:
+            if node not in excluded:
                 if self._is_open(node):
                     return node
                 fallback = node if fallback is None else fallback
         return fallback
 
     def _has_capacity(self, used: set[str]) -> bool:
-        """Return whether a node outside these domains may get a block; if all such nodes have their
-        share, raise it by one block, up to the maximum."""
+        """Return whether a node outside these domains may get a block. If all such nodes have their
+        share, first raise their share by a block, up to the maximum."""
 
         def capacity() -> int:
             return self._all_open - sum(self._open[domain] for domain in used)
@@ -443,8 +448,8 @@ class _Holders:
                     self._all_open += self._all[domain]
         return capacity() > 0
 
-    def _few(self, block: int, used: set[str]) -> list[int]:
-        """Return the nodes of all other domains, from a different start for each block."""
+    def _listed(self, block: int, used: set[str]) -> list[int]:
+        """Return the nodes of all other domains, in an order that is rotated for each block."""
         nodes = [n for domain in self._all if domain not in used for n in self._nodes[domain]]
         begin = block % len(nodes)
         return nodes[begin:] + nodes[:begin]
@@ -460,11 +465,11 @@ class _Holders:
             self._all_open -= 1
 
     def _ring(self, block: int) -> Iterator[int]:
-        """Yield all nodes, the most preferred first. Each spare draws its share of the blocks, the
-        rest rotates over the places, so the loss of a spare moves little but its own blocks."""
+        """Yield all nodes, the most preferred first. A hash gives each spare its share of blocks;
+        the rest rotate over the training nodes, so the loss of a spare moves little but its own."""
         yield from self._drawn.get(block, ())
-        count = len(self._places)
+        count = len(self._training)
         begin = block * count // self._blocks
         for step in range(begin, begin + count):
-            yield self._places[step % count]
+            yield self._training[step % count]
         yield from self._idle

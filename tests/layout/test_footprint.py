@@ -58,5 +58,5 @@ def test_blocks(layout, roles):
     of = {role: replace(layout, role=role) for role in range(roles)}
     group = parity_groups.ParityGroup(tuple(of), (1 << 33,), (9,))
     made = parity_groups.parity_layout(of, group, 0, 1)
-    longest = {part.name: part.nbytes for part in made.parts if part.name != parity_groups.MEMBERS}
+    longest = {part.name: part.nbytes for part in made.parts if part.name != parity_groups.INPUTS}
     assert block_bytes(made.slots, roles, longest) >= segment_bytes(made)

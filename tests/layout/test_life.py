@@ -10,7 +10,7 @@ from typing import Any
 
 from deadpool_megatron.layout import gradient_chain, memory_needs, planner, records, schemes
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.parity_groups import MEMBERS, ParityPlacement
+from deadpool_megatron.layout.parity_groups import INPUTS, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered, missing_copies
 from deadpool_megatron.settings import Settings
 from tests.common import lives
@@ -122,7 +122,7 @@ class Cluster:
             for group in parity.groups:
                 for block, holder in zip(group.blocks, group.holders, strict=True):
                     found = self.blocks[block] = parity.layout(block, self.layouts)
-                    self.hold(holder, block, generation, [*found.shard_parts, MEMBERS])
+                    self.hold(holder, block, generation, [*found.shard_parts, INPUTS])
 
     def hold(self, node: int, role: int, at: records.Generation, parts: Iterable[str]) -> None:
         self.held.setdefault(node, {}).setdefault((role, at), set()).update(parts)

@@ -193,7 +193,7 @@ def test_layout_of_a_parity_role():
     found = parity.parity_layout(layouts, group, 1, 2)
     assert found.role == group.blocks[1]
     assert {part.name: part.nbytes for part in found.parts[:2]} == {"shard0": 300, "shard1": 50}
-    assert found.shard_parts == ("shard0", "shard1", parity.MEMBERS)
+    assert found.shard_parts == ("shard0", "shard1", parity.INPUTS)
     assert (found.peers, found.slots) == ((3, 7), 3)
     assert parity.parity_numbers(found) == (1, 2)
     assert parity.parity_layout(layouts, group, 0, 2).layout_hash != found.layout_hash
@@ -204,9 +204,9 @@ def test_layout_of_a_parity_role():
     # What is said of the contributions fits, whatever the sizes and checksums are.
     largest = (1 << 63) - 1, (1 << 64) - 1
     whole = {role: dict.fromkeys(("shard0", "shard1"), largest) for role in (3, 7)}
-    members = parity.BlockMembers((3, 7), 1, 2, whole)
+    members = parity.BlockInputs((3, 7), 1, 2, whole)
     assert len(members.encode()) <= found.parts[-1].nbytes
-    assert parity.BlockMembers.decode(members.encode()) == members
+    assert parity.BlockInputs.decode(members.encode()) == members
 
 
 def test_a_large_cluster_is_decided_at_once():

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout import history, records, schemes
 from deadpool_megatron.layout.gradient_chain import REPLAY, key, step_parts, suspects
-from deadpool_megatron.layout.parity_groups import MEMBERS, ParityPlacement, parity_role
+from deadpool_megatron.layout.parity_groups import INPUTS, ParityPlacement, parity_role
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from tests.layout.held import Content, chosen, holders, inventories
 
@@ -119,7 +119,7 @@ class World:
                 found[number] = places
         for number, block in enumerate(group.blocks):
             intact = self.sources(block, generation, name)
-            told = {place.node for place in self.sources(block, generation, MEMBERS)}
+            told = {place.node for place in self.sources(block, generation, INPUTS)}
             if places := {place for place in intact if place.node in told}:
                 found[len(group.roles) + number] = places
         return found

@@ -8,7 +8,7 @@ from typing import Any
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.state import Config
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.parity_groups import MEMBERS, ParityGroup, ParityPlacement
+from deadpool_megatron.layout.parity_groups import INPUTS, ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.schemes import SchemeKind
 from tests.cluster.machine.rig import STEP, layout
@@ -18,7 +18,7 @@ SLOTS = 2
 # A role and the parts that are held of it.
 Held = tuple[int, frozenset[str]]
 EXTRAS = frozenset({"extras@step"})
-BLOCK = frozenset({"main", MEMBERS})
+BLOCK = frozenset({"main", INPUTS})
 layout_of = lru_cache(layout)
 
 

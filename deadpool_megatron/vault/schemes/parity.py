@@ -259,17 +259,17 @@ class ParityBlock:
         """Return the contributions to the sealed block, if it is complete."""
         store = self._store
         with self._gate.lock:
-            places = store.table.find(self._number, generation, parity_groups.MEMBERS)
+            places = store.table.find(self._number, generation, parity_groups.INPUTS)
             sealed = store.table.held(self._number).get(generation, set())
             expected = {role: {*self._coded(role)} for role in self._group.roles}
         if not places:
             return None
-        members = memoryview(bytes(places[0].view))  # a newer block may take the slot meanwhile
-        found = checksum(members)
+        inputs = memoryview(bytes(places[0].view))  # a newer block may take the slot meanwhile
+        found = checksum(inputs)
         if found != places[0].checksum:
             store.mark_bad(places[0], found)
             return None
-        contributions = parity_groups.BlockMembers.decode(members).contributions
+        contributions = parity_groups.BlockInputs.decode(inputs).contributions
         whole = all(
             names <= sealed and names <= {*contributions.get(role, ())}
             for role, names in expected.items()
@@ -293,11 +293,11 @@ class ParityBlock:
             slot = self._claim(segment, generation)
             try:
                 slot_memory.reserve(
-                    store, segment, [parity_groups.MEMBERS, *names], slot, generation
+                    store, segment, [parity_groups.INPUTS, *names], slot, generation
                 )
                 with self._gate.lock:
                     self._require_going()
-                    for name in (parity_groups.MEMBERS, *names):
+                    for name in (parity_groups.INPUTS, *names):
                         store.open_part(segment, slot, name, self._epoch)
 
                     def begin(name: str) -> Combination:
@@ -394,13 +394,13 @@ class ParityBlock:
                 for role in self._group.roles
             }
         contributions = {role: parts for role, parts in given.items() if parts}
-        members = parity_groups.BlockMembers(
+        inputs = parity_groups.BlockInputs(
             self._group.roles, self._index, self._scheme.placement.parities, contributions
         ).encode()
         # Sealed first, so that each sealed block has the list of its contributions.
-        view = segment.data(slot, parity_groups.MEMBERS, len(members))
-        view[:] = members
-        parts = {parity_groups.MEMBERS: (len(members), checksum(view))}
+        view = segment.data(slot, parity_groups.INPUTS, len(inputs))
+        view[:] = inputs
+        parts = {parity_groups.INPUTS: (len(inputs), checksum(view))}
         for name in sorted({name for part in given.values() for name in part}):
             longest = max(part[name][0] for part in given.values() if name in part)
             parts[name] = longest, checksum(segment.data(slot, name, longest))
@@ -418,7 +418,7 @@ class ParityBlock:
             build.is_sealed = True
             self._give_up(generation)
             self._gate.changed.notify_all()
-        shards = [name for name in parts if name != parity_groups.MEMBERS]
+        shards = [name for name in parts if name != parity_groups.INPUTS]
         store.fail_point_corrupt("vault.received", segment, slot, shards)
 
     def _await(self, build: BlockBuild, offer: Offer) -> None:

@@ -28,7 +28,7 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers
+from deadpool_megatron.layout.parity_groups import INPUTS, BlockInputs
 from deadpool_megatron.layout.records import (
     Decoding,
     EpochRecord,
@@ -72,14 +72,14 @@ def load_code(parities: int) -> None:
 @dataclass(eq=False)
 class BlockError(Exception):
     """A block that did not arrive. ``final``: it never will from this place; ``damaged``: its bytes
-    are wrong; ``members``: the missing part was the list of its contributions."""
+    are wrong; ``inputs``: the missing part was the list of its contributions."""
 
     number: int
     source: Source | None
     reason: str
     final: bool = False
     damaged: bool = False
-    members: bool = False
+    inputs: bool = False
 
     def __str__(self) -> str:
         return self.reason
@@ -142,8 +142,8 @@ class BlockSource(ABC):
 
     def error(self, reason: str, *, final: bool = False, damaged: bool = False) -> BlockError:
         """Return an error of this block."""
-        is_members = self._part == MEMBERS
-        return BlockError(self._number, self._source, reason, final, damaged, is_members)
+        is_inputs = self._part == INPUTS
+        return BlockError(self._number, self._source, reason, final, damaged, is_inputs)
 
     def cut(self) -> None:  # noqa: B027  a file needs no cut
         """Make the other methods fail soon; from any thread."""
@@ -228,7 +228,7 @@ class _Candidates:
         self._zeros = {number for number, places in decoding.blocks.items() if not places}
         self._left = {n: list(places) for n, places in decoding.blocks.items() if places}
         self._wrong: set[frozenset[tuple[int, Source | None]]] = set()
-        self._without_members: set[Source] = set()
+        self._without_inputs: set[Source] = set()
         self._damaged: Counter[tuple[Source, bool]] = Counter()
 
     def choose(self) -> Choice | None:
@@ -247,10 +247,10 @@ class _Candidates:
             places = [[*left.get(number, (None,))] for number in sorted(numbers)]
             for chosen in itertools.product(*places):
                 choice = dict(zip(sorted(numbers), chosen, strict=True))
-                has_members = any(
-                    n >= self._count and s not in self._without_members for n, s in choice.items()
+                has_inputs = any(
+                    n >= self._count and s not in self._without_inputs for n, s in choice.items()
                 )
-                if has_members and frozenset(choice.items()) not in self._wrong:
+                if has_inputs and frozenset(choice.items()) not in self._wrong:
                     return choice
         return None
 
@@ -264,14 +264,14 @@ class _Candidates:
         if source is None:
             self._zeros.discard(error.number)
             return False
-        about = (source, error.members)
+        about = (source, error.inputs)
         self._damaged[about] += error.damaged
         if not error.final and not error.damaged:
             self._silent.add(source.node)
         if not error.final and not late and self._damaged[about] < _CHANCES:
             return False
-        if error.members:
-            self._without_members.add(source)
+        if error.inputs:
+            self._without_inputs.add(source)
         else:
             self._left[error.number].remove(source)
         return True
@@ -291,7 +291,7 @@ class Decoder(Rebuild):
         self._generation = record.restore.generation
         self._target = target
         self._blocks: list[BlockSource] = []
-        self._members: dict[Source, BlockMembers] = {}
+        self._inputs: dict[Source, BlockInputs] = {}
         self._silent: set[int] = set()
 
     def cut(self) -> None:
@@ -353,9 +353,9 @@ class Decoder(Rebuild):
         self, layout: RoleLayout, name: str, decoding: Decoding, coder: Coder, choice: Choice
     ) -> Place:
         started, store, epoch = time.monotonic(), self._store, self._record.epoch
-        members = self._members_of(name, decoding, choice)
-        nbytes, expected = members.contributions[self._role][name]
-        blocks = self._blocks = self._needed(members, name, choice)
+        inputs = self._inputs_of(name, decoding, choice)
+        nbytes, expected = inputs.contributions[self._role][name]
+        blocks = self._blocks = self._needed(inputs, name, choice)
         try:
             with self._target(layout) as (segment, slot):
                 if nbytes > segment.capacity(name):
@@ -406,13 +406,13 @@ class Decoder(Rebuild):
         finally:
             combination.give_up()  # threads that still wait for bytes must not touch the slot
 
-    def _needed(self, members: BlockMembers, name: str, choice: Choice) -> list[BlockSource]:
+    def _needed(self, inputs: BlockInputs, name: str, choice: Choice) -> list[BlockSource]:
         """Return the chosen blocks to fetch; a role without a contribution has none."""
         blocks = []
         for number, source in choice.items():
             wanted = None
-            if number < len(members.group):
-                wanted = members.contributions.get(members.group[number], {}).get(name)
+            if number < len(inputs.group):
+                wanted = inputs.contributions.get(inputs.group[number], {}).get(name)
                 if wanted is None:
                     continue
             if source is None:
@@ -428,41 +428,41 @@ class Decoder(Rebuild):
             return DumpedBlock(Path(self._record.restore.path), *about)
         return VaultBlock(self._record.epoch, *about)
 
-    def _members_of(self, name: str, decoding: Decoding, choice: Choice) -> BlockMembers:
+    def _inputs_of(self, name: str, decoding: Decoding, choice: Choice) -> BlockInputs:
         """Return the contributions to the parity, from any of the chosen parity blocks."""
         failed = None
         for number, source in sorted(choice.items(), reverse=True):
             if number < len(decoding.group) or source is None:
                 break
             try:
-                return self._members_from(number, source, name, decoding)
+                return self._inputs_from(number, source, name, decoding)
             except BlockError as error:
                 failed = failed or error
         assert failed is not None, "a parity block is always among them, and is never all zeros"
         raise failed
 
-    def _members_from(
+    def _inputs_from(
         self, number: int, source: Source, name: str, decoding: Decoding
-    ) -> BlockMembers:
-        members = self._members.get(source)
-        if members is None:
-            block = self._block(number, source, MEMBERS, None)
+    ) -> BlockInputs:
+        inputs = self._inputs.get(source)
+        if inputs is None:
+            block = self._block(number, source, INPUTS, None)
             self._blocks = [block]
             try:
-                members = BlockMembers.decode(block.small())
+                inputs = BlockInputs.decode(block.small())
             except MALFORMED as error:
-                reason = f"{MEMBERS}: {error}"
-                raise BlockError(number, source, reason, members=True, final=True) from error
+                reason = f"{INPUTS}: {error}"
+                raise BlockError(number, source, reason, inputs=True, final=True) from error
             finally:
                 block.cut()
                 self._blocks = []
-        facts = (members.group, members.parities, len(members.group) + members.number)
+        facts = (inputs.group, inputs.parities, len(inputs.group) + inputs.number)
         if facts != (decoding.group, decoding.parities, number):
             raise BlockError(number, source, f"is block {facts[2]} of {facts[0]}", final=True)
-        if name not in members.contributions.get(self._role, ()):
+        if name not in inputs.contributions.get(self._role, ()):
             raise BlockError(number, source, "was computed without the part", final=True)
-        self._members[source] = members
-        return members
+        self._inputs[source] = inputs
+        return inputs
 
     def _report(self, name: str, choice: Choice, nbytes: int, seconds: float) -> None:
         reports = self._store.reports

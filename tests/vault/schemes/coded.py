@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, ParityGroup, parity_layout
+from deadpool_megatron.layout.parity_groups import INPUTS, BlockInputs, ParityGroup, parity_layout
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat, extras_part
 from deadpool_megatron.vault.schemes.parity_code import Coder
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, own_name
@@ -62,7 +62,7 @@ class CodedGroup:
             combination.add(i, 0, memoryview(part))
         return bytes(block)
 
-    def members(self, j: int) -> BlockMembers:
+    def members(self, j: int) -> BlockInputs:
         """What the vault that computed block ``j`` would have written of it."""
         contributions = {}
         for role in self.group.roles:
@@ -70,7 +70,7 @@ class CodedGroup:
             contributions[role] = {
                 name: (len(part), checksum(memoryview(part))) for name, part in parts.items()
             }
-        return BlockMembers(self.group.roles, j, self.parities, contributions)
+        return BlockInputs(self.group.roles, j, self.parities, contributions)
 
     def write(self, directories: Mapping[int, Path], lost: set[int]) -> None:
         """All that is left without the ``lost`` roles' nodes."""
@@ -85,9 +85,9 @@ class CodedGroup:
             seal(keeper / copy_name(role), layout, None, extras)
         for j, number in enumerate(self.group.blocks):
             layout = self.layouts[number]
-            names = [part.name for part in layout.parts if part.name != MEMBERS]
+            names = [part.name for part in layout.parts if part.name != INPUTS]
             parts = {name: self.parity(j, name) for name in names}
-            parts[MEMBERS] = self.members(j).encode()
+            parts[INPUTS] = self.members(j).encode()
             seal(directories[self.holders[j]] / copy_name(number), layout, None, parts)
 
 

@@ -70,11 +70,11 @@ class Vaults:
         self.open(chosen)
         return self.adopt()
 
-    def put_block(self, members: parity_groups.BlockMembers | None = None, **parts: bytes) -> None:
+    def put_block(self, members: parity_groups.BlockInputs | None = None, **parts: bytes) -> None:
         """Put a block in the place of parity block 0 that differs from it in this."""
         coded, (number, *_) = self.coded, self.coded.group.blocks
         right = {name: coded.parity(0, name) for name in ("shard", "tail")}
-        told = {parity_groups.MEMBERS: (members or coded.members(0)).encode()}
+        told = {parity_groups.INPUTS: (members or coded.members(0)).encode()}
         seal(self.block(0), coded.layouts[number], None, right | parts | told)
 
     def obtain(self, record: EpochRecord, role: int) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import records, schemes
-from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, ParityPlacement
+from deadpool_megatron.layout.parity_groups import INPUTS, BlockInputs, ParityPlacement
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from deadpool_megatron.settings import Settings
@@ -121,16 +121,16 @@ class Making:
         ledger = self.states[role].ledger
         return {*NAMES} <= ledger._acknowledged._names.get((role, GENERATION, self.holder), set())
 
-    def made_of(self) -> BlockMembers:
+    def made_of(self) -> BlockInputs:
         """What the sealed block says of itself."""
-        (place,) = self.state.table.find(self.block, GENERATION, MEMBERS)
-        return BlockMembers.decode(place.view)
+        (place,) = self.state.table.find(self.block, GENERATION, INPUTS)
+        return BlockInputs.decode(place.view)
 
     def held_parts(self) -> tuple[set[str], set[str]]:
         """Parts of the block, and those that it says it was made of."""
         held = self.state.table.held(self.block).get(GENERATION, set())
         contributions = self.made_of().contributions
-        return held - {MEMBERS}, {name for one in contributions.values() for name in one}
+        return held - {INPUTS}, {name for one in contributions.values() for name in one}
 
     def is_right(self) -> bool:
         """Whether the block (an XOR) is there, and what it has to be."""
@@ -273,7 +273,7 @@ def test_block_is_right_in_any_order_and_with_faults(data, parities, seed):
                 if role != lacking:
                     wait_until(lambda: making.acknowledged(role), f"role {role} is acknowledged")  # noqa: B023
             failpoints.load(None)
-            assert making.state.table.held(making.block)[GENERATION] == {MEMBERS, *NAMES}
+            assert making.state.table.held(making.block)[GENERATION] == {INPUTS, *NAMES}
             for name in NAMES:
                 (place,) = making.state.table.find(making.block, GENERATION, name)
                 assert bytes(place.view) == coded.parity(number, name)
@@ -334,7 +334,7 @@ def test_slot_reused_while_its_members_are_read_is_no_error(begin, monkeypatch):
     making = begin()
     making.start(0, 1)
     wait_until(lambda: making.acknowledged(0) and making.acknowledged(1), "it is sealed")
-    (place,) = making.state.table.find(making.block, GENERATION, MEMBERS)
+    (place,) = making.state.table.find(making.block, GENERATION, INPUTS)
 
     def overtaken(view: memoryview) -> int:
         found = checksum(view)
@@ -351,7 +351,7 @@ def test_holder_requests_parts_of_a_lost_sealed_block(begin):
     making = begin()
     making.start(0, 1)
     wait_until(lambda: making.acknowledged(0) and making.acknowledged(1), "it is sealed")
-    making.state.table.find(making.block, GENERATION, MEMBERS)[0].view[5] ^= 0x10
+    making.state.table.find(making.block, GENERATION, INPUTS)[0].view[5] ^= 0x10
     making.states[0].ledger.forget(0, GENERATION, making.holder)
     wait_until(lambda: making.acknowledged(0) and making.acknowledged(1), "it was made again")
     assert making.corruptions() == [f"slot copy-{making.block}.seg"]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers
+from deadpool_megatron.layout.parity_groups import INPUTS, BlockInputs
 from deadpool_megatron.layout.records import Generation, Restore, Source
 from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.errors import RestoreUnavailable
@@ -131,12 +131,12 @@ def test_members_of_another_group_or_of_other_parts_are_given_up(begin, change, 
         vaults.obtain(record, 0)
 
 
-def contributed(told: BlockMembers, **parts: tuple[int, int]) -> BlockMembers:
+def contributed(told: BlockInputs, **parts: tuple[int, int]) -> BlockInputs:
     """As if these were all that role 0 had contributed."""
     return replace(told, contributions={**told.contributions, 0: parts})
 
 
-def of_other_bytes(told: BlockMembers) -> BlockMembers:
+def of_other_bytes(told: BlockInputs) -> BlockInputs:
     """As if the block was computed from something else than what role 1 holds now."""
     nbytes, digest = told.contributions[1]["shard"]
     other = {**told.contributions[1], "shard": (nbytes, digest ^ 1)}
@@ -228,7 +228,7 @@ def test_decoder_seals_right_bytes_with_any_damage(case):
                 path = vaults.own(number) if number < data else vaults.block(number - data)
                 flip(path, "shard")
             for number in unlisted:
-                flip(vaults.block(number - data), MEMBERS)
+                flip(vaults.block(number - data), INPUTS)
             intact = {*range(data + parities)} - {lost} - damaged
             told = {number for number in intact - unlisted if number >= data}
             # A block that does not say what it was computed from is good beside one that does.

@@ -8,7 +8,7 @@ import zfec
 
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import records, schemes
-from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, ParityPlacement
+from deadpool_megatron.layout.parity_groups import INPUTS, BlockInputs, ParityPlacement
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
 from tests.vault import harness
@@ -51,10 +51,10 @@ def check_blocks(
                 s
                 for s in range(segment.layout.slots)
                 if segment.generation(s) == generation
-                and segment.entry(s, MEMBERS).state is PartState.SEALED
+                and segment.entry(s, INPUTS).state is PartState.SEALED
             )
-            entry = segment.entry(slot, MEMBERS)
-            members = BlockMembers.decode(segment.data(slot, MEMBERS, entry.nbytes))
+            entry = segment.entry(slot, INPUTS)
+            members = BlockInputs.decode(segment.data(slot, INPUTS, entry.nbytes))
             assert (members.group, members.number) == (group.roles, j)
             for name in ("shard", "tail"):
                 blocks = [
@@ -101,7 +101,7 @@ def test_many_generations_commit_in_few_slots(tmp_path, parities):
             if holding.generation == newest
             for part in holding.parts
         }
-        assert {role for _, role, part in held if part == MEMBERS} == {
+        assert {role for _, role, part in held if part == INPUTS} == {
             block for group in ParityPlacement.of_record(record).groups for block in group.blocks
         }
         for role in layouts:
