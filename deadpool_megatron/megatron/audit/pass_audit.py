@@ -1,18 +1,19 @@
-"""A micro-batch of one replica, computed forward and backward by all of them.
+"""Audits of passes: every replica computes the same micro-batch, and the results are compared.
 
 Data-parallel replicas hold the same weights. In an audited iteration a replica, another in each
 audit, sends its first micro-batch, and its random states, to the others. Each runs it through its
 whole pipeline, before its own micro-batches and without reducing gradients; then all roles compare
 sums of the output of each stage, of the gradient that came back to it, and of its weights'
-gradients. In a replica the first wrong result is the origin of the error. An interleaved pipeline
-takes no single micro-batch: it runs the same micro-batch as often as its minimum, and each chunk
-of a role is a stage.
+gradients. The first wrong result in a replica's pipeline is the origin of the error. An interleaved
+pipeline takes no single micro-batch: it runs the same micro-batch as often as its minimum, and each
+chunk of a role is a stage.
 
 The passes leave no trace: gradients are emptied, and state that a forward pass changes is restored.
 The first audit of a process checks that equal passes give equal bytes: it computes the micro-batch
 twice (flash attention, for example, adds in any order).
 
-After Megatron's rerun machine and torchtitan's replay, which repeat a step where it was computed.
+The idea is that of Megatron's rerun machine and torchtitan's replay, but these repeat a step on the
+same device.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.parts import fingerprint
 
 _BATCHES = "batches"
-# Stages of a rehearsal; the lowest of all roles counts.
-_STRANGE, _LEFT, _REHEARSED, _RELIED_ON = range(4)
-# Fields with the functions that Megatron's schedules would call in addition to passes.
+# Whether equal passes give equal bytes, as a process knows it; roles agree on the lowest. The first
+# two end the audits: the batches cannot be sent, or a role has given up before.
+_UNSENDABLE, _GIVEN_UP, _UNTESTED, _REPEATABLE = range(4)
+# Fields of the configuration: functions for communication that Megatron's schedules call.
 SYNCHRONISING = ("finalize_model_grads_func", "grad_sync_func", "no_sync_func", "param_sync_func")
 
 
@@ -60,7 +62,7 @@ def incomparable_reason(loop: MegatronLoop) -> str:
 class PassAudit(comparison.Auditor):
     """The audits of passes of a role in a process."""
 
-    #: spent on the audit of this iteration
+    #: the time that the audit of this iteration took
     seconds = 0.0
     _is_repeatable: bool | None = None
 
@@ -103,37 +105,37 @@ class PassAudit(comparison.Auditor):
         shared = self._share(batches, source, group)
         kept = codec.encode(extras.capture_passing(self._loop))
         try:
-            again = dict(arguments, num_microbatches=self._min_micro_batches())
-            run = functools.partial(self._run, forward_backward, again, shared, reads_data)
-            once = run()
-            repeated = agreed != _REHEARSED or torch.equal(once, run())
-            # On all roles, before the first of them can report a mismatch: that ends the epoch.
+            audited = dict(arguments, num_microbatches=self._min_micro_batches())
+            run = functools.partial(self._run, forward_backward, audited, shared, reads_data)
+            first = run()
+            repeated = agreed != _UNTESTED or torch.equal(first, run())
+            # First commit the newest generation on all roles: reporting a mismatch ends the epoch.
             self._settle()
-            repeat = run if agreed == _RELIED_ON else None
-            mismatch = self._judge(*self._gather(once, repeated=repeated), repeat)
+            repeat = run if agreed == _REPEATABLE else None
+            mismatch = self._judge(*self._gather(first, repeated=repeated), repeat)
         finally:
             extras.restore_passing(self._loop, codec.decode(kept))
         self._stop_if_wrong(mismatch)
         return given
 
     def _min_micro_batches(self) -> int:
-        """Return the minimum of a pipeline: megatron/core/pipeline_parallel/schedules.py."""
+        """Return the minimum for a pipeline, as in megatron/core/pipeline_parallel/schedules.py."""
         if len(self._loop.model_chunks) == 1:
             return 1
         return int(loops.model_config(self._loop).microbatch_group_size_per_vp_stage)
 
     def _agree(self, batches: Iterable[Any]) -> int | None:
-        """Return whether all roles rehearse or rely on a rehearsal; None where they do neither. A
-        process that joined later knows less than others, and all have to do the same."""
-        state = {None: _REHEARSED, False: _LEFT, True: _RELIED_ON}[self._is_repeatable]
-        if state != _LEFT and not all(map(_is_by_name, batches)):
-            state = _STRANGE
+        """Return _UNTESTED or _REPEATABLE, the same on all roles, or None if audits end. Roles must
+        agree, and a process that joined later knows less than others."""
+        state = {None: _UNTESTED, False: _GIVEN_UP, True: _REPEATABLE}[self._is_repeatable]
+        if state != _GIVEN_UP and not all(map(_has_named_tensors, batches)):
+            state = _UNSENDABLE
         flag = torch.tensor([state], dtype=torch.int64, device=current_device())
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         agreed = int(flag.item())
-        if agreed == _STRANGE and self._is_repeatable is not False:
+        if agreed == _UNSENDABLE and self._is_repeatable is not False:
             self._give_up("the data loader gives something else than tensors by name")
-        if agreed in (_STRANGE, _LEFT):
+        if agreed in (_UNSENDABLE, _GIVEN_UP):
             self._is_repeatable = False
             return None
         return agreed
@@ -161,13 +163,13 @@ class PassAudit(comparison.Auditor):
         times = arguments["num_microbatches"]
         sums = torch.zeros(len(chunks), 3, 2, dtype=torch.int64, device=device)
 
-        def passed_on(own: Tensor, _module: Any, _inputs: Any, output: Any) -> None:
+        def add_sums(own: Tensor, _module: Any, _inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor):
                 self._damage("audit.pass", [output])
                 _add(own[0], device, output)
                 if output.requires_grad:
-                    came_back = functools.partial(_add, own[1], device)
-                    output.register_hook(came_back)  # type: ignore[no-untyped-call]
+                    add_returned = functools.partial(_add, own[1], device)
+                    output.register_hook(add_returned)  # type: ignore[no-untyped-call]
 
         extras.set_random_states(shared)
         data: list[Any] = [
@@ -177,7 +179,7 @@ class PassAudit(comparison.Auditor):
         ]
         with contextlib.ExitStack() as stack:
             for chunk, own in zip(chunks, sums, strict=True):
-                hook = chunk.register_forward_hook(functools.partial(passed_on, own))
+                hook = chunk.register_forward_hook(functools.partial(add_sums, own))
                 stack.callback(hook.remove)
             stack.enter_context(self._without_synchronising())
             stack.enter_context(_rerun_machine_idle())
@@ -189,7 +191,7 @@ class PassAudit(comparison.Auditor):
 
     @contextlib.contextmanager
     def _without_synchronising(self) -> Iterator[None]:
-        """Keep gradients local, as those of any micro-batch but the last."""
+        """Keep gradients local, as Megatron does for every micro-batch but the last."""
         unset = replaced(loops.model_config(self._loop), **dict.fromkeys(SYNCHRONISING))
         with unset, contextlib.ExitStack() as stack:
             for chunk in self._loop.model_chunks:
@@ -235,8 +237,8 @@ class PassAudit(comparison.Auditor):
         repeat: Callable[[], Tensor] | None,
     ) -> comparison.Mismatch | None:
         """Return the mismatch of the passes, if any. Without a majority all peers ``repeat`` the
-        passes; a role whose result changes is faulty, which finds intermittent faults. It is None,
-        on all roles, where they were repeated already."""
+        passes, and a role whose result changes is faulty: so intermittent faults are found.
+        ``repeat`` is None on all roles if the passes were repeated already."""
         keys = comparison.comparable(passes)
         is_same = {number: (keys[number], same) for number, same in repeated.items()}
         if odd := comparison.unrepeatable(is_same):
@@ -266,7 +268,7 @@ def _put_back(batch: Any, iterator: Any) -> Iterator[Any]:
     return itertools.chain([batch], iter(lambda: next(iterator), object()))
 
 
-def _is_by_name(batch: Any) -> bool:
+def _has_named_tensors(batch: Any) -> bool:
     return isinstance(batch, Mapping) and all(
         value is None or isinstance(value, Tensor) for value in batch.values()
     )
@@ -274,16 +276,16 @@ def _is_by_name(batch: Any) -> bool:
 
 @contextlib.contextmanager
 def _rerun_machine_idle() -> Iterator[None]:
-    """Keep Megatron's rerun machine, which checks every result of a pass, from passes of an audit.
+    """Keep the passes of an audit from Megatron's rerun machine, which checks every result.
 
-    Results are not judged (except for NaN, where the machine is off), and afterwards the machine
-    has the same counts, largest values and requests for a rerun as before."""
+    It judges no results meanwhile (NaN excepted, if the machine is off), and afterwards has the
+    same counts, largest values and requests for a rerun as before."""
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if machine is None:
         yield
         return
     kept = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(machine).items()}
-    # As in its very first run, in which it judges nothing.
+    # The machine judges nothing in its first run.
     machine.state = rerun_state_machine.RerunState.INITIAL_RUN
     machine.first_iteration_complete = False
     machine.rerun_requested = False
