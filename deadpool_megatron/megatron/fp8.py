@@ -4,13 +4,13 @@ With delayed scaling every module has scaling factors and histories of largest v
 each forward and each backward pass changes, and that follow from no parameter: unique state. So has
 attention in FP8 with tensorwise scaling, for its softmax. Tensorwise, blockwise and MXFP8 scaling
 keep nothing else: their factors are computed from the current values, and caches of them are made
-again. They need only the reset of this module.
+again. Of this module these recipes need only :func:`reset_in_flight`.
 
-Amaxes are reduced over registers that the whole process shares, in the order in which modules came
-by first. Peers reduce a register in one collective, so which modules are in it, and in which order,
-is state as well: it is captured, and every role gets that of the restored generation.
+Transformer Engine collects the amaxes of all modules of a process in registers (its global
+buffers), in the order of the modules' first forward passes. Peers reduce a register in one
+collective, so its modules and their order are state as well: they are captured and restored.
 
-Written with the sources open, never run: it needs a GPU. The sources: Transformer Engine 2.8 to
+Written from the sources and never run, as it needs a GPU. The sources: Transformer Engine 2.8 to
 2.12, pytorch/quantization.py (fp8.py before 2.9), pytorch/module/base.py, pytorch/distributed.py,
 pytorch/attention/dot_product_attention/dot_product_attention.py; Megatron-core 0.16.1,
 core/fp8_utils.py. Transformer Engine is not imported: objects are known by their attributes.
@@ -49,18 +49,18 @@ _OUTSIDE = {
     "AUTOCAST_DEPTH": 0,
     "FP8_AUTOCAST_DEPTH": 0,
 }
-# The count of matrix products that a module quantises for, from its forward pass (prepare_forward).
+# The matrix products of a module, as its forward pass counts them (num_gemms of prepare_forward).
 _PRODUCTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2, "DotProductAttention": 3}
 
 _Modules = list[tuple[str, Any]]
-_completed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_initialised: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def capture(loop: MegatronLoop) -> dict[str, Any]:
     """Return the extras of FP8: a tensor for each dtype, so that few copies are enough.
 
-    The first call creates what a first forward pass would create. So extras have their final size
-    from the start, and a process that has computed nothing yet has all that is restored.
+    The first call creates what the first forward pass would create, so extras have their final size
+    from the start, and a process that has computed nothing yet has tensors to restore into.
     """
     modules = _quantising(loop)
     if not modules:
@@ -97,8 +97,8 @@ def reset_in_flight(model_chunks: Sequence[Any]) -> None:
     recomputation: no error, but scaling factors of another micro-batch, and other counts of
     reductions.
     """
-    modules = _modules(model_chunks if _completed else ())
-    if not any(module in _completed for _, module in modules):
+    modules = _modules(model_chunks if _initialised else ())
+    if not any(module in _initialised for _, module in modules):
         return  # not in FP8
     manager = _manager()
     for name, value in _OUTSIDE.items():
@@ -119,14 +119,14 @@ def reset_in_flight(model_chunks: Sequence[Any]) -> None:
 
 
 def finish_gather(model_chunks: Sequence[Any]) -> None:
-    """Make what backward passes read of weights in FP8, after a forced gather of parameters.
+    """Process weights in FP8 for backward passes, after a forced gather of parameters.
 
-    Megatron does so only in the forward pre-hooks when gathers overlap, and those may be off in the
+    When gathers overlap, Megatron does this only in its forward pre-hooks, which may be off in the
     next step. Doing it twice does no harm.
     """
     quantised = [
         parameter
-        for chunk in (model_chunks if _completed else ())
+        for chunk in (model_chunks if _initialised else ())
         for parameter in chunk.parameters()
         if parameter.requires_grad and raw_tensors(parameter)
     ]
@@ -135,7 +135,7 @@ def finish_gather(model_chunks: Sequence[Any]) -> None:
 
 
 def named_tensors(model_chunks: Sequence[Any]) -> list[tuple[str, Tensor]]:
-    """Return scaling factors and histories of all modules, in one order on equal roles."""
+    """Return scaling factors and histories of all modules, in the same order on equal roles."""
     return _tensors(_modules(model_chunks))
 
 
@@ -150,20 +150,20 @@ def _modules(model_chunks: Sequence[Any]) -> _Modules:
 
 
 def _quantising(loop: MegatronLoop) -> _Modules:
-    """Return those modules, made complete; none where training is not in FP8."""
+    """Return and initialise Transformer Engine's modules; none if training is not in FP8."""
     modules = _modules(loop.model_chunks)
     if not modules or not trains_in_fp8(loop):
         return []
-    waiting = [(name, module) for name, module in modules if module not in _completed]
+    waiting = [(name, module) for name, module in modules if module not in _initialised]
     if waiting:
-        _make_complete(loop.model_chunks, waiting, model_config(loop))
+        _initialise(loop.model_chunks, waiting, model_config(loop))
     return modules
 
 
-def _make_complete(model_chunks: Sequence[Any], waiting: _Modules, config: Any) -> None:
+def _initialise(model_chunks: Sequence[Any], waiting: _Modules, config: Any) -> None:
     """Initialise modules as the first forward pass in Megatron's own FP8 region does.
 
-    Raises UnsupportedState for what would be lost or could not be compared.
+    Raises UnsupportedState for FP8 state that could not be captured or compared.
     """
     if not all(isinstance(getattr(_manager(), name, None), dict) for name in _REGISTERS):
         raise UnsupportedState(
@@ -177,11 +177,11 @@ def _make_complete(model_chunks: Sequence[Any], waiting: _Modules, config: Any) 
         for name, module in chunk.named_modules():
             if hasattr(module, "_fused_impl"):  # Megatron's TEFusedMLP
                 raise UnsupportedState(f"{name}: fused operations keep FP8 state of their own")
-    # Without gradients, or leaving the region would reduce amaxes and move the histories on.
+    # With gradients, leaving the region would reduce amaxes and shift the histories.
     with torch.no_grad(), fp8_utils.get_fp8_context(config):
         for name, module in waiting:
             module.init_fp8_metadata(num_gemms=_products(name, module))
-            _completed.add(module)
+            _initialised.add(module)
 
 
 def _products(name: str, module: Any) -> int:
@@ -201,7 +201,7 @@ def _manager() -> Any:
 
 
 def _order(modules: _Modules) -> list[int]:
-    """Return numbers of the registered modules, in the order in which they would register again."""
+    """Return the numbers of the registered modules, in the order of their registration."""
     # A module enters the registers of both directions at once, the forward one first.
     keys = {key: number for number, key in enumerate(_manager().global_amax_buffer)}
     places = [
@@ -213,7 +213,7 @@ def _order(modules: _Modules) -> list[int]:
 
 
 def _register(modules: _Modules, order: Sequence[int]) -> None:
-    """Have exactly these modules in the registers, in this order."""
+    """Clear the registers, and register the modules with these numbers, in this order."""
     manager = _manager()
     for name in _REGISTERS:
         getattr(manager, name).clear()
@@ -231,7 +231,7 @@ def _by_dtype(modules: _Modules) -> dict[str, list[Tensor]]:
 
 
 def _tensors(modules: _Modules) -> list[tuple[str, Tensor]]:
-    # Recipes without a history have none: their states hold settings only.
+    # The states of recipes without a history hold settings, no tensors.
     return [
         (f"{name}.{direction}.{kind}", tensor.detach())
         for name, module in modules
