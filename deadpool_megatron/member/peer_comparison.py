@@ -1,4 +1,4 @@
-"""Peers of a group: tensors that they must hold equal are compared by fingerprints."""
+"""The comparison, by fingerprints, of tensors that must be equal on all peers of a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deadpool_megatron.state.parts import fingerprint
 
 
 class PeerMismatch(RuntimeError):
-    """After a restore, peers that must hold equal bytes do not; the message names them."""
+    """Peers that must hold equal bytes after a restore do not; the message names their roles."""
 
 
 def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, subject: str) -> None:
@@ -21,14 +21,14 @@ def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, subj
         return
     device = tensors[0].device if tensors else current_device()
     own = fingerprint(tensors, device)
-    found = gathered(own, group)
+    found = gather_by_role(own, group)
     odd = [role for role, other in found.items() if not torch.equal(other, found[dist.get_rank()])]
     if odd:
         raise PeerMismatch(f"{subject} of roles {odd} differ from role {dist.get_rank()}")
 
 
-def gathered(own: Tensor, group: dist.ProcessGroup) -> dict[int, Tensor]:
-    """Return the tensor of each role of ``group``, on the host. Collective."""
+def gather_by_role(own: Tensor, group: dist.ProcessGroup) -> dict[int, Tensor]:
+    """Gather the tensor ``own`` of each role of ``group``, on the host. Collective."""
     roles = dist.get_process_group_ranks(group)
     seen = [torch.empty_like(own) for _ in roles]
     dist.all_gather(seen, own, group=group)

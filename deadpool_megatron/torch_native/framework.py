@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deadpool_megatron.member.framework import Framework, StepCalls
 from deadpool_megatron.member.frozen_weights import are_large
-from deadpool_megatron.member.peer_comparison import PeerMismatch, gathered
+from deadpool_megatron.member.peer_comparison import PeerMismatch, gather_by_role
 from deadpool_megatron.state import initial_state
 from deadpool_megatron.state.digest import short_digests
 from deadpool_megatron.state.extras import capture_random_states, restore_random_states
@@ -100,7 +100,7 @@ class TorchFramework(Framework):
         (part,) = self.parts
         device = next((tensor.device for tensor in part.tensors), torch.device("cpu"))
         assert dist.group.WORLD is not None
-        found = gathered(fingerprint(part.tensors, device), dist.group.WORLD)
+        found = gather_by_role(fingerprint(part.tensors, device), dist.group.WORLD)
         own = found[dist.get_rank()]
         if odd := [role for role in part.replicas if not torch.equal(found[role], own)]:
             raise PeerMismatch(f"the replicas of roles {odd} differ from role {dist.get_rank()}")
@@ -113,16 +113,16 @@ class TorchFramework(Framework):
 
     def entry_digests(self) -> dict[str, str]:
         """See :class:`Framework`."""
-        return short_digests(self._values.numbers())
+        return short_digests(self._values.digest_entries())
 
     def large_frozen_weights(self) -> Sequence[tuple[str, Tensor]]:
         """See :class:`Framework`."""
         small = self._small()
-        return [(k, v) for k, v in self._values.beside().items() if k not in small]
+        return [(k, v) for k, v in self._values.not_updated().items() if k not in small]
 
     def _small(self) -> dict[str, Tensor]:
         """Return the tensors that travel with the extras."""
-        found = self._values.beside()
+        found = self._values.not_updated()
         frozen = {name: tensor for name, tensor in found.items() if name.startswith("model.")}
         if are_large(frozen.values()):
             found = {name: tensor for name, tensor in found.items() if name not in frozen}

@@ -109,7 +109,7 @@ class TorchLoop(SteppedLoop):
 
     def state_hash(self) -> str:
         """See :class:`ProtectedLoop`."""
-        return state_digest([*self.state.tensors().items(), *self.state.numbers()])
+        return state_digest([*self.state.tensors().items(), *self.state.digest_entries()])
 
 
 class TorchProgram(Program):

@@ -1,7 +1,6 @@
-"""The state of a loop by name: tensors and values.
+"""The state of a loop: named tensors, and values.
 
-A tensor that is sharded is meant as the role's own shard, whether or not FSDP has gathered it at
-the moment.
+A sharded tensor stands for the shard of this role, even while FSDP has gathered the whole.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from deadpool_megatron.torch_native.plain_state import decoded, encoded
 if TYPE_CHECKING:
     from deadpool_megatron.torch_native.loop import TorchLoop
 
-# Attributes of a loop whose state_dict() has values.
-_SCHEDULES = ("scheduler", "grad_scaler")
+# Attributes of a loop with a state_dict() of values, not tensors.
+_STATEFUL = ("scheduler", "grad_scaler")
 
 
 class LoopState:
-    """The state of one loop. Made when the loop is complete, before its first forward pass: later
-    FSDP may have put a gathered parameter there."""
+    """The state of one loop. Create it once the loop is complete, before the first forward pass,
+    after which FSDP may have a gathered parameter instead of the sharded parameter."""
 
     def __init__(self, loop: TorchLoop) -> None:
         self._loop = loop
@@ -47,8 +46,8 @@ class LoopState:
         #: the names of the parameters that the optimizer updates, in its order
         self.updated = [names[id(parameter)] for parameter in updated]
 
-    def beside(self) -> dict[str, Tensor]:
-        """Return what no optimizer updates: buffers, persistent or not, and frozen weights."""
+    def not_updated(self) -> dict[str, Tensor]:
+        """Return the tensors that no optimizer updates: all buffers, and frozen weights."""
         frozen = self._parameters.keys() - set(self.updated)
         buffers = self._loop.model.named_buffers()
         return self._weights(sorted(frozen)) | {
@@ -57,7 +56,7 @@ class LoopState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all live tensors."""
-        found = self._weights(self.updated) | self.beside()
+        found = self._weights(self.updated) | self.not_updated()
         optimizer = self._loop.optimizer
         for name, parameter in zip(self.updated, parameters_of(optimizer), strict=True):
             for key, state, _ in places(optimizer, parameter):
@@ -73,7 +72,7 @@ class LoopState:
             "log_sums": {name: float(value).hex() for name, value in loop.log_sums.items()},
             "param_groups": group_values(optimizer.param_groups),
             "state_numbers": encoded(states if any(states) else [], "the optimizer"),
-            **{name: encoded(kept.state_dict(), name) for name, kept in self._schedules()},
+            **{name: encoded(kept.state_dict(), name) for name, kept in self._stateful()},
             "extra_state": loop.extra_state(),
         }
 
@@ -84,16 +83,16 @@ class LoopState:
         loop.counters.update(values["counters"])
         loop.log_sums.clear()
         loop.log_sums.update({k: float.fromhex(v) for k, v in values["log_sums"].items()})
-        for name, schedule in self._schedules():
+        for name, target in self._stateful():
             if state := decoded(values[name]):
-                schedule.load_state_dict(state)
+                target.load_state_dict(state)
         restore_group_values(optimizer.param_groups, values["param_groups"])
         numbers = decoded(values["state_numbers"])
         for parameter, kept in zip(parameters_of(optimizer), numbers, strict=False):
             restore_plain_values(optimizer.state[parameter], kept)
         loop.restore_extra_state(values["extra_state"])
 
-    def numbers(self) -> Iterator[Entry]:
+    def digest_entries(self) -> Iterator[Entry]:
         """Yield the values and random states, for a digest."""
         for name, value in self.values().items():
             yield name, encode({name: value}).hex()
@@ -102,14 +101,14 @@ class LoopState:
     def _weights(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {f"model.{name}": local_tensor(self._parameters[name].detach()) for name in names}
 
-    def _schedules(self) -> Iterator[tuple[str, Any]]:
-        for name in _SCHEDULES:
-            if (schedule := getattr(self._loop, name)) is not None:
-                yield name, schedule
+    def _stateful(self) -> Iterator[tuple[str, Any]]:
+        for name in _STATEFUL:
+            if (found := getattr(self._loop, name)) is not None:
+                yield name, found
 
 
 def copy_by_name(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy tensors in place. Raises ExtrasError where they are those of another model."""
+    """Copy ``saved`` tensors into ``live``. Raises ExtrasError if those are of another model."""
     refuse_other_tensors(live, saved, "tensors of the model differ")
     with torch.no_grad():
         for name, tensor in live.items():

@@ -35,7 +35,7 @@ from deadpool_megatron.megatron.dimensions import plain_parameters
 from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.megatron.optimizer import inner_optimizers, is_distributed, parameters_of
 from deadpool_megatron.member.framework import UpdateAudit
-from deadpool_megatron.member.peer_comparison import current_device, gathered
+from deadpool_megatron.member.peer_comparison import current_device, gather_by_role
 from deadpool_megatron.member.role_reports import RoleReports
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part, fingerprint
@@ -169,7 +169,7 @@ class Audit(comparison.Auditor, UpdateAudit):
         for is_expert, peers in sorted(groups.items()):
             held = plain_parameters(self._loop, expert=is_expert)
             self._damage("audit.weight", held)
-            found = gathered(fingerprint(held, current_device()), peers)
+            found = gather_by_role(fingerprint(held, current_device()), peers)
             sums = {role: _sums(values) for role, values in found.items()}
             subject = "expert weights" if is_expert else "weights"
             self._stop_if_wrong(comparison.compare_held(sums, subject))
@@ -191,7 +191,7 @@ class Audit(comparison.Auditor, UpdateAudit):
     ) -> tuple[dict[int, int], dict[int, comparison.Sums]]:
         """Return the hardware and the sums of each role."""
         own = torch.tensor([self._hardware], dtype=torch.int64, device=sums.device)
-        found = gathered(torch.cat([own, sums.flatten()]), peers)
+        found = gather_by_role(torch.cat([own, sums.flatten()]), peers)
         hardware = {role: int(row[0]) for role, row in found.items()}
         return hardware, {role: _sums(row[1:]) for role, row in found.items()}
 
