@@ -1,5 +1,7 @@
-"""The training loop of the embedded trainer: iterations, and segments (evaluation, save) between
-them; and its text, in micro batches whose position is a pure function of the consumed samples.
+"""The training loop of the embedded trainer, and its data.
+
+The loop consists of iterations, and of segments (evaluation, save) between them. The consumed
+samples alone determine the next micro batch of the text.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from deadpool_megatron.trainer import loop_checkpoint, megatron_api as mcore, mo
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
 from deadpool_megatron.trainer.megatron_api import parallel_state
 
-# The last of this many parts of a text is kept for validation.
+# A text is divided into this many parts; the last is kept for validation.
 _VALIDATION_PARTS = 20
 _DEFAULT_BYTES = 8 << 20
 _COUNTERS = ["iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_iterations"]
@@ -86,8 +88,8 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         return self.counters["iteration"] >= self.config.train_iters
 
     @property
-    def reports(self) -> bool:
-        """Return whether this rank emits."""
+    def is_reporting(self) -> bool:
+        """Return whether this rank calls ``emit``."""
         return bool(
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -95,7 +97,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         )
 
     def stage_class(self) -> str:
-        """Return a text that is equal for two ranks if the objects of one serve the other as well.
+        """Return a text that is equal for two ranks if each could use the objects of the other.
 
         The pipeline stage determines the layers, tensor and expert rank the slices and offsets, and
         the place among the ranks that share an optimizer determines which parameters have state.
@@ -160,7 +162,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         failpoints.set_context(section="between")
 
     def reset_after_interrupt(self) -> None:
-        """Drop the partial work that an exception may have left, and move to the counters' place.
+        """Drop the partial work that an exception may have left; set the iterators by the counters.
 
         Resets only what this loop owns: iterators, training mode, the functions it gave to
         Megatron's schedules, the MoE loss tracker. Draws from no generator.
@@ -204,7 +206,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         loop_checkpoint.read(self, directory)
 
     def _configure_schedule(self) -> None:
-        """Set the functions that Megatron's schedules call; the interleaved one unsets some."""
+        """Set functions that Megatron's schedules call; the interleaved schedule unsets some."""
         chunks = self.model_chunks
         settings = chunks[0].config
         settings.grad_scale_func = self.optimizer.scale_loss
@@ -245,7 +247,8 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         return output, loss_function
 
     def _mean_loss(self, losses: list[dict[str, torch.Tensor]]) -> float | None:
-        """Return the mean loss per token of the global batch; None on ranks without. Collective."""
+        """Return the mean loss per token of the global batch, or None on a rank without losses.
+        Collective for the data-parallel peers with losses."""
         if not losses:
             return None
         total = torch.stack([entry["lm loss"] for entry in losses]).sum(dim=0)
@@ -269,20 +272,20 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
             chunk.train()
         loss = self._mean_loss(losses)
         self.counters["consumed_valid_samples"] += config.eval_iters * config.global_batch_size
-        if self.reports and loss is not None:
+        if self.is_reporting and loss is not None:
             facts = {"iteration": self.counters["iteration"], "loss": loss.hex()}
             self._emit("evaluation", facts)
         failpoints.hit("evaluation.end")
 
     def _report_step(self, loss: float | None, grad_norm: float | None) -> None:
         updated = grad_norm is not None
-        if failpoints.ACTIVE and self.reports and failpoints.hit("loss"):
+        if failpoints.ACTIVE and self.is_reporting and failpoints.hit("loss"):
             loss = float("nan")
         self.log_sums["iterations"] += 1
         self.log_sums["skipped"] += not updated
         self.log_sums["loss"] += loss or 0.0
         rate = float(mcore.get_canonical_lr_for_logging(self.optimizer.param_groups))
-        if self.reports and loss is not None:
+        if self.is_reporting and loss is not None:
             if not self._has_reported:
                 config = self.config
                 plan = {"iterations": config.train_iters, "sequence_length": config.seq_length}
@@ -301,10 +304,10 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
             self._log(rate)
 
     def _log(self, rate: float) -> None:
-        """Emit the averages since the last line, and reset them."""
+        """Emit the averages since the last log line, and reset them."""
         count = self.log_sums["iterations"]
         now = time.monotonic()
-        if self.reports:
+        if self.is_reporting:
             text = (
                 f"iteration {self.counters['iteration']}/{self.config.train_iters}"
                 f" | loss {self.log_sums['loss'] / count:.4f} | learning rate {rate:.3e}"
@@ -331,7 +334,7 @@ def _loss(
     mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of the token losses ``output`` [batch, sequence] under ``mask``, the number of
-    tokens, and both for the report; the schedule divides."""
+    tokens, and both for the report; Megatron's schedule divides the sum."""
     total = (output.float() * mask).sum()
     tokens = mask.sum()
     report = torch.stack([total.detach(), tokens])
@@ -358,13 +361,13 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 class DataError(BadArgumentsError):
-    """The training data cannot be used; the message is a line."""
+    """The training data cannot be used; the message is a single line."""
 
 
 class DataSource:
     """A split of the text, distributed over the data-parallel ranks as by Megatron's sampler.
 
-    Samples are windows of the text; each pass has its own order, which the seed determines. Of
+    Samples are windows of the text. The seed determines their order in each pass over the text. Of
     ``micro_batch_size * data_parallel_size`` consecutive samples, rank r has the r-th
     ``micro_batch_size``. Nothing is drawn from a global random generator.
     """
@@ -381,7 +384,7 @@ class DataSource:
         self._order = functools.lru_cache(2)(self._order_of_pass)
 
     def indices_at(self, consumed_samples: int) -> Iterator[list[int]]:
-        """Yield the sample numbers of this rank's micro batches from there on; endless."""
+        """Yield the sample numbers of each micro batch after ``consumed_samples``; endless."""
         size = self._config.micro_batch_size
         for start in itertools.count(consumed_samples + self._rank * size, size * self._ranks):
             yield list(range(start, start + size))

@@ -1,7 +1,7 @@
-"""Writes and reads a loop's whole state as a torch_dist checkpoint, exactly.
+"""Writes a loop's whole state as a torch_dist checkpoint, and reads it without any difference.
 
-The format is Megatron's own. This module adds the values that Megatron's code does not restore
-exactly; a comment at each place names the error.
+The format is Megatron's own. Extras are in a file of their own, and ``exact_load`` mends what
+Megatron does not restore exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deadpool_megatron.vault.disk import extras_file
 if TYPE_CHECKING:
     from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
-# Megatron's file with the newest complete iteration of a folder.
+# Megatron's file in a folder that names its newest complete checkpoint, by iteration.
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -37,7 +37,7 @@ def write(loop: TrainingLoop, directory: Path) -> None:
     mcore.dist_checkpointing.save(sharded_state(loop), str(directory), writer)
     own = extras.encode(loop_extras.capture(loop))
     extras_file.write(directory, dist.get_rank(), dist.get_world_size(), own)
-    dist.barrier()  # complete when it returns, on each rank
+    dist.barrier()  # when a rank returns, all have written
 
 
 def read(loop: TrainingLoop, directory: Path) -> None:
@@ -56,12 +56,12 @@ def read(loop: TrainingLoop, directory: Path) -> None:
     values = extras.decode(own)
     loop_extras.restore(loop, values)
     loop.reset_after_interrupt()
-    # Last, as any construction before might draw from a generator.
+    # Random states last, as any step before might draw from a generator.
     loop_extras.restore_last(values)
 
 
 def checkpoint_directory(folder: Path, iteration: int) -> Path:
-    """Return where Megatron keeps the checkpoint of an iteration."""
+    """Return the directory in which Megatron keeps the checkpoint of an iteration."""
     return folder / f"iter_{iteration:07d}"
 
 
@@ -75,10 +75,10 @@ def latest(folder: Path) -> Path | None:
 
 
 def write_and_publish(loop: TrainingLoop, folder: Path) -> None:
-    """Write a checkpoint of the current iteration and make it the newest. Collective, repeatable.
+    """Write a checkpoint of the current iteration and make it the newest. Collective.
 
-    It gets its final name only when complete; an interrupted attempt leaves a folder that the next
-    attempt replaces.
+    May be run again: the checkpoint gets its final name only when complete; an interrupted attempt
+    leaves a folder that the next attempt replaces.
     """
     final = checkpoint_directory(folder, loop.counters["iteration"])
     partial = final.with_name(f"{final.name}.partial")
@@ -96,7 +96,7 @@ def write_and_publish(loop: TrainingLoop, folder: Path) -> None:
 def sharded_state(loop: TrainingLoop, *, is_loading: bool = False) -> dict[str, Any]:
     """Return the state of a checkpoint; see :meth:`MegatronLoop.checkpoint_state`."""
     metadata = {
-        # Shards are written as they are in the optimizer: no gathering, any data-parallel size.
+        # Shards are written without a gather, and can be loaded at any data-parallel size.
         "distrib_optim_sharding_type": "dp_reshardable",
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,

@@ -1,7 +1,7 @@
 """Compares every sealed part of segment files with its checksum, while their owners may write.
 
-Files are mapped read-only. If a live member or vault begins to overwrite a slot that is being
-hashed, its header shows that afterwards: it is invalidated before the first byte changes.
+Files are mapped read-only. A live member or vault that overwrites a slot invalidates its header
+before the first byte changes, so the header shows afterwards whether the bytes hashed were sealed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Verdict(StrEnum):
     """The outcome of a check."""
 
     GOOD = "good"
-    BUSY = "busy"  # written before or during the check
+    BUSY = "busy"  # being written when the check began, or overwritten during it
     UNKNOWN = "not verified"  # no checksum is known
     BAD = "bad"
 
@@ -54,7 +54,7 @@ def segment_files(directory: Path) -> list[Path]:
 def verify_segment(path: Path, progress: Progress) -> Iterator[Finding]:
     """Yield a finding for each sealed part; ``progress`` gets the bytes hashed since its last call.
 
-    A file that its vault has removed meanwhile has no findings.
+    A file that its vault has removed in the meantime has no findings.
     """
     try:
         segment = Segment.open(path, writable=False)
@@ -96,7 +96,7 @@ def _verify(
     found = digest.intdigest()
     if found == entry.checksum:
         return Verdict.GOOD, ""
-    fence()  # makes the stores visible that preceded the bytes
+    fence()  # a writer that changed these bytes has changed the header before: make that visible
     same = segment.state(slot) is SlotState.SEALED and segment.generation(slot) == generation
     if not same or segment.entry(slot, name) != entry:
         return Verdict.BUSY, "was overwritten meanwhile"
@@ -112,7 +112,7 @@ class Meter:
         self._shown = 0.0
 
     def __call__(self, nbytes: int) -> None:
-        """Add bytes."""
+        """Add ``nbytes`` to the progress."""
         self._done += nbytes
         now = time.monotonic()
         if now - self._shown > 0.1:
