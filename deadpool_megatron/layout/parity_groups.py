@@ -25,7 +25,7 @@ from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.wire.forms import Coded
 
 _PARITY_END = 1 << 52  # numbers below it survive any JSON reader
-# The part of a parity role that lists the inputs of its blocks. Its name is older than the word.
+# The part of a parity role that lists the inputs of its blocks; layouts keep its earlier name.
 INPUTS = "members"
 # The first word of the meaning of a parity role's layout.
 _MEANING = "parity"
@@ -82,16 +82,16 @@ class ParityPlacement:
         roles_of: dict[int, list[int]] = {}
         for role in sorted(role for role, node in seats.items() if node in domains):
             roles_of.setdefault(seats[role], []).append(role)
-        places = sorted(roles_of, key=lambda node: roles_of[node][0])
+        training = sorted(roles_of, key=lambda node: roles_of[node][0])
         idle = sorted(node for node in set(spares) - set(seats.values()) if node in domains)
-        max_size = max(1, min(plan.scheme.group, len(places) + len(idle) - parities))
+        max_size = max(1, min(plan.scheme.group, len(training) + len(idle) - parities))
         # Row i of some nodes: the i-th role of each.
         composed = [
             (nodes, [roles_of[node][row] for node in nodes if row < len(roles_of[node])])
-            for nodes in (_split(places, max_size, domains) if places else ())
+            for nodes in (_split(training, max_size, domains) if training else ())
             for row in range(max(len(roles_of[node]) for node in nodes))
         ]
-        holders = _Holders(places, idle, domains, len(composed) * parities)
+        holders = _Holders(training, idle, domains, len(composed) * parities)
         self.groups = tuple(
             _group(roles, parities, holders.choose(number, nodes, parities))
             for number, (nodes, roles) in enumerate(composed)
@@ -307,7 +307,7 @@ class ParityIndex:
 @dataclass
 class _HeldGroup:
     """A group of k roles of which parity blocks are held. ``blocks``: number (from k on, after the
-    data blocks) -> parity roles, several where several layouts led to the same group.
+    data blocks) -> parity roles, several where several plans led to the same group.
     """
 
     roles: tuple[int, ...]
@@ -326,7 +326,7 @@ def _split(nodes: Sequence[int], size: int, domains: Mapping[int, str]) -> list[
     each group where possible.
 
     Node number i is in group i modulo the number of groups: this separates neighbours, which often
-    share a rack. A node that takes over roles comes where their old node was. Next, a node that
+    share a rack. A node that takes over roles takes the place of their old node. Then a node that
     still shares a domain is exchanged with a node of another group; where exchanges separate fewer
     nodes than possible, the nodes are dealt out domain by domain instead.
     """
@@ -376,13 +376,13 @@ class _Holders:
     """The assignment of parity blocks to nodes: outside the group, in unused domains, evenly."""
 
     def __init__(
-        self, places: Sequence[int], idle: Sequence[int], domains: Mapping[int, str], blocks: int
+        self, training: Sequence[int], idle: Sequence[int], domains: Mapping[int, str], blocks: int
     ) -> None:
-        self._training = places
+        self._training = training
         self._idle = idle
         self._domains = domains
         self._blocks = max(1, blocks)
-        self._load = dict.fromkeys((*places, *idle), 0)
+        self._load = dict.fromkeys((*training, *idle), 0)
         share = blocks / max(1, len(self._load))
         # For each domain: the count of its nodes, the nodes, the maximum blocks of a node, and the
         # count of the nodes below that (open).

@@ -384,7 +384,7 @@ class DataSource:
         self._order = functools.lru_cache(2)(self._order_of_pass)
 
     def indices_at(self, consumed_samples: int) -> Iterator[list[int]]:
-        """Yield the sample numbers of each micro batch after ``consumed_samples``; endless."""
+        """Yield the sample numbers of this rank's micro batches after this count; endless."""
         size = self._config.micro_batch_size
         for start in itertools.count(consumed_samples + self._rank * size, size * self._ranks):
             yield list(range(start, start + size))

@@ -1,4 +1,4 @@
-"""The member processes of a node, supervised by its agent: messages, freezes, ends of processes."""
+"""The members of a node, as its agent supervises them: their messages, freezes and ends."""
 
 from __future__ import annotations
 
@@ -389,7 +389,7 @@ class NodeMembers:
         pids = [] if part == "agent" or vault is None else [vault]
         if part == "node":
             pids += [member.pid for member in self.by_local_rank.values()]
-        if part in ("agent", "node"):  # last: it must not report the ends of the others
+        if part in ("agent", "node"):  # right after the others, whose ends it must not report
             pids.append(os.getpid())
         for pid in pids:
             posix.kill(pid, number)

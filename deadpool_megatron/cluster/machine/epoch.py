@@ -139,7 +139,7 @@ def seating(core: Core, excluded: frozenset[int]) -> Seating:
 
 
 def can_drain(core: Core, draining: frozenset[int]) -> bool:
-    """Return whether good spares can take all roles of ``draining``: no deprioritized nodes."""
+    """Return whether spares that are not deprioritized can take all roles of ``draining``."""
     found = seating(core, draining)
     spares = {seat.node for seat in found.seats.values()} - core.state.seats.nodes
     return not found.unseated and not spares & core.state.fleet.deprioritized
