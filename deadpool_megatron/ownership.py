@@ -16,8 +16,8 @@ from pathlib import Path
 
 from deadpool_megatron import UserError
 
-# Colon-separated absolute directories, trusted with any owner: storage that shows other
-# owners than the real ones, or a directory that a group shares on purpose.
+# Colon-separated absolute directories, trusted with any owner: storage that shows other owners
+# than the real owners, or a directory that a group shares on purpose.
 TRUSTED_VARIABLE = "DEADPOOL_TRUSTED_DIRECTORIES"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO

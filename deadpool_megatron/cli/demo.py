@@ -113,7 +113,7 @@ def train(
     command: list[str], environment: Mapping[str, str], directory: Path, display: Display
 ) -> int:
     """Run ``deadpool run`` and show its events; return its exit status. ``directory``: its run
-    directory. When the demo is interrupted, the run is ended before the exception goes on.
+    directory. When the demo is interrupted, the run is ended before the exception is passed on.
     """
     follower = Follower(RunDirectory(directory), display)
     # In its own session: Ctrl-C in the terminal reaches only the demo.

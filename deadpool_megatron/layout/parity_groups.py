@@ -176,7 +176,7 @@ def combines(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
 
 @dataclass(frozen=True)
 class BlockInputs(Coded):
-    """The content of the part INPUTS: what went into a parity block.
+    """The content of the part INPUTS: the parts from which a parity block was made.
 
     ``group``: roles in the order of their data blocks; ``contributions``: role -> shard part ->
     (nbytes, checksum) of the whole part. A part that a role did not contribute counts as zeros.

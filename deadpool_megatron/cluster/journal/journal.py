@@ -214,7 +214,7 @@ def read_notes(
                 found[node] = str(journal.read(kind, node)[key])
             except (DamagedEntry, *DAMAGE) as error:
                 # The note is of another version, or of a host that died during the write. An error
-                # would end this coordinator and each later one, after each has claimed a term.
+                # would end this coordinator and all its successors, after each has claimed a term.
                 found[node] = default
                 cause = f"{type(error).__name__}: {error}"
                 on_trouble(

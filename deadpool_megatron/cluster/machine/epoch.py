@@ -107,7 +107,7 @@ def checkpoints_inspected(core: Core, event: ev.CheckpointsFound) -> None:
 
 
 def note_inventory(core: Core, event: ev.NodeInventory) -> None:
-    """Note the inventory of a node that has closed the epoch: what its vault promises to keep."""
+    """Note the inventory of a node that has closed the epoch: the promise of its vault."""
     state, inventory = core.state, event.inventory
     if state.record is None or inventory.epoch != state.record.epoch:
         core.refuse("inventory", node=inventory.node, **core.not_open(inventory.epoch))

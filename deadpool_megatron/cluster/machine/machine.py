@@ -158,7 +158,7 @@ class Machine(Core):
         return self.actions
 
     def _tick(self) -> None:
-        """Check every deadline; where one has passed, log what was awaited."""
+        """Check every deadline; if a wait has exceeded it, log what was awaited."""
         state = self.state
         if state.blame.suspicion is not None:
             faults.believe(self)
