@@ -1,6 +1,6 @@
 """Hot-swap fault tolerance for hybrid-parallel Megatron training; see README.md."""
 
-__version__ = "0.7.0.dev0"
+__version__ = "0.7.0"
 
 
 class UserError(Exception):
