@@ -32,7 +32,8 @@ for kind in sys.argv[2:]:
         plan = plan_of_kind(kind, Settings(), 1, 2)
         state = SlotStore(scheme_of, 0, Path(sys.argv[1], kind), Settings(), lambda _: None)
         state.adopt(EpochRecord(1, seats, nodes, restore, protection=plan))
-        print(*(name for name in list(sys.modules) if name.startswith("deadpool_megatron.")), flush=True)
+        names = list(sys.modules)  # a thread may import meanwhile
+        print(*(name for name in names if name.startswith("deadpool_megatron.")), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
 """
