@@ -40,8 +40,8 @@ def test_nodes_get_equal_arguments_and_the_variables_of_megatron(large, tmp_path
     }
     # From a directory without an environment of its own, which the script would take first.
     submit = ("env", "-C", str(tmp_path), "sbatch", "--parsable")
-    output = f"--output={large.directory}/job-%j.out"
-    number = int(large.control(*submit, output, str(SCRIPTS / "pretrain_65b.sbatch"), **variables))
+    log = f"--output={large.directory}/job-%j.out"
+    number = int(large.control(*submit, log, str(SCRIPTS / "pretrain_65b.sbatch"), **variables))
     large.wait_job(number)
     arguments = {path.read_text() for path in output.glob("*.arguments")}
     assert len(list(output.glob("*.arguments"))) == _NODES, large.output(number)
