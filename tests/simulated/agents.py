@@ -1,6 +1,6 @@
 """Nodes around the machine, as far as they act by themselves: agents, vaults and members."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -41,10 +41,8 @@ class Vault:
         return generation in self.held.get((role, parts), ())
 
     def gives(self, role: int, generation: records.Generation, part: str) -> bool:
-        return any(
-            of == role and part in parts and generation in kept
-            for (of, parts), kept in self.held.items()
-        )
+        held = (kept for (of, parts), kept in self.held.items() if of == role and part in parts)
+        return any(generation in kept for kept in held)
 
     def close(self, epoch: int) -> None:
         self.frozen = True
@@ -76,7 +74,7 @@ class Member:
     kept: records.Generation | None = None
     entered: int = 0
     pause_at: int | None = None
-    reported: dict[type[ev.Input], ev.OfMember] = field(default_factory=dict)
+    reported: dict[type[ev.Input], Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -106,24 +104,12 @@ class Node:
 
     def join(self) -> ev.NodeJoined:
         """The first message on a new connection."""
-        restored = {
-            local_rank: report.epoch
-            for local_rank, member in self.members.items()
-            if isinstance(report := member.reported.get(ev.Restored), ev.Restored)
-        }
+        of = {rank: member.reported.get(ev.Restored) for rank, member in self.members.items()}
+        restored = {rank: report.epoch for rank, report in of.items() if report is not None}
         running = {rank: member.seat.incarnation for rank, member in self.members.items()}
-        return ev.NodeJoined(
-            self.number,
-            "host",
-            self.number,
-            f"node{self.number}",
-            running,
-            dict(self.incarnations),
-            self.epoch,
-            self.closed,
-            restored,
-            self.memory_bytes,
-        )
+        place = self.number, "host", self.number, f"node{self.number}"
+        known = self.epoch, self.closed, restored, self.memory_bytes
+        return ev.NodeJoined(*place, running, dict(self.incarnations), *known)
 
 
 class Agents:
@@ -134,13 +120,12 @@ class Agents:
         self.nodes: dict[int, Node] = {}
         self.announced: list[records.EpochRecord] = []
         self.signal = 100  # every death has its own, so that none counts as a repetition
-        self.losses_since_protected = 0
-        self.tolerance = 0
+        self.losses_since_protected = self.tolerance = 0
         self.common: records.Generation | None = None
         self.not_finite: records.Generation | None = None  # seen by a role of this epoch
         self.committed: dict[records.Generation, set[int]] = {}
         self.block_layouts: dict[int, records.RoleLayout] = {}
-        self.placements: dict[int, Any] = {}
+        self.groups: Mapping[int, ParityGroup] = {}
         self.iterations_left = 0  # before the roles rest until something happens
         self._is_working = False
 
@@ -195,36 +180,28 @@ class Agents:
                     self.stir()
                 if here.is_moved and isinstance(order, act.Welcome):
                     here.is_moved = False
-                    for member in here.members.values():
-                        for report in member.reported.values():
-                            if getattr(report, "epoch", here.closed + 1) > here.closed:
-                                here.reports.send(report)
+                    reports = [r for m in here.members.values() for r in m.reported.values()]
+                    known = here.closed + 1
+                    here.reports.send(*(r for r in reports if getattr(r, "epoch", known) >= known))
             case act.Pause(epoch, iteration):
                 self._pause(here, epoch, iteration)
             case act.Dump(_, _, generation):
                 here.reports.send(ev.Dumped(node, generation))
 
     def _inventory(self, here: Node, epoch: int) -> records.Inventory:
-        held = here.vault.held
-        holdings = [
-            records.Holding(role, each, parts)
-            for (role, parts), kept in held.items()
-            for each in kept
-        ]
-        layouts = [
-            self.block_layouts.get(role) or self.layout(role)
-            for role in sorted({role for role, _ in held})
-        ]
+        held = here.vault.held.items()
+        holdings = [records.Holding(r, g, parts) for (r, parts), kept in held for g in kept]
+        roles = sorted({role for role, _ in here.vault.held})
+        layouts = [self.block_layouts.get(role) or self.layout(role) for role in roles]
         return records.Inventory(here.number, epoch, tuple(holdings), tuple(layouts))
 
     def _adopt(self, here: Node, record: records.EpochRecord) -> None:
         here.vault.adopt(record)
-        if here.number in record.nodes:
-            here.epoch = record.epoch
+        here.epoch = record.epoch if here.number in record.nodes else here.epoch
         roles = {seat: role for role, seat in record.seats.items()}
         for member in here.members.values():
             member.epoch, member.role = record.epoch, roles.get(member.seat)
-            member.at, member.kept, member.pause_at = None, None, None
+            member.at = member.kept = member.pause_at = None
             if member.role is None:
                 here.report(ev.MemberWarm(*member.seat.to_list()))
 
@@ -255,10 +232,9 @@ class Agents:
         """Some of the roles, in any order, do the next thing that they can."""
         self._is_working = False
         draw, roles = self.clock.stream("work"), [*self.roles]
-        active = roles
         if self.clock.delay_seconds:
             draw.shuffle(roles)
-            active = [role for role in roles if draw.random() < 0.7]
+        active = [role for role in roles if not self.clock.delay_seconds or draw.random() < 0.7]
         if self._go_on(active) or self._go_on(roles):
             self.stir()
 
@@ -300,22 +276,19 @@ class Agents:
 
     def _is_given(self, restore: records.Restore, role: int, part: str) -> bool:
         """Whether a part can be had whole or from enough blocks of nodes that still live."""
-        live = self._live(restore, restore.sources[role][part], part)
+        live = self._is_live(restore, restore.sources[role][part], part)
         recipe = restore.recipes.get(role)
         decoding = recipe.decodings.get(part) if recipe is not None else None
         if live or decoding is None:
-            return bool(live)
-        blocks = [self._live(restore, found, part) for found in decoding.blocks.values()]
-        return sum(map(bool, blocks)) >= len(decoding.group)
+            return live
+        blocks = [self._is_live(restore, found, part) for found in decoding.blocks.values()]
+        return sum(blocks) >= len(decoding.group)
 
-    def _live(
-        self, restore: records.Restore, sources: Iterable[records.Source], part: str
-    ) -> list[records.Source]:
+    def _is_live(self, restore: records.Restore, sources: Any, part: str) -> bool:
         live = [source for source in sources if source.node in self.nodes]
         for source in live:  # rule 3: a promised generation is there
-            vault = self.nodes[source.node].vault
-            assert vault.gives(source.role, restore.generation, part)
-        return live
+            assert self.nodes[source.node].vault.gives(source.role, restore.generation, part)
+        return bool(live)
 
     def _ready(self) -> list[Member]:
         """All members, if each has a state; else none."""
@@ -394,34 +367,26 @@ class Agents:
     def epoch(self) -> int:
         return self.record.epoch if self.announced else 0
 
-    def buddies(self, role: int) -> tuple[int, ...]:
-        key = -self.epoch
-        if key not in self.placements:
-            self.placements[key] = CopyPlacement.of_record(self.record)
-        return self.placements[key].buddies(role, self.layout(role).peers)
+    def announce(self, record: records.EpochRecord) -> None:
+        """Note where each role of a new epoch has its copies and blocks."""
+        self.announced.append(record)
+        self.copies, self.groups = CopyPlacement.of_record(record), {}
+        if record.protection.kind is SchemeKind.PARITY:
+            placement = ParityPlacement.of_record(record)
+            self.groups, layouts = placement.by_role, {r: self.layout(r) for r in record.seats}
+            blocks = [block for group in placement.groups for block in group.blocks]
+            self.block_layouts |= {block: placement.layout(block, layouts) for block in blocks}
 
-    def group(self, role: int) -> ParityGroup | None:
-        """The roles with which a role shares parity blocks in this epoch."""
-        record = self.record
-        if record.protection.kind is not SchemeKind.PARITY:
-            return None
-        if record.epoch not in self.placements:
-            placement = self.placements[record.epoch] = ParityPlacement.of_record(record)
-            layouts = {r: self.layout(r) for r in record.seats}
-            for group in placement.groups:
-                for block in group.blocks:
-                    self.block_layouts[block] = placement.layout(block, layouts)
-        return self.placements[record.epoch].by_role.get(role)
+    def buddies(self, role: int) -> tuple[int, ...]:
+        return self.copies.buddies(role, self.layout(role).peers)
 
     def owed(self, role: int) -> list[tuple[int, int, frozenset[str]]]:
         """Node, role and parts of everything that has to be elsewhere before a commit."""
-        group = self.group(role)
+        group = self.groups.get(role)
         copies = STEP if group is None else EXTRAS
+        blocks = () if group is None else zip(group.blocks, group.holders, strict=True)
         owed = [(node, role, copies) for node in self.buddies(role)]
-        if group is not None:
-            blocks = zip(group.blocks, group.holders, strict=True)
-            owed += [(node, block, BLOCK) for block, node in blocks]
-        return owed
+        return owed + [(node, block, BLOCK) for block, node in blocks]
 
     def ship(self, role: int) -> bool:
         """The next copy that is missing arrives, or a block for which all roles of the group have
@@ -429,16 +394,13 @@ class Agents:
         member = self.member_of(role)
         if member is None or member.kept is None:
             return False
-        group = self.group(role)
+        group = self.groups.get(role)
         for node, key, parts in self.owed(role):
-            if self.is_behind(node):
-                continue
-            vault = self.nodes[node].vault
-            if vault.has(key, member.kept, parts):
+            if self.is_behind(node) or self.nodes[node].vault.has(key, member.kept, parts):
                 continue
             if parts is BLOCK and not all(self._has_sealed(r, member.kept) for r in group.roles):
                 continue
-            vault.seal(key, member.kept, parts)
+            self.nodes[node].vault.seal(key, member.kept, parts)
             for other in [role] if parts is not BLOCK else group.roles:
                 if (owner := self.member_of(other)) is not None:
                     self._note_commit(other, owner)
@@ -456,19 +418,17 @@ class Agents:
         )
 
     def _note_commit(self, role: int, member: Member) -> None:
-        if member.kept is None or not self.is_committed(role, member):
-            return
-        if self.not_finite is not None and member.kept >= self.not_finite:
+        known = self.not_finite
+        if not self.is_committed(role, member) or (known and member.kept >= known):
             return
         roles = self.committed.setdefault(member.kept, set())
         roles.add(role)
         if len(roles) < self.config.world_size:
             return
         self.common = member.kept
-        members = [self.member_of(each) for each in self.roles]
-        same = [m for m in members if m is not None and m.kept == member.kept]
-        if len(same) == len(members) and all(self.is_committed(r, m) for r, m in enumerate(same)):
+        of = {each: self.member_of(each) for each in self.roles}
+        if all(m and m.kept == member.kept and self.is_committed(r, m) for r, m in of.items()):
             self.losses_since_protected = 0
             self.tolerance = min(len(self.buddies(each)) for each in self.roles)
-            groups = [group for each in self.roles if (group := self.group(each)) is not None]
-            self.tolerance = min([self.tolerance, *(len(group.holders) for group in groups)])
+            holders = (len(group.holders) for group in self.groups.values())
+            self.tolerance = min([self.tolerance, *holders])

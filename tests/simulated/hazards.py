@@ -80,6 +80,10 @@ def see_nan(world: World, a: int, b: int) -> None:
         end_member(world, b // 2, b // 2)
 
 
+def report_facts(world: World, a: int, b: int) -> None:
+    world.feed(ev.FactsReported(node_of(world, a), SICK if b % 2 else FIT))
+
+
 def change_plan(world: World, a: int, b: int) -> None:
     plan = plan_of_kind(("buddy", "parity")[a % 2], world.config.settings, 1 + b % 3, 2)
     world.feed(ev.ProtectionRequested(plan, "a test"))
@@ -99,10 +103,7 @@ KINDS: Mapping[str, tuple[float, Callable[[World, int, int], object]]] = {
     "dump": (0.2, lambda world, _, __: world.feed(ev.DumpRequested("time is over"))),
     "take-over": (1, lambda world, _, __: world.take_over_quietly()),
     "see-nan": (0.5, see_nan),
-    "report-facts": (
-        1,
-        lambda world, a, b: world.feed(ev.FactsReported(node_of(world, a), SICK if b % 2 else FIT)),
-    ),
+    "report-facts": (1, report_facts),
     "forget-fault": (0.5, lambda world, a, _: world.forget_fault(a % world.config.world_size)),
     "stale": (2, lambda world, _, __: feed_stale(world)),
 }
@@ -111,8 +112,7 @@ KINDS: Mapping[str, tuple[float, Callable[[World, int, int], object]]] = {
 def draw(seed: str, count: int, mean_seconds: float) -> list[Hazard]:
     """Return hazards of all kinds, in order, at exponential intervals."""
     choose, at, hazards = random.Random(seed), 0.0, list[Hazard]()
-    shares = [share for share, _ in KINDS.values()]
-    for kind in choose.choices([*KINDS], shares, k=count):
+    for kind in choose.choices([*KINDS], [share for share, _ in KINDS.values()], k=count):
         at += choose.expovariate(1 / mean_seconds)
         hazards.append((round(at, 2), kind, choose.randrange(1000), choose.randrange(1000)))
     return hazards

@@ -8,7 +8,7 @@ from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, Seat
+from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from tests.simulated.world import World
 
 Place = tuple[int, int, int, int]  # node, slot, incarnation, epoch
@@ -33,31 +33,28 @@ OF_EPOCH: Mapping[type[ev.Input], Callable[[Place, Generation], ev.Input]] = {
 NOT_OF_EPOCH = {ev.NotFinite, ev.JournalWritten, ev.JournalFailed, ev.NodeJoined}
 
 
-def of_epochs(
-    world: World, epochs: Iterable[int], records: Iterable[EpochRecord], seats: Iterable[Seat]
-) -> Iterable[ev.Input]:
-    """All kinds of messages of these epochs, from these processes."""
-    for epoch, record in zip(epochs, records, strict=False):
-        for seat in seats:
-            for kind, make in OF_EPOCH.items():
-                # An inventory counts until the next record is announced, as its epoch does.
-                newest = world.state.record
-                if kind is not ev.NodeInventory or newest is None or epoch != newest.epoch:
-                    yield make((*seat.to_list(), epoch), record.restore.generation)
+def of_epoch(world: World, epoch: int, record: EpochRecord) -> Iterable[ev.Input]:
+    """All kinds of messages of the epoch, from processes with a seat in the record."""
+    for seat in list(record.seats.values())[:2]:
+        for kind, make in OF_EPOCH.items():
+            # An inventory counts until the next record is announced, as its epoch does.
+            newest = world.state.record
+            if kind is not ev.NodeInventory or newest is None or epoch != newest.epoch:
+                yield make((*seat.to_list(), epoch), record.restore.generation)
 
 
 def early_inputs(world: World) -> Iterable[ev.Input]:
     """Messages of epochs that have not begun."""
     if (record := world.state.record) is not None:
-        ahead = world.state.epoch + 1, world.state.epoch + 7
-        yield from of_epochs(world, ahead, (record, record), list(record.seats.values())[:2])
+        for ahead in (1, 7):
+            yield from of_epoch(world, world.state.epoch + ahead, record)
 
 
 def stale_inputs(world: World) -> Iterable[ev.Input]:
     """Messages of closed epochs, ended processes and lost nodes."""
     past = [r for r in world.announced if r.epoch != world.state.reporting_epoch]
     for record in past[-2:]:
-        yield from of_epochs(world, (record.epoch,), (record,), list(record.seats.values())[:2])
+        yield from of_epoch(world, record.epoch, record)
     for node, slot in list(world.state.fleet.members):
         gone = world.state.fleet.members[node, slot].incarnation - 1
         yield ev.MemberLost(node, slot, gone, signal=9)

@@ -28,10 +28,7 @@ class Months:
         self.clock, self.draw = Clock(seed, DELAY_SECONDS), random.Random(seed)
         self.returns: list[float] = []
         self._recoveries, self.ends = 0, Counter[str]()
-        self.world = self._start()
-
-    def _start(self) -> World:
-        return World(self.shape.config(), self.clock, CHECK_EVERY)
+        self.world = World(shape.config(), self.clock, CHECK_EVERY)
 
     @property
     def recoveries(self) -> int:
@@ -57,7 +54,7 @@ class Months:
             if self.world.finished is not None:
                 self.ends[self.world.finished.reason[:40]] += 1
                 self._recoveries += self.world.state.recoveries.count
-                self.world = self._start()
+                self.world = World(self.shape.config(), self.clock, CHECK_EVERY)
 
     def _join_repaired(self, until: float) -> None:
         """Join the nodes that are repaired by then, each at its time."""

@@ -31,13 +31,8 @@ def test_small_runs_keep_the_rules_under_hazards(group):
     for number in range(group, 150, 10):
         seed = f"{commit()} {number}"
         choose = random.Random(seed)
-        shape = Shape(
-            choose.randint(2, 3),
-            choose.randint(0, 2),
-            choose.randint(1, 2),
-            choose.randint(1, 2),
-            choose.choice([0, 0, 2, 3]),
-        )
+        sizes = [choose.randint(*limits) for limits in ((2, 3), (0, 2), (1, 2), (1, 2))]
+        shape = Shape(*sizes, choose.choice([0, 0, 2, 3]))
         hold(seed, shape, draw(seed, 40, choose.choice([0.5, 3.0])))
 
 
@@ -56,9 +51,7 @@ def test_a_run_whose_only_iteration_cannot_be_written_keeps_it_in_memory():
     world.lose(0)
     world.lose(1)
     world.restart_coordinator(landed=False)
-    world.settle()
-    world.tick(world.config.settings.rejoin_seconds)
-    world.settle()
+    world.wait("rejoin")
     world.end_waits()  # for a spare, then for the dump
     assert world.finished.keeps_slots
     text = "nothing was saved; the dump of nodes [2] could not be written ("
@@ -85,9 +78,7 @@ def test_run_without_spares_exports_its_dump(lost):
     world = still(Shape(nodes=3, spares=0, nproc=2))
     world.train()
     world.lose(1)
-    world.settle()
-    world.tick(world.config.settings.spare_timeout_seconds)
-    world.settle()
+    world.wait("spare_timeout")
     assert world.exporting == world.common
     if lost is not None:
         world.lose(lost)

@@ -54,6 +54,5 @@ def hold(seed: str, shape: Shape, hazards: Sequence[Hazard]) -> World:
         short = shortened(seed, shape, hazards)
         calls = "".join(f"\n        {hazard}," for hazard in short)
         text = f"replay({seed!r}, {shape}, [{calls}\n    ])"
-        raise AssertionError(
-            f"{len(hazards)} hazards, of which {len(short)} matter:\n{text}"
-        ) from error
+        found = f"{len(hazards)} hazards, of which {len(short)} matter:\n{text}"
+        raise AssertionError(found) from error

@@ -6,12 +6,13 @@ from one call that is due, or deadline of the machine, to the next.
 
 import json
 import math
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any, NamedTuple
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev, state as states
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.cluster.machine.state import MemberStatus, Phase
 from deadpool_megatron.events import to_line
 from deadpool_megatron.layout.planner import keep_lineages
 from deadpool_megatron.layout.records import EpochRecord, Generation
@@ -53,13 +54,12 @@ def next_deadline(state: states.State, config: states.Config) -> float:
         times += [began + settings.connect_seconds, began + settings.rejoin_seconds]
     if state.blame.suspicion is not None:
         times.append(state.blame.suspicion.until)
-    limits = dict.fromkeys(states.MemberStatus, settings.start_seconds)
-    limits |= {states.MemberStatus.KILLED: settings.close_seconds}
-    limits |= {states.MemberStatus.WARM: math.inf}
+    limits = dict.fromkeys(MemberStatus, settings.start_seconds)
+    limits |= {MemberStatus.KILLED: settings.close_seconds, MemberStatus.WARM: math.inf}
     times += [
         member.since + limits[member.status] + 1e-6
         for place, member in fleet.members.items()
-        if member.status is states.MemberStatus.KILLED or place not in state.seats.role_by_place
+        if member.status is MemberStatus.KILLED or place not in state.seats.role_by_place
     ]
     return min(times, default=math.inf) if state.phase is not Phase.ENDED else math.inf
 
@@ -105,15 +105,14 @@ class World(Agents):
     # The machine and its actions.
 
     def feed(self, event: ev.Input) -> list[act.Action]:
-        before = self.state.epoch
+        state, before = self.state, self.state.epoch
         self._note_loss(event)
         actions = self.machine.handle(event, self.clock.now)
         self.fed += 1
         if self.fed % self.check_every == 0 and not isinstance(event, ev.NodeJoined):
             self._repeat(event)
-        waits = self.state.phase not in (Phase.RUNNING, Phase.ENDED)
-        assert (self.state.phase_state.deadline is not None) == waits
-        assert self.state.epoch >= before
+        assert (state.phase_state.deadline is None) == (state.phase in (Phase.RUNNING, Phase.ENDED))
+        assert state.epoch >= before
         for node in set(self.state.fleet.removed) & set(self.nodes):
             self.lose(node, report=False)  # given up without a message: its agent fences itself
         for action in actions:
@@ -131,9 +130,8 @@ class World(Agents):
             assert self.state == before, event
         until = min(next_deadline(before, self.config), self.clock.now + 1e6)
         if self.clock.now < until:
-            between = (
-                self.clock.now + (until - self.clock.now) * self.clock.stream("dense").random()
-            )
+            left = until - self.clock.now
+            between = self.clock.now + left * self.clock.stream("dense").random()
             assert not self.machine.handle(ev.Tick(), between)
             assert self.state == before, (between, until)
 
@@ -149,47 +147,38 @@ class World(Agents):
                 self.noted[node] = cause
             case act.Announce(record):
                 self._check_announced(record)
-                self.announced.append(record)
-                self._send_all(action)
+                self.announce(record)
             case act.CloseEpoch(epoch):
                 assert self.epoch == epoch
                 assert epoch not in self.closed
                 self.closed.append(epoch)
-                self._send_all(action)
-            case act.Pause():
-                self._send_all(action)
-            case act.Dump(nodes):
-                self._send(action, nodes)
             case act.ExportDump(restore, roles):
                 assert set(roles) == set(self.roles)
                 assert set(roles.values()) <= set(self.state.fleet.nodes)
                 assert self.state.phase is Phase.DUMPING
                 self.exporting = restore.generation
-            case act.Welcome(node) | act.StartMembers(node) | act.KillMember(node):
-                self._send(action, [node])
             case act.DropNode(node):
                 self.lose(node, report=False)
             case act.Finish():
                 assert self.finished is None
                 self.finished = action
                 self._check_finish(action)
+        if isinstance(action, act.Announce | act.CloseEpoch | act.Pause | act.Dump):
+            self._send(action, getattr(action, "nodes", self.state.fleet.nodes))
+        elif isinstance(action, act.Welcome | act.StartMembers | act.KillMember):
+            self._send(action, [action.node])
 
-    def _send(self, action: act.Action, nodes: Any) -> None:
-        for node in nodes:
-            if node in self.nodes:
-                self.nodes[node].orders.send(action)
-
-    def _send_all(self, action: act.Action) -> None:
-        self._send(action, self.state.fleet.nodes)
+    def _send(self, action: act.Action, nodes: Iterable[int]) -> None:
+        for node in self.nodes.keys() & nodes:
+            self.nodes[node].orders.send(action)
 
     def _note_journal(self, record: EpochRecord) -> None:
         self.journaled.append(record)
         self.feed(ev.JournalWritten(record.epoch))
 
     def _note_loss(self, event: ev.Input) -> None:
-        if not isinstance(event, ev.NotFinite) or self.state.phase in states.LAST_PHASES:
-            return
-        if self.state.lineage.keeps(Generation(event.epoch, event.iteration)):
+        counts = isinstance(event, ev.NotFinite) and self.state.phase not in states.LAST_PHASES
+        if counts and self.state.lineage.keeps(Generation(event.epoch, event.iteration)):
             self.poisoned_from = event.iteration
 
     # Rules about decisions.
@@ -203,23 +192,22 @@ class World(Agents):
         if not isinstance(deciding, states.Deciding) or deciding.redecide:
             return  # overtaken in the same step: it will not be announced
         assert set(record.nodes) == set(self.state.fleet.nodes)
-        found = [sources for parts in record.restore.sources.values() for sources in parts.values()]
-        for recipe in record.restore.recipes.values():
-            for decoding in recipe.decodings.values():
-                found += decoding.blocks.values()
-        named = {source.node for sources in found for source in sources}
-        assert named <= set(self.state.fleet.nodes)
-        for seat in record.seats.values():
-            member = self.state.fleet.members[seat.node, seat.local_rank]
-            assert member.incarnation == seat.incarnation
-            assert member.status is not states.MemberStatus.KILLED
+        places = [s for parts in record.restore.sources.values() for f in parts.values() for s in f]
+        places += [s for recipe in record.restore.recipes.values() for s in recipe.sources()]
+        assert {source.node for source in places} <= set(self.state.fleet.nodes)
+        for member in self._seated(record):
+            assert member.status is not MemberStatus.KILLED
+
+    def _seated(self, record: EpochRecord) -> list[states.MemberState]:
+        members = self.state.fleet.members
+        found = [(seat, members[seat.node, seat.local_rank]) for seat in record.seats.values()]
+        assert all(member.incarnation == seat.incarnation for seat, member in found)
+        return [member for _, member in found]
 
     def _check_announced(self, record: EpochRecord) -> None:
         assert record.epoch in self.written
         assert record.epoch > self.epoch
-        for seat in record.seats.values():
-            member = self.state.fleet.members[seat.node, seat.local_rank]
-            assert member.incarnation == seat.incarnation
+        self._seated(record)
         self._check_restore(record)
         recovery, fleet = self.state.recoveries.current, self.state.fleet
         if recovery is not None and recovery.kind == "drained" and len(recovery.causes) == 1:
@@ -232,25 +220,20 @@ class World(Agents):
 
     def _check_restore(self, record: EpochRecord) -> None:
         # Rule 2: training continues from a generation that all have committed, or newer state.
+        kept = record.restore.generation if record.restore.kind == "memory" else None
         if self.protected:
-            assert record.restore.kind == "memory"
-            assert record.restore.generation >= self.common
-        elif record.restore.kind != "memory":
-            self.common = None
+            assert kept >= self.common
         else:
-            kept = record.restore.generation
-            self.common = min(self.common, kept) if self.common else None
+            self.common = min(self.common, kept) if self.common and kept else None
 
     def _check_finish(self, finish: act.Finish) -> None:
         # A node that does not write in time keeps the state in memory.
         if finish.keeps_slots or not self.protected:
             return
         if finish.exit_status == 75:
-            assert finish.resume is not None
             assert finish.resume.kind == "dump"
             assert finish.resume.generation >= self.common
-        if finish.exit_status == 1:
-            assert "no generation" not in finish.reason, finish.reason
+        assert finish.exit_status != 1 or "no generation" not in finish.reason, finish.reason
 
     @property
     def protected(self) -> bool:
@@ -261,18 +244,14 @@ class World(Agents):
 
     def join(self) -> None:
         number, self.next_node = self.next_node, self.next_node + 1
-        here: Node = Node(
-            number,
-            Channel(self.clock, lambda order: self.obey(here, order), "orders", number),
-            Channel(self.clock, self.feed, "reports", number),
-        )
+        orders = Channel[act.Action](self.clock, lambda o: self.obey(here, o), "orders", number)
+        here = Node(number, orders, Channel(self.clock, self.feed, "reports", number))
         self.nodes[number] = here
         here.reports.send(here.join())
 
     def lose(self, node: int, *, report: bool = True) -> None:
         """A machine burns down: the messages that it has sent are still on their way, in order."""
-        lost = self.nodes.pop(node, None)
-        if lost is None:
+        if (lost := self.nodes.pop(node, None)) is None:
             return
         lost.orders.reset()
         if lost.vault.held:
@@ -288,10 +267,9 @@ class World(Agents):
         member = self.member_of(role)
         if member is None or member.at is None or member.at.lineage != member.epoch:
             return
-        if member.at.iteration == 0:
-            return  # a state that was built or loaded has no loss
-        if member.entered != member.at.iteration:
-            return  # it has looked at its loss before it had a part in the next iteration
+        # State that was built or loaded has no loss; it is looked at before the next iteration.
+        if member.at.iteration == 0 or member.entered != member.at.iteration:
+            return
         member.pause_at, self.common, self.not_finite = 0, None, member.at
         node, iteration = member.seat.node, member.at.iteration
         loss = ev.NotFinite(member.epoch, node, role, iteration, "loss", "nan")
@@ -303,13 +281,11 @@ class World(Agents):
             self.feed(ev.DumpExported(self.exporting, path))
             self.exporting = None
 
-    def restart_coordinator(
-        self, *, landed: bool, received: int = 0, notes_landed: bool = False
-    ) -> None:
+    def restart_coordinator(self, *, landed: bool, received: int = 0, noted: bool = False) -> None:
         """The coordinator is killed, and a successor reads the journal. Agents join again, report
         their processes, and repeat the reports of their members. ``landed``: the record being
         written had become durable. ``received``: the number of orders that had reached each agent,
-        which still obeys them; the others are lost. ``notes_landed``: so had the notes of nodes
+        which still obeys them; the others are lost. ``noted``: so had the notes of nodes
         given up since the record, which a thread of its own writes."""
         if self.state.phase in states.LAST_PHASES or self.finished is not None:
             return
@@ -323,17 +299,16 @@ class World(Agents):
         self.lost.clear()
         self.machine = Machine(self.config, self.clock.now)
         if self.journaled:
-            if not notes_landed:
+            if not noted:
                 self.noted.clear()
             self.machine.take_over(self.journaled[-1], (), removed=self.noted)
             line: dict[int, int] = {}
             for record in self.journaled:
                 line = keep_lineages(line, record.restore, record.epoch)
             assert self.state.lineage.kept == line, "the newest record has it whole"
-        last = self.journaled[-1] if self.journaled else None
-        if last is not None and last.epoch > self.epoch:
-            self._check_restore(last)
-            self.announced.append(last)
+            if (last := self.journaled[-1]).epoch > self.epoch:
+                self._check_restore(last)
+                self.announce(last)
         # A record that was not durable never existed: its number is used again.
         self.written = [record.epoch for record in self.journaled]
         for here in self.nodes.values():
@@ -349,6 +324,12 @@ class World(Agents):
         """Let time pass in which nothing arrives."""
         self.clock.now += seconds
         self.feed(ev.Tick())
+
+    def wait(self, limit: str) -> None:
+        """All that can come has come when the seconds of a setting are over."""
+        self.settle()
+        self.tick(getattr(self.config.settings, limit + "_seconds"))
+        self.settle()
 
     def end_waits(self) -> None:
         """No answer comes any more: time alone must end every wait."""
@@ -404,13 +385,12 @@ class World(Agents):
         if self.state.phase is not Phase.RUNNING or self.state.blame.suspicion or to_pause:
             return
         epoch, known = self.state.epoch, knowledge(self.state)
-        self.restart_coordinator(landed=True, notes_landed=True)
+        self.restart_coordinator(landed=True, noted=True)
         differences = {k: (v, known[k]) for k, v in knowledge(self.state).items() if v != known[k]}
         assert not differences, differences
         self.train()
         if self.state.phase is Phase.BOOTSTRAPPING:  # for a spare that was lost before
-            self.tick(self.config.settings.rejoin_seconds)
-            self.settle()
+            self.wait("rejoin")
         assert self.state.phase is Phase.RUNNING
         assert self.state.epoch == epoch
         assert epoch not in self.closed
@@ -422,14 +402,11 @@ class World(Agents):
         if self.state.phase is not Phase.RUNNING or member is None:
             return
         epoch = self.state.epoch
-        self.nodes[member.seat.node].report(
-            ev.MemberFault(*member.seat.to_list(), epoch, "peer closed")
-        )
+        fault = ev.MemberFault(*member.seat.to_list(), epoch, "peer closed")
+        self.nodes[member.seat.node].report(fault)
         self.settle()
         self.restart_coordinator(landed=True)
-        self.settle()
-        self.tick(self.config.settings.rejoin_seconds)
-        self.settle()
+        self.wait("rejoin")
         self.tick(0.6)
         # The third time without progress it is the program's own.
         assert epoch in self.closed or self.finished is not None
