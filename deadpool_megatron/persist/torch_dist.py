@@ -23,6 +23,8 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import _internals as sharding_spec
 from torch.distributed.checkpoint import filesystem, metadata as dcp
 
 from deadpool_megatron.layout.records import extras_part
@@ -202,23 +204,12 @@ def _checked(path: Path) -> Iterator[_Counted]:
 
 def check_cover(key: str, shape: Sequence[int], found: Iterable[_Box]) -> None:
     """Raise WritingError unless the boxes (offsets, sizes) fill the tensor, each element once."""
-    ordered = sorted(found)
-    active: list[_Box] = []
-    for offsets, sizes in ordered:
-        if any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
-            raise WritingError(f"{key}: a piece at {offsets} reaches over the edge of {shape}")
-        active = [box for box in active if not offsets or box[0][0] + box[1][0] > offsets[0]]
-        if any(_overlap(box, (offsets, sizes)) for box in active):
-            raise WritingError(f"{key}: the piece at {offsets} was written twice")
-        active.append((offsets, sizes))
-    count = sum(math.prod(sizes) for _, sizes in ordered)
-    if count != math.prod(shape):
-        raise WritingError(f"{key}: {count} of {math.prod(shape)} elements were written")
-
-
-def _overlap(first: _Box, second: _Box) -> bool:
-    axes = zip(*first, *second, strict=True)
-    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in axes)
+    pieces = [ShardMetadata([*offsets], [*sizes]) for offsets, sizes in found]
+    try:
+        sharding_spec.validate_non_overlapping_shards_metadata(pieces)
+        sharding_spec.check_tensor(pieces, shape)
+    except (ValueError, IndexError) as error:  # the latter without boxes
+        raise WritingError(f"{key}: {error}") from error
 
 
 def metadata_of(indexes: Iterable[Mapping[str, Any]]) -> dcp.Metadata:
