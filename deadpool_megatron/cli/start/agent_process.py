@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-id", type=int, required=True)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--report-fd", type=int, required=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         node=args.node_id,
         host=args.host,
         listen=lambda: common.listen(args.host, args.port),
-        report_fd=args.report_fd,
+        agent=socket.socket(fileno=sys.stdin.fileno()),
     )
     standby = Standby(options, journal)
     claimed = standby.watch()

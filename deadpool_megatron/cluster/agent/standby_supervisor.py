@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import os
 import socket
 import sys
@@ -12,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.agent.members import FramePipe
 from deadpool_megatron.cluster.process.children import (
     ChildWatch,
     ProcessEnd,
@@ -22,7 +21,6 @@ from deadpool_megatron.cluster.process.children import (
 _RESTART_SECONDS = 1.0
 _END_SECONDS = 5.0
 _MAX_PAUSE_SECONDS = 30.0
-_LINE_BYTES = 1 << 16
 Address = tuple[str, int]
 
 
@@ -30,9 +28,9 @@ class StandbySupervisor:
     """Supervision that keeps one standby alive. A standby that has claimed a term continues as the
     coordinator, and ends with this process at the latest. Used from the agent's loop only.
 
-    ``command`` starts a standby, without ``--report-fd``. ``on_look(term, beat, at)`` reports a
-    read of the journal that began at monotonic time ``at``; ``on_over(kept)`` reports that the run
-    is over, and whether its slots in memory stay.
+    ``command`` starts a standby. ``on_look(term, beat, at)`` reports a read of the journal that
+    began at monotonic time ``at``; ``on_over(kept)`` reports that the run is over, and whether its
+    slots in memory stay.
     """
 
     def __init__(
@@ -49,8 +47,7 @@ class StandbySupervisor:
         self._on_over = on_over
         self._watcher: ChildWatch | None = None
         self._coordinators: list[ChildWatch] = []
-        self._line: socket.socket | None = None  # carries orders out and reports in
-        self._unread = b""
+        self._pipe: FramePipe | None = None  # carries orders out and reports in
         self.address: Address | None = None  # the newest coordinator's
         self._contact = False
         self._order: Callable[[int | None], int] | None = None
@@ -85,9 +82,12 @@ class StandbySupervisor:
         loop = asyncio.get_running_loop()
         try:
             with socket_pair(socket.SOCK_STREAM) as (own_end, child_end):
-                command, stdin = [*self._command, "--report-fd", "0"], child_end.fileno()
                 self._watcher = start_child(
-                    command, self._ended, log=self._log, stdin=stdin, dies_with_us=True
+                    self._command,
+                    self._ended,
+                    log=self._log,
+                    stdin=child_end.fileno(),
+                    dies_with_us=True,
                 )
         except OSError as error:
             print(f"no standby yet: {error}", file=sys.stderr, flush=True)
@@ -95,15 +95,13 @@ class StandbySupervisor:
             self._pause = min(2 * self._pause, _MAX_PAUSE_SECONDS)
             return
         self._pause = _RESTART_SECONDS
-        self._line, self._unread = own_end, b""
-        own_end.setblocking(False)
-        loop.add_reader(own_end.fileno(), self._readable)
+        self._pipe = FramePipe(own_end, self._take, lambda reason: None)
         if self._place is not None:
-            self._send(f"place {self._place}")
+            self._send({"place": self._place})
         if self._was_in_touch:  # a standby that has just been started may have to take over too
-            self._send("found")
+            self._send({"in_touch": True})
             if not self._contact:
-                self._send("lost")
+                self._send({"in_touch": False})
 
     def place(self, order: Callable[[int | None], int]) -> None:
         """Set the order of succession: by the newest record, ``order(coordinator)`` standbys may
@@ -115,7 +113,7 @@ class StandbySupervisor:
         place = None if self._order is None else self._order(self._coordinator)
         if place is not None and place != self._place:
             self._place = place
-            self._send(f"place {place}")
+            self._send({"place": place})
 
     def contact(self, there_is: bool) -> None:
         """Inform the standby whether the coordinator answers this agent: while it does not, the
@@ -123,7 +121,7 @@ class StandbySupervisor:
         if there_is != self._contact:
             self._contact = there_is
             self._was_in_touch = self._was_in_touch or there_is
-            self._send("found" if there_is else "lost")
+            self._send({"in_touch": there_is})
 
     async def close(self, grace_seconds: float) -> None:
         """End the standby; a coordinator gets time to finish with the other agents."""
@@ -137,62 +135,42 @@ class StandbySupervisor:
                 await coordinator.end(_END_SECONDS)
         os.close(self._log)
 
-    def _readable(self) -> None:
-        assert self._line is not None
-        try:
-            piece = self._line.recv(_LINE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:  # the standby has ended with orders unread
-            piece = b""
-        if not piece:
-            self._disconnect()
-            return
-        *lines, self._unread = (self._unread + piece).split(b"\n")
-        for line in lines:
-            self._take(json.loads(line))
-
-    def _take(self, line: Mapping[str, Any]) -> None:
-        self.trouble = str(line.get("trouble", ""))
+    def _take(self, report: Mapping[str, Any]) -> None:
+        self.trouble = str(report.get("trouble", ""))
         if self.trouble:
             return
-        if "over" in line:
-            self._on_over(bool(line["kept"]))
-        elif "claimed" in line:
+        if "over" in report:
+            self._on_over(bool(report["kept"]))
+        elif "claimed" in report:
             assert self._watcher is not None
+            assert self._pipe is not None
             self._coordinators.append(self._watcher)
             self._watcher = None
-            self._disconnect()
+            self._pipe.close()
             # The next standby takes time to start, and the fence does not wait for it.
-            self._look(line, int(line["claimed"]), "claimed")
+            self._look(report, int(report["claimed"]), "claimed")
             self.start()
         else:
-            self._look(line, int(line["term"]), str(line["beat"]))
+            self._look(report, int(report["term"]), str(report["beat"]))
 
-    def _look(self, line: Mapping[str, Any], term: int, beat: str) -> None:
-        self._coordinator, address = line["node"], line["address"]
+    def _look(self, report: Mapping[str, Any], term: int, beat: str) -> None:
+        self._coordinator, address = report["node"], report["address"]
         self._send_place()
         if address is not None:
             self.address = (str(address[0]), int(address[1]))
-        self._on_look(term, beat, float(line["at"]))
-
-    def _disconnect(self) -> None:
-        assert self._line is not None
-        asyncio.get_running_loop().remove_reader(self._line.fileno())
-        self._line.close()
-        self._line = None
+        self._on_look(term, beat, float(report["at"]))
 
     def _ended(self, ending: ProcessEnd) -> None:
-        if self._watcher is not None and self._watcher.ending is not None:
+        watcher, pipe = self._watcher, self._pipe
+        if watcher is None or watcher.ending is None or pipe is None:
+            return
+        pipe.read_rest()  # its last reports
+        pipe.close()
+        if self._watcher is watcher:
             self._watcher = None
-            if self._line is not None:
-                self._readable()  # its last reports
-            if self._line is not None:
-                self._disconnect()
             if not self._closing:
                 asyncio.get_running_loop().call_later(_RESTART_SECONDS, self.start)
 
-    def _send(self, line: str) -> None:
-        if self._line is not None:
-            with contextlib.suppress(OSError):  # it has ended; the next standby gets this at start
-                self._line.send(f"{line}\n".encode())
+    def _send(self, order: Mapping[str, Any]) -> None:
+        if self._pipe is not None:
+            self._pipe.send(order)  # dropped at the end; the next standby gets this at its start

@@ -2,15 +2,13 @@
 
 It is a process of its own, for two reasons. Its reads may hang for as long as a network file system
 does, while the agent must not hang. And it has everything imported, so that a successor starts
-within seconds of a coordinator's death. It reports each look to its agent in a line of JSON. Once
-it has claimed a term it *is* the coordinator; the agent then starts another standby.
+within seconds of a coordinator's death. It reports each look to its agent. Once it has claimed a
+term it *is* the coordinator; the agent then starts another standby.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import socket
 import sys
 import time
@@ -32,16 +30,18 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.wire import auth, framing
-from deadpool_megatron.wire.framing import WireError, readable
+from deadpool_megatron.wire.framing import FrameBuffer, WireError, readable
 
 # While our agent is connected to a coordinator, a look only keeps the standby up to date.
 _CALM_BEATS = 8
 _GLANCE_SECONDS = 0.05
+_RECEIVE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class StandbyOptions:
-    """Options: ``listen()`` returns a listening socket at ``host``; ``report_fd`` takes reports."""
+    """Options: ``listen()`` returns a listening socket at ``host``; ``agent`` is the connection to
+    the agent."""
 
     run: RunDirectory
     info: RunInfo
@@ -49,13 +49,13 @@ class StandbyOptions:
     node: int
     host: str
     listen: Callable[[], socket.socket]
-    report_fd: int
+    agent: socket.socket
 
 
 class Standby:
-    """See the module text. Standard input has a line for each change: ``lost`` or ``found``, for
-    the agent's connection, and ``place N``: how many standbys claim before this standby. At the end
-    of the input (the agent has ended) the standby ends.
+    """See the module text. The agent sends each change: ``in_touch``, whether a coordinator answers
+    it, and ``place``: how many standbys claim before this standby. At the end of the stream (the
+    agent has ended) the standby ends.
     """
 
     def __init__(self, options: StandbyOptions, journal: Journal) -> None:
@@ -78,14 +78,14 @@ class Standby:
         self._term: terms.Term | None = None
         self._lost = True
         self._trouble = ""
-        self._unread = b""
+        self._orders, self._unsent = FrameBuffer(), bytearray()
         self.was_in_touch = False  # whether the agent was ever connected to a coordinator
 
     def watch(self) -> tuple[terms.Term, socket.socket] | None:
         """Watch until this process is the coordinator; return the claimed term and the socket to
         which agents connect. Return None if the run is over or the agent has ended.
         """
-        os.set_blocking(0, False)
+        self._options.agent.setblocking(False)
         while True:
             try:
                 # A connected agent learns of the end from the coordinator.
@@ -168,16 +168,13 @@ class Standby:
     def _pause(self) -> bool:
         """Wait until the next look, which a lost connection makes due; return False at EOF."""
         calm = 1 if self._lost else _CALM_BEATS
-        if not readable(0, calm * self._rhythm.beat):
+        if not readable(self._options.agent.fileno(), calm * self._rhythm.beat):
             return True
-        received = os.read(0, 4096)
-        *lines, self._unread = (self._unread + received).split(b"\n")
-        for word in lines:
-            if word.startswith(b"place "):
-                self._place = int(word.removeprefix(b"place "))
-            else:
-                self._lost = word == b"lost"
-                self.was_in_touch = self.was_in_touch or not self._lost
+        received = self._options.agent.recv(_RECEIVE_BYTES)
+        for order in self._orders.feed(received):
+            self._place = int(order.get("place", self._place))
+            self._lost = not order.get("in_touch", not self._lost)
+            self.was_in_touch = self.was_in_touch or not self._lost
         return bool(received)
 
     def _complain(self, text: str) -> None:
@@ -186,11 +183,9 @@ class Standby:
             self._report({"trouble": text})
             print(f"standby of node {self._options.node}: {text}", file=sys.stderr, flush=True)
 
-    def _report(self, line: Mapping[str, Any]) -> None:
-        try:
-            os.write(self._options.report_fd, (json.dumps(line) + "\n").encode())
-        except BrokenPipeError:
-            pass  # the agent has ended, and standard input ends next
+    def _report(self, report: Mapping[str, Any]) -> None:
+        self._unsent += framing.encode(report)
+        framing.send_some(self._options.agent, self._unsent)
 
 
 def _read_result(run: RunDirectory) -> Mapping[str, Any] | None:

@@ -182,7 +182,7 @@ class World:
         self.lines: list[str] = []
         self.pids: dict[int, str] = {}
         self.processes: dict[str, _Process] = {}
-        self.sockets: dict[str, tuple[socket.socket, framing.FrameBuffer | None]] = {}
+        self.sockets: dict[str, tuple[socket.socket, framing.FrameBuffer]] = {}
         self.next: dict[str, list[Any]] = {}
         self.cpu: dict[int, tuple[str, int]] = {}
         self.is_reachable = self.acknowledges = True
@@ -255,7 +255,7 @@ class World:
         self.note(f"start {' '.join(words)} {how}")
         made = self.processes[name] = _Process(self, name, on_end)
         if stdin is not None:
-            self.sockets[name] = socket.socket(fileno=os.dup(stdin)), None
+            self.sockets[name] = socket.socket(fileno=os.dup(stdin)), framing.FrameBuffer()
             self.sockets[name][0].setblocking(False)
         return made
 
@@ -327,10 +327,7 @@ class World:
                 data = end.recv(1 << 20)
             except OSError:
                 continue
-            if frames is None:
-                self.lines += [f"    to {name}: {line}" for line in data.decode().splitlines()]
-            else:
-                self.lines += [f"    to {name}: {json.dumps(m)}" for m in frames.feed(data)]
+            self.lines += [f"    to {name}: {json.dumps(m)}" for m in frames.feed(data)]
         if text:
             self.lines.append(f"    {text}")
 
@@ -350,7 +347,7 @@ class World:
                 self.control.on_event(Event.from_dict(value))
             case "standby":
                 line = value if "trouble" in value or "over" in value else {**value, "at": now}
-                self.sockets["standby"][0].sendall((json.dumps(line) + "\n").encode())
+                self.sockets["standby"][0].sendall(framing.encode(line))
             case "next":
                 for name, outcomes in value.items():
                     self.next.setdefault(name, []).extend(map(_outcome, outcomes))

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import os
+import socket
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,9 @@ from deadpool_megatron.cluster.journal import terms
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError, LostRace
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.framing import FrameBuffer, encode
 from tests.common import lives
 
-_READ = os.read
 PATH = Path(__file__).parent / "lives" / "standby.txt"
 
 
@@ -31,15 +31,14 @@ class World:
         self._patch, self._directory, self._now, self._input = patch, directory, 1000.0, b""
         self._coordinator: Exception | None = None
         self._run, self.journal = RunDirectory(directory), Journal(directory / "journal")
-        self._reports, reports = os.pipe()
-        os.set_blocking(self._reports, False)
+        self._agent, connection = socket.socketpair()
+        self._agent.setblocking(False)
+        self._reports, self._held = FrameBuffer(), b""
         ended = options.get("ended_term", 0)
         info = RunInfo("id", 2, 2, 1, 1, ("x",), Settings(), ended_term=ended)
-        place = (self._run, info, b"", options["node"], "h", self._listen, reports)
+        place = (self._run, info, b"", options["node"], "h", self._listen, connection)
         patch.setattr(standby.time, "monotonic", lambda: self._now)
         patch.setattr(standby, "readable", self._pause)
-        patch.setattr(standby.os, "set_blocking", lambda *_: None)
-        patch.setattr(standby.os, "read", lambda *_: self._input)
         patch.setattr(standby.auth, "connect", self._connect)
         patch.setattr(standby.sys, "stderr", SimpleNamespace(write=self._print, flush=int))
         self._standby = Standby(StandbyOptions(*place), self.journal)
@@ -65,13 +64,13 @@ class World:
 
     def _note(self, text: str) -> None:
         with contextlib.suppress(BlockingIOError):
-            reports = _READ(self._reports, 1 << 16).decode().splitlines()
-            self.lines += [f"    says {line}" for line in reports]
+            reports = self._reports.feed(self._agent.recv(1 << 16))
+            self.lines += [f"    says {json.dumps(report)}" for report in reports]
         self.lines.append(f"    {text}")
 
     def _pause(self, _: int, seconds: float) -> bool:
         self._note(f"it looks again in {seconds:.2f} s")
-        command, self._input = next(self._script, "gone"), b""
+        command = next(self._script, "gone")
         if command != "gone":
             self.lines.append(command)
         name, _, value = command.partition(": ")
@@ -99,8 +98,12 @@ class World:
             case "entry":
                 (self._directory / "journal" / "term-00000002.json").write_text(value)
                 return False
-            case "piece":
-                self._input = json.loads(value).encode()
+            case "orders":  # the last number of bytes comes later
+                *orders, late = json.loads(value)
+                whole = self._held + b"".join(map(encode, orders))
+                sent = len(whole) - late
+                self._held = whole[sent:]
+                self._agent.sendall(whole[:sent])
                 return True
             case "coordinator":
                 self._coordinator = ConnectionRefusedError() if value == "dead" else None
@@ -108,7 +111,8 @@ class World:
             case "result":
                 self._run.final.write_text(value)
                 return False
-        self._input = b"" if command == "gone" else command.encode() + b"\n"
+        assert command == "gone", command
+        self._agent.shutdown(socket.SHUT_WR)
         return True
 
     def _raise(self, error: Exception) -> Any:

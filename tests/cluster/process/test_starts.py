@@ -23,12 +23,14 @@ from deadpool_megatron.cluster.process.fork_server import ForkServer, Starter, S
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.process.member_place import MemberPlace
 from deadpool_megatron.file_systems import run_to_end
+from deadpool_megatron.wire.framing import encode
 from tests.common.wait import until, wait_for
 
 SECONDS = 20.0
 _HANGS = """
 import asyncio, threading
 from deadpool_megatron.file_systems import run_to_end
+from deadpool_megatron.wire.framing import encode
 
 async def main():
     asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
@@ -324,9 +326,8 @@ async def test_standby_is_started_as_soon_as_possible(tmp_path, monkeypatch):
         return pair(*of)
 
     looks = asyncio.Event()
-    line = "import os, sys, time; os.write(int(sys.argv[2]), b'%s'); time.sleep(60)"
-    look = b'{"term": 1, "beat": "1 1", "at": 1.0, "node": null, "address": null}\\n'
-    program = line % look.decode()
+    look = encode({"term": 1, "beat": "1 1", "at": 1.0, "node": None, "address": None})
+    program = f"import os, time; os.write(0, {look!r}); time.sleep(60)"
     keeper = StandbySupervisor(
         ("-c", program), tmp_path / "log", on_look=lambda *_: looks.set(), on_over=lambda kept: None
     )
