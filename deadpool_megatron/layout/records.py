@@ -203,6 +203,11 @@ class SeatTable(dict[int, Seat]):
         return {(seat.node, seat.local_rank): role for role, seat in self.items()}
 
     @cached_property
+    def roles(self) -> tuple[int, ...]:
+        """Return the roles, ascending."""
+        return tuple(sorted(self))
+
+    @cached_property
     def nodes(self) -> frozenset[int]:
         """Return the nodes with a seat."""
         return frozenset(seat.node for seat in self.values())

@@ -104,7 +104,7 @@ class Watchdog:
         None while a role has fewer copies than wanted: then everything since the last checkpoint
         may be lost."""
         plan, wanted = _in_force(state), state.protection.plan
-        lost = max_lost_by(plan, state.memory.layouts.values(), self._settings)
+        lost = max_lost_by(plan, state, self._settings)
         step, holds = self._meter.step_seconds, not exposed_roles(state)
         return {
             "slow": {

@@ -7,8 +7,6 @@ boundary (pauses), so that nothing is computed again. Pure functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.inputs import ProtectionRequested
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
@@ -26,9 +24,15 @@ from deadpool_megatron.settings import Settings
 ASKED_FOR = "asked for by 'deadpool protect'"
 
 
+def layouts_of(state: State) -> dict[int, RoleLayout]:
+    """Return the layouts of the roles with a seat, as far as they are known."""
+    known = dict(state.memory.layouts)  # other threads ask, too
+    return {role: known[role] for role in state.seats if role in known}
+
+
 def topology_of(state: State, settings: Settings) -> Topology | None:
     """Return seats, layouts and nodes as they are; None before all members have registered."""
-    layouts = dict(state.memory.layouts)  # other threads ask, too
+    layouts = layouts_of(state)
     if len(layouts) < len(state.seats):
         return None
     seated = {role: seat.node for role, seat in state.seats.items()}
@@ -81,13 +85,14 @@ def report_plan(core: Core) -> None:
         why=state.protection.reason or record.cause,
         every=plan.every,
         survives=losses_survived(settings, plan),
-        most_lost=max_lost_by(plan, state.memory.layouts.values(), settings),
+        most_lost=max_lost_by(plan, state, settings),
     )
 
 
-def max_lost_by(plan: ProtectionPlan, layouts: Iterable[RoleLayout], settings: Settings) -> int:
+def max_lost_by(plan: ProtectionPlan, state: State, settings: Settings) -> int:
     """Return the RPO: the most finished iterations that the job computes again after a failure."""
-    spans = all(layout.slots <= 2 + settings.max_lag for layout in layouts)
+    slots = (layout.slots for layout in layouts_of(state).values())
+    spans = all(number <= 2 + settings.max_lag for number in slots)
     return max_lost_iterations(plan.every, settings.max_lag, spans_the_world=spans)
 
 

@@ -103,10 +103,12 @@ class Core:
             self.act(KillMember(*place, member.incarnation, hung))
 
     def start_members(self, node: int, incarnations: Mapping[int, int]) -> None:
-        """Start processes (local rank -> incarnation), each with the role that it builds for."""
-        roles, provisional = self.state.seats.role_by_place, {}
+        """Start processes (local rank -> incarnation), each with the role that it builds for: its
+        own, or one whose stage class is likely needed."""
+        seats, provisional = self.state.seats, {}
         for local_rank, incarnation in incarnations.items():
             place = (node, local_rank)
-            provisional[local_rank] = roles.get(place, self.config.provisional_role(*place))
+            likely = seats.roles[(node * self.config.nproc + local_rank) % len(seats)]
+            provisional[local_rank] = seats.role_by_place.get(place, likely)
             self.set_member(place, states.MemberStatus.STARTING, incarnation)
         self.act(StartMembers(node, incarnations, provisional))

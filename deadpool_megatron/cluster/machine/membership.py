@@ -117,7 +117,7 @@ def matters(state: states.State, record: records.EpochRecord, node: int) -> bool
     if node in block_holders(record):
         return True
     taken_over = state.is_restored or isinstance(state.phase_state, states.TakingOver)
-    if taken_over and len(state.memory.layouts) < len(record.seats):
+    if taken_over and not record.seats.keys() <= state.memory.layouts.keys():
         return node in record.nodes  # it is not known yet whose copies it owes
     return any(node in buddies for buddies in _buddies(state, record).values())
 

@@ -57,10 +57,6 @@ class Config:
         """Return the number of roles at full size."""
         return self.nodes * self.nproc
 
-    def provisional_role(self, node: int, local_rank: int) -> int:
-        """Return the role to build for before there is a seat: its stage class is likely needed."""
-        return (node % self.nodes) * self.nproc + local_rank
-
 
 # Nodes and members.
 

@@ -45,15 +45,16 @@ def check_rejoined(core: Core, taking_over: TakingOver, record: EpochRecord) -> 
     """Continue when every node of the newest record is back or lost.
 
     After a restart nothing is lost by waiting: lost nodes may come back under other numbers, with
-    their slots, so that as many nodes are awaited as at the start of a run. If an earlier agent has
-    come back, others may still train, and no node counts as lost before ``rejoin_seconds``.
+    their slots, so that as many nodes are awaited as have seats in the record. If an earlier agent
+    has come back, others may still train, and no node counts as lost before ``rejoin_seconds``.
     """
     state, config = core.state, core.config
     began = taking_over.deadline - rejoin_limit_seconds(config)
     is_late = core.now >= began + config.settings.rejoin_seconds
     if state.restarted and (is_late or not state.survived):
         waits_for_spares = core.now < began + config.settings.connect_seconds
-        if len(state.fleet.nodes) >= config.nodes + (config.spares if waits_for_spares else 0):
+        wanted = config.nodes + config.spares if waits_for_spares else len(state.seats.nodes)
+        if len(state.fleet.nodes) >= wanted:
             end_wait(core, taking_over, record)
             return
     if (
@@ -70,7 +71,7 @@ def _is_unclear(core: Core, record: EpochRecord) -> bool:
     """Return whether only nodes without a role are lost, and only layouts that roles have yet to
     report can show whether those nodes owed copies."""
     state = core.state
-    if len(state.memory.layouts) >= len(record.seats):
+    if record.seats.keys() <= state.memory.layouts.keys():
         return False
     lost = {node for node in state.fleet.removed if node in record.nodes}
     return (
