@@ -4,6 +4,7 @@ records        facts for decisions, and the decision itself; which iterations ar
 descriptions   the name of a group of roles, and the meaning of a role's bytes, for users
 history        facts about the run so far for a coordinator that takes over
 planner        sources of a restore, the assignment of roles, the kept lineages
+shard_map      the elements in a role's parts, and how others are cut from them
 schemes        the ways to protect state, and the plan of an epoch
 gradient_chain steps between two generations: names and rules
 rebuild        which schemes can produce parts of which no whole copy is left

@@ -22,6 +22,7 @@ from typing import Any
 
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.schemes import ProtectionPlan
+from deadpool_megatron.layout.shard_map import ShardMap
 from deadpool_megatron.wire.forms import Coded, Listed
 
 # Moments after training iteration k at which extras are captured, in the order they happen.
@@ -115,7 +116,8 @@ class RoleLayout(Coded):
     shard parts first, then the parts of a step (:mod:`.gradient_chain`) if steps are kept, then an
     extras part per boundary; an extras part's ``nbytes`` is its capacity. ``slots``: the number of
     generations in the owner's segment (and in a copy), 2+N or 3+N. ``meaning``: the role and its
-    model, for people and for :func:`.descriptions.difference`.
+    model, for people and for :func:`.descriptions.difference`. ``shard_map``: for a run of another
+    size; it follows from the rest.
     """
 
     role: int
@@ -124,6 +126,17 @@ class RoleLayout(Coded):
     slots: int
     layout_hash: str
     meaning: str = ""
+    shard_map: ShardMap = field(default=ShardMap(), compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, without a map where there is none."""
+        found = super().to_dict()
+        return found if self.shard_map.nbytes else {k: found[k] for k in found if k != "shard_map"}
+
+    @property
+    def without_runs(self) -> RoleLayout:
+        """Return it for the coordinator, which has that of every role: the map is large."""
+        return replace(self, shard_map=replace(self.shard_map, runs={}))
 
     @cached_property
     def shard_parts(self) -> tuple[str, ...]:
@@ -146,11 +159,12 @@ class RoleLayout(Coded):
 
     @cached_property
     def shape(self) -> tuple[int, int, int, tuple[tuple[str, int, int], ...]]:
-        """Return the facts that determine the size of its slots: slots, letters of the meaning,
-        number of peers, and name, bytes and replicas of each part. Most roles of a run share them.
+        """Return the facts that determine the size of its slots: slots, letters of meaning and map,
+        number of peers, and name, bytes and replicas of each part. Many roles of a run share them.
         """
         parts = tuple((part.name, part.nbytes, len(part.replicas)) for part in self.parts)
-        return self.slots, len(self.meaning), len(self.peers), parts
+        letters = len(self.meaning) + self.shard_map.nbytes
+        return self.slots, letters, len(self.peers), parts
 
     def has(self, part: PartInfo) -> bool:
         """Return whether it has a part whose bytes have the same meaning as those of ``part``."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from deadpool_megatron.layout.descriptions import meaning_of
+from deadpool_megatron.layout.shard_map import Run
 from deadpool_megatron.megatron import fp8, loop_extras, optimizer
 from deadpool_megatron.megatron.loop import MegatronLoop, layer_number, trains_in_fp8
 from deadpool_megatron.state.digest import Entry, generator_entries, short_digests, state_digest
@@ -28,17 +30,47 @@ _OTHERS = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel
 
 
 def identify(loop: MegatronLoop, parts: Sequence[Part]) -> None:
-    """Set the meaning of each shard part of a role. Raises UnsupportedState for an updated
-    parameter without a name."""
+    """Set the meaning of each shard part of a role, and its runs. Raises UnsupportedState for an
+    updated parameter without a name."""
     names = {id(parameter): name for name, parameter in loop.named_parameters()}
     model = meaning_of(loop.model_arguments())
     for inner, part in zip(optimizer.inner_optimizers(loop.optimizer), parts, strict=True):
-        text = "\n".join((part.meaning, model, *_contents(inner, names)))
+        kept = [*_contents(inner, names)]
+        text = "\n".join((part.meaning, model, *starmap(_described, kept)))
         part.meaning = hashlib.sha256(text.encode()).hexdigest()
+        try:
+            of_model = hashlib.sha256(model.encode()).hexdigest()[:8]
+            runs = [_run(part, f"{of_model}|{key}", start, states) for key, start, states in kept]
+        except (UnsupportedState, KeyError) as reason:
+            part.indivisible = str(reason)
+        else:
+            part.runs, part.indivisible = tuple(run for run in runs if run.count), ""
 
 
-def _contents(inner: Any, names: dict[int, str]) -> Iterator[str]:
-    """Yield a line for each parameter, in the order in which they are packed."""
+def _run(part: Part, key: str, start: int, kept: dict[str, Tensor]) -> Run:
+    """Return the places of a parameter's state. Raises UnsupportedState for state that is neither
+    one value for each element nor one for all, such as the scaling factors of a part of it."""
+    each, single = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
+    count = kept[""].numel()
+    for name, tensor in kept.items() if count else ():
+        place = part.offset_of(tensor), tensor.element_size()
+        if tensor.shape == kept[""].shape and "scale" not in name:
+            each[f"{name}:{tensor.dtype}"] = place
+        elif tensor.numel() == 1 and "scale" not in name:
+            single[f"{name}:{tensor.dtype}"] = place
+        else:
+            raise UnsupportedState(f"{name} of {key} belongs to the shard as a whole")
+    return Run(key, start, count, each, single)
+
+
+def _described(key: str, start: int, kept: dict[str, Tensor]) -> str:
+    states = [f"{name}:{tensor.dtype}:{tuple(tensor.shape)}" for name, tensor in kept.items()]
+    return f"{key}|{start}|{states}"
+
+
+def _contents(inner: Any, names: dict[int, str]) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
+    """Yield the slice, the first element and the state of each parameter, in the order in which
+    they are packed."""
     models = {
         id(updated): (model, start) for model, updated, start in optimizer.model_parameters(inner)
     }
@@ -47,9 +79,8 @@ def _contents(inner: Any, names: dict[int, str]) -> Iterator[str]:
         if id(parameter) not in names:
             shape = tuple(parameter.shape)
             raise UnsupportedState(f"named_parameters() has no parameter of shape {shape}")
-        kept = {"": updated, **optimizer.state_tensors(inner, updated)}
-        states = [f"{key}:{tensor.dtype}:{tuple(tensor.shape)}" for key, tensor in kept.items()]
-        yield f"{_slice(names[id(parameter)], parameter)}|{start}|{states}"
+        states = {"": updated, **optimizer.state_tensors(inner, updated)}
+        yield _slice(names[id(parameter)], parameter), start, states
 
 
 def _slice(name: str, parameter: Tensor) -> str:

@@ -193,7 +193,7 @@ class EpochEntry:
                 self._warn(text)
         # First, so that the coordinator compares the state in memory with this model. The vault may
         # have made slots for that state already, and has none of another layout.
-        self._link.send({"t": "registered", "layout": layout.to_dict()})
+        self._link.send({"t": "registered", "layout": layout.without_runs.to_dict()})
         plan = record.protection
         # A replay needs the gradients of every iteration.
         with_steps = recomputes(plan) and plan.every == 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
+from deadpool_megatron.layout.shard_map import ShardMap
 from deadpool_megatron.state.parts import Part
 
 
@@ -33,6 +34,10 @@ def role_layout(
     digest = hashlib.sha256(meaning.encode())
     for info in infos:
         digest.update(f"{info.name}|{info.nbytes}|{info.identity};".encode())
+    is_divisible = not any(part.indivisible for part in parts)
+    shard_map = (
+        ShardMap.of({part.name: part.runs for part in parts}) if is_divisible else ShardMap()
+    )
     names = map(records.extras_part, records.BOUNDARIES)
     extras = [PartInfo(name, extras_capacity_bytes, (role,)) for name in names]
     return RoleLayout(
@@ -42,4 +47,5 @@ def role_layout(
         slots=slots,
         layout_hash=digest.hexdigest(),
         meaning=meaning,
+        shard_map=shard_map,
     )

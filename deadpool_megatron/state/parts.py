@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from deadpool_megatron.layout.shard_map import Run
+
 # Start of each tensor in a part. 64 is a cache line and enough for every dtype and vector width.
 ALIGNMENT_BYTES = 64
 ARENA_BYTES = 256 << 20
@@ -31,13 +33,17 @@ class Part:
 
     ``tensors`` may have any dtype, shape and device; they are referenced, not copied, and must be
     changed in place only. ``replicas`` are the roles whose bytes of this part are identical.
-    ``meaning`` describes the content and order of packed tensors, which their shape does not show.
+    ``meaning`` describes the content and order of packed tensors, which their shape does not show;
+    ``runs`` what each is of, for another number of model replicas, or ``indivisible`` why that
+    cannot be cut from it.
     Not thread-safe; the views may be used from one other thread (the copier).
     """
 
     def __init__(self, name: str, tensors: Iterable[Tensor], replicas: Sequence[int]) -> None:
         self.name = name
         self.meaning = ""
+        self.runs: tuple[Run, ...] = ()
+        self.indivisible = "nothing says which elements of which parameters a part holds"
         self.replicas = tuple(sorted(replicas))
         # detach: an alias on the same storage that may be written in place without autograd.
         self.tensors = [tensor.detach() for tensor in tensors]

@@ -69,8 +69,8 @@ class SlotStore:
         with gate.lock:
             if gate.open_epoch or not gate.closed_epoch:
                 raise VaultError("an inventory is only stable after the epoch has been closed")
-            holdings, layouts = self.table.holdings(), self.table.layouts()
-            return Inventory(gate.node, gate.closed_epoch, holdings, layouts)
+            layouts = tuple(layout.without_runs for layout in self.table.layouts())
+            return Inventory(gate.node, gate.closed_epoch, self.table.holdings(), layouts)
 
     def adopt(self, record: EpochRecord) -> bool:
         """Drop what the record abandons and open its epoch; False when it is open already.

@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from deadpool_megatron.layout import gradient_chain, parity_groups
 from deadpool_megatron.layout.memory_needs import block_bytes, copy_bytes, kept_bytes, own_bytes
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
+from deadpool_megatron.layout.shard_map import Run, ShardMap
 from deadpool_megatron.vault.memory import allocated_bytes
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, steps_name
 from tests.vault.harness import segment_bytes
@@ -22,7 +23,10 @@ def layouts(draw: st.DrawFn) -> RoleLayout:
     peers = tuple(range(draw(st.integers(1, 600))))
     parts = [PartInfo(name, draw(st.integers(0, 50_000)), peers) for name in names]
     parts.append(PartInfo("extras@step", draw(st.integers(0, 9000)), (0,)))
-    return RoleLayout(0, tuple(parts), peers, draw(st.integers(2, 4)), "h" * 32, "stage 1 2")
+    run = Run("a.weight|(9, 9)|['0/2']", 0, 81, {":torch.float32": (0, 4)}, {"step": (324, 4)})
+    shards = ShardMap.of({parts[0].name: (run,) * draw(st.integers(0, 60))})
+    about = draw(st.integers(2, 4)), "h" * 32, "stage 1 2", shards
+    return RoleLayout(0, tuple(parts), peers, *about)
 
 
 @settings(max_examples=15)
