@@ -5,7 +5,7 @@ run directory.
 """
 
 # ``deadpool agent --from-slurm`` takes node id and failure domain from here, too. Tested with Slurm
-# 22.05; the variables are those of srun's manual page. Following needs no privileges in Slurm.
+# 22.05; the variables are those of srun's manual page. The command needs no privileges in Slurm.
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class SlurmNode:
 
 
 def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
-    """Read a task's environment. Pure. Raises CommandError: not a task, or not one per node."""
+    """Read a task's environment. Pure. Raises CommandError where this process is no task of a step,
+    or the step has several tasks on a node."""
     if "SLURM_JOB_ID" not in environment:
         raise CommandError(
             "--from-slurm: this is no Slurm job (no SLURM_JOB_ID): start it with sbatch and srun,"
@@ -71,9 +72,9 @@ def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
     )
 
 
-def step_size(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Set the sizes that ``args`` leave open to those of this step in Slurm. GPUs are those
-    that were requested: a node that has lost a GPU does not make the run smaller."""
+def complete_size(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Set the sizes that are missing in ``args`` to those of this step in Slurm. The GPUs per node
+    are those that were requested: a node that has lost a GPU does not make the run smaller."""
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "0"))
     gpus = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
     if args.nproc_per_node is None and gpus.isdigit():
@@ -85,7 +86,7 @@ def step_size(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Parse ``2(x3),1`` -> [2, 1], without the numbers of nodes."""
+    """Parse ``2(x3),1`` -> [2, 1]: the tasks on each of 3 nodes, and on the next node."""
     found = [_TASK_COUNTS.fullmatch(part) for part in text.split(",")]
     if not all(found):
         raise CommandError(f"--from-slurm: SLURM_STEP_TASKS_PER_NODE is {text!r}: start it by srun")
@@ -104,7 +105,7 @@ def _domain(environment: Mapping[str, str]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     common.add_run_directory(parser)
-    kind, text = common.number(float, 1, _MAX_SECONDS), "between looks (default: 15)"
+    kind, text = common.number(float, 1, _MAX_SECONDS), "between calls of sinfo (default: 15)"
     parser.add_argument("--every", type=kind, default=15.0, metavar="SECONDS", help=text)
 
 
@@ -136,9 +137,9 @@ class SlurmFollower:
         send: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
         self._directory, self._drained, self._send = directory, drained, send
-        # A single request for each node, even if it is repeated.
+        # The run recognizes a repeated request by its token, and does not drain a node twice.
         self._tokens: dict[int, str] = {}
-        self._over: set[int] = set()
+        self._finished: set[int] = set()
         self._printed: dict[int | None, str] = {}
 
     def poll(self) -> None:
@@ -151,7 +152,7 @@ class SlurmFollower:
         self._print(None, "")
         for node, listing in sorted(self._directory.node_listings().items()):
             host = _short(str(listing.get("hostname")))
-            if host in drained and node not in self._over:
+            if host in drained and node not in self._finished:
                 self._drain(node, host)
 
     def _drain(self, node: int, host: str) -> None:
@@ -159,17 +160,17 @@ class SlurmFollower:
         try:
             answer = self._send({"command": str(Verb.DRAIN), "token": token, "node": node})
         except common.RequestRefused as error:
-            self._over.add(node)
+            self._finished.add(node)
             self._print(node, f"Slurm drains {host}, node {node} is not drained: {error}")
             return
         except common.TRANSIENT as error:
             self._print(node, f"the run does not know yet that Slurm drains {host}: {error}")
             return
-        known = Request.from_dict(answer["request"])
-        if not known.is_open:
-            self._over.add(node)
-        stage = {Stage.REFUSED: "refused", Stage.DONE: "done"}.get(known.stage, "")
-        text = ", ".join(filter(None, (stage, known.reason)))
+        request = Request.from_dict(answer["request"])
+        if not request.is_open:
+            self._finished.add(node)
+        stage = {Stage.REFUSED: "refused", Stage.DONE: "done"}.get(request.stage, "")
+        text = ", ".join(filter(None, (stage, request.reason)))
         self._print(node, f"Slurm drains {host}: node {node} is drained{text and f': {text}'}")
 
     def _print(self, about: int | None, text: str) -> None:

@@ -1,9 +1,13 @@
-"""The only calculation of memory, for budget, ``deadpool protect`` and ``deadpool plan``. Pure.
+"""The memory that generations need. This is the only calculation: the check of a node's budget,
+``deadpool protect`` and ``deadpool plan`` use it. Pure.
 
-From the bottom of the file up: the size of a segment, with headers and whole pages, never less than
-vault.shm.segment really takes; the needs of a plan on each node, computed from the registered
-layouts with the code that places copies and parity blocks in a run; and the check whether a plan
-can protect a run. Memory means the files in /dev/shm, without the buffers of processes.
+Memory means the files in /dev/shm, without the buffers of processes. From the bottom of the file
+up:
+
+* the size of a segment, with headers and whole pages: never less than vault.shm.segment takes;
+* the needs of a plan on each node, from the registered layouts and the code that places copies and
+  parity blocks in a run;
+* the check whether a plan can protect a run.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ PAGE_BYTES = max(4096, mmap.PAGESIZE)
 # A slot's header has eight words, and four for each part (vault/shm/segment.py).
 _HEADER_BYTES = 64
 _ENTRY_BYTES = 32
-# The description in JSON has keys and hashes, parts (without their names) and role numbers.
+# Bounds of a segment's description in JSON: its keys and hashes, each part without its name, each
+# role number.
 _FIXED_BYTES = 1024
 _PART_BYTES = 128
 _NUMBER_BYTES = 18
@@ -77,8 +82,8 @@ def refusal(
 ) -> str:
     """Return why ``plan`` cannot protect the run, with the remedy; empty when it can.
 
-    ``live_nodes`` counts connected nodes, spares included. ``present`` is the plan so far, if any.
-    Its scheme continues on the nodes that are left, so it is no reason against another cadence.
+    ``live_nodes`` counts connected nodes, spares included. ``present`` is the plan so far, if any:
+    if only the cadence changes, its scheme continues, even if too few nodes are left for it.
     """
     scheme, kind = plan.scheme, plan.kind
     if not 1 <= plan.every <= LONGEST_CADENCE:
@@ -103,7 +108,8 @@ def refusal(
             f"a parity group has at most {MAX_BLOCKS - blocks} roles next to {blocks}"
             f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
         )
-    # Blocks need nodes other than the two of a minimal group; copies, other than the own node.
+    # The smallest group has two roles on two nodes, and its blocks are on others. Copies are on
+    # other nodes than their role.
     needed = blocks + (2 if kind is SchemeKind.PARITY else 1)
     if (present is None or scheme != present.scheme) and live_nodes < needed:
         return (
@@ -115,8 +121,9 @@ def refusal(
 
 @dataclass(frozen=True)
 class Topology:
-    """The seating. ``seats``: role -> node; ``domains``: that of each live node, spares included;
-    ``survived``: lost nodes that every plan must survive, except local plans (r).
+    """The nodes of a run and the roles on them. ``seats``: role -> node; ``domains``: node ->
+    failure domain, of each live node, spares included; ``survived``: the number of lost nodes (r)
+    that every plan must survive, except a local plan.
     """
 
     layouts: Mapping[int, RoleLayout]
@@ -127,8 +134,8 @@ class Topology:
 
 
 def memory_by_use(plan: schemes.ProtectionPlan, topology: Topology) -> dict[int, tuple[int, int]]:
-    """Return each node's memory by use, before any takeover: bytes of the slots of the roles that
-    train there, and bytes of everything else that it keeps (second copies, copies for other nodes,
+    """Return node -> two numbers of bytes, as long as no role has moved: the slots of the roles
+    that train there, and everything else that it keeps (second copies, copies for other nodes,
     parity blocks)."""
     sizing = _Sizing(plan, topology)
     own = sizing.own
@@ -142,8 +149,9 @@ def memory_needs(plan: schemes.ProtectionPlan, topology: Topology) -> dict[int, 
 
 @dataclass(frozen=True)
 class NodeNeeds:
-    """Bytes of one node's generations: ``own`` slots of its roles, and ``kept`` for other nodes
-    (copies, parity blocks). ``slots``: generations of each."""
+    """The bytes of one node's generations: ``own`` for the slots of its roles, ``kept`` for other
+    nodes (copies, parity blocks). ``roles``: the number of its roles; ``slots``: the number of
+    generations of each role."""
 
     roles: int
     slots: int
@@ -171,11 +179,11 @@ class NodeNeeds:
 
 
 def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> NodeNeeds:
-    """Return a node's needs before its first slot is made, from the layout of one role: all roles
-    are cut from one model, so the role represents the others of its node, and those copied to
-    it."""
+    """Return a node's needs before its first slot is made, from the layout of one role. The other
+    roles of its node, and the roles whose copies it keeps, count as equal to it: all are cut from
+    one model."""
     kind, replicas = settings.protection, settings.replicas
-    # Bytes of which enough peers have replicas are not copied.
+    # A part is not copied if enough peers hold the same bytes.
     owed = {
         part.name: part.nbytes
         for part in layout.parts
@@ -184,9 +192,9 @@ def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> N
     scheme, group = f"for {replicas} copies (--deadpool-replicas {replicas})", 0
     if kind == "parity":
         group = settings.parity_group
-        scheme = f"for parity ({replicas} of {group} roles)"
+        scheme = f"for parity blocks ({replicas} for {group} roles)"
     elif kind == "recompute":
-        scheme = f"for {replicas} copies with their steps"
+        scheme = f"for {replicas} copies with their gradients"
     full_every = settings.full_every if kind == "recompute" else 0
     kept = replicas * kept_bytes(layout, () if group else owed, full_every)
     if group and owed:
@@ -223,7 +231,7 @@ class _Sizing:
         self._add_parity()
 
     def _add_role(self, role: int, layout: RoleLayout) -> None:
-        """Add the own slots, their second copies, and the copies that other nodes hold."""
+        """Add the slots of a role, their second copies, and the copies on other nodes."""
         node = self._topology.seats[role]
         own = own_bytes(layout)
         self.memory[node] += own
@@ -237,7 +245,7 @@ class _Sizing:
             self.memory[buddy] += kept
 
     def _owed(self, role: int) -> Iterator[PartInfo]:
-        """Yield the shard parts of a role that replicas of its peers do not cover."""
+        """Yield the shard parts of a role that too few peers hold, so that they are copied."""
         topology, layout = self._topology, self._topology.layouts[role]
         for part in layout.parts:
             if part.name in layout.shard_parts and not is_covered(
@@ -246,7 +254,8 @@ class _Sizing:
                 yield part
 
     def _add_parity(self) -> None:
-        """Add the blocks of each group, which are as long as its longest part."""
+        """Add the blocks of each group. Each part of a block is as long as the longest of the
+        parts that it combines."""
         groups = () if self._parity is None else self._parity.groups
         for group in groups:
             longest: dict[str, int] = {}
@@ -273,15 +282,16 @@ def own_bytes(layout: RoleLayout) -> int:
 
 
 def copy_bytes(layout: RoleLayout, nbytes: Iterable[int]) -> int:
-    """Return the bytes of as many slots on another node, with parts of these sizes; 0 if none."""
+    """Return the bytes of slots on another node, as many as in ``layout``, with parts of these
+    sizes; 0 if there are no parts."""
     sizes = tuple(nbytes)
     return _layout_bytes(layout.shape, layout.slots, sizes) if sizes else 0
 
 
 def kept_bytes(layout: RoleLayout, copied: Collection[str], full_every: int) -> int:
-    """Return the bytes of a copy on another node: the ``copied`` shard parts and the extras. Where
-    gradients are kept (``full_every`` > 0), a whole copy is sent every ``full_every`` generations,
-    and gradients of more steps than that are kept too; both contain extras."""
+    """Return the bytes of a copy on another node: the ``copied`` shard parts and the extras. With
+    ``full_every`` > 0, such a copy is sent every ``full_every`` generations, and the gradients of
+    the steps in between with the extras; add the bytes of as many steps as are kept."""
     gradients = {gradients_part(name) for name in layout.shard_parts} if full_every else set[str]()
     sent = {gradients_part(name) for name in copied}
     known = gradients.union(layout.shard_parts)
@@ -296,11 +306,12 @@ def kept_bytes(layout: RoleLayout, copied: Collection[str], full_every: int) -> 
 
 
 def block_bytes(slots: int, roles: int, longest: Mapping[str, int]) -> int:
-    """Return the bytes of a parity block for ``roles`` roles. ``longest``: coded part -> bytes."""
+    """Return the bytes of a parity block for ``roles`` roles. ``longest``: coded part -> bytes. One
+    part more has the list of the block's inputs."""
     names = sum(len(name) for name in longest)
-    members = 256 + roles * sum(98 + 6 * len(name) for name in longest)
-    described = _described(len(longest) + 1, names, roles + len(longest) + 1)
-    return _bytes(slots, len(longest) + 1, described, (*longest.values(), members))
+    inputs = 256 + roles * sum(98 + 6 * len(name) for name in longest)
+    description = _description_bytes(len(longest) + 1, names, roles + len(longest) + 1)
+    return _bytes(slots, len(longest) + 1, description, (*longest.values(), inputs))
 
 
 @lru_cache(maxsize=1024)
@@ -312,19 +323,21 @@ def _layout_bytes(
     _, letters, peers, parts = shape
     names = sum(len(name) for name, _, _ in parts)
     numbers = peers + sum(replicas for _, _, replicas in parts)
-    described = letters + _described(len(parts), names, numbers)
-    return _bytes(slots, len(parts), described, sizes)
+    description = letters + _description_bytes(len(parts), names, numbers)
+    return _bytes(slots, len(parts), description, sizes)
 
 
-def _described(parts: int, names: int, numbers: int) -> int:
-    """Return a bound on the description: characters that JSON escapes take six bytes."""
-    return _FIXED_BYTES + _PART_BYTES * parts + 6 * names + _NUMBER_BYTES * numbers
+def _description_bytes(parts: int, letters: int, numbers: int) -> int:
+    """Return a bound on the description of a segment, from counts of parts, of letters in their
+    names, and of role numbers. A character that JSON escapes takes six bytes."""
+    return _FIXED_BYTES + _PART_BYTES * parts + 6 * letters + _NUMBER_BYTES * numbers
 
 
-def _bytes(slots: int, parts: int, described: int, sizes: Iterable[int]) -> int:
+def _bytes(slots: int, parts: int, description: int, sizes: Iterable[int]) -> int:
     slot = _pages(_HEADER_BYTES + _ENTRY_BYTES * parts) + sum(_pages(size) for size in sizes)
-    return PAGE_BYTES + _pages(described) + slots * slot
+    return PAGE_BYTES + _pages(description) + slots * slot
 
 
 def _pages(nbytes: int) -> int:
+    """Return the bytes of whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

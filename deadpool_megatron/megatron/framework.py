@@ -117,7 +117,7 @@ class MegatronFramework(Framework):
         return StepKeeper(self._loop.optimizer, self._shard, platform, vault, report)
 
     def audit(
-        self, vault: VaultClient, interval: int, settle: Callable[[], None], reports: RoleReports
+        self, vault: VaultClient, interval: int, wait: Callable[[], None], reports: RoleReports
     ) -> UpdateAudit:
         """See :class:`Framework`."""
-        return Audit(self._loop, self.parts, vault.sealed_part, interval, settle, reports)
+        return Audit(self._loop, self.parts, vault.sealed_part, interval, wait, reports)

@@ -180,10 +180,10 @@ class Framework(ABC):
         )
 
     def audit(
-        self, vault: VaultClient, interval: int, settle: Callable[[], None], reports: RoleReports
+        self, vault: VaultClient, interval: int, wait: Callable[[], None], reports: RoleReports
     ) -> UpdateAudit:
-        """Return the audit of this role in every ``interval`` iterations. Raises
-        UnsupportedState."""
+        """Return the audit of this role in every ``interval`` iterations. ``wait`` returns once the
+        newest generation is committed. Raises UnsupportedState."""
         raise UnsupportedState(
             "--deadpool-audit-interval: updates of this framework cannot be audited; leave it out"
         )

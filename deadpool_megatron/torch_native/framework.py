@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
 
 class TorchFramework(Framework):
-    """See :class:`Framework`. There is one optimizer, so one part. No collective lies between the
-    gate and the update."""
+    """See :class:`Framework`. There is one optimizer, so one part. There are three slots, as no
+    collective lies between the gate and the update."""
 
     slots = 3
     versions = (torch.__version__,)
 
     def __init__(self, loop: TorchLoop) -> None:
         optimizer: Any = loop.optimizer
-        kind, is_torchs = type(optimizer), isinstance(optimizer, torch.optim.Optimizer)
-        # Those of torch.distributed.optim hand the state to others.
-        if not is_torchs or kind.__module__.startswith("torch.distributed."):
+        kind, is_torch = type(optimizer), isinstance(optimizer, torch.optim.Optimizer)
+        # Optimizers of torch.distributed.optim keep the state in other optimizers.
+        if not is_torch or kind.__module__.startswith("torch.distributed."):
             raise UnsupportedState(f"{kind.__name__} does not keep its state as torch.optim does")
         self._loop, self._wrappers = loop, Wrappers(loop.model)
         initial_state.complete(optimizer)
         initial_state.refuse_unknown_values(optimizer)
         self._values = loop.state
         parameters = parameters_of(optimizer)
-        # FSDP gathers from the shards of its parameters, so they stay in its memory.
+        # FSDP gathers parameters from its own memory, so their shards are not moved from there.
         self._state = OptimizerState(optimizer, fixed=any(map(is_sharded, parameters)))
         replicas = [set(self._wrappers.replicas(parameter)) for parameter in parameters]
         common = set.intersection(*replicas) if replicas else {dist.get_rank()}
@@ -93,7 +93,7 @@ class TorchFramework(Framework):
         self._state.release()
 
     def synchronise(self) -> None:
-        """See :class:`Framework`: each role restores all of its own."""
+        """See :class:`Framework`. Do nothing: the slots of each role hold all of its state."""
 
     def verify(self) -> None:
         """See :class:`Framework`."""
@@ -121,7 +121,8 @@ class TorchFramework(Framework):
         return [(k, v) for k, v in self._values.not_updated().items() if k not in small]
 
     def _small(self) -> dict[str, Tensor]:
-        """Return the tensors that travel with the extras."""
+        """Return the tensors that are captured with the extras, as they are small or change. The
+        frozen weights of the model are not among them if they are large."""
         found = self._values.not_updated()
         frozen = {name: tensor for name, tensor in found.items() if name.startswith("model.")}
         if are_large(frozen.values()):
@@ -129,5 +130,6 @@ class TorchFramework(Framework):
         return found
 
     def _readopt_updated(self, _: int) -> None:
+        """Move state that an update has replaced with new tensors back into the part."""
         if not changes_in_place(self._loop.optimizer):
             self._state.readopt()

@@ -29,7 +29,7 @@ from pathlib import Path
 from deadpool_megatron import arguments, ownership
 from deadpool_megatron.cli import common
 from deadpool_megatron.cli.prepare import check
-from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment, step_size
+from deadpool_megatron.cli.slurm import SlurmNode, complete_size, slurm_environment
 from deadpool_megatron.cli.start import preconditions, resume, scripts
 from deadpool_megatron.cli.start.agent_process import serve
 from deadpool_megatron.cli.start.defaults import resolve
@@ -229,7 +229,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     if args.check_only:
         args.command = []
     if args.from_slurm:
-        step_size(args, os.environ)
+        complete_size(args, os.environ)
     args.spares = args.spares or 0
     if args.nodes is None or args.nproc_per_node is None or not (args.command or args.check_only):
         raise common.CommandError(

@@ -1,17 +1,21 @@
 """Checkpoints on the disk, from the request to the removal: saves, exports, dumps.
 
-The roles themselves write a *save*, and ask for it to be made valid once all files exist. An
-*export* is written while training continues, in three steps: *taking* (every vault with a role pins
-the generation, and reports it once it is committed), *writing* (an exporter on each of these nodes;
-that of role 0 makes a checkpoint of all files), *publishing* (rename, pointers, pruning). Any
-failure on the way ends the export. The next export is tried when it is due: at the interval of
-iterations or, without that, half an hour after the last checkpoint of any kind, or later, so that
-writing takes at most a tenth of the time. Neither training nor a recovery waits for an export. The
-*dump* of a run that ends because it has no spare is on the disk, and is exported from there.
+The training processes write a *save* themselves. Once all its files exist, they ask the coordinator
+to make it valid: to give it its final name and record it as a point of restart.
 
-Where exports are configured, a run that has to end exports a last time. Before a time limit it
-exports while it trains; the dump follows the export, or starts at half the announced time. After a
-loss that no spare replaces, the export is made from the dump.
+An *export* is written while training continues, in three steps: *taking* (the vault of every node
+that trains pins the generation, and reports it once it is committed), *writing* (an exporter on
+each of these nodes; that of role 0 makes a checkpoint of all files), *publishing* (rename,
+pointers, pruning). Any failure on the way ends the export. The next export is tried when it is due:
+after an interval of iterations if the user gave one, else half an hour after the last checkpoint of
+any kind. If writing took more than a tenth of that time, the pause is longer. Neither training nor
+a recovery waits for an export.
+
+The *dump* of a run that ends because it has no spare is on the disk, and is exported from there.
+
+Where exports are configured, a run that has to end exports a last time. If its time is about to run
+out, it exports while it trains, and dumps its state after that, or when half of the remaining time
+has passed. After a loss that no spare replaces, the export is made from the dump.
 """
 
 from __future__ import annotations
@@ -50,21 +54,23 @@ from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import Generation, Restore, next_due
 from deadpool_megatron.vault.errors import Code
 
-# Without an interval: the pause after a checkpoint, or this multiple of its duration if longer.
+# The pause after a checkpoint where the user gave no interval: the first number, or the second
+# times the duration of the checkpoint if that is longer.
 _USUAL_SECONDS = 1800.0
-_MIN_PAUSE = 9
-# Share of a run's remaining time; the rest is for the dump that follows.
+_PAUSE_FACTOR = 9
+# The last export may take this share of a run's remaining time; the rest is for the dump.
 _SHARE_OF_EXPORT = 0.5
-# Longest wait of the dump for the space of an unfinished export, as a share of that time.
+# The dump waits for this share of that time until the files of a failed export are removed.
 _SHARE_OF_REMOVAL = 0.1
-# Longest wait of a finished dump for its entry in latest.json before it is exported.
-_POINT_SECONDS = 10.0
+# Time for the entry of a dump in latest.json; after it the dump is exported in any case.
+_ENTRY_SECONDS = 10.0
 _LAST_EXPORT = "the run is about to end, and writes its own last export"
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """An export that is to begin as soon as possible; ``number`` is the user request's, or 0."""
+    """An export that is to begin as soon as possible; ``number``: that of the user's request, 0 for
+    an export that no user requested."""
 
     directory: Path
     number: int = 0
@@ -72,21 +78,26 @@ class ExportRequest:
 
 @dataclass
 class PendingEnd:
-    """The end of a run: dump it when its last export is over, or at ``until``; after a failed
-    export as soon as that is ``removed``, or ``removal_seconds`` after the failure. ``ends``: when
-    something else ends the run. Times are of the monotonic clock."""
+    """The end of a run that waits for its last export.
+
+    The state is dumped when the export is over, at ``dump_at`` at the latest. If the export fails,
+    the dump waits until its files are removed, ``removal_seconds`` at most; ``is_removed`` is False
+    during that wait. ``ends_at``: when the run is ended from outside. Times are of the monotonic
+    clock."""
 
     reason: str
-    until: float
-    ends: float
+    dump_at: float
+    ends_at: float
     removal_seconds: float
-    removed: bool = True
+    is_removed: bool = True
 
 
 @dataclass
 class Export:
-    """An export in progress, until ``limit``, written to ``unfinished``. ``boundary``: the last
-    moment after the iteration that it includes; ``dump``: its source, if that is not memory."""
+    """An export in progress. It is written to the directory ``unfinished``, and given up at
+    ``limit`` (monotonic clock). ``boundary``: the last moment after the iteration whose extras it
+    includes; ``dump``: its source, if that is not memory; ``awaited``: the nodes that have not
+    reported the end of this step."""
 
     name: str
     epoch: int
@@ -122,13 +133,15 @@ class Checkpoints:
         self._run, self._run_id = options.run, options.info.run_id
         # For exports whose request names no other directory.
         self._directory = export_directory(self._settings, self._run)
-        # No other user can create the directory of an export first: its name cannot be guessed.
-        self._term = f"{options.term.number}.{secrets.token_hex(4)}"
+        # The names of exports begin with it. As it cannot be guessed, no other user can create the
+        # directory of an export first.
+        self._prefix = f"{options.term.number}.{secrets.token_hex(4)}"
         # A thread of its own: the pool's threads write the journal, and with a hung disk each
         # failed export would block another thread.
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
         self._saves: set[tuple[int, int]] = set()
-        # Paths of checkpoints that the program has loaded: not the progress of this run.
+        # Paths of checkpoints from which the program began: the run has not written them, so they
+        # show no progress. Their lineage is 0.
         valid = options.recovered.valid
         self.loaded = {restore.path for restore in valid if not restore.generation.lineage}
         self._interval = ExportInterval(self._settings.export_iterations)
@@ -137,15 +150,16 @@ class Checkpoints:
         self._by_time = self._settings.persist_interval == "auto"
         # Whether a tick has work: there is an interval, or there was an order.
         self.is_used = self._by_time or self._settings.export_iterations > 0
-        # Iterations between an order and its iteration; more after an order that came too late.
+        # Iterations between the newest and that to export; more after an order that came too late.
         self._margin = MIN_MARGIN
-        self._count = 0
+        self._export_count = 0
         self._request: ExportRequest | None = None
         self._pending_end: PendingEnd | None = None
         self._dumped: ExportDump | None = None
         self._export: Export | None = None
         self._last: dict[str, Any] = {}
-        # Inputs for the machine, fed last: the machine may answer with the next order at once.
+        # Inputs for the machine. Each method feeds them at its end, since the machine may call
+        # carry_out() with the next order before feed() returns.
         self._inputs: list[inputs.Input] = []
 
     def carry_out(self, order: BeginExport | EndRun | ExportDump) -> None:
@@ -159,9 +173,9 @@ class Checkpoints:
             case EndRun(reason, seconds):
                 self._end_run(reason, seconds)
             case ExportDump():
-                # The export may take long: even if it or this coordinator fails, the next run
-                # continues from the dump on the disk.
-                self._context.spawn(self._enter_dump(order))
+                # The export may take long. If it or this coordinator fails, the next run can still
+                # continue from the dump on the disk.
+                self._context.spawn(self._record_dump(order))
                 if self._export is not None and not self._export.is_publishing:
                     self._abandon("the run ends")
         self._feed()
@@ -180,8 +194,8 @@ class Checkpoints:
         return {"now": now, "last": self._last}
 
     async def save(self, m: Mapping[str, Any]) -> None:
-        """Make a checkpoint with all its files valid, if its epoch is still open. After a takeover
-        agents that have received no result request it again.
+        """Make a checkpoint valid, all of whose files exist, if its epoch is still open. After a
+        takeover agents that have received no result request it again.
         """
         save = int(m["epoch"]), int(m["iteration"])
         if save not in self._saves:
@@ -214,10 +228,10 @@ class Checkpoints:
         state, now = self._context.state, time.monotonic()
         self._interval.observe(state.reached)
         export, end = self._export, self._pending_end
-        is_late = end is not None and now > end.until
+        is_late = end is not None and now > end.dump_at
         if end is not None and is_late and (export is None or export.is_publishing):
-            self._leave(end.reason, end.ends)  # even if the disk hangs
-        elif export is None and (end is None or end.removed):
+            self._request_dump(end.reason, end.ends_at)  # even if the disk hangs
+        elif export is None and (end is None or end.is_removed):
             self._begin_if_due(state)
         elif export is not None and not export.is_publishing:
             wanted = self._phases(export, state)
@@ -232,20 +246,20 @@ class Checkpoints:
 
     def _end_run(self, reason: str, seconds: float | None) -> None:
         """End the run with a dump. Where exports are configured, the run first exports a last time
-        while it trains, for half of the ``seconds`` at most. Of repeated orders the earliest end
-        counts.
+        while it trains, for half of the ``seconds`` at most. If the order is repeated, the earliest
+        end counts.
         """
         now, state = time.monotonic(), self._context.state
         end, export = self._pending_end, self._export
         if seconds is None or not self._settings.exports or state.phase is not Phase.RUNNING:
-            ends = None if end is None else end.ends
-            self._leave(reason, ends if seconds is None else now + seconds)
+            ends_at = None if end is None else end.ends_at
+            self._request_dump(reason, ends_at if seconds is None else now + seconds)
             return
-        until, ends = now + _SHARE_OF_EXPORT * seconds, now + seconds
+        dump_at, ends_at = now + _SHARE_OF_EXPORT * seconds, now + seconds
         if end is not None:
-            end.until, end.ends = min(until, end.until), min(ends, end.ends)
+            end.dump_at, end.ends_at = min(dump_at, end.dump_at), min(ends_at, end.ends_at)
             return
-        self._pending_end = PendingEnd(reason, until, ends, _SHARE_OF_REMOVAL * seconds)
+        self._pending_end = PendingEnd(reason, dump_at, ends_at, _SHARE_OF_REMOVAL * seconds)
         if export is None or export.request.directory != self._directory:
             self._refuse_request(_LAST_EXPORT)
             self._request, self._margin = ExportRequest(self._directory), MIN_MARGIN
@@ -256,20 +270,21 @@ class Checkpoints:
         epoch = 0 if state.record is None else state.record.epoch
         self._context.files.write(Event(Kind.LOG, epoch, data={"level": "info", "text": text}))
 
-    def _leave(self, reason: str, ends: float | None) -> None:
+    def _request_dump(self, reason: str, ends_at: float | None) -> None:
+        """Give up what has not been published, and request the dump that ends the run."""
         self._pending_end = None
         self._refuse_request("the run ends")
         if self._export is not None and not self._export.is_publishing:
             self._abandon("the run ends")  # it must not write while the nodes dump
-        seconds = None if ends is None else max(0.0, ends - time.monotonic())
+        seconds = None if ends_at is None else max(0.0, ends_at - time.monotonic())
         self._inputs.append(inputs.DumpRequested(reason, seconds))
 
-    async def _enter_dump(self, order: ExportDump) -> None:
-        """Make the next start continue from this dump, if it can be written; its export begins at
-        the next tick."""
+    async def _record_dump(self, order: ExportDump) -> None:
+        """Write a dump into latest.json, so that the next start continues from it. Whether or not
+        that succeeds, the export of the dump begins at the next tick."""
         dump, path = order.restore, self._run.latest
         try:
-            async with asyncio.timeout(_POINT_SECONDS):
+            async with asyncio.timeout(_ENTRY_SECONDS):
                 await asyncio.to_thread(
                     lambda: run_files.write_latest(path, [dump, *run_files.still_valid(path, dump)])
                 )
@@ -320,7 +335,7 @@ class Checkpoints:
         if state.phase is not Phase.RUNNING or state.record is None:
             if (end := self._pending_end) is not None:
                 # A recovery began before the last export did.
-                self._leave(end.reason, end.ends)
+                self._request_dump(end.reason, end.ends_at)
             return
         # With a cadence only every n-th iteration has a generation.
         epoch, every = state.record.epoch, state.record.protection.every
@@ -356,15 +371,15 @@ class Checkpoints:
     def _new(
         self, iteration: int, epoch: int, request: ExportRequest, nodes: Iterable[int]
     ) -> Export:
-        if not self._count:
+        if not self._export_count:
             # Unfinished exports of an earlier coordinator may take the space of this export.
-            self._remover.submit(remove_unfinished, self._directory, self._run_id, self._term)
-        self._count += 1
-        name = f"{self._term}.{self._count}"
+            self._remover.submit(remove_unfinished, self._directory, self._run_id, self._prefix)
+        self._export_count += 1
+        name = f"{self._prefix}.{self._export_count}"
         limit = time.monotonic() + self._settings.persist_seconds
         unfinished = run_files.unfinished_export(request.directory, self._run_id, name)
-        there = frozenset(nodes)
-        return Export(name, epoch, iteration, request, unfinished, limit, there, set(there))
+        writers = frozenset(nodes)
+        return Export(name, epoch, iteration, request, unfinished, limit, writers, set(writers))
 
     def _order(self, export: Export, step: str, nodes: Iterable[int], **content: Any) -> None:
         order = {"t": f"export-{step}", "name": export.name, "iteration": export.iteration}
@@ -397,33 +412,33 @@ class Checkpoints:
         assert generation is not None
         restore = Restore("durable", generation, export.boundary, str(final))
         # Exports that a user requested are never pruned.
-        is_own = not export.request.number
+        is_automatic = not export.request.number
 
         def is_current() -> bool:
-            # A recovery may have decided while the files were synced.
+            # While the files were synced, a recovery may have abandoned this generation.
             return is_kept(self._context.state.lineage.kept, generation)
 
         new = self._new_checkpoint(export.unfinished, restore, is_current)
-        publish = functools.partial(new.publish, may_be_pruned=is_own)
-        if error := await self._valid(publish, restore, background=True):
+        publish = functools.partial(new.publish, may_be_pruned=is_automatic)
+        if error := await self._validate(publish, restore, background=True):
             self._abandon(f"it did not become valid: {error}")
             self._feed()
             return
         self._last = {"iteration": export.iteration, "path": restore.path, "error": ""}
-        if is_own:
+        if is_automatic:
             state = self._context.state
-            # A recovery may be loading an older checkpoint: then the next export prunes.
+            # A recovery may be loading an older checkpoint: keep all (0) until the next export.
             keep = self._settings.persist_keep if state.phase is Phase.RUNNING else 0
             needed = {restore.path for restore in state.lineage.valid[:1]}
-            place_of_list = (self._run, self._run_id, final, keep, needed)
+            arguments = (self._run, self._run_id, final, keep, needed)
             try:
-                await asyncio.to_thread(list_and_prune, *place_of_list)
+                await asyncio.to_thread(list_and_prune, *arguments)
             except DurableError as error:
                 self._context.warn(f"old checkpoints are not removed: {error}")
         self._export = None
         self._answer(export, restore.path)
         if (end := self._pending_end) is not None and self._request is None and export.dump is None:
-            self._leave(end.reason, end.ends)
+            self._request_dump(end.reason, end.ends_at)
         self._feed()
 
     def _abandon(self, reason: str, *, again: bool = False) -> None:
@@ -450,24 +465,25 @@ class Checkpoints:
         is_last = self._request is None and export.dump is None
         if end is not None and is_last:
             # The dump may need the space of this export, so it waits for the removal.
-            end.until = time.monotonic() + end.removal_seconds
-            end.removed = False
+            end.dump_at = time.monotonic() + end.removal_seconds
+            end.is_removed = False
         self._context.spawn(self._remove(export.unfinished, is_last))
         self._answer(export, "")
 
     async def _remove(self, unfinished: Path, is_last: bool) -> None:
-        """Remove the files of a failed export; the dump waits for the space of the last export. An
-        agent removes the files that a process writes while it is being killed."""
+        """Remove the files of a failed export; if it was the last, then request the dump, which
+        waits for its space. Files that an exporter still writes while it is being killed are left
+        to its agent."""
         remove = functools.partial(shutil.rmtree, unfinished, ignore_errors=True)
         await asyncio.get_running_loop().run_in_executor(self._remover, remove)
-        # If the wait had timed out, the run would have left already.
-        if is_last and (end := self._pending_end) is not None and not end.removed:
-            self._leave(end.reason, end.ends)
+        # If the removal took too long, tick() has requested the dump already.
+        if is_last and (end := self._pending_end) is not None and not end.is_removed:
+            self._request_dump(end.reason, end.ends_at)
             self._feed()
 
     def _answer(self, export: Export, path: str) -> None:
-        """Report the end of an export to the machine, unless it is tried again. ``path``: empty if
-        it failed."""
+        """Report the end of an export to the machine, unless it is tried again. ``path``: that of
+        the checkpoint, empty if the export failed."""
         number = export.request.number
         if number and (self._request is None or self._request.number != number):
             error = "" if path else self._last["error"]
@@ -491,8 +507,8 @@ class Checkpoints:
     async def _make_valid(self, m: Mapping[str, Any], epoch: int, iteration: int) -> None:
         context = self._context
         while context.state.phase in (Phase.BOOTSTRAPPING, Phase.OPENING):
-            # After a takeover it is not known yet whether the epoch stays open; and a load is
-            # reported before all roles have finished it. Either phase ends.
+            # After a takeover it is not known yet whether the epoch stays open, and a load is
+            # reported before all roles have finished it. Neither phase lasts, so this wait ends.
             await asyncio.sleep(self._settings.beat_interval_seconds)
         if epoch != context.state.standing_epoch:
             context.peers.refuse("durable-request", f"of epoch {epoch}, which is not open")
@@ -510,7 +526,7 @@ class Checkpoints:
 
         new = self._new_checkpoint(Path(str(m["temporary"])), restore, is_current)
         make = new.enter_loaded if is_loaded else new.make_valid
-        if error := await self._valid(make, restore):
+        if error := await self._validate(make, restore):
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
             context.files.write(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
             return
@@ -524,17 +540,18 @@ class Checkpoints:
         place, invalid = (self._run, self._run_id), self._context.state.lineage.invalidated
         return NewCheckpoint(temporary, Path(restore.path), restore, *place, is_current, invalid)
 
-    async def _valid(self, make: Callable[[], Restore], restore: Restore, **data: Any) -> str:
-        """Make it valid in a thread and report it; return why that failed, empty if it is valid."""
+    async def _validate(self, make: Callable[[], Restore], restore: Restore, **data: Any) -> str:
+        """Call ``make`` in a thread to make a checkpoint valid, and report it. Return the reason of
+        a failure; empty if the checkpoint is valid."""
         try:
             restore = await asyncio.to_thread(make)
         except DurableError as error:
             return str(error)
         now = time.monotonic()
         began = now if self._export is None else self._export.limit - self._settings.persist_seconds
-        self._due = now + max(_USUAL_SECONDS, _MIN_PAUSE * (now - began))
+        self._due = now + max(_USUAL_SECONDS, _PAUSE_FACTOR * (now - began))
         (epoch, iteration), data["path"] = restore.generation.to_list(), restore.path
         self._context.files.write(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
-        how = (restore.boundary, restore.identity)
-        self._context.feed(inputs.DurableValid(iteration, restore.path, *how))
+        content = (restore.boundary, restore.identity)
+        self._context.feed(inputs.DurableValid(iteration, restore.path, *content))
         return ""

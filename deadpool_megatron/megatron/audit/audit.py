@@ -87,11 +87,11 @@ class Audit(comparison.Auditor, UpdateAudit):
         shards: Sequence[Part],
         sealed_part: SealedPart,
         interval: int,
-        settle: Callable[[], None],
+        await_committed: Callable[[], None],
         reports: RoleReports,
     ) -> None:
         _refuse_unauditable(loop.optimizer)
-        super().__init__(loop, settle, reports)
+        super().__init__(loop, await_committed, reports)
         self._inner = inner_optimizers(loop.optimizer)
         self._shards = shards
         self._sealed_part = sealed_part
@@ -100,7 +100,7 @@ class Audit(comparison.Auditor, UpdateAudit):
         if reason := incomparable_reason(loop):
             print(f"audits do not compare passes: {reason}", flush=True)
         else:
-            self._passes = PassAudit(loop, settle, reports)
+            self._passes = PassAudit(loop, await_committed, reports)
             loop.around_passes = self._passes.around
         self._previous: Generation | None = None
         self._weights_compared = False
@@ -127,7 +127,7 @@ class Audit(comparison.Auditor, UpdateAudit):
         started = time.monotonic()
         if not self._weights_compared:
             self._weights_compared = True
-            self._settle()
+            self._await_committed()
             self._compare_weights()
         if (peers := self._peers(index)) is not None:
             audited = self._audited(peers, self._number)
@@ -236,12 +236,12 @@ class Audit(comparison.Auditor, UpdateAudit):
                 made = (t for p in chunk for _, t in update_replay.all_tensors(inner, p))
                 used[number] = fingerprint(made, sums.device)
         known, found = self._gather_computed(torch.cat([sums, used]), peers)
-        again = {role: both[: used.numel()] for role, both in found.items()}
+        redone = {role: both[: used.numel()] for role, both in found.items()}
         subject = f"the update of role {audited}"
         if len(set(known.values())) > 1:
             self._report_incomparable(comparison.incomparable(known), "updates", min(found))
         used_sums = found[audited][used.numel() :]
-        self._stop_if_wrong(comparison.compare_update(audited, used_sums, again, known, subject))
+        self._stop_if_wrong(comparison.compare_update(audited, used_sums, redone, known, subject))
 
 
 def _sums(values: Tensor) -> comparison.Sums:

@@ -1,9 +1,9 @@
 """Comparison of the results of an audit: which of several peers are wrong.
 
-Pure, except for the number of a role's hardware, and its reaction to a mismatch. Only where that
-number is equal are equal bytes to be expected: for another model of GPU or CPU, another driver or
-another number of threads a library may choose other kernels, which add in another order and are as
-right.
+Pure, except for :func:`hardware_number` and :class:`Auditor`. Equal bytes can only be expected of
+roles with equal hardware. For another model of GPU or CPU, another driver or another number of
+threads a library may choose other kernels. These add in another order, and their results differ
+without being wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.member.peer_comparison import current_device
 from deadpool_megatron.member.role_reports import RoleReports
 
-# The words of a fingerprint (deadpool_megatron.state.parts), of a block or of several.
+# The integers of a fingerprint (state.parts.fingerprint), of one or several of its blocks.
 Sums = tuple[int, ...]
 _Value = TypeVar("_Value")
 _PASS = "a forward and backward pass"
@@ -37,17 +37,18 @@ _GPU_DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Mismatch:
-    """``roles``: all of them are wrong, or share the work that is; if not ``is_certain``, their
-    peers may be wrong instead. ``subject``: the results that differ, as text."""
+    """Roles with a wrong result. If they compute it together, not every one of them need have a
+    fault. If not ``is_certain``, their peers may be wrong instead. ``subject``: the results that
+    differ, as text."""
 
     roles: tuple[int, ...]
     is_certain: bool
     subject: str
 
 
-def hardware(device: torch.device) -> int:
-    """Return a number that is equal for roles with the same devices, drivers and libraries, less
-    than 2**56."""
+def hardware_number(device: torch.device) -> int:
+    """Return a number below 2**56 that is equal for roles with the same devices, drivers and
+    libraries."""
     facts = [
         platform.machine(),
         _line(_CPU_FACTS, "model name"),
@@ -65,9 +66,8 @@ def hardware(device: torch.device) -> int:
 
 
 def compare_held(held: Mapping[int, Sums], subject: str) -> Mismatch | None:
-    """Compare peers that must hold the same: a role that differs from more than half is wrong.
-
-    ``held``: role -> sums. Returns None where all are equal.
+    """Compare peers that must hold the same: a role that differs from more than half of them is
+    wrong. ``held``: role -> sums. Returns None where all are equal.
     """
     counts = Counter(held.values())
     if len(counts) < 2:
@@ -82,11 +82,11 @@ def compare_held(held: Mapping[int, Sums], subject: str) -> Mismatch | None:
 def compare_computed(
     computed: Mapping[int, Sums], hardware: Mapping[int, int], subject: str
 ) -> Mismatch | None:
-    """Compare peers that have computed the same, each with those of the same hardware: others may
-    get other bytes and be as right.
+    """Compare peers that have computed the same. Each is compared with those of the same hardware
+    only, since other hardware may rightly give other bytes.
 
-    ``computed``: role -> sums; ``hardware``: role -> a number, equal for the same. Returns None
-    where all comparable results are equal.
+    ``computed``: role -> sums; ``hardware``: role -> :func:`hardware_number`. Returns None where
+    all comparable results are equal.
     """
     odd = _odd({role: (hardware[role], sums) for role, sums in computed.items()})
     return Mismatch(tuple(sorted(odd.roles)), odd.is_certain, subject) if odd.roles else None
@@ -100,16 +100,17 @@ def incomparable(keys: Mapping[int, Hashable]) -> list[int]:
 
 
 def compare_update(
-    audited: int, used: Sums, again: Mapping[int, Sums], hardware: Mapping[int, int], subject: str
+    audited: int, used: Sums, redone: Mapping[int, Sums], hardware: Mapping[int, int], subject: str
 ) -> Mismatch | None:
-    """Compare an update of role ``audited``, whose result has the sums ``used``.
+    """Compare an update of role ``audited`` with the same update by its peers.
 
-    ``again``: role -> sums of its result from the state before and the gradients, also of the
-    audited role, which is wrong if its two results differ. ``hardware``: see
+    ``used``: sums of the result with which the audited role trains on. ``redone``: role -> sums of
+    the result when that role computes the update from the old state and the gradients. The audited
+    role does that, too, and is wrong if its two results differ. ``hardware``: see
     :func:`compare_computed`. Returns None where all are equal.
     """
-    others = compare_computed(again, hardware, subject)
-    if used == again[audited]:
+    others = compare_computed(redone, hardware, subject)
+    if used == redone[audited]:
         return others
     wrong = set(others.roles) if others is not None and others.is_certain else set()
     return Mismatch(tuple(sorted(wrong | {audited})), True, subject)
@@ -126,10 +127,10 @@ def compare_repeated(
 
 @dataclass(frozen=True)
 class Pass:
-    """Results of a role's pass of a micro-batch. ``replica``: its data-parallel rank; ``stage`` of
-    the pipeline; ``place``: equal for roles that must get the same results on the same
-    ``hardware``, a number. ``output`` was passed on, ``returned`` is the gradient of it that came
-    back, ``gradient`` that of the role's weights."""
+    """Results of a role's pass of a micro-batch. ``replica``: its data-parallel rank; ``stage``:
+    that of the pipeline; ``place``: a number that is equal for roles which must get the same
+    results if they have the same ``hardware``. ``output``: the activations for the next stage;
+    ``returned``: their gradient from that stage; ``gradient``: that of the role's weights."""
 
     replica: int
     stage: int
@@ -150,11 +151,10 @@ def comparable(passes: Mapping[int, Pass]) -> dict[int, Hashable]:
 
 
 def unrepeatable(repeats: Mapping[int, tuple[Hashable, bool]]) -> list[int]:
-    """Return roles whose repeated pass gave another result, in places where that is common.
+    """Return the roles whose repeated pass gave another result, in places where that is so for at
+    least half of the roles. Comparing them, or roles of later stages, proves nothing.
 
-    ``repeats``: role -> its place, equal for comparable roles, and whether the results were equal.
-    Where they differ for half of a place or more, a comparison there proves nothing, nor does one
-    of later stages.
+    ``repeats``: role -> its place (equal for comparable roles), and whether the results were equal.
     """
     odd: list[int] = []
     for peers in _by_place(repeats):
@@ -166,9 +166,9 @@ def unrepeatable(repeats: Mapping[int, tuple[Hashable, bool]]) -> list[int]:
 def compare_passes(passes: Mapping[int, Pass]) -> Mismatch | None:
     """Compare the passes of a micro-batch, and find the first wrong roles of each replica.
 
-    ``passes``: role -> sums. An error spreads: forward to later stages, backward to earlier stages,
-    and among all roles of a stage. So there may be several roles, among them the origin. It is
-    certain that their replica is wrong: none of them can be relied on.
+    ``passes``: role -> its pass. An error spreads: forward to later stages, backward to earlier
+    stages, and among all roles of a stage. So the mismatch may name several roles, of which a
+    single role has a fault. What can be certain is that their replica is wrong.
     """
     keys = comparable(passes)
     odd = [
@@ -195,18 +195,19 @@ def compare_repeated_passes(
 
 
 class Auditor:
-    """The reactions of a role to an audit. Main thread. All communication ends with the epoch.
+    """The base class of audits: a role's reports of their results. Main thread. All
+    communication ends with the epoch.
 
-    ``settle`` waits until the newest generation is committed.
+    ``await_committed`` waits until the newest generation is committed.
     """
 
     def __init__(
-        self, loop: MegatronLoop, settle: Callable[[], None], reports: RoleReports
+        self, loop: MegatronLoop, await_committed: Callable[[], None], reports: RoleReports
     ) -> None:
         self._loop = loop
-        self._settle = settle
+        self._await_committed = await_committed
         self._reports = reports
-        self._hardware = hardware(current_device())
+        self._hardware = hardware_number(current_device())
         self._iteration = 0
         # The number of this iteration's audit; None if it is not audited.
         self._number: int | None = None
@@ -248,8 +249,8 @@ class Auditor:
 
 
 def _odd(held: Mapping[int, tuple[Hashable, Sums]]) -> Mismatch:
-    """Return the roles that differ from their peers, by place; not certain where any of them have
-    no majority."""
+    """Compare the roles of each place; return all that differ. The result is not certain if the
+    peers of any place have no majority."""
     found = [found for peers in _by_place(held) if (found := compare_held(peers, ""))]
     roles = tuple(role for each in found for role in each.roles)
     return Mismatch(roles, all(each.is_certain for each in found), "")
@@ -281,13 +282,15 @@ def _first_wrong(
     if backward := gradients - returned:
         last = max(stages[role] for role in backward)
         return {role for role in backward if stages[role] == last}
-    # The returned gradient is wrong, and all later stages are right: lost between two stages.
+    # A stage got a wrong gradient from the next stage, whose own results are right: it was damaged
+    # on the way, so either of the two may be at fault.
     last = max(stages[role] for role in returned | gradients)
     return {role for role, stage in stages.items() if stage in (last, last + 1)}
 
 
 def _line(file: Path, begin: str) -> str:
-    """Return the first line of a file of the kernel that begins so; empty if there is none."""
+    """Return the first line in a file under /proc that begins with ``begin``; empty if there is
+    none."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:

@@ -110,7 +110,7 @@ class PassAudit(comparison.Auditor):
             first = run()
             repeated = agreed != _UNTESTED or torch.equal(first, run())
             # First commit the newest generation on all roles: reporting a mismatch ends the epoch.
-            self._settle()
+            self._await_committed()
             repeat = run if agreed == _REPEATABLE else None
             mismatch = self._judge(*self._gather(first, repeated=repeated), repeat)
         finally:

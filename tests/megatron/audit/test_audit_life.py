@@ -59,7 +59,7 @@ def live_on_rank(script: Sequence[str], options: dict[str, Any]) -> list[list[st
     complete_state(loop.optimizer)
     shard, slots = optimizers.ShardState(loop.optimizer), dict[Any, memoryview]()
     if rank in options.get("other_hardware", ()):
-        comparison.hardware = lambda device: 77
+        comparison.hardware_number = lambda device: 77
     model_config(loop).num_moe_experts = options.get("experts")
 
     def keep(generation: Generation) -> None:

@@ -69,7 +69,7 @@ class World:
 
     def report(self, node: int, step: str, **facts: Any) -> None:
         """Receive an agent's report about the current export."""
-        name = f"{self.exports._term}.{self.exports._count}"
+        name = f"{self.exports._prefix}.{self.exports._export_count}"
         self.exports.take_report(node, {"t": "export", "name": name, "step": step, **facts})
 
     def taken(self, iteration: int, boundary: str = "step") -> None:
