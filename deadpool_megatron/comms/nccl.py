@@ -1,4 +1,4 @@
-"""Inner groups on NCCL. Written with the sources of torch 2.13 open.
+"""Inner groups on NCCL, written after a reading of the sources of torch 2.13.
 
 The environment that they need, and the versions of NCCL that are refused, are in
 :mod:`deadpool_megatron.support.environment`. Facts that shape this module:
@@ -8,19 +8,22 @@ another can deadlock (nccl#1013, pytorch#119797), so all are aborted at the same
 each. After an abort kernels exit and outputs are worthless, without an error. Communicators that
 are made lazily need the store, so all are made before the first barrier, and a group that is bound
 to a device reuses its communicator for unbatched send and receive. A pair of ranks connects at its
-first message, in the host, which then waits for the peer: so neighbours in a pipeline exchange a
-byte as their group is made (collectives connect there with ``NCCL_RUNTIME_CONNECT=0``).
+first message, and the host waits for the peer meanwhile. So neighbours in a pipeline exchange a
+byte when their group is made (with ``NCCL_RUNTIME_CONNECT=0`` collectives connect then, too).
 
-An abort frees a communicator, also with a thread inside. So the close of an epoch first sets its
-flag, then waits until no thread is inside, then aborts; a thread first marks itself as inside, and
-then reads the flag. In CPython at least one thread sees the other, without a lock.
+An abort frees a communicator even if a thread is in a call of it. So the close of an epoch first
+sets its flag, then waits until no thread is in such a call, then aborts. A thread first enters
+itself in ``Epoch.waits``, and then reads the flag. In CPython at least one thread notices the
+other, without a lock.
 
-From start to end of a coalescing block nothing may raise, either. NCCL counts the open blocks of
-each thread (group.cc, ncclGroupDepth). torch abandons a block by an exception
-(``ProcessGroupNCCL::send``), and that block stays open for ever: all later operations of the thread
-are collected and never run, without an error, in every later epoch, and their outputs are old
-memory. The end of a block uses the communicators of its operations, so no abort may free them
-before that.
+Between start and end of a coalescing block nothing may raise. NCCL counts the open blocks of each
+thread (group.cc, ncclGroupDepth). An exception makes torch abandon a block
+(``ProcessGroupNCCL::send``), which stays open for ever. All later operations of the thread are then
+collected and never run, without an error, in every later epoch, and their outputs are old memory.
+The end of a block uses the communicators of its operations, so no abort may free them before that.
+
+Below, a group of NCCL is what ncclGroupStart opens: torch opens one for each coalescing block, and
+for the operations of ``inner.OPENS_A_GROUP``. A group of ranks is a communicator.
 """
 
 from __future__ import annotations
@@ -48,54 +51,57 @@ from deadpool_megatron.comms.in_flight.device_time import CudaClock, read_positi
 from deadpool_megatron.comms.in_flight.epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.waiters import WaiterPool
 
-#: Megatron's names of the groups whose neighbours send to one another: all around with virtual
-#: stages, and for TransformerEngine's attention over a split context
+#: Megatron's names of the groups in which each rank sends to the next, and the last to the first:
+#: pipelines with virtual stages, and TransformerEngine's attention over a split context
 RINGS = ("PIPELINE_MODEL_PARALLEL_GROUP", "CONTEXT_PARALLEL_GROUP")
-_WARM_UP_ELEMENTS = 256
+_WARM_UP_SIZE = 256
 _WARM_UP_SECONDS = 60.0
 _WARM_UP_DTYPES = (torch.float32, torch.bfloat16)
-#: a thread inside only enqueues: microseconds, unless it hangs in the driver
+#: a close waits this long for a thread in a call, which takes microseconds unless the driver hangs
 MAX_INSIDE_SECONDS = 0.2
 _POLL_SECONDS = 0.001
 _INVALID_USAGE = 5  # ncclInvalidUsage of nccl.h: no group is open on this thread
 
 
 class Blocks:
-    """The open blocks of all threads on the communicators of one epoch."""
+    """The open coalescing blocks of all threads on the communicators of one epoch."""
 
     def __init__(self, is_group_open: Callable[[], bool]) -> None:
         """``is_group_open()``: whether the calling thread is in a group of NCCL that no block here
         has opened."""
         self._is_group_open = is_group_open
-        self._known: set[int] = set()
-        self._lost = ""
+        #: threads for which NCCL has been asked
+        self._asked: set[int] = set()
+        #: why a group of NCCL stays open for ever; empty while none does
+        self._left_open = ""
         self._depths: dict[int, int] = {}
         self._problems: dict[int, RuntimeError] = {}
         self._closed = False
-        #: an abort did not wait for a thread any longer, which may be in a freed communicator, and
-        #: collect for ever
+        #: close() waited in vain for a thread: it may be in a freed communicator, or its later
+        #: operations may be collected for ever
         self.cut = False
 
     def mark_left_open(self, operation: str) -> None:
         """Note that an exception of NCCL left the group open that ``operation`` had opened."""
-        self._lost = self._lost or f"{operation} failed in a group of NCCL, and left it open"
+        text = f"{operation} failed in a group of NCCL, and left it open"
+        self._left_open = self._left_open or text
 
     def begin(self, operation: str) -> str:
-        """Ask NCCL before the first operation of a thread. Return the reason why the process must
-        be replaced, or nothing."""
-        if get_ident() not in self._known:
-            self._known.add(get_ident())
-            self.unusable_reason()
-        return self._lost
+        """Before the first operation of a thread, ask NCCL whether a group is open on it. Return
+        the reason why the process must be replaced; empty if there is none."""
+        if get_ident() not in self._asked:
+            self._asked.add(get_ident())
+            self.unusable_reason()  # notes an open group
+        return self._left_open
 
     def unusable_reason(self) -> str:
-        """Return the reason why a thread launches nothing any more (NCCL is asked about the calling
-        thread); empty while all do."""
+        """Return the reason why operations of some thread may never run; empty if there is none.
+        NCCL is asked about the calling thread."""
         if self.cut:
             return "a thread was stuck in an operation of NCCL, or in a block of them"
         if not self.is_open_here() and self._is_group_open():
             self.mark_left_open("something unknown")
-        return self._lost
+        return self._left_open
 
     def enter(self) -> bool:
         """Open a block on the calling thread; False, with nothing open, once blocks are closed."""
@@ -128,8 +134,8 @@ class Blocks:
         return problem
 
     def close(self, seconds: float, is_inside: Callable[[], bool]) -> None:
-        """Let no block begin, and wait until none is open and no thread ``is_inside()``; after
-        ``seconds`` they are cut."""
+        """Let no block begin. Wait until none is open and ``is_inside()`` is False, for ``seconds``
+        at most; then set ``cut``."""
         self._closed = True
         until = time.monotonic() + seconds
         while not self.cut and (self._depths or is_inside()):
@@ -160,7 +166,7 @@ class NcclFabric(inner.Fabric):
         return is_group_open()
 
     def create(self, spec: inner.GroupSpec, store: Store) -> NcclGroup:
-        # torch numbers them as they are made; only their connecting takes time.
+        # torch numbers backends as they are made. Only the connection below takes time.
         with self._making:
             plain, backend = self._build(spec, store)
         with self._lock:
@@ -208,7 +214,7 @@ class NcclFabric(inner.Fabric):
         """Return a plain ProcessGroup with an NCCL backend, made as by c10d's own helper."""
         from torch.distributed import ProcessGroupNCCL
 
-        # The builder is a thread of its own, and the current device belongs to a thread.
+        # Each thread has a current device of its own, and groups are built in another thread.
         torch.cuda.set_device(spec.device)
         options: Any = spec.options
         if options is None:
@@ -218,7 +224,7 @@ class NcclFabric(inner.Fabric):
         if timeout is not None:
             options._timeout = timeout
         if spec.colour is not None:
-            options = copy.deepcopy(options)  # those of a user outlive this parent
+            options = copy.deepcopy(options)  # the user's options outlive the parent set below
             options.split_from, options.split_color = self._groups[0].backend(), spec.colour
         options.global_ranks_in_group = list(spec.ranks)
         options.group_name = spec.name
@@ -234,7 +240,7 @@ class NcclFabric(inner.Fabric):
         return plain, backend
 
     def abort(self) -> None:
-        # All together get the time of a drain; afterwards they continue in their threads.
+        # All aborts together get ``drain_seconds``; later they continue in their threads.
         drain_seconds = self._epoch.limits.drain_seconds
         until = time.monotonic() + drain_seconds
         inside_seconds = drain_seconds if self._epoch.in_first_step else MAX_INSIDE_SECONDS
@@ -242,8 +248,8 @@ class NcclFabric(inner.Fabric):
         with self._lock:
             backends, self._backends = self._backends, []
             self._aborts += len(backends)
-        how: Any = {"target": self._abort_counted, "name": "deadpool-nccl-abort", "daemon": True}
-        threads = [threading.Thread(args=(backend,), **how) for backend in backends]
+        fixed: Any = {"target": self._abort_counted, "name": "deadpool-nccl-abort", "daemon": True}
+        threads = [threading.Thread(args=(backend,), **fixed) for backend in backends]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -356,7 +362,8 @@ class NcclGroup(inner.InnerGroup):
 
     def _work(self, work: Any, operation: str, sequence: int) -> dist.Work | None:
         if work is None:
-            # Collected in a block, or on the current stream, so without a wait.
+            # There is nothing to wait for: a block collects the operation, or the current stream
+            # runs it.
             if not self._blocks.is_open_here():
                 self.epoch.check(operation)
                 works.count_finished(self, operation)
@@ -406,7 +413,8 @@ class NcclGroup(inner.InnerGroup):
             self.epoch.check(operation)
 
     def _report_known_error(self, operation: str) -> None:
-        """Report a known error before a group is opened that it would leave open."""
+        """Report an error of the communicator before a group of NCCL is opened: the error would
+        leave that group open."""
         if error := self.error():
             self.epoch.fault(self.description, operation, f"torch's watchdog reports {error}")
 
@@ -456,8 +464,9 @@ def _barrier_options(
 ) -> BarrierOptions:
     """Return the options of a barrier that returns a Work, on the device of its group.
 
-    Without a Work it would hold the host in a wait that no other thread sees. torch would use the
-    thread's current device: the first device of the node by default, which would get a context.
+    A barrier without a Work would hold the host in a wait that no other thread sees. Without a
+    device torch would use the thread's current device. That is the first of the node by default,
+    on which the process would create a context.
     """
     opts = BarrierOptions()
     for given in (*args, *kwargs.values()):
@@ -476,8 +485,8 @@ def warm(device: torch.device, make: Callable[[Epoch], NcclFabric] = NcclFabric)
     rank, use it for each collective of training, and abort it.
 
     NCCL inspects each of its kernels for a communicator, which loads them; torch loads its own at
-    the first use of an operation. A single rank needs no peer for that, but NCCL then copies and
-    opens no connection. Has never run on a GPU.
+    the first use of an operation. A single rank needs no peer for that. NCCL then only copies, so
+    no connection is opened. This function has never run on a GPU.
 
     The calling thread must not be in an epoch. Raises RuntimeError as NCCL does.
     """
@@ -500,7 +509,7 @@ def warm(device: torch.device, make: Callable[[Epoch], NcclFabric] = NcclFabric)
 
 def _warm_up_operations(device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for dtype in _WARM_UP_DTYPES:
-        source, target = (torch.zeros(_WARM_UP_ELEMENTS, dtype=dtype, device=device) for _ in "ab")
+        source, target = (torch.zeros(_WARM_UP_SIZE, dtype=dtype, device=device) for _ in range(2))
         yield "allreduce", ([source],)
         yield "broadcast", ([source],)
         yield "_allgather_base", (target, source)
@@ -521,9 +530,8 @@ def _group_end() -> Callable[[], int] | None:
 
 
 def is_group_open() -> bool:
-    """Ask NCCL whether the calling thread, which should be in no group, is in an open group.
-
-    Needs no device.
+    """Ask NCCL whether the calling thread is in a group; the question ends that group. Needs no
+    device.
     """
     end = _group_end()
     return end is not None and end() != _INVALID_USAGE

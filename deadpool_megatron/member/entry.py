@@ -39,7 +39,7 @@ from deadpool_megatron.state.frozen_file import Wait
 from deadpool_megatron.state.parts import largest_value
 from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.disk import extras_file
-from deadpool_megatron.vault.disk.sources import dump_differs
+from deadpool_megatron.vault.disk.sources import dump_difference
 from deadpool_megatron.vault.errors import Interrupted, OutOfSpace, VaultError
 from deadpool_megatron.vault.vault_client import VaultClient
 from deadpool_megatron.wire.framing import readable
@@ -180,7 +180,7 @@ class EpochEntry:
         """Restore the record's generation into the live objects."""
         restore, framework = record.restore, self.built.framework
         layout = self.protection.layout
-        if restore.kind == "dump" and (reason := dump_differs(Path(restore.path), layout)):
+        if restore.kind == "dump" and (reason := dump_difference(Path(restore.path), layout)):
             raise OtherModel(
                 "",
                 f"the state in {restore.path} is of another model or other flags: role {role}:"

@@ -29,10 +29,11 @@ from deadpool_megatron.vault.transport import HANDSHAKE_SECONDS, Channel, Transp
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 log = logging.getLogger(__name__)
-# Connections that have not yet proved to know the run secret: their number, and their time limit.
-# At the maximum the next connection waits in the kernel's queue, and the time limit is shorter.
+# A connection is unauthenticated until its peer has proved to know the run secret. At the maximum
+# number of such connections the next waits in the kernel's queue.
 _MAX_UNAUTHENTICATED = 64
 _UNAUTHENTICATED_SECONDS = HANDSHAKE_SECONDS
+# The time limit for the proof at the maximum number.
 _CROWDED_SECONDS = 0.5
 _PAUSE_SECONDS = 0.02
 
@@ -93,7 +94,7 @@ class Server:
             late = [channel for channel, at in self._unauthenticated.items() if at < began]
             for channel in late:
                 del self._unauthenticated[channel]
-                channel.shutdown()  # its thread counts it
+                channel.shutdown()  # so authenticate() fails in its thread, which reports that
             return len(self._unauthenticated) < _MAX_UNAUTHENTICATED
 
     def _serve(self, channel: Channel) -> None:
@@ -147,7 +148,7 @@ class _Connection:
     def _answer(self, message: Mapping[str, Any]) -> None:
         kind = message.get("t")
         if kind == "offer":
-            self._channel.give_way(self._store.settings.dscp)
+            self._channel.lower_priority(self._store.settings.dscp)
             self._layout = RoleLayout.from_dict(message["layout"])
         elif kind == "put" and message.get("block") is not None:
             offer = self._offer(message)
@@ -210,7 +211,8 @@ class _Connection:
                 slot_memory.reserve(store, segment, wanted, slot, generation)
             except VaultError as error:
                 raise Refused(Refusal.NO_SHARED_MEMORY, str(error)) from error
-            # Before the extras are sealed, since a restore checks shards by the owner's checksums.
+            # A restore compares shards from peers with the owner's checksums. So these are noted
+            # before the extras are sealed, after which the generation counts as held.
             store.note_elsewhere(segment, slot, offer.elsewhere, offer.epoch)
             self._channel.send({"t": "need", "parts": wanted})
             return [part[0] for part in needed if self._keep(segment, slot, *part, offer.epoch)]
@@ -271,7 +273,8 @@ class _Connection:
 
     def _describe(self, message: Mapping[str, Any]) -> None:
         """Answer with the layout of a role and, for a generation, the checksums of its parts that
-        peers hold. ``again``: a node that has lost parts of that generation."""
+        peers hold. ``again``: a node that has lost parts of that generation, which are therefore
+        sent to it again."""
         role, asked, again = int(message["role"]), message.get("generation"), message.get("again")
         elsewhere = dict[str, tuple[int, int]]()
         with self._gate.lock:
@@ -285,6 +288,7 @@ class _Connection:
         self._channel.send({"t": "layout", "layout": described, "elsewhere": others})
 
     def _fetch(self, message: Mapping[str, Any]) -> None:
+        """Send a part that another vault asks for. Raises Refused if it is not held."""
         epoch, role, name = int(message["epoch"]), int(message["role"]), str(message["part"])
         generation = Generation.from_list(message["generation"])
         self._require_open(epoch)

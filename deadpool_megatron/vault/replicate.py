@@ -4,10 +4,12 @@ No work is queued: missing copies follow from the table and the ledger. So after
 connection, a stop or restart of the other vault, or a restart of this vault, the threads resume by
 reading them again. Each buddy has its own thread, so no copy waits for another.
 
-One put: ``put`` with the parts on offer and the checksums of those that peers hold anyway,
-``need`` with those the buddy lacks, their raw bytes in that order, ``sealed``; from the holder of
-a parity block ``taken``, and ``sealed`` to a later put (:mod:`.schemes.parity`). The bytes go from
-the mapped slot to the socket without a copy in Python.
+The messages for a generation: the owner sends ``put`` with the parts that it offers, and with the
+checksums of parts that are not sent because peers hold the same bytes. The buddy answers ``need``
+with the parts that it lacks. The owner sends their raw bytes in that order, and the buddy answers
+``sealed``. The holder of a parity block answers ``taken``, and ``sealed`` to a later ``put``
+(:mod:`.schemes.parity`). The bytes pass from the mapped slot to the socket without a copy in
+Python.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
 _CHECK_SECONDS = 1.0  # bounds what a lost wake-up could cost
 
-# A generation and those of its parts that the node lacks.
+# A generation, and the places of its parts that the target lacks.
 Work = tuple[Generation, list[Place]]
 
 
 class Sender(threading.Thread, ABC):
     """Thread that replicates a role's generations of an epoch to a target.
 
-    A subclass ships a generation; this class chooses the generation, the moment, the retries and
-    the connection.
+    A subclass ships (sends or copies) a generation; this class chooses the generation, the moment,
+    the retries and the connection.
     """
 
     verb = "ship"
@@ -66,7 +68,7 @@ class Sender(threading.Thread, ABC):
         owed."""
         with self._gate.changed:
             work = self._ledger.shipment(self._layout, self._target, self._epoch)
-            if work is None and self._going():
+            if work is None and self._is_open():
                 self._gate.changed.wait(_CHECK_SECONDS)
             return work
 
@@ -95,7 +97,7 @@ class Sender(threading.Thread, ABC):
     def run(self) -> None:
         """Replicate until the epoch is closed."""
         pause = _FIRST_PAUSE_SECONDS
-        while self._going():
+        while self._is_open():
             work = self._next()
             if work is None:
                 continue
@@ -118,15 +120,15 @@ class Sender(threading.Thread, ABC):
         if channel is not None:
             channel.shutdown()
 
-    def _going(self) -> bool:
+    def _is_open(self) -> bool:
         return self._gate.is_open(self._epoch)
 
     def _connect(self) -> Channel:
         if self._channel is None:
             self._channel = channel = self._gate.dial(self._node)
-            if not self._going():
+            if not self._is_open():
                 raise WireError("the epoch was closed while connecting")
-            channel.give_way(self._store.settings.dscp)
+            channel.lower_priority(self._store.settings.dscp)
             channel.send({"t": "offer", "layout": self._layout.to_dict()})
         return self._channel
 
@@ -137,10 +139,11 @@ class Sender(threading.Thread, ABC):
             channel.close()
 
     def _send_paced(self, channel: Channel, flow: Share, place: Place, view: memoryview) -> None:
-        """Send a piece of a part at the pace of all protection traffic."""
+        """Send a part in pieces. ``flow`` sets their pace: all protection traffic has a common
+        limit."""
         sent, iteration = 0, flow.generation.iteration
         about = {"role": self._layout.role, "iteration": iteration, "to": self._node}
-        for piece in flow.pieces(view, self._going):
+        for piece in flow.pieces(view, self._is_open):
             piece = failpoints.maybe_corrupted(piece, "vault.chunk", part=place.name, **about)
             channel.send_bulk(piece)
             self._store.reports.counters["bytes shipped"] += len(piece)
@@ -149,7 +152,8 @@ class Sender(threading.Thread, ABC):
             raise WireError("the epoch was closed")
 
     def _examine(self, place: Place) -> None:
-        """Check whether our bytes are corrupt, after the receiver's checksum has differed."""
+        """Mark a part as bad if its bytes here are corrupt, after the receiver's checksum has
+        differed."""
         found = checksum(place.view)
         if found != place.checksum:
             self._store.mark_bad(place, found)
@@ -172,13 +176,14 @@ class Replicator(Sender):
         )
         channel = self._connect()
         with self._gate.lock:
+            # The generation to which a step is applied; None if this generation is sent whole.
             base = self._scheme.follows(self._layout.role, generation)
         follows = None if base is None else base.to_list()
         elsewhere = self._ledger.elsewhere(self._layout, generation)
         channel.send(self._offered(work, follows=follows, elsewhere=elsewhere))
         answer = channel.receive()
         if refused := Refused.in_answer(answer):
-            return self._refused(refused, generation, places)
+            return self._handle_refusal(refused, generation, places)
         wanted = set(answer["parts"])
         nbytes = sum(place.nbytes for place in places if place.name in wanted)
         link, role = self._store.nic, self._layout.role
@@ -188,7 +193,7 @@ class Replicator(Sender):
                     self._send_paced(channel, flow, place, place.view)
             answer = channel.receive()
             if refused := Refused.in_answer(answer):
-                return self._refused(refused, generation, places)
+                return self._handle_refusal(refused, generation, places)
             if nbytes:
                 flow.end()
         kept = {place.name for place in places} - wanted | {*answer["parts"]}
@@ -201,7 +206,10 @@ class Replicator(Sender):
             self._examine(place)
         return not damaged
 
-    def _refused(self, refused: Refused, generation: Generation, places: list[Place]) -> bool:
+    def _handle_refusal(
+        self, refused: Refused, generation: Generation, places: list[Place]
+    ) -> bool:
+        """Return True to continue at once, False to retry after a pause."""
         if refused.reason is Refusal.SUPERSEDED:
             names = [place.name for place in places]
             self._ledger.acknowledge(self._layout, generation, self._node, names, self._epoch)
@@ -229,7 +237,7 @@ class LocalCopier(Sender):
         generation, places = work
         role = self._layout.role
         failpoints.hit("vault.double", role=role, iteration=generation.iteration)
-        with self._gate.lock:  # copies that exist already, perhaps as the only place
+        with self._gate.lock:  # a copy may exist already, even if the own slot is lost
             kept = {
                 (place.name, place.checksum)
                 for name in (place.name for place in places)
@@ -237,19 +245,19 @@ class LocalCopier(Sender):
                 if place.segment.seat is None
             }
         missing = [place for place in places if (place.name, place.checksum) not in kept]
-        doubled = [place.name for place in places if place not in missing]
+        copied = [place.name for place in places if place not in missing]
         try:
             if missing:
-                doubled += self._double(generation, missing)
+                copied += self._copy_parts(generation, missing)
         except VaultError as error:
-            if self._going():
+            if self._is_open():
                 self._store.reports.refuse(f"second copy: {error}", role=role)
-        self._ledger.acknowledge(self._layout, generation, self._node, doubled, self._epoch)
-        return len(doubled) == len(places)
+        self._ledger.acknowledge(self._layout, generation, self._node, copied, self._epoch)
+        return len(copied) == len(places)
 
-    def _double(self, generation: Generation, places: list[Place]) -> list[str]:
+    def _copy_parts(self, generation: Generation, places: list[Place]) -> list[str]:
         """Copy the parts and return the names of those sealed, none while no slot is free. Raises
-        VaultError without memory, or at a close."""
+        VaultError when memory is short, or at a close."""
         store = self._store
         names = [place.name for place in places]
         segment = slot_memory.ensure_copy(store, self._layout, generation, names)

@@ -101,7 +101,7 @@ class Channel:
         except ValueError as error:  # closed by another thread
             raise framing.ConnectionClosed("channel is closed") from error
 
-    def give_way(self, dscp: int) -> None:
+    def lower_priority(self, dscp: int) -> None:
         """Send later bytes of this side after those of training: see docs/streaming.md."""
         if self._socket.family == socket.AF_INET6:
             self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)

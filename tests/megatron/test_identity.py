@@ -164,7 +164,7 @@ WAYS: dict[str, Callable[[Path, Layouts, Layouts], bool]] = {
     ),
     "parity": lambda at, kept, own: in_memory(own, [*own.values(), coded(kept)], 0),
     "started again": lambda at, kept, own: started_again(kept[0], own[0]),
-    "dump": lambda at, kept, own: not sources.dump_differs(dump(at, kept.values()), own[0]),
+    "dump": lambda at, kept, own: not sources.dump_difference(dump(at, kept.values()), own[0]),
     "file": lambda at, kept, own: loaded(at, kept[0], own[0]),
     "file of a peer": lambda at, kept, own: loaded(at, replace(kept[0], role=1), own[0]),
     "dump with a peer": lambda at, kept, own: bool(

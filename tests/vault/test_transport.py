@@ -47,10 +47,10 @@ def class_of(connection: socket.socket) -> tuple[int, int]:
 def test_each_end_of_a_channel_marks_its_packets(pair, dscp):
     near, far = pair
     assert class_of(near) == class_of(far) == (0, 0)
-    Channel(near, 5.0, None, "").give_way(dscp)
+    Channel(near, 5.0, None, "").lower_priority(dscp)
     assert class_of(near) == (dscp << 2, 2)
     assert class_of(far) == (0, 0)
-    Channel(far, 5.0, None, "").give_way(dscp)
+    Channel(far, 5.0, None, "").lower_priority(dscp)
     assert class_of(far) == (dscp << 2, 2)
 
 
@@ -77,7 +77,7 @@ def test_the_kernel_counts_bytes_and_how_long_they_were_on_their_way(pair):
 def test_little_of_a_copy_waits_in_a_socket(pair):
     """Bytes that it has taken continue to leave when training begins to send."""
     near, _ = pair
-    Channel(near, 5.0, None, "").give_way(0)
+    Channel(near, 5.0, None, "").lower_priority(0)
     near.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:

@@ -54,14 +54,14 @@ def script_of(command: Sequence[str]) -> str | None:
 
 
 def adopt(args: argparse.Namespace) -> tuple[str, ...]:
-    """Set ``args.command`` to the members' command, and the settings to those on the script's
-    command line. Return the user's command with its switches; a script of Megatron-LM in its
-    checkout is protected by default.
+    """Set ``args.command`` to the members' command, and put the settings on the script's command
+    line into ``args``. Return the user's command with all switches. A script of Megatron-LM in its
+    checkout gets the switch --deadpool if the user did not give it.
 
     Raises CommandError, also for errors that each process would report later.
     """
     switches = arguments.switches_in(args)
-    if FLAG not in (*args.command, *switches) and _is_megatrons(args.command[0]):
+    if FLAG not in (*args.command, *switches) and _is_megatron_script(args.command[0]):
         switches = [FLAG, *switches]
     args.command = [*args.command, *switches]
     command, lines = member_command(args.command), list[str]()
@@ -97,22 +97,25 @@ def modules(given: str | None, default: str, command: Sequence[str]) -> tuple[st
 
 
 def announce(command: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    """Name the script to processes that preload it from now on."""
+    """Set or remove the variable that names the script. Processes that inherit ``environment`` from
+    now on preload that script."""
     environment.pop(SCRIPT_VARIABLE, None)
     if script := script_of(command):
         environment[SCRIPT_VARIABLE] = str(Path(script).absolute())
 
 
 def waits_for_forks(method: str) -> bool:
-    """Return whether to wait for forked members: always, or on hosts without an NVIDIA driver."""
+    """Return whether the start waits until members can be forked. Only on hosts without an NVIDIA
+    driver does it do so for the method ``auto``."""
     return method == "fork" or (method == "auto" and not NVIDIA_CONTROL_DEVICE.exists())
 
 
 def preload_modules(settings: Settings, modules: Sequence[str]) -> ForkServer | None:
     """Start a server that imports the modules once and forks members; None for ``exec``.
 
-    On a host with a driver the imports probably use it: then do not wait, and members are parked
-    processes unless the server reports that it forks. Raises CommandError for a broken module.
+    On a host with an NVIDIA driver the imports probably use it, so that the server cannot fork. The
+    start does not wait for it there, and members are parked processes unless the server reports
+    that it can fork. Raises CommandError for a broken module.
     """
     method = settings.start_method
     if method == "exec":
@@ -128,13 +131,16 @@ def preload_modules(settings: Settings, modules: Sequence[str]) -> ForkServer | 
         return None
 
 
-def _is_megatrons(script: str) -> bool:
+def _is_megatron_script(script: str) -> bool:
+    """Return whether a file calls pretrain() and lies at the root of a checkout of Megatron-LM."""
     path = Path(script)
     is_in_checkout = path.is_file() and (path.parent / "megatron" / "training").is_dir()
     return is_in_checkout and "pretrain(" in path.read_text(errors="replace")
 
 
 def _settings(script_arguments: Sequence[str], own_options: Sequence[str]) -> dict[str, Any]:
+    """Return the settings among the script's arguments. Raises CommandError if any is unknown or
+    contradicts an option of this command."""
     try:
         own, _ = arguments.given_in(own_options, script=False)
         found, others = arguments.given_in(script_arguments, script=True)

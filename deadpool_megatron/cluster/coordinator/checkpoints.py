@@ -7,7 +7,7 @@ An *export* is written while training continues, in three steps: *taking* (the v
 that trains pins the generation, and reports it once it is committed), *writing* (an exporter on
 each of these nodes; that of role 0 makes a checkpoint of all files), *publishing* (rename,
 pointers, pruning). Any failure on the way ends the export. The next export is tried when it is due:
-after an interval of iterations if the user gave one, else half an hour after the last checkpoint of
+after an interval of iterations if the user gave any, else half an hour after the last checkpoint of
 any kind. If writing took more than a tenth of that time, the pause is longer. Neither training nor
 a recovery waits for an export.
 

@@ -37,8 +37,8 @@ _GPU_DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Roles with a wrong result. If they compute it together, not every one of them need have a
-    fault. If not ``is_certain``, their peers may be wrong instead. ``subject``: the results that
+    """Roles with a wrong result. If they compute it together, a single role may have caused it. If
+    not ``is_certain``, their peers may be wrong instead. ``subject``: the results that
     differ, as text."""
 
     roles: tuple[int, ...]
@@ -168,7 +168,7 @@ def compare_passes(passes: Mapping[int, Pass]) -> Mismatch | None:
 
     ``passes``: role -> its pass. An error spreads: forward to later stages, backward to earlier
     stages, and among all roles of a stage. So the mismatch may name several roles, of which a
-    single role has a fault. What can be certain is that their replica is wrong.
+    single role has a fault. It can only be certain that their replica is wrong.
     """
     keys = comparable(passes)
     odd = [

@@ -1,4 +1,5 @@
-"""The parts in the files of a dump, the sources of other parts, and the check for completeness.
+"""The contents of the files of a dump: which parts they hold, from which sources other parts can be
+rebuilt, and whether a generation is complete.
 
 The files may come from any number of nodes and failures. Checksums are compared at the load.
 """
@@ -31,10 +32,11 @@ def dumped_parts(
     roles: Collection[int],
     layouts: Mapping[int, RoleLayout] = NONE_KNOWN,
 ) -> PartIndex:
-    """Return the parts that the files of a dump can give, by the rules for memory of live nodes.
+    """Return the parts that the files of a dump can give. They are found by the rules for parts in
+    memory, as if the files were the inventories of live nodes.
 
-    In the run that wrote them they had other lineages; here all have that of ``generation``.
-    ``layouts``: those of the roles, as far as known; other layouts are read from the files.
+    In the run that wrote the files the parts had other lineages; here all have that of
+    ``generation``. ``layouts``: the known layouts of roles; others are read from the files.
     """
     holdings = defaultdict[int, list[Holding]](list)
     described = defaultdict[int, list[RoleLayout]](list)
@@ -88,10 +90,11 @@ def snapshot_of_dump(directory: Path, role: int, generation: Generation, boundar
     return Snapshot(role, layout.layout_hash, generation, boundary, path, parts, elsewhere)
 
 
-def dump_differs(directory: Path, layout: RoleLayout) -> str:
+def dump_difference(directory: Path, layout: RoleLayout) -> str:
     """Return how the model in a role's files differs from its ``layout``; empty where it does not,
     or no file can be read now."""
-    with contextlib.suppress(OSError):  # a shortage: the vault waits until it can read them
+    # Memory or descriptors are short: the vault waits until it can read the files.
+    with contextlib.suppress(OSError):
         held = [dumped.layout for dumped in dump_files(directory, layout.role)]
         if held and all(dumped.layout_hash != layout.layout_hash for dumped in held):
             return difference(held[0], layout)
@@ -99,7 +102,8 @@ def dump_differs(directory: Path, layout: RoleLayout) -> str:
 
 
 def slots_of(dumped: Segment, generation: Generation) -> Iterator[tuple[int, Generation]]:
-    """Yield a file's slots with the lineage of ``generation``; none if its iteration differs."""
+    """Yield the sealed slots of a file with their generations, but in the lineage of
+    ``generation``; none if the file is of another iteration."""
     if dumped.generation(0).iteration != generation.iteration:
         return
     for slot in range(dumped.slots):
@@ -115,10 +119,12 @@ def holds(dumped: Segment, part: str, iteration: int) -> bool:
 def newest_whole(
     base: Path, roles: Collection[int], kept: Mapping[int, int]
 ) -> tuple[Restore | None, list[str]]:
-    """Return the newest generation below ``base`` with every role's parts, or the sources to decode
-    or recompute them; and why newer generations are not whole. ``kept``: the kept lineages, see
-    layout.planner.keep_lineages; abandoned generations do not count. Checksums are compared when
-    the parts are loaded.
+    """Return the newest whole generation in the directories below ``base``, if any, and the reasons
+    why newer generations are not whole.
+
+    A generation is whole if the files have every role's parts, or the sources to decode or
+    recompute them. ``kept``: the kept lineages (layout.planner.keep_lineages); generations of other
+    lineages were abandoned, and do not count. Checksums are compared when the parts are loaded.
     """
     refusals: list[str] = []
     found = []

@@ -7,16 +7,16 @@ order of roles, and answers ``taken``. The owner asks again, now with nothing to
 sealed; after a time limit it is ``waited``, and the owner repeats the question. No acknowledgement
 comes earlier, so the parts stay in the slots of their owners, whose members do not pass the gate.
 
-* A block needs the memory of one slot, as a copy does, and a piece for each owner that sends.
-* Bytes cannot be removed from a sum. So a part whose bytes from an owner arrive damaged, in part or
-  twice is restarted, and its owners learn from the next answer that it is needed again.
-* An unfinished part is ABSENT, so a close does not promise it; after the cut no thread writes into
-  its slot. A block is sealed together with the list of its contributions, under the lock that
-  a close takes.
-* A restarted vault of an owner sends its parts again; their checksums show that the block has them.
-  A restarted holder starts unsealed blocks from nothing. Owners of a sealed block that turned out
-  to be damaged are asked to send their parts again; a role without parts in blocks is asked for its
-  layout.
+* A block needs the memory of one slot, as a copy does, and a buffer for each owner that is sending.
+* Bytes cannot be removed from a sum. If the bytes of an owner arrive damaged, incomplete or twice,
+  the sum of that part is restarted. Its owners learn from the next answer that it is needed again.
+* An unfinished part is ABSENT, so the inventory at a close does not promise it. After :meth:`cut`
+  no thread writes into its slot. A block is sealed together with the list of its contributions,
+  under the lock that a close takes.
+* When the vault of an owner restarts, it sends its parts again; their checksums show that the block
+  has them. When a holder restarts, it builds unsealed blocks from nothing. If a sealed block turns
+  out to be damaged, the holder asks its owners to send their parts again. A role that has no parts
+  in blocks sends no offer, so the holder asks for its layout.
 """
 
 from __future__ import annotations
@@ -123,17 +123,19 @@ class _Sum:
 class BlockBuild:
     """A generation of a block, in a claimed slot. Guarded by the vault's lock."""
 
-    def __init__(self, begin: Callable[[str], Combination], segment: Segment, slot: int) -> None:
+    def __init__(self, combine: Callable[[str], Combination], segment: Segment, slot: int) -> None:
+        """``combine(name)``: returns an empty combination that writes into that part."""
         self.segment = segment
         self.slot = slot
         self.sums: dict[str, _Sum] = {}
         self.is_sealed = self.is_being_sealed = False
-        self._start_build = begin
+        self._combine = combine
 
     def begin(self, name: str) -> _Sum:
-        """Start the sum of a part, without bytes that were added before or are on their way."""
+        """Start or restart the sum of a part. No bytes of an earlier sum are in it, and threads
+        that are adding bytes to the earlier sum cannot write any more."""
         self.give_up(name)
-        self.sums[name] = _Sum(self._start_build(name))
+        self.sums[name] = _Sum(self._combine(name))
         return self.sums[name]
 
     def give_up(self, name: str) -> None:
@@ -167,7 +169,7 @@ class ParityBlock:
         self._wait_seconds = min(_WAIT_SECONDS, store.settings.connect_seconds / 4)
         known = {role: store.table.layout(role) for role in self._group.roles}
         self._layouts = {role: layout for role, layout in known.items() if layout is not None}
-        self._reported: set[int] = set()  # whose layout is that of this epoch
+        self._reported: set[int] = set()  # roles whose layout has been received in this epoch
         self._builds: dict[records.Generation, BlockBuild] = {}
         # Memory is allocated for one generation after the other.
         self._creation_lock = threading.Lock()
@@ -180,7 +182,7 @@ class ParityBlock:
             for generation in list(self._builds):
                 self._give_up(generation)
 
-    def _going(self) -> bool:
+    def _is_open(self) -> bool:
         return not self._is_over and self._gate.is_open(self._epoch)
 
     def _give_up(self, generation: records.Generation) -> None:
@@ -218,11 +220,11 @@ class ParityBlock:
         store, generation = self._store, offer.generation
         with self._gate.changed:
             if not self._gate.changed.wait_for(
-                lambda: not self._going() or not self._unreported(), self._wait_seconds
+                lambda: not self._is_open() or not self._unreported(), self._wait_seconds
             ):
                 self._ask_absent(generation, self._unreported())
                 raise Refused(Refusal.WAITED)
-            self._require_going()
+            self._require_open()
             if (build := self._builds.get(generation)) is not None:
                 return build
         if (sealed := self._sealed(generation)) is not None:
@@ -230,8 +232,8 @@ class ParityBlock:
                 raise Refused(Refusal.OTHER_BYTES)
             return None
         with self._gate.lock:
-            # Owners send in order, so an old generation is a repeat after a restart. There may be
-            # no slot for it until the owner sends the newest generation.
+            # Owners send in order, so this is a repeat after a restart if a newer generation is
+            # held. There might be no slot for it, and its owner would wait before it sends that.
             slots = store.table.sealed(self._number)
             if any(slot.generation > generation for slot in slots if slot.parts):
                 raise Refused(Refusal.SUPERSEDED)
@@ -251,8 +253,8 @@ class ParityBlock:
     def _coded(self, role: int) -> list[str]:
         return self._scheme.coded(self._layouts[role])
 
-    def _require_going(self) -> None:
-        if not self._going():
+    def _require_open(self) -> None:
+        if not self._is_open():
             raise Refused(Refusal.STALE)
 
     def _sealed(self, generation: records.Generation) -> Mapping[int, Parts] | None:
@@ -296,15 +298,15 @@ class ParityBlock:
                     store, segment, [parity_groups.INPUTS, *names], slot, generation
                 )
                 with self._gate.lock:
-                    self._require_going()
+                    self._require_open()
                     for name in (parity_groups.INPUTS, *names):
                         store.open_part(segment, slot, name, self._epoch)
 
-                    def begin(name: str) -> Combination:
+                    def combine(name: str) -> Combination:
                         view = segment.data(slot, name)
                         return coder.begin(range(len(roles)), len(roles) + self._index, view)
 
-                    build = self._builds[generation] = BlockBuild(begin, segment, slot)
+                    build = self._builds[generation] = BlockBuild(combine, segment, slot)
             except BaseException:
                 store.release(segment, slot)
                 raise
@@ -315,8 +317,8 @@ class ParityBlock:
         return build
 
     def _claim(self, segment: Segment, generation: records.Generation) -> int:
-        # A restore may need a block of the restored generation, even without the parts that peers
-        # held before: the block stays until its replacement is sealed.
+        # In the new epoch the block of the restored generation may be combined from more parts, as
+        # peers that held them are lost. A restore may need the old block until the new is sealed.
         fresh = generation == self._scheme.record.restore.generation
         with self._gate.lock:
             slot = self._store.claim(segment, generation, self._epoch, fresh=fresh)
@@ -340,7 +342,7 @@ class ParityBlock:
         """Add the bytes of a part as they arrive; False if they are damaged. Raises
         ConnectionClosed when the part has been restarted meanwhile."""
         store, role, (nbytes, expected) = self._store, offer.role, offer.parts[name]
-        number, digest = self._group.roles.index(role), xxhash.xxh3_64()
+        index, digest = self._group.roles.index(role), xxhash.xxh3_64()
         buffer = memoryview(bytearray(min(nbytes, self._piece_bytes)))
         with self._gate.lock:
             if self._builds.get(offer.generation) is not build:
@@ -354,7 +356,7 @@ class ParityBlock:
             for start in range(0, nbytes, self._piece_bytes):
                 piece = buffer[: nbytes - start]
                 channel.receive_bulk(piece, digest.update)
-                if not found.combination.add(number, start, piece):
+                if not found.combination.add(index, start, piece):
                     raise ConnectionClosed("the part was restarted")
                 store.reports.counters["bytes combined"] += len(piece)
                 about = {"role": role, "iteration": offer.generation.iteration, "part": name}
@@ -412,7 +414,7 @@ class ParityBlock:
         with self._gate.changed:
             build.is_being_sealed = False
             is_current = self._builds.get(generation) is build and build.sums == sums
-            if not is_current or not self._going():
+            if not is_current or not self._is_open():
                 return
             store.table.replace(segment, slot, seal)
             build.is_sealed = True
@@ -428,22 +430,22 @@ class ParityBlock:
         def has_news() -> bool:
             is_current = self._builds.get(generation) is build
             is_lost = not is_current or bool(build.lacks(offer.role, offer.parts))
-            return build.is_sealed or is_lost or not self._going()
+            return build.is_sealed or is_lost or not self._is_open()
 
         with self._gate.changed:
             came = self._gate.changed.wait_for(has_news, self._wait_seconds)
             if build.is_sealed:
                 return
-            self._require_going()
+            self._require_open()
             if not came:
                 self._ask_absent(generation, self._absent(build))
         raise Refused(Refusal.WAITED)
 
     def _ask_absent(self, generation: records.Generation, roles: Collection[int]) -> None:
-        """Request the layouts of roles, and the parts that they believe to be in a sealed block.
-        Called under the lock."""
+        """Ask roles for their layouts, and to send parts of the generation again that they have
+        sent before. Called under the lock."""
         if not self._is_asking:
-            self._is_asking = True  # before the thread may be over
+            self._is_asking = True  # here, since the thread resets it at its end
             begin_thread(f"block-{self._number}", partial(self._ask, generation, roles))
 
     def _ask(self, generation: records.Generation, roles: Collection[int]) -> None:
