@@ -48,7 +48,7 @@ def add_arguments(
         help="accept a flag of Megatron-LM that has not been reviewed, named without its dashes,"
         " or a value of one, as FLAG=VALUE; may be given several times (default: none)",
     )
-    others = [name.replace("_", "-") for name in settings.FIELDS if not settings.is_chosen(name)]
+    others = [name.replace("_", "-") for name in settings.FIELDS if not settings.has_flag(name)]
     group.add_argument(
         settings.SET_FLAG,
         action=_Set,
@@ -64,7 +64,7 @@ def add_arguments(
         if defaults is not None:
             default = getattr(defaults, name)
         parser.set_defaults(**{dest: default})
-        if not settings.is_chosen(name):
+        if not settings.has_flag(name):
             continue
         nccl, kind = entry.metadata["nccl"], _kind(name)
         shown = f"{entry.metadata['default']!r}" + (f", with NCCL {nccl!r}" if nccl else "")
@@ -78,8 +78,8 @@ def add_arguments(
         )
 
 
-def successor(flag: str) -> str:
-    """Return the advice that replaces a flag of version 0.5; empty for any other flag."""
+def advice_for_old(flag: str) -> str:
+    """Return what to give instead of a flag of version 0.5; empty for any other flag."""
     name = flag.partition("=")[0].removeprefix("--deadpool-").replace("-", "_")
     if name == "bad_node_command":
         return f"give {settings.flag_name('on_event')}"
@@ -92,7 +92,7 @@ class _Set(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         given, _, text = str(values).partition("=")
         name = given.replace("-", "_")
-        if name not in settings.FIELDS or settings.is_chosen(name):
+        if name not in settings.FIELDS or settings.has_flag(name):
             raise argparse.ArgumentError(self, f"there is no {given!r}, see --help-all")
         try:
             setattr(namespace, f"{_PREFIX}{name}", _kind(name)(text))
@@ -112,12 +112,12 @@ def communicator_in(namespace: argparse.Namespace) -> str:
 
 
 def stand_in_problem(communicator: str) -> str:
-    """Return why this process cannot use these communicators, one line; empty unless they are a
-    stand-in, as in tests."""
+    """Return why this process cannot use these communicators, in a line; empty if it can. Only a
+    stand-in for a communication library, as in tests, needs a fault plan."""
     if not settings.is_stand_in(communicator) or failpoints.is_planned():
         return ""
     return (
-        f"--deadpool-communicator {communicator}: a module is taken under a fault plan only"
+        f"--deadpool-communicator {communicator}: a module is accepted only with a fault plan"
         f" ({failpoints.ENVIRONMENT_NAME}); give auto, gloo or nccl"
     )
 

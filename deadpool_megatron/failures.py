@@ -15,23 +15,23 @@ from pathlib import Path
 
 from deadpool_megatron.preflight import health
 
-# A failure may be a consequence; its cause is reported within this time.
+# A reported failure may be the consequence of another, which is reported within this time.
 GRACE_SECONDS = 0.5
 
 
 class ExitStatus(IntEnum):
     """The exit statuses of runs and of their processes, each with a single meaning."""
 
-    FAILED = 1  # the program failed, no more can be restored, or too little is fit
-    BAD_INPUT = 2  # arguments or an environment that no other try would make good
+    FAILED = 1  # the program failed, nothing can be restored, or too few nodes are fit
+    BAD_INPUT = 2  # wrong arguments or a wrong environment: another try would fail as well
     DIVERGENCE = 3  # the same computation gave other numbers
     NONFINITE = 4  # a loss, or another checked number, is NaN or infinite
     EXCLUDED = 68  # an agent whose host is not fit for the run
     FENCED = 69  # an agent that was cut off, or quarantined
     AGENT_LOST = 70  # a member without its agent
     SUPERSEDED = 71  # a coordinator whose successor has taken over
-    NO_DEVICE = 72  # a member without a device where its run has one for each
-    UNCLEAN = 73  # a member that cannot show that nothing writes into its memory any more
+    NO_DEVICE = 72  # a member without a device, in a run in which each member needs one
+    UNCLEAN = 73  # a member in which an interrupted operation may still write into memory
     SAVED = 75  # the state is saved, so the run can continue later
     EXTRAS_OUTGROWN = 76  # the extras are larger than their part of a slot
     OTHER_PROGRAM = 77  # a member that has loaded another program than its run
@@ -47,8 +47,8 @@ class FailureKind(StrEnum):
     NO_SHARED_MEMORY = "no-room"  # the host has no shared memory for the slots of a process
     COMMUNICATOR_ERROR = "communicator-error"  # an operation between roles failed
     NODE_LOST = "node-lost"  # the connection of its agent ended
-    NODE_CUT = "node-cut"  # connected, but nothing arrives, here or there
-    NODE_FROZEN = "node-frozen"  # its kernel receives, its agent does not run
+    NODE_CUT = "node-cut"  # connected, but nothing arrives in either direction
+    NODE_FROZEN = "node-frozen"  # its kernel receives, but its agent does not run
     EXCLUDED = "left-out"  # its host is not fit for the run
     MEMBER_FROZEN = "member-frozen"  # one process shows no sign of life
     HANG = "hang"  # everything lives, nothing moves
@@ -56,7 +56,7 @@ class FailureKind(StrEnum):
     SLOW_NODE = "slow-node"  # much slower than its peers
     SILENT_CORRUPTION = "silent-corruption"  # it computed, or held, other numbers than its peers
     OTHER_PROGRAM = "other-program"  # a process or a state is of another program
-    CORRUPT_STATE = "corrupt-state"  # a state did not restore, or not the same on all peers
+    CORRUPT_STATE = "corrupt-state"  # a state could not be restored, or differed between peers
     BUG = "bug"  # the same failure again at the same step: the program's own
     # Planned: a node was asked to leave, copies are moved, protection changes, the run is to end.
     DRAINED = "drained"
@@ -66,9 +66,11 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """The meaning of a kind of failure; see failures.toml. ``to_do``: empty for no advice."""
+    """The meaning of a kind of failure; see failures.toml. ``precedence``: see the function of that
+    name; ``called``: its name for people; ``noticed``: the evidence; ``to_do``: the advice, if
+    any."""
 
-    rank: int
+    precedence: int
     called: str
     noticed: str
     to_do: str = ""
@@ -80,10 +82,10 @@ MEANINGS: Mapping[str, Meaning] = {
 }
 
 
-def rank(kind: str) -> int:
-    """Return the place of a kind among the causes of an epoch's end, the likeliest first. A kind of
-    a newer version comes last."""
-    return MEANINGS[kind].rank if kind in MEANINGS else len(MEANINGS)
+def precedence(kind: str) -> int:
+    """Return a number that is the least for the likeliest cause, if several failures end an epoch.
+    A kind of a newer version comes last."""
+    return MEANINGS[kind].precedence if kind in MEANINGS else len(MEANINGS)
 
 
 def process_name(node: int, local_rank: int, incarnation: int) -> str:
@@ -100,7 +102,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-# Ends of a process for which its host is to blame: on another host it may continue.
+# Kinds of a process's end that are the fault of its host: on another host it may continue.
 OF_THE_HOST = frozenset({FailureKind.DEVICE_ERROR, FailureKind.NO_SHARED_MEMORY})
 
 
@@ -124,7 +126,7 @@ _MARKS: tuple[tuple[str, FailureKind], ...] = (
     (r"unhandled (cuda|system) error.*NCCL", FailureKind.DEVICE_ERROR),
     (r"ncclUnhandledCudaError|ncclSystemError", FailureKind.DEVICE_ERROR),
     (r"CUDA (driver |unknown )?error|\bcudaError|CUDA_ERROR_", FailureKind.DEVICE_ERROR),
-    # torch as it starts up: the fabric manager is down, for one (error 802).
+    # torch could not initialise CUDA, for example since the fabric manager is down (error 802).
     (r"cudaGetDeviceCount|Error 802: system not yet init", FailureKind.DEVICE_ERROR),
     (r"AcceleratorError", FailureKind.DEVICE_ERROR),
     (r"\bcu(BLAS|DNN|SOLVER|FFT)\b.*(error|_STATUS_)", FailureKind.DEVICE_ERROR),
@@ -143,7 +145,7 @@ _MARKS: tuple[tuple[str, FailureKind], ...] = (
 
 
 def kind_of_end(last_line: str) -> FailureKind:
-    """Return the kind of a process's end by its last line; a crash without a known text."""
+    """Return the kind of a process's end by its last line: a crash if that has no known text."""
     if (broken := health.quotes_broken_device(last_line)) is not None:
         return FailureKind.DEVICE_ERROR if broken else FailureKind.PROCESS_CRASH
     found = (kind for text, kind in _MARKS if re.search(text, last_line, re.IGNORECASE))
@@ -153,16 +155,16 @@ def kind_of_end(last_line: str) -> FailureKind:
 def is_broken_for_good(exit_code: int | None, last_line: str) -> bool:
     """Return whether the end of a process proves that its node must be repaired. A single device
     error may have been a stray particle."""
-    no_use = (ExitStatus.NO_DEVICE, ExitStatus.OTHER_PROGRAM)
-    return exit_code in no_use or health.quotes_broken_device(last_line) is True
+    unfit = (ExitStatus.NO_DEVICE, ExitStatus.OTHER_PROGRAM)
+    return exit_code in unfit or health.quotes_broken_device(last_line) is True
 
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
-def same_text(line: str) -> str:
-    """Return a line without its numbers: equal for the same cause in another process or time.
+def without_numbers(line: str) -> str:
+    """Return a line with ``#`` for each number, so that failures with the same cause are equal.
 
-    Addresses, ranks, process numbers and sizes differ between two failures with one cause.
+    Addresses, ranks, process numbers and sizes differ between such failures.
     """
     return _NUMBERS.sub("#", line)

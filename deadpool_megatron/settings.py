@@ -417,7 +417,7 @@ def default_of(entry: dataclasses.Field[Any], communicator: str) -> Any:
     return nccl if communicator == "nccl" and nccl is not None else entry.metadata["default"]
 
 
-def is_chosen(field_name: str) -> bool:
+def has_flag(field_name: str) -> bool:
     """Return whether a user chooses this field, with a flag of its own."""
     return "of" not in FIELDS[field_name].metadata
 
@@ -425,4 +425,4 @@ def is_chosen(field_name: str) -> bool:
 def flag_name(field_name: str) -> str:
     """Return a field's flag, as ``--deadpool-hang-seconds`` or ``--deadpool-set dscp``."""
     name = field_name.replace("_", "-")
-    return f"--deadpool-{name}" if is_chosen(field_name) else f"{SET_FLAG} {name}"
+    return f"--deadpool-{name}" if has_flag(field_name) else f"{SET_FLAG} {name}"

@@ -223,7 +223,7 @@ class _HelpParser(argparse.ArgumentParser):
         if option := next((token for token in unknown if token.startswith("-")), ""):
             near = difflib.get_close_matches(option, self._option_string_actions, 1)
             hint = f"do you mean {near[0]}?" if near else _ADVICE
-            self.error(f"there is no option {option}: {arguments.successor(option) or hint}")
+            self.error(f"there is no option {option}: {arguments.advice_for_old(option) or hint}")
         if unknown:
             self.error(f"unexpected {unknown[0]!r}: {_ADVICE}")
         return found, unknown

@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import Any
 
 from deadpool_megatron.events import Event, Kind, date
-from deadpool_megatron.failures import FailureKind, rank
+from deadpool_megatron.failures import FailureKind, precedence
 from deadpool_megatron.observe.account import Account
 from deadpool_megatron.observe.steps import StepTable
 
@@ -511,7 +511,7 @@ def best_cause(failures: Sequence[Event]) -> Event:
     closed = failures[0]
     same = (e for e in failures if e.epoch == closed.epoch and "kind" in e.data)
     causes = (e for e in same if e.kind is not Kind.MEMBER_LOST or e.role is not None)
-    return min(causes, key=lambda event: rank(str(event.data["kind"])), default=closed)
+    return min(causes, key=lambda event: precedence(str(event.data["kind"])), default=closed)
 
 
 def _end_unreported(failure: Interruption, opened: Event, ended: float) -> None:

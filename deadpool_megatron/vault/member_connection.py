@@ -46,8 +46,8 @@ class MemberConnections:
         self._lock = threading.Lock()
         self._connections: dict[int, MemberConnection] = {}
         self.workers: Mapping[int, RoleWorker] = {}
-        # By role: damage that was found while its member was not connected. The member ignores
-        # that of another epoch.
+        # By role: a report of damage that was found while its member was not connected. The member
+        # ignores a report of another epoch.
         self._found_bad: dict[int, dict[str, Any]] = {}
         store.ledger.on_committed = self._committed
         store.on_bad = self._bad
@@ -108,7 +108,7 @@ class MemberConnection:
         self.layout = RoleLayout.from_dict(hello["layout"])
         self.role = self.layout.role
         self._seat = Seat.from_list(hello["seat"])
-        self._trusted = bool(hello["rehearsed"])
+        self._rehearsed = bool(hello["rehearsed"])
         self._has_slots = bool(hello["has_slots"])
         self._request: Mapping[str, Any] | None = None
         self._pinned: list[Place] = []
@@ -118,10 +118,10 @@ class MemberConnection:
     def run(self, stopping: threading.Event) -> None:
         """Serve until the member closes. Raises WireError or OSError at the end of the stream."""
         self._members.enter(self)
-        self._trust(self._trusted)
+        self._note_rehearsal(self._rehearsed)
         try:
             if self._attach():
-                self._registered()
+                self._confirm()
             while (message := self.link.receive(stopping)) is not None:
                 self._handle(message)
         finally:
@@ -149,7 +149,8 @@ class MemberConnection:
             return False
         return True
 
-    def _registered(self) -> None:
+    def _confirm(self) -> None:
+        """Send the answer to a registration, and what is committed already."""
         self.link.send({"t": "registered"})
         with self._gate.lock:
             if self._gate.own_roles().get(self.role) != self._seat or not self._gate.open_epoch:
@@ -160,8 +161,8 @@ class MemberConnection:
         if worker is not None:
             worker.wake()
 
-    def _trust(self, matched: bool) -> None:
-        """Note whether a replay by this process has given the bytes of its own update."""
+    def _note_rehearsal(self, matched: bool) -> None:
+        """Note whether this process, when it replayed an update of its own, got the same bytes."""
         with self._gate.lock:
             rehearsed = self._ledger.rehearsed
             (rehearsed.add if matched else rehearsed.discard)(self.role)
@@ -187,14 +188,15 @@ class MemberConnection:
         elif kind == "release":
             self._unpin()
         elif kind == "rehearsed":
-            self._trust(bool(message["matched"]))
+            self._note_rehearsal(bool(message["matched"]))
         else:
             raise WireError(f"unknown message {kind!r} from the member of role {self.role}")
 
     # Restoring.
 
     def resume(self) -> None:
-        """Hand the member's request to the worker of its epoch, as soon as it exists."""
+        """Hand the member's request for a restore to the worker of the request's epoch; do nothing
+        while that worker does not exist yet."""
         worker = self._members.workers.get(self.role)
         with self._lock:
             request = self._request
@@ -237,7 +239,7 @@ class MemberConnection:
             with self._lock:
                 self._pinned += outcome.values()
                 over = self._over
-            if over:  # its member has died meanwhile, and will never release it
+            if over:  # the member has died meanwhile, so it will never release these pins
                 self._unpin()
                 return
             parts = {
@@ -255,7 +257,7 @@ class MemberConnection:
 
 
 class LocalLink:
-    """A local connection. :meth:`send` and :meth:`close` from any thread."""
+    """A local connection. Any thread may call :meth:`send` and :meth:`close`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection

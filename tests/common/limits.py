@@ -1,6 +1,6 @@
 """The settings that tests give to runs, as arguments of a command line."""
 
-from deadpool_megatron.settings import flag_name, is_chosen
+from deadpool_megatron.settings import flag_name, has_flag
 
 
 def setting_flags(**values: object) -> tuple[str, ...]:
@@ -8,7 +8,7 @@ def setting_flags(**values: object) -> tuple[str, ...]:
     flags: list[str] = []
     for name, value in values.items():
         flag = flag_name(name).split()
-        flags += [*flag, str(value)] if is_chosen(name) else [flag[0], f"{flag[1]}={value}"]
+        flags += [*flag, str(value)] if has_flag(name) else [flag[0], f"{flag[1]}={value}"]
     return tuple(flags)
 
 

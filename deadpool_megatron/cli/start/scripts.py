@@ -148,7 +148,7 @@ def _settings(script_arguments: Sequence[str], own_options: Sequence[str]) -> di
         raise CommandError(f"in the script's arguments: {error}") from error
     unknown = next((text for text in others if text.startswith(f"{FLAG}-")), None)
     if unknown is not None:
-        hint = arguments.successor(unknown) or "see 'deadpool run --help'"
+        hint = arguments.advice_for_old(unknown) or "see 'deadpool run --help'"
         raise CommandError(f"the script's {unknown} is unknown: {hint}")
     for name, value in found.items():
         if own.get(name, value) != value:

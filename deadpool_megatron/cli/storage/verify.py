@@ -6,9 +6,9 @@ DIR may be
                        what --resume continues from, its frozen weights
   /dev/shm/deadpool-*  (or nodeN in it) generations in memory
   a dump               state that vaults wrote when a run ended without a spare (RUN/dump/...)
-  a checkpoint         torch_dist, or a folder of such: the index can be read, each file and byte
-                       range that it names is there, and the checksums inside match; in the older
-                       format (torch) only the checksums
+  a checkpoint         or a folder of checkpoints. In the format torch_dist, the index can be read,
+                       each file and byte range that it names is there, and the checksums inside
+                       match. In the older format (torch), only the checksums are verified
 
 examples:
   deadpool verify /shared/run1
@@ -162,7 +162,8 @@ def _latest(path: Path, _: Progress) -> Iterator[Finding]:
 
 
 def _problem_of(path: Path, name: str, missing: str) -> str:
-    """Return why a file is no JSON object, or ``missing`` if it lacks ``name``."""
+    """Return why a file cannot be read as a JSON object, ``missing`` if it lacks the key ``name``,
+    else an empty string."""
     try:
         return "" if name in read_json(path) else missing
     except OSError as error:
@@ -199,7 +200,7 @@ def _of_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     for path in extras_file.files_in(directory):
-        yield _finding(path, "extras", extras_file.trouble_with(path))
+        yield _finding(path, "extras", extras_file.problem_in(path))
     if files := sorted(directory.glob(_OF_RANKS)):
         yield from (_verify_file(file, None, progress) for file in files)
         return
@@ -221,7 +222,7 @@ def _of_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
     yield _finding(path, f"index of {count} entries", "")
     for name, found in sorted(ranges.items()):
         if "/" in name:  # it would lead out of the checkpoint
-            yield _finding(directory / name, "entries", "is no name of a file in it", nbytes=0)
+            yield _finding(directory / name, "entries", "is not a file of the checkpoint", nbytes=0)
         else:
             yield _verify_file(directory / name, found, progress)
     # Files that Megatron adds to torch's. From 0.19 on the common values are in the index.

@@ -16,10 +16,10 @@ from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.machine import Machine
 
-# After this time, beats are acknowledged before the next waiting input.
+# After this time, other tasks of the loop run before the next input: agents are answered meanwhile.
 _TURN_SECONDS = 0.01
-# The time from a report that made the machine fail to the end of this process. By then the report
-# is acknowledged; otherwise the next coordinator would receive it again, and end as well.
+# If a report makes the machine fail, this process ends after this time. Its other tasks acknowledge
+# the report meanwhile. Otherwise the next coordinator would receive it again, and fail as well.
 _REFUSAL_SECONDS = 1.0
 
 
@@ -41,9 +41,11 @@ class Stepper:
         self._is_over = False
 
     def feed(self, item: inputs.Input) -> None:
-        """Give the machine an input and carry out its actions; never enters it twice. Raises the
-        machine's error at a report of a peer: the machine is then unusable, so it gets no more
-        inputs, and a new coordinator continues from the journal.
+        """Give the machine an input and carry out its actions. An input that is fed meanwhile waits
+        in the queue.
+
+        If a report of a peer makes the machine fail, raises its error. The machine is then unusable
+        and gets no more inputs, and a new coordinator continues from the journal.
         """
         self._queue.append((item, self._peers.current_agent))
         if not self._stepping and not self._is_over:

@@ -22,7 +22,8 @@ NONE_KNOWN: Mapping[int, RoleLayout] = {}
 _SHOWN_FRAMES = 4
 # Events with the numbers of results; a coordinator drops duplicates.
 NUMBERS = frozenset({Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH})
-# Decisions depend on separate reports, from which events are written as well.
+# Events of these kinds are sent as reports of progress, from which decisions may follow. Events of
+# other kinds are only written.
 PROGRESS = NUMBERS | {Kind.GATE_WAIT, Kind.COMMITTED, Kind.EXPOSED, Kind.STACK}
 
 # Fields of inputs that have another name in a message.
@@ -54,8 +55,10 @@ def join(message: Message) -> inputs.NodeJoined:
     joined: inputs.NodeJoined = read(inputs.NodeJoined, message)
     if not 0 <= joined.node <= MAX_NUMBER:  # the journal could not name it once it is lost
         raise ValueError(f"a node has a number between 0 and {MAX_NUMBER}, not {joined.node}")
-    found = joined.found
-    return joined if found is None else replace(joined, found=replace(found, node=joined.node))
+    inventory = joined.found
+    if inventory is not None:
+        return replace(joined, found=replace(inventory, node=joined.node))
+    return joined
 
 
 def from_agent(
@@ -123,7 +126,8 @@ def from_progress(report: Event) -> inputs.Input | None:
 
 
 def event_of_member(m: Message, node: int, role: int | None) -> Event | None:
-    """Return the event that a member's message means for users and results, if any."""
+    """Return the event to write for a member's message, if any. Users and the results of a run read
+    it; the machine gets the message itself as an input."""
     if m["t"] == "done":
         data = {"sha256": str(m["state_hash"]), "samples": m["samples"], **m.get("extra", {})}
         return Event(Kind.MEMBER_DONE, int(m["epoch"]), node, int(m["role"]), data=data)

@@ -23,8 +23,8 @@ from deadpool_megatron.failures import (
     FailureKind,
     is_broken_for_good,
     kind_of_end,
-    same_text,
     signal_name,
+    without_numbers,
 )
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.descriptions import difference
@@ -418,7 +418,7 @@ def failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
         # However often devices break, the program is not to blame: each takes a node from the run.
         return Failure(cause, kind, (), True, event.node, evidence)
     if event.signal is None:
-        signature = ("exit", str(event.exit_code), same_text(event.last_line))
+        signature = ("exit", str(event.exit_code), without_numbers(event.last_line))
     return Failure(cause, kind, signature, event.signal is None, event.node, evidence)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deadpool_megatron.cluster.machine.blame import Failure
-from deadpool_megatron.failures import rank
+from deadpool_megatron.failures import precedence
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.wire.forms import Coded
 
@@ -148,7 +148,7 @@ class Recoveries:
         if (found := self.current) is None:
             return
         is_later = "abandoned" in found.phases
-        if not is_later and rank(failure.kind) < rank(found.kind):
+        if not is_later and precedence(failure.kind) < precedence(found.kind):
             found.causes.insert(0, failure.cause)
             found.kind = str(failure.kind)
         else:

@@ -14,7 +14,7 @@ from deadpool_megatron.cluster.machine.epoch import check_opened, close, opening
 from deadpool_megatron.cluster.machine.membership import give_up, matters
 from deadpool_megatron.cluster.machine.requests import refuse_assumed
 from deadpool_megatron.cluster.machine.state import Config, MemberStatus, Opening, TakingOver
-from deadpool_megatron.failures import FailureKind, rank
+from deadpool_megatron.failures import FailureKind, precedence
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight import eligibility
 
@@ -108,7 +108,7 @@ def _resume(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     refuse_assumed(core, taking_over.requests)
     # The lost node, rather than the failure that its peers saw first.
     causes = filter(None, (taking_over.missed, _unseen_failure(core, record)))
-    failure = min(causes, key=lambda cause: rank(cause.kind), default=None)
+    failure = min(causes, key=lambda cause: precedence(cause.kind), default=None)
     deadline = core.now + opening_seconds(core, record)
     restored, done = taking_over.restored, taking_over.done
     state.phase_state = Opening(deadline, restored, done, taking_over.begins, taking_over.pause)

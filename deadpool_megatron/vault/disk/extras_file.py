@@ -50,8 +50,8 @@ def read(checkpoint: Path, role: int, roles: int) -> bytes | None:
     if not found or _newest(shards) > _newest(found):
         return None
     path = path_in(checkpoint, role, roles)
-    if trouble := trouble_with(path):
-        raise ExtrasFileError(f"{path}: {trouble}")
+    if problem := problem_in(path):
+        raise ExtrasFileError(f"{path}: {problem}")
     return path.read_bytes()[:-_DIGEST_BYTES]
 
 
@@ -70,7 +70,7 @@ def lacks_some(checkpoint: Path) -> bool:
     return any(numbers.count(number) < number for number in numbers)
 
 
-def trouble_with(path: Path) -> str:
+def problem_in(path: Path) -> str:
     """Return why a file cannot be used; empty if its content matches its checksum."""
     try:
         content = path.read_bytes()

@@ -1,8 +1,8 @@
 """Generations and parts that exist on this node, and slots that may be overwritten.
 
 Not thread-safe: every call is made under the vault's lock. While frozen, the table answers from its
-state at the moment of freezing: the inventory promises it, and even a member that was stopped just
-before a store and resumes now cannot change it.
+state at the moment of freezing. The inventory promises that state, and no member can change it, not
+even a member that was stopped just before it wrote to a slot and resumes now.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SealedSlot:
 
 @dataclass(frozen=True)
 class Place:
-    """Sealed bytes of a part in this node's memory; ``epoch``: that of the seal."""
+    """The place of a part's sealed bytes in this node's memory; ``epoch``: that of the seal."""
 
     segment: Segment
     slot: int
@@ -90,7 +90,7 @@ class Table:
         self.writers: set[tuple[str, int]] = set()
         self._promised: list[SealedSlot] | None = None
         self._seats: Mapping[int, Seat] = {}
-        self._unread: list[str] = []
+        self._unread: list[str] = []  # the reasons why files were not read
         self.dropped: dict[str, DamagedSegment] = {}
         self.removed: list[Segment] = []
 
@@ -107,7 +107,7 @@ class Table:
         for path in sorted(self.directory.iterdir()):
             if (
                 path.is_symlink()
-            ):  # see Segment.keep_name: its vault has ended, and the file with it
+            ):  # see Segment.keep_name: the file ended with the vault that held it open
                 path.unlink()
             elif path.suffix == ".seg" and not path.name.startswith("."):
                 try:
@@ -132,7 +132,8 @@ class Table:
         return sum(1 for _ in self.sealed())
 
     def require_read(self) -> None:
-        """Raise SegmentError for segments that could not be read: they are never overwritten."""
+        """Raise SegmentError if segments could not be read by scan(): no vault may overwrite
+        them."""
         if self._unread:
             raise SegmentError(f"{'; '.join(self._unread)}: kept, for the version that wrote it")
 
@@ -194,7 +195,8 @@ class Table:
         return found
 
     def elsewhere(self, role: int, generation: Generation) -> dict[str, tuple[int, int]]:
-        """Return the owner's bytes and checksum of the parts that other roles hold for it."""
+        """Return the parts of a role that other roles hold for it: name -> size and checksum that
+        its vault has computed."""
         return {
             part.name: (entry.nbytes, entry.checksum)
             for slot in self.sealed(role)
@@ -242,8 +244,9 @@ class Table:
         """Begin epoch ``epoch`` from ``generation``: drop abandoned generations, then let the
         members named in ``seats`` (role -> seat) write again.
 
-        Segments of members that have lost their seat stay frozen forever. A promised slot whose
-        member was killed between WRITING and backing out is whole, so its state is restored.
+        Segments of members that have lost their seat stay frozen forever. A member that marks a
+        promised slot as WRITING sees that it is frozen, and takes the mark back before it writes a
+        byte. If it was killed in between, the slot is whole, so its mark is set back here.
         """
         for sealed in self._promised or ():
             segment, slot = sealed.segment, sealed.slot
@@ -264,8 +267,8 @@ class Table:
             segment.freeze(is_claimed or not has_seat)
 
     def _drop_after(self, generation: Generation, boundary: str, epoch: int) -> None:
-        """Drop the unsealed parts, the generations newer than ``generation``, and its extras that
-        were captured after ``boundary``, unless they are of ``epoch``."""
+        """Drop what epochs before ``epoch`` have left: unsealed parts, generations newer than
+        ``generation``, and extras of ``generation`` that were captured after ``boundary``."""
         late = [records.extras_part(b) for b in BOUNDARIES[BOUNDARIES.index(boundary) + 1 :]]
         for segment in self.segments.values():
             for slot in range(segment.slots):
@@ -289,15 +292,16 @@ class Table:
     def claim(
         self, segment: Segment, generation: Generation, epoch: int, *, fresh: bool = False
     ) -> int | None:
-        """Return a slot of a copy to its only writer, or None while no slot is free.
+        """Return the slot of a copy into which the caller alone may write a generation; None while
+        no slot is free.
 
         In this order: the slot that holds the generation already; a slot without sealed parts; the
         oldest, but neither the newest nor any newer than the offered generation. The owner offers
         k+1 only after all roles have committed k, so this is rule 3 (design section 4).
 
-        A copy has as many slots as its owner, and all but the oldest stay: a restore needs these
-        generations, or computes its own from them. Steps have a slot for each generation between
-        the oldest of these and the newest (layout.gradient_chain).
+        A copy has as many slots as its owner, and only the oldest is overwritten. A restore needs
+        the other generations, or computes its own from them. A segment of steps has a slot for each
+        generation from the oldest of these to the newest (layout.gradient_chain).
 
         ``fresh``: never the slot in which parts of the generation are sealed; it stays unchanged
         until :meth:`replace`.
@@ -386,9 +390,9 @@ class Table:
         A member overwrites generation g after as many further generations as it has slots, because
         every role has committed a newer generation by then (design section 4). So g is not needed
         here either as soon as such a generation of any role is sealed here. ``successors(g)``: the
-        minimum number of generations that were written after g (layout.records). ``kept``: the
-        number from which g is not needed; more than the slots where other generations are computed
-        from g (layout.gradient_chain).
+        minimum number of generations that were written after g (layout.records). From ``kept``
+        successors on g is not needed; ``kept`` exceeds the number of slots where other generations
+        are computed from g (layout.gradient_chain).
         """
         keys = [(segment.path.name, slot) for slot in range(segment.slots)]
         if any(self.pins[key] or key in self.writers for key in keys):
