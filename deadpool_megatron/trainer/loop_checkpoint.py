@@ -43,21 +43,37 @@ def write(loop: TrainingLoop, directory: Path) -> None:
 def read(loop: TrainingLoop, directory: Path) -> None:
     """Load the state in ``directory`` into the live objects of ``loop``, in place. Collective.
 
-    Optimizer state keeps its tensors, so existing references see the loaded values.
+    Optimizer state keeps its tensors, so existing references see the loaded values. The checkpoint
+    may be of another number of ranks.
     """
     with exact_load(loop.optimizer, loop.scheduler):
         loaded = mcore.dist_checkpointing.load(sharded_state(loop, is_loading=True), str(directory))
         for index, module in enumerate(loop.models):
             module.load_state_dict(loaded[_model_key(loop, index)])
         loop.optimizer.load_state_dict(loaded["optimizer"])
-    own = extras_file.read(directory, dist.get_rank(), dist.get_world_size())
-    if own is None:
-        raise BadArgumentsError(f"{directory} is not of {dist.get_world_size()} ranks")
-    values = extras.decode(own)
+    values = _extras_of(loop, directory)
     loop_extras.restore(loop, values)
     loop.reset_after_interrupt()
     # Random states last, as any step before might draw from a generator.
     loop_extras.restore_last(values)
+
+
+def _extras_of(loop: TrainingLoop, directory: Path) -> dict[str, Any]:
+    """Return the own extras, or in a checkpoint of another number of ranks those of the rank with
+    the same layers, slices and experts that has the lowest data-parallel rank: such ranks draw the
+    same random numbers and count the same sums."""
+    rank, world_size, config = dist.get_rank(), dist.get_world_size(), loop.config
+    ranks = extras_file.roles_in(directory) or world_size
+    if ranks != world_size:
+        tensor = config.tensor_model_parallel_size
+        replicas = config.data_parallel_size(ranks)
+        replica = parallel_state.get_data_parallel_rank() % config.expert_model_parallel_size
+        replica += replicas * parallel_state.get_pipeline_model_parallel_rank()
+        rank = parallel_state.get_tensor_model_parallel_rank() + tensor * replica
+    own = extras_file.read(directory, rank, ranks)
+    if own is None:
+        raise BadArgumentsError(f"{directory} has no extras: another program has written it")
+    return extras.decode(own)
 
 
 def checkpoint_directory(folder: Path, iteration: int) -> Path:

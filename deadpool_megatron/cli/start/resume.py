@@ -16,7 +16,6 @@ from typing import Any
 
 from deadpool_megatron.cli.common import CommandError, StatusPoller
 from deadpool_megatron.cli.display import Display
-from deadpool_megatron.cli.start.scripts import EMBEDDED_TRAINER
 from deadpool_megatron.cluster.agent.process import dump_orphans, last_history
 from deadpool_megatron.cluster.coordinator.new_checkpoint import export_directory, remove_unfinished
 from deadpool_megatron.cluster.journal.journal import JournalError
@@ -83,12 +82,6 @@ def resume_point(
         dump, reasons = _newest_dump(old, info, history.kept, peers)
     durable, problems = saved_states(old, info, history)
     if info.world_size != roles:
-        if tuple(args.command[:2]) == EMBEDDED_TRAINER:
-            raise CommandError(
-                f"--resume {old.path}: that run has {info.world_size} roles, this one {roles}: the"
-                " embedded trainer needs as many as wrote its checkpoints; give as many nodes as"
-                " that run had"
-            )
         return run_files.as_dict(_for_other_roles(old, info.world_size, roles, dump, durable))
     if dump is None and not durable:
         text = "; ".join([*problems, *reasons[:3]])

@@ -55,6 +55,12 @@ def read(checkpoint: Path, role: int, roles: int) -> bytes | None:
     return path.read_bytes()[:-_DIGEST_BYTES]
 
 
+def roles_in(checkpoint: Path) -> int | None:
+    """Return the number of roles whose files are the newest; None without any."""
+    newest = max(files_in(checkpoint), key=lambda path: path.stat().st_mtime, default=None)
+    return None if newest is None else int(newest.name.rpartition("-")[2])
+
+
 def files_in(checkpoint: Path) -> list[Path]:
     """Return the files of extras in a checkpoint, for any number of roles."""
     return sorted(path for path in checkpoint.glob("*") if _NAME.fullmatch(path.name))

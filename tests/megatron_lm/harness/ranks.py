@@ -7,7 +7,7 @@ Megatron-LM with the stand-ins for a GPU, and nothing else of this package.
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from tests.common import forks
 from tests.common.ports import free_port
 from tests.common.wait import wait_for
+from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.stock import TREE_VARIABLE
 
 RUN_SECONDS = 90.0
@@ -23,7 +24,7 @@ _EXACT = "exact"
 
 @dataclass
 class Trained:
-    """The results of a rank. Losses and norms, if any, are ``float.hex()`` by iteration.
+    """The results of a rank. Losses, norms and rates, if any, are ``float.hex()`` by iteration.
 
     ``state``: hash of parameters, optimizer and random generators when training ended.
     ``replicated``: hash by name of each parameter that tensor-parallel ranks hold in common.
@@ -32,6 +33,7 @@ class Trained:
 
     losses: dict[str, str] = field(default_factory=dict)
     norms: dict[str, str] = field(default_factory=dict)
+    rates: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     state: str = ""
     replicated: dict[str, str] = field(default_factory=dict)
@@ -39,46 +41,60 @@ class Trained:
 
 
 def train(
-    checkout: Path, folder: Path, arguments: Sequence[str], *, exact: bool = True
+    checkout: Path, folder: Path, arguments: Sequence[str], *, exact: bool = True, ranks: int = 4
 ) -> list[Trained]:
-    """Return the results of each rank of a run of four. ``folder``: made here; ``exact``: load
-    checkpoints as a protected run does, else as Megatron-LM does.
+    """Return the results of each rank of a run. ``folder``: made here; ``exact``: load checkpoints
+    as a protected run does, else as Megatron-LM does.
 
     Raises AssertionError with the output of a rank that failed.
     """
     folder.mkdir()
     server = forks.server(["tests.megatron_lm.harness.stock"], {TREE_VARIABLE: str(checkout)})
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     place["GLOO_SOCKET_IFNAME"] = "lo"
     loading = _EXACT if exact else "its own"
-    ranks, logs = [], [folder / f"{rank}.log" for rank in range(4)]
+    started, logs = [], [folder / f"{rank}.log" for rank in range(ranks)]
     for rank, log in enumerate(logs):
         with log.open("wb") as output, open(os.devnull, "rb") as nothing:
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), TREE_VARIABLE: str(checkout)}
             given = (str(checkout), str(log.with_suffix(".result")), loading, *arguments)
-            started = server.start(
+            process = server.start(
                 *("tests.megatron_lm.harness.ranks", *given),
                 environment={**os.environ, **place, **own},
                 handles={0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()},
             )
-            ranks.append(started)
+            started.append(process)
 
     def failed() -> list[str]:
         return [
-            log.read_text()[-4000:] for rank, log in zip(ranks, logs, strict=True) if rank.poll()
+            log.read_text()[-4000:] for rank, log in zip(started, logs, strict=True) if rank.poll()
         ]
 
     def ended() -> bool:
-        return bool(failed()) or all(process.poll() is not None for process in ranks)
+        return bool(failed()) or all(process.poll() is not None for process in started)
 
     try:
         wait_for("the end of all ranks", ended, RUN_SECONDS)
         assert not (problems := failed()), problems[0]
     finally:
-        for process in ranks:
+        for process in started:
             process.kill()
             process.wait(10.0)
     return [Trained(**json.loads(log.with_suffix(".result").read_text())) for log in logs]
+
+
+def three_runs(
+    checkout: Path, folder: Path, flags: Mapping[str, object], legs: Sequence[tuple[int, int]]
+) -> Iterator[tuple[list[Trained], Path]]:
+    """Train without protection to the iteration of each leg (ranks, iteration), from the checkpoint
+    of the leg before; yield the results of its ranks, and its folder of checkpoints."""
+    before = None
+    for number, (ranks, last) in enumerate(legs):
+        saved = folder / f"leg{number}-saves"
+        changes = {"load": before, "save": saved, "save_interval": 1000, "exit_interval": last}
+        arguments = small(**{**flags, **changes})
+        yield train(checkout, folder / f"leg{number}", arguments, ranks=ranks), saved
+        before = saved
 
 
 # --- in a rank --------------------------------------------------------------------------------
@@ -108,6 +124,7 @@ def _train(checkout: Path, arguments: list[str]) -> None:
 
 def _record(seen: Trained, *, exact: bool) -> None:
     """Have this rank note what it trains, and load checkpoints exactly, if wanted."""
+    from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
     from megatron.training import training
 
     from deadpool_megatron.megatron.exact_load import load_exactly
@@ -125,6 +142,8 @@ def _record(seen: Trained, *, exact: bool) -> None:
             seen.skipped.append(iteration)
         if norm is not None:
             seen.norms[iteration] = float(norm).hex()
+        rate = get_canonical_lr_for_logging(args[3].param_groups)
+        seen.rates[iteration] = float(rate or 0.0).hex()
         return answer
 
     def recorded_train(*args: Any, **kwargs: Any) -> Any:

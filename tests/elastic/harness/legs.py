@@ -1,0 +1,94 @@
+"""A training without protection at one number of ranks after the other, through checkpoints: what
+an elastic run is compared with.
+
+A leg is what is trained at one number of ranks. Legs are given as pairs: the number of ranks, and
+the last iteration.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.megatron_lm.harness.ranks import three_runs
+from tests.megatron_lm.harness.runs import tree
+from tests.trainer.layouts import Facts, make_loop, steps
+from tests.trainer.ranks import run_ranks
+
+Lengths = Sequence[tuple[int, int]]
+
+
+@dataclass
+class Leg:
+    """``steps``: as a run reports them; ``saves``: the folder of checkpoints; ``hashes``: of each
+    rank's state at the end; ``samples``: digests of all sequences of each iteration, sorted."""
+
+    saves: Path
+    steps: list[Facts] = field(default_factory=list)
+    hashes: list[str] = field(default_factory=list)
+    samples: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+
+def trainer_legs(arguments: str, lengths: Lengths, folder: Path) -> Iterator[Leg]:
+    """Train the embedded trainer."""
+    before = None
+    for number, (ranks, last) in enumerate(lengths):
+        leg = Leg(folder / f"leg{number}")
+        for emitted, state, samples in run_ranks(ranks, _train, arguments, before, last, leg.saves):
+            leg.steps += emitted
+            leg.hashes.append(state)
+            for iteration, digests in samples.items():
+                leg.samples[iteration] = sorted(leg.samples[iteration] + digests)
+        before = leg.saves
+        yield leg
+
+
+def megatron_lm_legs(flags: Mapping[str, object], lengths: Lengths, folder: Path) -> Iterator[Leg]:
+    """Train pretrain_gpt.py of stock Megatron-LM."""
+    for ranks, saves in three_runs(tree(), folder, flags, lengths):
+        # Of the ranks with losses the first: the reporting rank is among them.
+        rank = next(rank for rank in ranks if rank.losses)
+        yield Leg(
+            saves,
+            [
+                {
+                    "iteration": int(iteration),
+                    "loss": loss,
+                    "grad_norm": None if iteration in rank.skipped else rank.norms[iteration],
+                    "learning_rate": rank.rates[iteration],
+                }
+                for iteration, loss in rank.losses.items()
+            ],
+        )
+
+
+def _train(
+    arguments: str, before: Path | None, last: int, saved: Path
+) -> tuple[list[Facts], str, dict[int, list[str]]]:
+    from megatron.core import parallel_state
+
+    from deadpool_megatron.trainer import gpt_loop
+
+    loop, emitted = make_loop(arguments)
+    samples, forward_step = defaultdict(list), gpt_loop.forward_step
+    is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    is_noting = is_first and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    def note(batch: Any) -> Any:
+        if is_noting and loop.model_chunks[0].training:
+            digests = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in batch["tokens"]]
+            samples[loop.counters["iteration"] + 1] += digests
+        return batch
+
+    def noted(iterator: Any, chunk: Any) -> Any:
+        return forward_step(map(note, iterator), chunk)
+
+    if before is not None:
+        loop.load_checkpoint(before)
+    with patch.object(gpt_loop, "forward_step", noted):
+        steps(loop, last - loop.counters["iteration"])
+    loop.save_checkpoint(saved)
+    return [facts for kind, facts in emitted if kind == "step"], loop.state_hash(), dict(samples)
