@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from deadpool_megatron.settings import SchemeKind, Settings
 from deadpool_megatron.wire.forms import Coded, Listed
 
-MAX_BLOCKS = 256  # in a parity group, k + m: a limit of codes over bytes
+MAX_BLOCKS = 256  # roles plus parity blocks of a group (k + m); a byte has no more values
 
 
 @dataclass(frozen=True)
 class SchemeNumbers(Listed):
-    """One scheme with its numbers. It survives EpochRecord.replicas (r) lost nodes: r copies, or r
-    parity blocks for ``group`` roles; 0 for the two local schemes.
+    """A kind of scheme with its numbers. The scheme keeps r copies, or r parity blocks for a group
+    of roles, and so survives r lost nodes. The number r is ``EpochRecord.replicas``, and 0 for the
+    two local kinds.
 
-    ``group``: the maximum number of roles that share parity blocks (k). ``full_every``: generations
-    from one whole copy to the next, with gradients in between.
+    ``group``: the maximum number of roles that share parity blocks (k); 0 without parity.
+    ``full_every``: generations from one whole copy to the next, with gradients in between.
     """
 
     kind: SchemeKind
@@ -65,9 +66,8 @@ def plan_of_kind(kind: str, settings: Settings, every: int, group: int) -> Prote
 
 
 def losses_survived(settings: Settings, plan: ProtectionPlan | None = None) -> int:
-    """Return the value of EpochRecord.replicas: copies, or parity blocks of a group.
-
-    ``plan`` replaces the plan with which the run starts.
+    """Return the number of lost nodes that a plan survives, the value of EpochRecord.replicas: its
+    copies, or the parity blocks of a group. Without ``plan``, that of the run's first plan.
     """
     return 0 if (plan or first_plan(settings)).kind.is_local else settings.replicas
 
@@ -89,29 +89,33 @@ def format_scheme(scheme: SchemeNumbers) -> str:
 
 def describe_plan(plan: ProtectionPlan, replicas: int) -> str:
     """Return a description of a plan for users; ``replicas`` as in EpochRecord."""
-    scheme, many = plan.scheme, "" if replicas == 1 else "s"
+    scheme, plural = plan.scheme, "" if replicas == 1 else "s"
     description = {
         SchemeKind.BUDDY: f"{replicas} cop{'y' if replicas == 1 else 'ies'}",
-        SchemeKind.PARITY: f"{replicas} block{many} for up to {scheme.group} roles",
+        SchemeKind.PARITY: f"{replicas} block{plural} for up to {scheme.group} roles",
         SchemeKind.LOCAL: "no node may be lost",
         SchemeKind.LOCAL_TWICE: "each generation twice on its node; survives no lost node",
         SchemeKind.RECOMPUTE: f"whole every {scheme.full_every} iterations, gradients in between",
     }[scheme.kind]
-    each = "" if plan.every == 1 else f", every {plan.every} iterations"
-    return f"{scheme.kind} ({description}){each}"
+    cadence = "" if plan.every == 1 else f", every {plan.every} iterations"
+    return f"{scheme.kind} ({description}){cadence}"
 
 
 def recomputes(plan: ProtectionPlan) -> bool:
-    """Return whether members must keep the gradient steps to their generations."""
+    """Return whether members must keep the gradients from which their generations can be
+    recomputed."""
     return plan.kind is SchemeKind.RECOMPUTE
 
 
 def max_lost_iterations(every: int, max_lag: int, *, spans_the_world: bool) -> int:
     """Return the maximum number of finished iterations that a failure makes a job compute again.
 
-    The update of a due iteration p passes its gate when the generation ``max_lag`` + 1 due
-    iterations before p is committed. Just before that the resume point is one due iteration
-    earlier, and p - 1 is the newest finished iteration. ``spans_the_world``: a collective keeps all
-    roles at their gates together; without it some role may have finished p already.
+    Every ``every``-th iteration is due: it has a generation. The update of a due iteration p passes
+    its gate when the generation of the due iteration g = p - (``max_lag`` + 1) * ``every`` is
+    committed. Just before that the newest common generation is that of g - ``every``, and p - 1 is
+    the newest finished iteration.
+
+    ``spans_the_world``: a collective keeps all roles together at their gates. Without it a role
+    whose own generation is committed may have finished p already.
     """
     return (2 + max_lag) * every - (1 if spans_the_world else 0)

@@ -29,8 +29,8 @@ _OF_THE_MODEL = (
 class MegatronLoop(ProtectedLoop):
     """A loop with Megatron's model chunks, optimizer and scheduler.
 
-    Where it trains, it calls ``around_passes(f)`` in place of Megatron's function ``f`` that runs
-    the passes of an iteration.
+    ``f`` is Megatron's function that runs the passes of an iteration. Where the loop would call it,
+    it calls ``around_passes(f)`` instead, so that others can wrap the passes.
     """
 
     around_passes: Callable[[ForwardBackward], ForwardBackward] = staticmethod(
@@ -55,17 +55,17 @@ class MegatronLoop(ProtectedLoop):
                     yield f"{names[path]}{name}", parameter
 
     def model_arguments(self) -> dict[str, Any]:
-        """Return what gives the same names and shapes another meaning, by the words of the command:
-        state of a run with another value is another model's."""
+        """Return the arguments that give parameters of the same names and shapes another meaning:
+        a state with another value belongs to another model."""
         config = model_config(self)
         return {name: getattr(config, name) for name in _OF_THE_MODEL if hasattr(config, name)}
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return the state that a save would write, as ``dist_checkpointing.save`` takes it, made
-        without communication and without copies of tensors. Under ``optimizer`` is what its
-        ``sharded_state_dict`` answered; all else that an iteration changes are marks
-        (:mod:`deadpool_megatron.state.template`). Raises TemplateError where there is no
-        such checkpoint.
+        """Return the state that a save would write, in the form that ``dist_checkpointing.save``
+        accepts, without communication and without copies of tensors. The key ``optimizer`` has the
+        result of the optimizer's ``sharded_state_dict``. Other values that an iteration changes are
+        replaced by marks (:mod:`deadpool_megatron.state.template`). Raises TemplateError where
+        there is no such checkpoint.
         """
         raise TemplateError("the program does not say what its checkpoints hold")
 
@@ -87,5 +87,5 @@ def model_config(loop: MegatronLoop) -> Any:
 
 
 def trains_in_fp8(loop: MegatronLoop) -> bool:
-    """Return whether modules may keep state for it."""
+    """Return whether the loop trains in FP8, for which modules may keep state."""
     return bool(loop.model_chunks and getattr(model_config(loop), "fp8", None))

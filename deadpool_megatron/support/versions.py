@@ -35,7 +35,7 @@ _TABLES: dict[str, Any] = tomllib.loads(
 TESTED: tuple[str, ...] = tuple(_TABLES["tested"])
 #: by version in package_info.py: a tested commit without a tag, and the hash of its sources
 COMMITS: dict[str, dict[str, str]] = _TABLES["commits"]
-_TRIED = ", ".join([*TESTED, *(f"{key} at {row['commit']}" for key, row in COMMITS.items())])
+_TESTED_TEXT = ", ".join([*TESTED, *(f"{key} at {row['commit']}" for key, row in COMMITS.items())])
 #: properties of versions by MAJOR.MINOR, the newest last
 FAMILIES: dict[str, dict[str, Any]] = dict(
     zip(
@@ -76,14 +76,14 @@ class FoundPoint:
 @dataclass(frozen=True)
 class VersionReport:
     """Findings of :func:`examine`. ``version``: that of the megatron.core in use;
-    ``tree_version``: that of the tree of megatron.training (empty: it has no core).
+    ``tree_version``: that of the megatron.core next to megatron.training (empty if there is none).
     ``missing_names``: those of ``tables/names.toml`` that an untested version does not have.
     """
 
     version: str
     tree_version: str
     points: tuple[FoundPoint, ...]
-    is_tried: bool
+    is_tested: bool
     missing_names: tuple[str, ...] = ()
 
     @property
@@ -95,19 +95,20 @@ class VersionReport:
 def examine(importer: Importer = importlib.import_module) -> VersionReport:
     """Examine the Megatron-LM that ``importer`` imports."""
     version, tree = released(importer(_PACKAGE_INFO).__version__), _tree(importer)
-    is_tried = version in TESTED or _is_tried_commit(version, tree)
+    is_tested = version in TESTED or _is_tested_commit(version, tree)
     return VersionReport(
         version=version,
         tree_version=tree_version(tree),
         points=tuple(_find_point(point, importer) for point in hookpoints.points_of(version)),
-        is_tried=is_tried,
+        is_tested=is_tested,
         # Tests cover the tested versions, and reading the source takes a second.
-        missing_names=() if is_tried or tree is None else missing_names(tree, version),
+        missing_names=() if is_tested or tree is None else missing_names(tree, version),
     )
 
 
-def _is_tried_commit(version: str, tree: Path | None) -> bool:
-    """Compare the sources: main keeps its number while it moves, and archives name no commit."""
+def _is_tested_commit(version: str, tree: Path | None) -> bool:
+    """Return whether the sources are those of a tested commit. The version does not show that: the
+    main branch has the same version for many commits, and an archive does not name its commit."""
     return (
         tree is not None
         and version in COMMITS
@@ -183,27 +184,28 @@ def check(report: VersionReport, allow_untested: bool) -> None:
         )
     if report.missing_names:
         raise UntestedMegatron(
-            f"protection has not been tried with Megatron-LM {report.version}, which lacks"
-            f" {'; '.join(report.missing_names)}; tried were {_TRIED}"
+            f"protection has not been tested with Megatron-LM {report.version}, which lacks"
+            f" {'; '.join(report.missing_names)}; tested versions: {_TESTED_TEXT}"
         )
     if allow_untested and not report.missing_points:
         return
     problems = [found.problem for found in report.points if found.problem]
-    if not report.is_tried:
-        problems.insert(0, f"its version is {report.version}; tried were {_TRIED}")
+    if not report.is_tested:
+        problems.insert(0, f"its version is {report.version}; tested versions: {_TESTED_TEXT}")
     if not problems:
         return
-    advice = f"{hookpoints.ALLOW_UNTESTED} tries nevertheless"
+    advice = f"{hookpoints.ALLOW_UNTESTED} uses it nevertheless"
     if report.missing_points:
         advice = "without these functions there is no protection"
     raise UntestedMegatron(
-        f"protection has not been tried with this Megatron-LM: {'; '.join(problems)}; {advice}"
+        f"protection has not been tested with this Megatron-LM: {'; '.join(problems)}; {advice}"
     )
 
 
 def install_points() -> tuple[str, ...]:
-    """Mark every point, in its module and in all loaded modules of Megatron and the training script
-    that name it. Return the names of those marked; none in a patched tree, or a second time.
+    """Wrap the function of each point as a hook point. This replaces it in its module, and in all
+    loaded modules of Megatron and the training script that have imported it. Return the names of
+    the wrapped functions; none in a patched tree, or in a second call.
 
     Raises UntestedMegatron for a partly patched tree.
     """
@@ -228,7 +230,7 @@ def install_points() -> tuple[str, ...]:
 
 
 def _namespaces() -> Iterator[dict[str, Any]]:
-    """Yield those of the loaded modules that may hold a copy of a function of Megatron."""
+    """Yield the namespaces of the loaded modules that may have imported a function of Megatron."""
     modules: Mapping[str, ModuleType | None] = dict(sys.modules)
     for name, module in modules.items():
         may_hold = name == "__main__" or name.startswith(("megatron.", "pretrain_"))
@@ -238,9 +240,9 @@ def _namespaces() -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Name:
-    """A function, a class, its method or attribute, or a variable of a file of Megatron-LM.
-
-    ``parameters``: those of a function that the hooks use. ``versions``: those that have the name.
+    """The name of a function, a class, its method or attribute, or a variable in a file of
+    Megatron-LM. ``parameters``: those of a function that the hooks use. ``versions``: those that
+    have the name.
     """
 
     file: str

@@ -11,9 +11,9 @@ examples:
   srun --ntasks-per-node=1 deadpool agent --from-slurm --check-only \\
       --run-dir /shared/check1 --nodes 16 --spares 2 --nproc-per-node 8
 
-exit status: that of the run, if this node can read it (with --check-only: 0 there are N good nodes,
-1 there are not); 2 bad input or environment; 69 this node was cut off, quarantined, or excluded as
-not fit; 143 it was ended by SIGTERM (--leave-seconds).
+exit status: that of the run, if this node can read it; 2 bad input or environment; 69 this node was
+cut off, quarantined, or excluded as not fit; 143 it was ended by SIGTERM (--leave-seconds). With
+--check-only the run ends with 0 if there are N good nodes, else with 1.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number.add_argument("--attach", action="store_true", help=text)
     text = "take node id (unless given), address and failure domain from Slurm"
     add("--from-slurm", action="store_true", help=text)
-    common.add_size(parser, "with --from-slurm, those of this step but the spares")
+    common.add_size(parser, "with --from-slurm, all nodes of this step except the spares")
     text = "start a new run from the newest state of OLD"
     add("--resume", type=Path, metavar="OLD", help=text)
     common.add_address(parser)
@@ -104,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
     if os.getpgid(0) != os.getpid():
         os.setsid()
     # Without the shared directory a standby would not see the common journal.
-    is_alone = options.fixed_address is not None
+    has_journal = options.fixed_address is None
     try:
-        port = None if is_alone or args.no_standby else args.coordinator_port
+        port = args.coordinator_port if has_journal and not args.no_standby else None
         status = serve(options, port, args.rejoin)
     finally:
         os.close(held)
@@ -155,7 +155,7 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
     if not info.check_only:  # a check reports the GPUs of its nodes itself
         preconditions.check_communicator(info, os.environ)
     secret = auth.load_secret(run.path)  # before anything that the directory names is imported
-    if not nodes_with_slots(info.run_id):  # slots use memory that this node gets again
+    if not nodes_with_slots(info.run_id):  # a node that returns uses the memory of its slots
         preconditions.check_shared_memory(info, 1)
     if not args.domain:
         preconditions.read_domains(info.settings)  # the file may be on the first host only
@@ -193,7 +193,8 @@ def _place(
     if slurm is not None and not settings.domains_file:
         domain = domain or slurm.domain
     if host is None:
-        # The name of an interface is binding; an address would be the same on every node.
+        # settings.interface may be the name of an interface or an address. The name takes
+        # precedence over Slurm's; an address does not, as it would be the same on every node.
         named = settings.interface in (name for _, name in socket.if_nameindex())
         if settings.interface == Settings.interface and (found := common.nccl_address(os.environ)):
             host = found
@@ -248,7 +249,8 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         nproc = args.nproc_per_node
         communicator = preconditions.choose_communicator(communicator, 1, nproc, os.environ)
     settings = arguments.settings_from(args, communicator=communicator)
-    settings = resolve(settings, args.plan, lasts=True)  # all hosts share the directory
+    # Checkpoints outlive their host, as all hosts share the directory.
+    settings = resolve(settings, args.plan, lasts=True)
     if args.resume is not None:
         agents = args.nodes + args.spares  # spares report, too
         peers = resume.PeerAgents(run, agents, args.node_id, settings.connect_seconds)
@@ -278,8 +280,8 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
     if conflict := common.size_conflict(args, info, "nodes", "spares", "nproc_per_node"):
         flag, _, known = conflict
         raise common.CommandError(f"the run has {flag} {known}")
-    # The run's settings apply silently, except these: all nodes, and slots left in memory, need the
-    # same slot layout.
+    # The settings of the run replace those of this command line without a word. But a setting that
+    # determines the layout of slots must agree: with slots left in memory, and with other nodes.
     own, _ = arguments.given_in(args.options, script=False)
     if other := slot_conflict(info.settings, own):
         raise common.CommandError(
@@ -289,7 +291,7 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
             f" 'deadpool agent --resume {run.path} --run-dir NEW'"
         )
     if args.check_only != info.check_only:
-        kind = "only a check" if info.check_only else "no mere check"
+        kind = "only a check" if info.check_only else "more than a check"
         raise common.CommandError(f"the run in {run.path} is {kind}: choose another --run-dir")
     if (
         args.command

@@ -23,7 +23,7 @@ from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight import host
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.support import environment as nccl_environment
-from deadpool_megatron.vault.disk.dump import dump_kept, found_slots
+from deadpool_megatron.vault.disk.dump import dump_kept, inventory_of
 from deadpool_megatron.vault.errors import SegmentError
 
 
@@ -56,7 +56,7 @@ def run_agent(options: AgentOptions) -> int:
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), node=options.node, process="agent")
     started = time.monotonic()
-    found = found_slots(options.node, options.segments)
+    found = inventory_of(options.node, options.segments)
     # Before the loop: nvidia-smi and the health command may take long.
     options = replace(options, gpus=host.visible_gpus(os.environ))
     settings = info.settings

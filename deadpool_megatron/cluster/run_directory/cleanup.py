@@ -49,9 +49,9 @@ def owner_file(run_id: str) -> Path:
 def claim_segments(run: RunDirectory, run_id: str) -> int:
     """Make the run's shared-memory directory and record its owner, for a later clean-up.
 
-    Returns a descriptor; until it is closed :func:`is_held` is true on this host: an agent that
-    returns under another number is in no listing meanwhile, but its slots count. Raises
-    OwnershipError when another user makes a directory of this name meanwhile.
+    Returns a descriptor; until it is closed :func:`is_held` is true on this host. An agent needs
+    that while it joins again under another number: no listing names it, but its slots are in use.
+    Raises OwnershipError when another user makes a directory of this name meanwhile.
     """
     ownership.make_private(run_files.segment_root(run_id))
     owner = owner_file(run_id)
@@ -106,7 +106,8 @@ def listing(vault: int, members: Mapping[int, tuple[int, int]], segments: Path) 
 
 
 def remove_segments(directory: Path) -> None:
-    """Remove a node's directory, and the run's with its last node on this host."""
+    """Remove a node's directory, and the directory of the run if that was its last node on this
+    host."""
     shutil.rmtree(directory, ignore_errors=True)
     root = directory.parent
     try:
@@ -156,6 +157,7 @@ def _listed_in(run: RunDirectory, path: Path) -> list[int]:
 
 
 def is_here(listing: Mapping[str, Any]) -> bool:
+    """Return whether a listing was written by an agent of this host."""
     here = socket.gethostname()
     return bool(listing.get("hostname", here) == here)
 
@@ -264,8 +266,8 @@ def may_be_alive(run: RunDirectory) -> bool:
 
 
 def remaining_memory(run: RunDirectory) -> str:
-    """Return a line on this host's memory for a run that ended and kept its slots, or a run without
-    live processes: the present state. Empty for any other run."""
+    """Return a line on what a run holds in this host's memory now, if the run has ended and kept
+    its slots, or was interrupted and has no live process. Empty for any other run."""
     if not run_files.slots_are_kept(run) if run.final.exists() else may_be_alive(run):
         return ""
     try:
@@ -293,7 +295,8 @@ def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:
 
 
 def _bytes_in(root: Path) -> int:
-    """Return the memory that the files there take; a live node may remove some meanwhile."""
+    """Return the bytes that the files below ``root`` take; a live node may remove files
+    meanwhile."""
     nbytes = 0
     for path in root.rglob("*"):
         with contextlib.suppress(FileNotFoundError):

@@ -5,9 +5,9 @@ as the group. Ours forwards to an inner group that is exchanged when the members
 dozens of references that a training framework captures never go stale.
 
 :class:`Installation` makes c10d create them. Only what stock code calls is replaced, and everything
-can be put back. ``_new_group_with_tag`` rather than ``new_group``: all ways to a new group (also
-copies of ``new_group`` that other modules imported earlier) pass through it. The exception is
-``split_group``, which becomes calls of it.
+can be put back. ``_new_group_with_tag`` is replaced rather than ``new_group``, because all ways to
+a new group pass through it, also copies of ``new_group`` that other modules imported earlier. The
+exception is ``split_group``, which is replaced by calls of ``new_group``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from deadpool_megatron.comms.inner import COMMUNICATION, GroupSpec, InnerGroup
 if TYPE_CHECKING:
     from deadpool_megatron.comms.communicators import Communicators
 
-#: C++ reads it as well. It casts the backend of a group called "gloo" to gloo's class without a
-#: check (DistributedDataParallel, for the number of threads).
+#: C++ code reads this name, too. For example, DistributedDataParallel casts the backend of a group
+#: called "gloo" to gloo's class without a check, to read the number of threads.
 BACKEND_NAME = "deadpool"
 #: a device without data to send
 _NO_DATA = torch.device("meta")
@@ -43,8 +43,8 @@ _c10d: Any = c10d
 _dist: Any = dist
 
 
-def show_stand_in(group: ProcessGroup, rank: int, size: int) -> None:
-    """Register a backend that C++ finds when it asks ``group`` for its own.
+def register_stand_in(group: ProcessGroup, rank: int, size: int) -> None:
+    """Register a backend that C++ finds when it asks ``group`` for its default backend.
 
     Newer versions of torch ask every new group for its default backend. For C++ our group has none,
     and the inner backend must not be registered: C++ keeps the first backend of a type for ever,
@@ -66,15 +66,16 @@ def show_stand_in(group: ProcessGroup, rank: int, size: int) -> None:
 class ReconfigurableGroup(ProcessGroup):
     """A process group whose communicator can be exchanged.
 
-    ``transport`` is that of ``fabric_of``; ``requested`` the backend name that the user asked for.
-    Methods that communicate are added below from the installed torch. Starts detached.
+    ``transport``: that of its inner groups, see ``communicators.fabric_of``; ``requested``: the
+    backend name that the user asked for. Methods that communicate are added below from the
+    installed torch. Starts detached.
     """
 
     def __init__(
         self, owner: Communicators, spec: GroupSpec, transport: str, requested: str
     ) -> None:
         super().__init__(spec.rank, spec.size)  # type: ignore[call-arg]
-        show_stand_in(self, spec.rank, spec.size)
+        register_stand_in(self, spec.rank, spec.size)
         self.transport = transport
         self.requested = requested
         self._owner = owner
@@ -83,7 +84,7 @@ class ReconfigurableGroup(ProcessGroup):
         self.inner: InnerGroup = DetachedGroup(self.spec())
 
     def spec(self) -> GroupSpec:
-        """Return the specification of an inner group, with the description of now."""
+        """Return the specification of an inner group, with the present description and device."""
         device = self._bound_device or self._spec.device
         return replace(self._spec, description=self.description, device=device)
 
@@ -126,7 +127,7 @@ class ReconfigurableGroup(ProcessGroup):
     def name(self) -> str:
         return self.requested
 
-    # The base class keeps the name in its backends, where it is missing.
+    # The base class reads the name from its backend in C++, which is a stand-in without this name.
     @property
     def group_name(self) -> str:  # type: ignore[override]
         return self._spec.name
@@ -202,7 +203,8 @@ for _operation in COMMUNICATION:
 
 @dataclass
 class Entry:
-    """A call of init_process_group or new_group; ``group`` is None for ranks outside of it."""
+    """A call of init_process_group or new_group; ``group``: None if this rank is not in the
+    group."""
 
     ranks: tuple[int, ...]
     requested: str
@@ -213,8 +215,8 @@ class Entry:
 class Installation:
     """The replaced functions of torch; ``remove`` restores them."""
 
-    def __init__(self, host: Communicators) -> None:
-        self._host = host
+    def __init__(self, owner: Communicators) -> None:
+        self._owner = owner
         self._requested = ""
         self._undo = ExitStack()
         self._known: Iterator[Entry] | None = None
@@ -272,7 +274,7 @@ class Installation:
     def _create(self, given: Any, options: Any) -> ReconfigurableGroup:
         """Create a group for c10d; ``global_ranks_in_group`` is empty for WORLD."""
         ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
-        return self._host.make_group(
+        return self._owner.make_group(
             ranks, given.group_rank, self._requested, given.timeout, options
         )
 
@@ -280,11 +282,11 @@ class Installation:
         signature = inspect.signature(original)
 
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            """As torch, but local: Communicators.attach connects."""
+            """As torch, but without a connection to peers: Communicators.attach makes it later."""
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             values = given.arguments
-            requested = values["backend"] or self._host.default_backend
+            requested = values["backend"] or self._owner.default_backend
             _complete_timeout(values, str(requested))
             device = values["device_id"]
             rank, size = values["rank"], values["world_size"]
@@ -304,7 +306,7 @@ class Installation:
             if device is not None:
                 world.bound_device_id = torch.device(device)
             _restore_name(world, self._requested)
-            self._host.group_created(Entry(world.ranks, self._requested, "default_pg", world))
+            self._owner.group_created(Entry(world.ranks, self._requested, "default_pg", world))
 
         return init_process_group
 
@@ -348,7 +350,7 @@ class Installation:
                 made = None
             try:
                 entry = Entry(members, requested, values["group_desc"] or "", made)
-                self._host.group_created(entry)
+                self._owner.group_created(entry)
             except BaseException:
                 # The caller gets no group, and its peers may never make this call: every later
                 # epoch would wait for them in vain.
@@ -361,8 +363,8 @@ class Installation:
 
 
 def _complete_timeout(values: dict[str, Any], requested: str) -> None:
-    """Give a group the default timeout of the requested backend: c10d knows that of NCCL by its
-    name, which is ours here."""
+    """Set NCCL's default timeout if NCCL is requested without a timeout. c10d would choose it by
+    the name of the backend, but gets our name."""
     if values["timeout"] is None and "nccl" in requested.lower():
         # None in a torch without NCCL
         values["timeout"] = getattr(_c10d, "default_pg_nccl_timeout", None)
@@ -389,7 +391,8 @@ def _wrap_split(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def split_group(*args: Any, **kwargs: Any) -> Any:
-        """As torch, by a call of new_group for each part, as communicators are exchanged later."""
+        """As torch, but call new_group for each part: to split the parent's communicator would be
+        of no use, as it is exchanged later."""
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         values = given.arguments
@@ -452,17 +455,19 @@ def _wrap_set_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
     return _set_pg_timeout
 
 
-def _first_received(values: dict[str, Any]) -> None:
+def _receive_own(values: dict[str, Any]) -> None:
+    """Put this rank's object into the output of scatter_object_list, if this rank sends."""
     sent = values["scatter_object_input_list"]
     if sent:
         values["scatter_object_output_list"][0] = sent[values["group"].rank()]
 
 
-#: object collectives that would unpickle a buffer without received bytes
+#: object collectives, each with its replacement on a detached group: torch would unpickle a buffer
+#: into which no bytes have been received
 _DETACHED_OBJECTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "broadcast_object_list": lambda _: None,
     "recv_object_list": lambda _: None,
-    "scatter_object_list": _first_received,
+    "scatter_object_list": _receive_own,
 }
 
 

@@ -4,8 +4,8 @@
 could give; files of several nodes complete each other. Where the node has a shard part only as a
 chain (layout.gradient_chain), further slots hold the steps that lead to it.
 
-Here the next agent also reads and writes the slots of a directory that no vault has open; for all
-other facts about slots the control plane asks a vault.
+With the functions of this module the next agent of a node reads and dumps slots before a vault
+opens their directory. For all other facts about slots the control plane asks a vault.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ PartKey = tuple[Generation, str]  # a part of a generation
 
 
 def dump_files(directory: Path, role: int | None = None) -> Iterator[segments.Segment]:
-    """Yield the readable dump files of a role, in the order of their nodes. Raises OSError at a
-    shortage, because the files are unknown then."""
+    """Yield the readable dump files of a role, in the order of their nodes. Raises OSError when
+    descriptors or memory are short, since that proves nothing about a file."""
     for path in sorted(directory.glob(f"dump-{'*' if role is None else role}-*.seg")):
         try:
             dumped = segments.Segment.open(path, writable=False)
@@ -57,9 +57,9 @@ def dump(
     ``boundary``: only its extras are written; None for all extras.
 
     A part is written only if its bytes match its checksum: :func:`damaged` returns the parts that
-    are missing for this reason. A file appears whole or not at all, and retains parts that only the
-    earlier file had, which it replaces.
-    Raises VaultError with one line when it cannot be written; then the earlier file remains.
+    are missing for this reason. A file appears whole or not at all. If it replaces an earlier file,
+    it also has the parts that only that file had. Raises VaultError with one line when a file
+    cannot be written; then the earlier file remains.
     """
     directory.mkdir(parents=True, exist_ok=True)
     sync(directory.parent)
@@ -92,8 +92,8 @@ def dump_held(store: SlotStore, base: Path, generations: Iterable[Generation]) -
 
 
 def damaged(store: SlotStore) -> list[BadPart]:
-    """Return the parts expected of this node that a dump could not give: parts found damaged, in
-    this dump or earlier, without other bytes here."""
+    """Return the parts that a dump of this node lacks because their bytes were found damaged, in
+    this dump or earlier, and this node has no other bytes of them."""
     with store.gate.lock:
         table = store.table
         found = {
@@ -105,7 +105,7 @@ def damaged(store: SlotStore) -> list[BadPart]:
         return sorted(bad for bad in found if not table.find(bad.role, bad.generation, bad.part))
 
 
-def found_slots(node: int, directory: Path) -> Inventory | None:
+def inventory_of(node: int, directory: Path) -> Inventory | None:
     """Return the inventory of a directory before its vault starts; None if nothing is sealed.
 
     The slots do not change until the vault adopts a record, so the inventory holds as after a
@@ -181,14 +181,14 @@ def _dump_role(
         for key, place in _written_before(path, layout, generation).items():
             if key not in kept and _is_intact(place, store.settings.chunk_bytes):
                 kept[key] = place
-        is_whole = any(g == generation for g, _ in kept)
-        if is_whole:
+        has_parts = any(g == generation for g, _ in kept)
+        if has_parts:
             _write_dump(path, layout, generation, kept, store.settings.chunk_bytes)
     finally:
         with store.gate.lock:
             for place in (place for places in found.values() for place in places):
                 store.table.unpin(place)
-    return path if is_whole else None
+    return path if has_parts else None
 
 
 def _pin_wanted(
@@ -205,7 +205,7 @@ def _pin_wanted(
         names = (*layout.shard_parts, records.extras_part(boundary))
     with store.gate.lock:
         wanted = [(generation, name) for name in names]
-        wanted += _led_from(store.table, layout, generation)
+        wanted += _steps_to_missing(store.table, layout, generation)
         new = {
             key: store.table.find(layout.role, *key)
             for key in dict.fromkeys(wanted)
@@ -217,9 +217,9 @@ def _pin_wanted(
     return new
 
 
-def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[PartKey]:
-    """Return the held steps to shard parts that are not held: back to a whole copy, or to a
-    gap."""
+def _steps_to_missing(table: Table, layout: RoleLayout, generation: Generation) -> list[PartKey]:
+    """Return the parts from which shard parts of ``generation`` that are not held are recomputed:
+    their steps, back to a whole copy, and that copy; up to the first step that is not held."""
     held = table.held(layout.role)
     found: list[PartKey] = []
     for shard in layout.shard_parts:
@@ -234,8 +234,8 @@ def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[
 
 
 def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> dict[PartKey, Place]:
-    """Return the parts listed in an earlier file of that name, since the memory may be damaged or
-    gone by now."""
+    """Return the sealed parts of an earlier dump at ``path``; their slots in memory may be damaged
+    or gone by now."""
     try:
         dumped = segments.Segment.open(path, writable=False)
     except (SegmentError, OSError):

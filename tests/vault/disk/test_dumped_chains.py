@@ -176,6 +176,6 @@ def test_a_file_that_was_not_written_is_not_named(writer, tmp_path, monkeypatch)
     for name in NAMES:
         segment.data(0, name)[0] ^= 0xFF
     led = [(Generation(1, 3), "shard")]
-    monkeypatch.setattr("deadpool_megatron.vault.disk.dump._led_from", lambda *_: led)
+    monkeypatch.setattr("deadpool_megatron.vault.disk.dump._steps_to_missing", lambda *_: led)
     assert dump(writer, tmp_path / "dump", GENERATION, "step") == []
     assert not list((tmp_path / "dump").iterdir())
