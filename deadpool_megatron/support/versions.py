@@ -20,7 +20,7 @@ import os
 import runpy
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -296,49 +296,27 @@ def _missing_name(tree: Path, name: Name, sources: dict[str, ast.Module]) -> str
 
 
 def find(scope: ast.AST, name: str) -> ast.AST | None:
-    """Return the node that defines the dotted ``name``, or None."""
+    """Return the outermost node in ``scope`` that defines the dotted ``name``, or None."""
     for part in name.split("."):
-        found = dict(_definitions(scope)).get(part)
+        found = next((node for node in ast.walk(scope) if part in _defined(node)), None)
         if found is None:
             return None
         scope = found
     return scope
 
 
-def _definitions(scope: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the definitions of a module or class, also under an ``if`` or ``try``; for a class also
-    the attributes that its methods set on ``self``.
-    """
-    for node in _statements(scope):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name, node
-            if isinstance(scope, ast.ClassDef):
-                yield from _attributes(node)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                yield (alias.asname or alias.name), node
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Name):
-                    yield target.id, node
-
-
-def _statements(scope: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(scope):
-        yield node
-        if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
-            yield from _statements(node)
-
-
-def _attributes(method: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    for node in ast.walk(method):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        ):
-            yield node.attr, node
+def _defined(node: ast.AST) -> Iterable[str]:
+    """Return the names that a statement or a target of an assignment defines, also on ``self``."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return (node.name,)
+        case ast.Import() | ast.ImportFrom():
+            return (alias.asname or alias.name for alias in node.names)
+        case ast.Name(ctx=ast.Store()):
+            return (node.id,)
+        case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store()):
+            return (node.attr,)
+    return ()
 
 
 def _parameters(function: ast.AST) -> list[str]:
