@@ -21,6 +21,7 @@ import base64
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -76,11 +77,12 @@ class _Folder(Generic[Client]):
     newcomers: dict[Client, None] = field(default_factory=dict)
 
 
-class StoreHub(Generic[Client]):
-    """The values of one epoch and the clients that want them. Used from one thread."""
+class StoreHub(ABC, Generic[Client]):
+    """The values of one epoch, 0 for none, and the clients that want them. Used from one loop."""
 
     def __init__(self, maximum_bytes: int = MAXIMUM_EPOCH_BYTES) -> None:
         self.epoch = 0
+        self._is_flush_due = False
         self._maximum_bytes = maximum_bytes
         self._bytes = 0
         self._folders: dict[str, _Folder[Client]] = {}
@@ -133,6 +135,21 @@ class StoreHub(Generic[Client]):
                     for piece in _pieces(values):
                         yield receivers, piece
 
+    @abstractmethod
+    def _deliver(self, clients: list[Client], message: dict[str, Any]) -> None:
+        """Send values to clients that want them."""
+
+    def _flush_soon(self) -> None:
+        """Deliver after all messages of this turn of the loop, which share one delivery."""
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        for clients, piece in self.deliveries():
+            self._deliver(clients, pack(self.epoch, piece))
+
     def _folder(self, name: str) -> _Folder[Client]:
         folder = self._folders.get(name)
         if folder is None:
@@ -146,20 +163,15 @@ class StoreHub(Generic[Client]):
             raise ValueError(f"the store of epoch {self.epoch} is over {self._maximum_bytes} bytes")
 
 
-class CoordinatorStore:
-    """The coordinator's store, for its loop. ``send_frame`` sends an encoded message to a node;
-    ``epoch`` returns the epoch that is open or being opened, 0 when there is none.
+class CoordinatorStore(StoreHub[int]):
+    """The coordinator's store. ``send_frame`` sends an encoded message to a node; ``epoch`` returns
+    the epoch that is open or being opened, 0 when there is none.
     """
 
-    def __init__(
-        self,
-        send_frame: Callable[[int, bytes], None],
-        epoch: Callable[[], int],
-    ) -> None:
+    def __init__(self, send_frame: Callable[[int, bytes], None], epoch: Callable[[], int]) -> None:
+        super().__init__()
         self._send_frame = send_frame
-        self._epoch = epoch
-        self._hub: StoreHub[int] = StoreHub()
-        self._is_due = False
+        self._present = epoch
 
     def receive(self, node: int, message: Mapping[str, Any]) -> None:
         """Take an agent's message, and drop it if its epoch is not the open epoch.
@@ -167,24 +179,19 @@ class CoordinatorStore:
         Raises ValueError for a message that no correct agent sends.
         """
         epoch, values, want = unpack(message)
-        self._hub.enter(self._epoch())
-        if epoch != self._hub.epoch or not epoch:
+        self.enter(self._present())
+        if epoch != self.epoch or not epoch:
             return
         failpoints.hit("coordinator.store", epoch=epoch)
-        self._hub.put(values)
+        self.put(values)
         for folder in want:
-            self._hub.want(node, folder)
-        if not self._is_due:
-            self._is_due = True
-            # After all messages of this turn of the loop, so that they share one delivery.
-            asyncio.get_running_loop().call_soon(self._flush)
+            self.want(node, folder)
+        self._flush_soon()
 
-    def _flush(self) -> None:
-        self._is_due = False
-        for nodes, piece in self._hub.deliveries():
-            frame = encode(pack(self._hub.epoch, piece))
-            for node in nodes:
-                self._send_frame(node, frame)
+    def _deliver(self, clients: list[int], message: dict[str, Any]) -> None:
+        frame = encode(message)
+        for node in clients:
+            self._send_frame(node, frame)
 
 
 class StoreMember(Protocol):
@@ -197,40 +204,34 @@ class StoreMember(Protocol):
         """End the process."""
 
 
-class StoreRelay:
-    """The agent's store, for its loop. ``send`` sends to the coordinator."""
+class StoreRelay(StoreHub[StoreMember]):
+    """The agent's store. ``send`` sends to the coordinator."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
+        super().__init__()
         self._send = send
-        self._hub: StoreHub[StoreMember] = StoreHub()
         self._own: dict[str, str] = {}
         self._wanted: dict[str, None] = {}
         self._unsent: tuple[dict[str, str], dict[str, None]] = {}, {}
-        self._is_due = False
-
-    @property
-    def epoch(self) -> int:
-        """Return the epoch that is served; 0: none."""
-        return self._hub.epoch
 
     def enter(self, epoch: int) -> None:
-        """Serve ``epoch``; 0: none."""
-        if epoch != self._hub.epoch:
-            self._hub.enter(epoch)
+        """See the base class."""
+        if epoch != self.epoch:
             self._own, self._wanted, self._unsent = {}, {}, ({}, {})
+        super().enter(epoch)
 
     def from_member(self, member: StoreMember, message: Mapping[str, Any]) -> None:
         """Take a member's message; kill the member if it is invalid."""
         try:
             epoch, written, wanted = unpack(message)
-            if epoch != self._hub.epoch or not epoch:
+            if epoch != self.epoch or not epoch:
                 return  # the close has not reached this member yet
             values, want = self._unsent
-            new = self._hub.put(written)
+            new = self.put(written)
             self._own |= new
             values |= new
             for folder in wanted:
-                if self._hub.want(member, folder):
+                if self.want(member, folder):
                     self._wanted[folder] = want[folder] = None
             self._flush_soon()
         except ValueError as error:
@@ -240,8 +241,8 @@ class StoreRelay:
         """Take the values of members of other nodes."""
         try:
             epoch, values, _ = unpack(message)
-            if epoch == self._hub.epoch > 0:
-                self._hub.put(values)
+            if epoch == self.epoch > 0:
+                self.put(values)
                 self._flush_soon()
         except ValueError as error:
             print(f"refused of the coordinator: {error}", file=sys.stderr, flush=True)
@@ -254,27 +255,18 @@ class StoreRelay:
             self._unsent = dict(self._own), dict(self._wanted)
             self._flush_soon()
 
-    def _flush_soon(self) -> None:
-        if not self._is_due:
-            self._is_due = True
-            # After all messages of this turn of the loop, so that they share one delivery.
-            asyncio.get_running_loop().call_soon(self._flush)
-
     def _flush(self) -> None:
-        self._is_due = False
-        epoch = self._hub.epoch
-        values, want = self._unsent
-        if values or want:
-            self._unsent = {}, {}
-            # Values and folders of an epoch may each be too large for one frame.
-            nothing: dict[str, str] = {}
-            folders = _pieces(dict.fromkeys(want, ""))
-            for piece, wanted in zip_longest(_pieces(values), folders, fillvalue=nothing):
-                self._send(pack(epoch, piece, wanted))
-        for members, piece in self._hub.deliveries():
-            message = pack(epoch, piece)
-            for member in members:
-                member.send(message)
+        (values, want), self._unsent = self._unsent, ({}, {})
+        # Values and folders of an epoch may each be too large for one frame.
+        nothing: dict[str, str] = {}
+        folders = _pieces(dict.fromkeys(want, ""))
+        for piece, wanted in zip_longest(_pieces(values), folders, fillvalue=nothing):
+            self._send(pack(self.epoch, piece, wanted))
+        super()._flush()
+
+    def _deliver(self, clients: list[StoreMember], message: dict[str, Any]) -> None:
+        for member in clients:
+            member.send(message)
 
 
 def _pieces(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
