@@ -30,6 +30,7 @@ from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.cluster.run_directory.cleanup import remaining_memory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import DAMAGE
+from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.observe.story import Story
 from deadpool_megatron.observe.view import TABLE, State, View, view
 from deadpool_megatron.ownership import OwnershipError
@@ -155,7 +156,7 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def make_info(
-    args: argparse.Namespace, settings: Settings, restore: Mapping[str, Any] | None = None
+    args: argparse.Namespace, settings: Settings, restore: Sequence[Restore] = ()
 ) -> RunInfo:
     """Return the facts of a new run, with a new run id."""
     return RunInfo(
@@ -167,7 +168,7 @@ def make_info(
         command=tuple(args.command),
         settings=settings,
         directory=str(Path.cwd()),
-        restore={} if restore is None else restore,
+        restore=tuple(restore),
     )
 
 

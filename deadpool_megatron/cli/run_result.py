@@ -139,4 +139,4 @@ def _resumed_after(directory: Path) -> int:
         restore = RunDirectory(directory).read_run(only_to_show=True).restore
     except RunDirectoryError:
         return 0  # a copy of the result without the run directory
-    return int(restore["generation"][1]) if restore else 0
+    return restore[0].generation.iteration if restore else 0

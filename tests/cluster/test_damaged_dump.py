@@ -71,7 +71,7 @@ def test_run_continues_from_the_generation_before_a_damaged_copy(tmp_path):
         final = run.wait_end(75)
     older = struck.iteration - 1
     assert f"state dumped to {first / 'dump'}/1-{older}: continue with" in final["reason"]
-    assert read_json(RunDirectory(first).latest)["generation"] == [1, older]
+    assert read_json(RunDirectory(first).latest)["valid"][0]["generation"] == [1, older]
     (dumped,) = run.events(Kind.DUMPED)
     assert dumped.data["generation"] == [1, older]
     again = ("--resume", str(first))

@@ -337,7 +337,7 @@ def test_bug_ends_the_run_and_another_run_resumes_at_its_newest_iteration(tmp_pa
     again = ("--resume", str(first))
     with Run(tmp_path / "second", "--iterations", "20", spares=0, options=again) as run:
         final = run.wait_end()
-    saved = read_json(RunDirectory(first).latest)["generation"][1]
+    saved = read_json(RunDirectory(first).latest)["valid"][0]["generation"][1]
     assert saved in (6, 7), "at most one iteration before the failed iteration"
     steps = [step["iteration"] for step in final["steps"]]
     assert steps == list(range(saved, 21)), "the restored iteration is reported again"

@@ -28,7 +28,7 @@ INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
 def test_damaged_pointer_to_the_newest_checkpoint_is_reported(tmp_path, name, value):
     run = RunDirectory(tmp_path)
     values = {**saved_at(4, tmp_path).to_dict(), name: value}
-    run.latest.write_text(json.dumps(values))
+    run.latest.write_text(json.dumps({"valid": [values]}))
     with pytest.raises(ValueError, match=r"latest\.json is damaged"):
         valid_checkpoints(run)
     assert resume.saved_states(run, INFO, None) == ([], [f"{run.latest} is damaged"])

@@ -114,7 +114,7 @@ def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(tmp_
     monkeypatch.setattr(new_checkpoint.run_files, "still_valid", known)
     NewCheckpoint(saved, saved, saved_at(4, saved), run, "run").make_valid()
     exporting.join()
-    assert run_files.read_json(run.latest)["generation"] == [1, 8]
+    assert run_files.read_valid(run.latest)[0].generation == Generation(1, 8)
 
 
 def test_an_export_that_has_its_name_but_no_pointer_is_pruned_in_its_turn(tmp_path, monkeypatch):

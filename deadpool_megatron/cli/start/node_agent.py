@@ -42,6 +42,7 @@ from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, slots_are_kept
 from deadpool_megatron.events import read_events
+from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
 
@@ -244,7 +245,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
             keep_single_threaded()  # the search for the user's module may import its packages
         preconditions.check_command(args.command)
         scripts.adopt(args)
-    communicator, restore = arguments.communicator_in(args), None
+    communicator, restore = arguments.communicator_in(args), list[Restore]()
     if not args.check_only:
         nproc = args.nproc_per_node
         communicator = preconditions.choose_communicator(communicator, 1, nproc, os.environ)

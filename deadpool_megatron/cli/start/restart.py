@@ -171,7 +171,7 @@ def _has_state(run: directory.RunDirectory, info: directory.RunInfo) -> bool:
     noted: tuple[Restore, ...] = ()
     with contextlib.suppress(FileNotFoundError, ValueError):
         noted = directory.read_valid(run.latest)
-    states = (*noted, *directory.valid_in(info.restore))
+    states = (*noted, *info.restore)
     saved = [state for state in states if state.kind != "initial"]
     return nodes_with_slots(info.run_id) > 0 or any(map(directory.is_there, saved))
 

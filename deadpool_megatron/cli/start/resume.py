@@ -8,11 +8,10 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from deadpool_megatron.cli.common import CommandError, StatusPoller
 from deadpool_megatron.cli.display import Display
@@ -60,10 +59,10 @@ class PeerAgents:
 
 def resume_point(
     old: RunDirectory, args: argparse.Namespace, peers: PeerAgents | None = None
-) -> Mapping[str, Any]:
-    """Return the state from which a new run continues an earlier run: the newest complete
-    generation in its dumps (with its memory on this host and on the hosts of ``peers``), or its
-    newest checkpoint, whichever is newer. Print the choice.
+) -> list[Restore]:
+    """Return the states from which a new run continues an earlier run, best first: the newest
+    complete generation in its dumps (with its memory on this host and on the hosts of ``peers``) if
+    that is newer than its checkpoints, then these. Print the choice.
 
     A run of another number of roles continues from a checkpoint, which Megatron reshards. Raises
     CommandError if there is no such state.
@@ -82,7 +81,7 @@ def resume_point(
         dump, reasons = _newest_dump(old, info, history.kept, peers)
     durable, problems = saved_states(old, info, history)
     if info.world_size != roles:
-        return run_files.as_dict(_for_other_roles(old, info.world_size, roles, dump, durable))
+        return _for_other_roles(old, info.world_size, roles, dump, durable)
     if dump is None and not durable:
         text = "; ".join([*problems, *reasons[:3]])
         state = "has no durable state"
@@ -98,13 +97,13 @@ def resume_point(
         generation = f"{dump.generation.lineage}:{dump.generation.iteration}"
         more = text and f"; {text}"
         print(f"continues from generation {generation} in the dump {dump.path}{more}", flush=True)
-        return run_files.as_dict([run_files.identified(dump), *durable])
+        return [run_files.identified(dump), *durable]
     kind = "dump" if durable[0].kind == "dump" else "checkpoint"
     choice = f"continues from the {kind} {durable[0].path} of iteration"
     if durable[0].kind == "initial":
         choice = "that run had computed nothing: begins at iteration"
     print(f"{choice} {durable[0].generation.iteration}{text and f': {text}'}", flush=True)
-    return run_files.as_dict(durable)
+    return durable
 
 
 def refuse_while_training(run: RunDirectory, info: RunInfo, flag: str) -> None:
@@ -171,7 +170,7 @@ def saved_states(
     newer = [state for state in found if state.generation.iteration > newest]
     noted = (*newer, *noted, *found[len(newer) :])
     known = {state.path for state in noted}
-    first = [state for state in run_files.valid_in(info.restore) if state.path not in known]
+    first = [state for state in info.restore if state.path not in known]
     good, roles = list[Restore](), range(info.world_size)
     for state in (*noted, *first):
         problem = _problem_of(state, roles, history if state in noted else None)
@@ -201,12 +200,11 @@ def _problem_of(restore: Restore, roles: Collection[int], history: History | Non
     return ""
 
 
-def copy_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[str, Any]) -> None:
+def copy_frozen_weights(old: Path | None, run: RunDirectory, restore: Iterable[Restore]) -> None:
     """Copy the frozen weights of the old run, before any process needs them: a dump refers to files
     in the old directory, later generations to files in the new directory. Raises CommandError.
     """
-    kinds = {state.get("kind") for state in (restore, *restore.get("older", ()))}
-    if old is None or "dump" not in kinds:
+    if old is None or all(state.kind != "dump" for state in restore):
         return
     source = RunDirectory(old).frozen
     started = time.monotonic()

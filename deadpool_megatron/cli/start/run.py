@@ -101,7 +101,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     if restart is not None:
         info = restart.info
     else:
-        restore = None if args.resume is None else resume_point(RunDirectory(args.resume), args)
+        restore = [] if args.resume is None else resume_point(RunDirectory(args.resume), args)
         info = common.make_info(args, settings, restore)
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, args.command)
     preconditions.check_sizes(info)

@@ -436,7 +436,7 @@ class Coordinator:
 def _machine_config(options: CoordinatorOptions) -> Config:
     """Return the facts that the state machine needs."""
     info = options.info
-    start, *older = run_files.valid_in(info.restore) or [INITIAL]
+    start, *older = info.restore or (INITIAL,)
     return Config(
         nodes=info.nodes,
         spares=info.spares,

@@ -26,7 +26,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ class RunInfo:
 
     ``check_only``: the run ends after the check of its nodes. ``finished``: iterations finished
     before this start; ``from_scratch``: it may begin again if nothing is left of them.
+    ``restore``: the states to begin from, the best first.
     ``ended_term`` and ``ended_epoch``: the newest of earlier starts, all of whose processes have
     ended. ``directory``: the working directory of the start.
     """
@@ -89,7 +90,7 @@ class RunInfo:
     nproc_per_node: int
     command: tuple[str, ...]
     settings: Settings
-    restore: Mapping[str, Any] = field(default_factory=dict)
+    restore: tuple[Restore, ...] = ()
     check_only: bool = False
     ended_term: int = 0
     ended_epoch: int = 0
@@ -350,23 +351,10 @@ def stored_path(path: str | Path, run: Path) -> str:
 def read_valid(latest: Path) -> tuple[Restore, ...]:
     """Return the noted checkpoints. Raises OSError, or ValueError when the file is damaged."""
     try:
-        found = valid_in(read_json(latest))
+        found = map(Restore.from_dict, read_json(latest)["valid"])
         return tuple(replace(r, path=r.path and str(latest.parent / r.path)) for r in found)
     except DAMAGE as error:
         raise ValueError(f"{latest} is damaged: {error!r}") from error
-
-
-def valid_in(values: Mapping[str, Any]) -> tuple[Restore, ...]:
-    """Invert :func:`as_dict`; return nothing for an empty mapping. Raises DAMAGE."""
-    found = (values, *values.get("older", ())) if values else ()
-    return tuple(map(Restore.from_dict, found))
-
-
-def as_dict(valid: Sequence[Restore]) -> dict[str, Any]:
-    """Return the JSON form of a non-empty list: the first, with the others under a key of it."""
-    first, *older = valid
-    others = {"older": [restore.to_dict() for restore in older]} if older else {}
-    return {**first.to_dict(), **others}
 
 
 def write_latest(latest: Path, valid: Sequence[Restore]) -> None:
@@ -374,7 +362,7 @@ def write_latest(latest: Path, valid: Sequence[Restore]) -> None:
     OSError."""
     parent = latest.parent
     kept = [replace(r, path=r.path and stored_path(r.path, parent)) for r in valid[:_MAX_VALID]]
-    write_json(latest, as_dict(kept), lasting=True)
+    write_json(latest, {"valid": [restore.to_dict() for restore in kept]}, lasting=True)
 
 
 def still_valid(latest: Path, without: Restore) -> list[Restore]:

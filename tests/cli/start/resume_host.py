@@ -37,11 +37,10 @@ class Host:
 
     def notes(self, *states: Restore) -> None:
         """What the run has said last."""
-        first, *older = [one.to_dict() for one in states]
-        run_files.write_json(self.old.latest, {**first, "older": older} if older else first)
+        run_files.write_json(self.old.latest, {"valid": [one.to_dict() for one in states]})
 
     def resumes(self, others: PeerAgents | None = None) -> list[str]:
-        found = run_files.valid_in(resume_point(self.old, self.args, others))
+        found = resume_point(self.old, self.args, others)
         return [f"{one.kind} {one.generation.iteration} {Path(one.path).name}" for one in found]
 
     def _look(self, *_: object) -> tuple[Restore | None, list[str]]:

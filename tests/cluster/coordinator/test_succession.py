@@ -24,5 +24,5 @@ def test_takeover_does_not_wait_for_a_hanging_run_directory(tmp_path):
     assert succession.look_up(journal, durable) == RecoveredState(is_durable_read=False)
     assert time.monotonic() - began < 5.0
     saved = Restore("durable", Generation(1, 4), "save", str(tmp_path))
-    run.latest.write_text(json.dumps(saved.to_dict()))
+    run.latest.write_text(json.dumps({"valid": [saved.to_dict()]}))
     assert durable.look(20.0) == (saved,)

@@ -153,7 +153,6 @@ def test_checkpoints_are_as_recorded(show, tmp_path):
     show.note(run.latest.read_text())
     show(run_files.read_valid, run.latest)
     show(run_files.still_valid, run.latest, found[0])
-    show(run_files.valid_in, {})
     run_files.write_latest(run.latest, [found[0]] * 20)
     show.note(f"remembered: {len(run_files.read_valid(run.latest))}")
     written(run.latest, "{")
